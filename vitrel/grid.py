@@ -1,0 +1,74 @@
+"""Grid: where the tokens are. Everything else about position is a function of it.
+
+Legend used throughout the package: B batch, H heads, N tokens (prefix + h*w), D head width, C model width, R offset classes,
+L windows. Offsets are signed, query minus key, in patches; h comes before w.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+AXES = ("hw", "h", "w")
+
+
+class Grid(NamedTuple):
+    """h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
+
+    An offset class is one value of the offset between a query and a key. Along axis "hw" there are (2h-1)(2w-1) of them, the
+    offset (dy, dx) being class (dy + h-1)(2w-1) + dx + w-1; along "h" and "w" there are 2h-1 and 2w-1. With prefix tokens three
+    more classes follow, in the order of BEiT and timm: prefix query to token key, token query to prefix key, prefix to prefix.
+    """
+
+    h: int
+    w: int
+    prefix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens N, prefix tokens included."""
+        return self.prefix + self.h * self.w
+
+    def offset_classes(self, axis: str = "hw") -> int:
+        """Number of offset classes without those of the prefix tokens."""
+        if axis == "hw":
+            return (2 * self.h - 1) * (2 * self.w - 1)
+        return 2 * (self.h if _checked(axis) == "h" else self.w) - 1
+
+    def classes(self, axis: str = "hw") -> int:
+        """Number of offset classes R, the three of the prefix tokens included where there are any."""
+        return self.offset_classes(axis) + (3 if self.prefix else 0)
+
+    def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
+        """Offset (query minus key, in patches) of every class without the prefix ones, [R, 2] for "hw", [R] for one axis."""
+        dy = torch.arange(1 - self.h, self.h, device=device)
+        dx = torch.arange(1 - self.w, self.w, device=device)
+        if axis == "hw":
+            shape = (2 * self.h - 1, 2 * self.w - 1)
+            return torch.stack((dy[:, None].expand(shape), dx[None].expand(shape)), -1).flatten(0, 1)  # [R, 2]
+        return dy if _checked(axis) == "h" else dx
+
+    def coordinates(self, device: torch.device | str | None = None) -> Tensor:
+        """Row and column (y, x) of every token without the prefix ones, [h*w, 2]."""
+        y = torch.arange(self.h, device=device)[:, None].expand(self.h, self.w)
+        x = torch.arange(self.w, device=device)[None].expand(self.h, self.w)
+        return torch.stack((y, x), -1).flatten(0, 1)
+
+    def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
+        """Offset class of every pair (query i, key j), [N, N] int64."""
+        y, x = self.coordinates(device).unbind(-1)
+        row = y[:, None] - y[None] + self.h - 1
+        column = x[:, None] - x[None] + self.w - 1
+        index = row * (2 * self.w - 1) + column if axis == "hw" else row if _checked(axis) == "h" else column
+        if not self.prefix:
+            return index
+        first, (p, n) = self.offset_classes(axis), (self.prefix, self.h * self.w)
+        left = index.new_full((n, p), 1) + first  # token query, prefix key
+        top = torch.cat((index.new_full((p, p), 2), index.new_zeros((p, n))), 1) + first
+        return torch.cat((top, torch.cat((left, index), 1)))
+
+
+def _checked(axis: str) -> str:
+    if axis not in AXES:
+        raise ValueError(f"axis {axis!r} is none of {', '.join(AXES)}")
+    return axis

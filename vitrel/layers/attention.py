@@ -1,0 +1,110 @@
+"""Self-attention that takes its position terms as an argument, global or windowed, and the drop-in RelativeAttention."""
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.ops import attention, window_attention
+from vitrel.ops.window import check_window
+from vitrel.position import Terms, create_position, split_position
+
+
+class Attention(nn.Module):
+    """Self-attention over tokens, globally or in windows: (x, terms, grid) -> x.
+
+    Global (`window` None): x [B, N, C], N = grid.tokens, terms on `grid`. Windowed: x [B, h, w, C], terms on Grid(*window).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        window: tuple[int, int] | None = None,
+        shift: tuple[int, int] = (0, 0),
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """window, shift: (h, w) in tokens. Raises ValueError if num_heads does not divide dim or the window is impossible."""
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
+        if window is not None:
+            check_window(window, shift)
+        self.num_heads, self.window, self.shift, self.backend = num_heads, window, shift, backend
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.attn_drop = attn_drop
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
+        """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive."""
+        dropout_p = self.attn_drop if self.training else 0.0
+        qkv = self.qkv(x)
+        if self.window is None:
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
+            out = attention(q, k, v, terms, grid, mask, dropout_p, self.backend).transpose(1, 2).flatten(2)
+        elif mask is None:
+            out = window_attention(qkv, terms, grid, self.window, self.shift, self.num_heads, dropout_p, self.backend)
+        else:
+            raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
+        return self.proj_drop(self.proj(out))
+
+
+class RelativeAttention(nn.Module):
+    """Self-attention with its own position encoding, for anyone's model: (x [B, N, C], grid) -> [B, N, C].
+
+    >>> layer = vitrel.RelativeAttention(96, num_heads=3, position="table", grid=(14, 14))
+    >>> layer(torch.randn(2, 14 * 14, 96), (14, 14)).shape
+    torch.Size([2, 196, 96])
+    >>> layer(torch.randn(2, 10 * 24, 96), (10, 24)).shape  # any other grid, nothing to call before
+    torch.Size([2, 240, 96])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        position: str = "table",
+        grid: tuple[int, int] | tuple[int, int, int] = (14, 14),
+        window: tuple[int, int] | int | None = None,
+        shift: tuple[int, int] | int = 0,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        position_args: dict | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """position: a key of POSITIONS that acts in attention, or several joined by '+'; position_args: their options.
+        grid: (h, w) or (h, w, prefix) the learned encodings are trained on; with a window that is their grid instead.
+        Raises ValueError for an unknown position or one that adds to tokens (add that to x yourself).
+        """
+        super().__init__()
+        tokens, _ = split_position(position)
+        if tokens:
+            raise ValueError(f"{tokens[0]!r} adds to the tokens, not in attention: x = x + create_position(...)(grid).tokens")
+        window, shift = _pair(window), _pair(shift)
+        factory = dict(device=device, dtype=dtype)
+        self.attn = Attention(dim, num_heads, window, shift or (0, 0), qkv_bias, attn_drop, proj_drop, **factory)
+        trained = Grid(*grid) if window is None else Grid(*window)
+        self.position = create_position(position, trained, num_heads, dim // num_heads, **factory, **(position_args or {}))
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | Grid, mask: Tensor | None = None) -> Tensor:
+        """grid: (h, w) or Grid(h, w, prefix) of x's tokens in row-major order; prefix tokens come first, globally only."""
+        grid = Grid(*grid)
+        if x.shape[-2] != grid.tokens:
+            raise ValueError(
+                f"x has {x.shape[-2]} tokens, the {grid.h}x{grid.w} grid with {grid.prefix} prefix has {grid.tokens}"
+            )
+        if self.attn.window is None:
+            return self.attn(x, self.position(grid), grid, mask)
+        x = self.attn(x.unflatten(-2, (grid.h, grid.w)), self.position(Grid(*self.attn.window)), grid, mask)
+        return x.flatten(1, 2)
+
+
+def _pair(value: tuple[int, int] | int | None) -> tuple[int, int] | None:
+    return (value, value) if isinstance(value, int) else value

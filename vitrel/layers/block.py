@@ -1,0 +1,86 @@
+"""The transformer block of both trunks and Swin's patch merging."""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.layers.attention import Attention
+from vitrel.position import PositionEncoding, Terms
+
+
+class Block(nn.Module):
+    """Pre-norm block (ViT, Swin): x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth.
+
+    `position` is the block's own encoding. The trunk calls it, so that the block receives only tensors, but it lives here: then
+    pruning, layer decay and checkpoint names simply work.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: Attention,
+        position: PositionEncoding,
+        mlp_ratio: float = 4.0,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        norm_eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        factory = dict(device=device, dtype=dtype)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps, **factory)
+        self.attn = attn
+        self.position = position
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps, **factory)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **factory)
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    @property
+    def window(self) -> Grid | None:
+        """The window as a grid, or None where attention is global."""
+        return None if self.attn.window is None else Grid(*self.attn.window)
+
+    def forward(self, x: Tensor, terms: Terms, grid: Grid) -> Tensor:
+        """x: [B, N, C], windowed [B, h, w, C]; terms: on `grid`, windowed on the window."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), terms, grid))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class PatchMerging(nn.Module):
+    """Swin's downsampling (arXiv 2103.14030, sec. 3.1): each 2x2 neighbourhood becomes one token.
+
+    [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']. An odd grid is padded with zeros on the right and below.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        out_dim: int,
+        norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim, eps=norm_eps, device=device, dtype=dtype)
+        self.reduction = nn.Linear(4 * dim, out_dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = pad_to_even(pad_to_even(x, 1), 2)
+        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # column of the neighbourhood before row, as in Swin's weights
+        return self.reduction(self.norm(x))
+
+
+def pad_to_even(x: Tensor, dim: int) -> Tensor:
+    """Zeros after the last index of `dim` if its length is odd."""
+    n = x.shape[dim]
+    if not torch.compiler.is_compiling():
+        return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, n % 2)) if n % 2 else x
+    # The same as a gather, without a branch on the size.
+    at = torch.arange((n + 1) // 2 * 2, device=x.device)
+    valid = (at < n).to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
+    return x.index_select(dim, at.clamp(max=n - 1)) * valid

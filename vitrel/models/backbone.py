@@ -1,0 +1,100 @@
+"""What both trunks share: the input, and every question one can ask about position without running the model."""
+
+import abc
+from collections.abc import Iterator
+
+import torch
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.position import PositionEncoding
+from vitrel.position.terms import sum_counts
+
+
+class Backbone(nn.Module, abc.ABC):
+    """Abstract. A trunk has `patch_embed` (timm's, NHWC), `pos_embed` (an encoding or None) and `num_prefix_tokens`."""
+
+    pos_embed: PositionEncoding | None
+    grad_checkpointing: bool = False
+
+    @abc.abstractmethod
+    def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
+        """Every position encoding with the grid that forward gives it for an image of `size` (h, w) pixels."""
+
+    def token_grid(self, size: tuple[int, int]) -> Grid:
+        """Tokens after patch embedding of an image of `size` (h, w) pixels; a last partial patch counts."""
+        (h, w), (ph, pw) = size, self.patch_embed.patch_size
+        return Grid(-(-h // ph), -(-w // pw), self.num_prefix_tokens)
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Record the size used from now on. Changes no parameter: every size works at forward without this call."""
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+
+    @property
+    def resize_policies(self) -> tuple[str, ...]:
+        """Policies, the default first, by which this model's encodings can serve a grid they were not trained on."""
+        larger = (1 << 20, 1 << 20)  # than any training grid; a windowed encoding still meets its window and resizes nothing
+        choosing = [e for e, grid in self.encodings(larger) if e.resized(grid)]
+        return tuple(dict.fromkeys(p for e in choosing for part in _parts(e) for p in part.policies))
+
+    def set_resize_policy(self, policy: str) -> None:
+        """Switch every encoding that has a choice to `policy`. Raises ValueError for one that no encoding here has."""
+        if policy not in self.resize_policies:
+            known = ", ".join(self.resize_policies) or "none, since nothing is resized"
+            raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
+        for part in self.modules():
+            if isinstance(part, PositionEncoding) and policy in part.policies:
+                part.resize = policy
+
+    def resized(self, size: tuple[int, int]) -> dict[str, int]:
+        """What forward at `size` (h, w) pixels resamples: {rule: number of parameter values}, empty for nothing."""
+        return sum_counts(encoding.resized(grid) for encoding, grid in self.encodings(size))
+
+    def unseen(self, size: tuple[int, int]) -> float:
+        """Largest share, over the encodings, of offset cells at `size` that no pair of the training grid addressed, 0 to 1."""
+        return max((encoding.unseen(grid) for encoding, grid in self.encodings(size)), default=0.0)
+
+    def position_parameters(self) -> set[str]:
+        """Names of the parameters that belong to position encodings."""
+        encodings = [name for name, module in self.named_modules() if isinstance(module, PositionEncoding)]
+        return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters to keep out of weight decay: position, class and register tokens."""
+        tokens = {name for name, _ in self.named_parameters() if name in ("cls_token", "reg_token")}
+        return self.position_parameters() | tokens
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the blocks' activations in the backward pass instead of storing them."""
+        self.grad_checkpointing = enable
+
+    def embed_patches(self, image: Tensor) -> Tensor:
+        """[B, 3, height, width] pixels -> [B, h, w, C]; padded right and below to whole patches. ValueError below one patch."""
+        if not torch.compiler.is_compiling():
+            self._check_image(image)
+        return self.patch_embed(image)
+
+    def _check_image(self, image: Tensor) -> None:
+        patch = self.patch_embed.patch_size
+        if image.dim() != 4:
+            raise ValueError(f"expected images [B, C, height, width], got shape {tuple(image.shape)}; add a batch dimension?")
+        if image.shape[1] != self.in_chans:
+            raise ValueError(
+                f"expected {self.in_chans} channels, got {image.shape[1]}; build the model with in_chans={image.shape[1]}"
+            )
+        if image.shape[2] < patch[0] or image.shape[3] < patch[1]:
+            size = f"{image.shape[2]}x{image.shape[3]}"
+            raise ValueError(f"image of {size} pixels is smaller than one patch of {patch[0]}x{patch[1]}; enlarge it")
+
+
+def init_linear(module: nn.Module) -> None:
+    """timm's initialisation of ViT and Swin: truncated normal 0.02 for linear weights, zero biases."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _parts(encoding: PositionEncoding) -> list[PositionEncoding]:
+    return [m for m in encoding.modules() if isinstance(m, PositionEncoding)]

@@ -1,0 +1,48 @@
+"""Registration with timm: variants are rows of a table, entry points are made from them."""
+
+from collections.abc import Callable
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from vitrel.models.pretrained import filter_state_dict
+
+
+def register_family(
+    trunk: type[nn.Module], rows: dict[str, tuple[dict, dict]], weights: dict[str, str], namespace: dict
+) -> dict:
+    """Register an entry point in timm for every row {name: (constructor arguments, pretrained cfg)}.
+
+    weights: {name: hub repository} of public weights that load into the model. namespace: globals() of the module that defines
+    the trunk, which becomes the entry points' module. Returns its `default_cfgs`, which timm wants to find there.
+    """
+    cfgs = generate_default_cfgs(
+        {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
+    )
+    namespace["default_cfgs"] = cfgs  # before registration: timm looks them up in the module then
+    for name, (arguments, _) in rows.items():
+        namespace[name] = register_model(_entry_point(trunk, name, arguments, namespace["__name__"]))
+    return cfgs
+
+
+def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str) -> Callable[..., nn.Module]:
+    def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
+        stages = len(arguments["depths"]) if "depths" in arguments else arguments["depth"]
+        return build_model_with_cfg(
+            trunk,
+            name,
+            pretrained,
+            pretrained_filter_fn=filter_state_dict,
+            feature_cfg=dict(out_indices=kwargs.pop("out_indices", _taps(stages)), feature_cls="getter"),
+            **{**arguments, **kwargs},
+        )
+
+    entry_point.__name__ = entry_point.__qualname__ = name
+    entry_point.__module__ = module
+    entry_point.__doc__ = f"{trunk.__name__} with {', '.join(f'{k}={v}' for k, v in arguments.items())}."
+    return entry_point
+
+
+def _taps(depth: int) -> tuple[int, ...]:
+    """Every stage of a hierarchical trunk; the last three blocks of a plain one."""
+    return tuple(range(depth)) if depth <= 4 else (depth - 3, depth - 2, depth - 1)

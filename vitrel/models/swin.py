@@ -1,0 +1,261 @@
+"""Swin transformer (arXiv 2103.14030) with any position encoding inside its windows, at any image size.
+
+The window is kept at every size: grids it does not divide are padded and masked (vitrel.ops.window), so nothing is resized.
+Stages, blocks and merging are named as timm's `SwinTransformer` (downsampling at the start of a stage).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import ClassifierHead, PatchEmbed, calculate_drop_path_rates
+from timm.models._features import feature_take_indices
+from timm.models._manipulate import checkpoint
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.layers import Attention, Block, PatchMerging
+from vitrel.models.backbone import Backbone, init_linear
+from vitrel.models.registry import register_family
+from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
+
+__all__ = ["Swin"]  # timm appends the entry points
+
+_EPS = 1e-5
+
+
+class Stage(nn.Module):
+    """Patch merging (but in the first stage), then blocks that alternate between plain and shifted windows."""
+
+    def __init__(self, downsample: nn.Module, blocks: list[Block]):
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.Sequential(*blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, h, w, C] -> [B, h', w', C']."""
+        x = self.downsample(x)
+        grid = Grid(x.shape[1], x.shape[2])
+        for block in self.blocks:
+            terms = block.position(block.window)
+            x = checkpoint(block, x, terms, grid) if self.grad_checkpointing else block(x, terms, grid)
+        return x
+
+
+class Swin(Backbone):
+    """[B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch, non-square too."""
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 96,
+        depths: tuple[int, ...] = (2, 2, 6, 2),
+        num_heads: tuple[int, ...] = (3, 6, 12, 24),
+        window_size: int | tuple[int, int] = 7,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        position: str = "table",
+        position_args: dict | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """Arguments as in timm. window_size: tokens, an int or (h, w), the grid of the encodings in attention.
+        position: a key of POSITIONS or several joined by '+'; position_args: their options.
+        Raises ValueError for an impossible combination.
+        """
+        super().__init__()
+        check_options(position, position_args or {})
+        if len(depths) != len(num_heads):
+            raise ValueError(f"depths has {len(depths)} stages, num_heads {len(num_heads)}")
+        factory = dict(device=device, dtype=dtype)
+        self.num_classes, self.in_chans, self.global_pool, self.output_fmt = num_classes, in_chans, global_pool, "NHWC"
+        self.embed_dim, self.num_prefix_tokens = embed_dim, 0
+        self.set_input_size(img_size)
+        self.patch_embed = PatchEmbed(
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            norm_layer=nn.LayerNorm,
+            strict_img_size=False,
+            dynamic_img_pad=True,
+            output_fmt="NHWC",
+            **factory,
+        )
+        window = (window_size, window_size) if isinstance(window_size, int) else tuple(window_size)
+        args, (on_tokens, in_attention) = position_args or {}, split_position(position)
+        head_dim = embed_dim // num_heads[0]
+
+        def build_block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
+            shift = (window[0] // 2, window[1] // 2) if shifted else (0, 0)
+            attn = Attention(dim, heads, window, shift, qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
+            key = in_attention or "none"
+            options = select_options(key, args)
+            encoding = create_position(key, Grid(*window), heads, dim // heads, **factory, **options)
+            return Block(dim, attn, encoding, mlp_ratio, proj_drop_rate, drop_path, _EPS, **factory)
+
+        self.pos_embed = None
+        if on_tokens:
+            options = select_options(on_tokens, args)
+            self.pos_embed = create_position(
+                on_tokens, self.token_grid(self.img_size), num_heads[0], head_dim, **factory, **options
+            )
+        stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        for i, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
+            dim = embed_dim * 2**i
+            merge = PatchMerging(dim // 2, dim, _EPS, **factory) if i else nn.Identity()
+            stages.append(Stage(merge, [build_block(dim, heads, bool(j % 2), rates[i][j]) for j in range(depth)]))
+        self.layers = nn.Sequential(*stages)
+        self.num_features = embed_dim * 2 ** (len(depths) - 1)
+        self.feature_info = [
+            dict(num_chs=embed_dim * 2**i, reduction=patch_size * 2**i, module=f"layers.{i}") for i in range(len(depths))
+        ]
+        self.norm = nn.LayerNorm(self.num_features, eps=_EPS, **factory)
+        self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **factory)
+        self.head_hidden_size = self.head.num_features
+        self.apply(init_linear)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(image))
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """[B, in_chans, height, width] -> [B, h, w, C] after the last stage and norm."""
+        return self.norm(self.layers(self.embed(image)))
+
+    def embed(self, image: Tensor) -> Tensor:
+        """Image -> patch tokens [B, h, w, C] with what position adds to them."""
+        x = self.embed_patches(image)
+        if self.pos_embed is not None:
+            tokens = self.pos_embed(Grid(x.shape[1], x.shape[2])).tokens
+            x = x + tokens.unflatten(0, x.shape[1:3]).to(x.dtype)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """[B, h, w, C] -> logits, or the pooled features before the classifier."""
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """As timm: (forward_features(x), [features of the chosen stages]); output_fmt "NCHW" or "NHWC"."""
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
+        take, last = feature_take_indices(len(self.layers), indices)
+        found, i, final = [], 0, len(self.feature_info) - 1
+        x = self.embed(x)
+        for i, stage in enumerate(self.layers[: last + 1] if stop_early else self.layers):
+            x = stage(x)
+            if i in take:
+                y = self.norm(x) if norm and i == final else x
+                found.append(y.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else y)
+        if intermediates_only:
+            return found
+        return self.norm(x) if i == final else x, found
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the stages after the last of `indices`, and the norm and head as asked; returns the indices kept."""
+        take, last = feature_take_indices(len(self.layers), indices)
+        shorter = last + 1 < len(self.layers)
+        self.layers = self.layers[: last + 1]
+        if prune_norm or shorter:
+            self.norm = nn.Identity()  # it is made for the width of the last stage
+        if shorter:
+            self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
+            self.head.in_features = self.num_features
+        if prune_head or shorter:
+            self.reset_classifier(0, "")
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
+        self.num_classes = num_classes
+        self.head.reset(num_classes, pool_type=global_pool)
+        self.global_pool = self.head.global_pool.pool_type
+        self.head.apply(init_linear)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the blocks' activations in the backward pass instead of storing them."""
+        self.grad_checkpointing = enable
+        for stage in self.layers:
+            stage.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        blocks = (
+            r"^layers\.(\d+)"
+            if coarse
+            else [
+                (r"^layers\.(\d+).downsample", (0,)),
+                (r"^layers\.(\d+)\.\w+\.(\d+)", None),
+                (r"^norm", (99999,)),
+            ]
+        )
+        return dict(stem=r"^pos_embed|^patch_embed", blocks=blocks)
+
+    def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
+        if self.pos_embed is not None:
+            yield self.pos_embed, self.token_grid(size)
+        for stage in self.layers:
+            for block in stage.blocks:
+                yield block.position, block.window
+
+
+def _cfg(**kwargs) -> dict:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": False,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head.fc",
+        "license": "mit",
+        **kwargs,
+    }
+
+
+_SIZES = {  # the published shapes; n is for tests and small experiments
+    "n": dict(
+        img_size=64, patch_size=2, embed_dim=32, depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4, drop_path_rate=0.0
+    ),
+    "t": dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
+    "s": dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24)),
+    "b": dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32)),
+    "l": dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48)),
+}
+_CFGS = {size: _cfg() for size in "tsbl"} | {"n": _cfg(input_size=(3, 64, 64), pool_size=(8, 8), crop_pct=1.0)}
+_WEIGHTS = {  # weights whose layout vitrel.models.pretrained reads
+    "vitrel_swin_t": "timm/swin_tiny_patch4_window7_224.ms_in1k",
+    "vitrel_swin_s": "timm/swin_small_patch4_window7_224.ms_in1k",
+    "vitrel_swin_b": "timm/swin_base_patch4_window7_224.ms_in1k",
+    "vitrel_swin_l": "timm/swin_large_patch4_window7_224.ms_in22k_ft_in1k",
+}
+_ROWS = {f"vitrel_swin_{size}": (row, _CFGS[size]) for size, row in _SIZES.items()} | {
+    f"vitrel_swin_{size}_{key}": (dict(row, position=key), _CFGS[size])
+    for size, row in _SIZES.items()
+    for key, encoding in POSITIONS.items()
+    if encoding.site == "attention"
+}
+default_cfgs = register_family(Swin, _ROWS, _WEIGHTS, globals())

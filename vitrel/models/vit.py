@@ -1,0 +1,249 @@
+"""Vision transformer (arXiv 2010.11929) with any position encoding: one trunk, so that only the encoding differs.
+
+Class token, pooling and head are timm's `VisionTransformer`, its weights load unchanged into the `absolute` models.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from timm.layers import PatchEmbed, calculate_drop_path_rates, global_pool_nlc
+from timm.models._features import feature_take_indices
+from timm.models._manipulate import checkpoint
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.layers import Attention, Block
+from vitrel.models.backbone import Backbone, init_linear
+from vitrel.models.registry import register_family
+from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
+
+__all__ = ["ViT"]  # timm appends the entry points
+
+_EPS = 1e-6
+
+
+class ViT(Backbone):
+    """[B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch, non-square too."""
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        class_token: bool = True,
+        reg_tokens: int = 0,
+        position: str = "absolute",
+        position_args: dict | None = None,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """Arguments as in timm. img_size: the size learned encodings are trained at, in pixels.
+        position: a key of POSITIONS or several joined by '+'; position_args: their options.
+        Raises ValueError for an impossible combination.
+        """
+        super().__init__()
+        check_options(position, position_args or {})
+        if global_pool == "token" and not class_token:
+            raise ValueError("global_pool='token' needs class_token=True; use global_pool='avg'")
+        factory = dict(device=device, dtype=dtype)
+        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.set_input_size(img_size)
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, embed_dim, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory
+        )
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
+
+        def build(key: str) -> PositionEncoding:
+            options = select_options(key, position_args or {})
+            return create_position(key, self.token_grid(self.img_size), num_heads, embed_dim // num_heads, **factory, **options)
+
+        on_tokens, in_attention = split_position(position)
+        self.pos_embed = build(on_tokens) if on_tokens else None
+        self.blocks = nn.Sequential(
+            *(
+                Block(
+                    embed_dim,
+                    Attention(embed_dim, num_heads, None, (0, 0), qkv_bias, attn_drop_rate, proj_drop_rate, **factory),
+                    build(in_attention or "none"),
+                    mlp_ratio,
+                    proj_drop_rate,
+                    drop_path,
+                    _EPS,
+                    **factory,
+                )
+                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
+            )
+        )
+        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
+        norm_pooled = global_pool in ("avg", "avgmax", "max")
+        self.norm = nn.Identity() if norm_pooled else nn.LayerNorm(embed_dim, eps=_EPS, **factory)
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=_EPS, **factory) if norm_pooled else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise linear layers and the class and register tokens; encodings initialise themselves."""
+        self.apply(init_linear)
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(image))
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """[B, in_chans, height, width] -> tokens after the last norm, [B, N, C], prefix tokens first."""
+        x, grid = self.embed(image)
+        for block in self.blocks:
+            x = self._run(block, x, block.position(grid), grid)
+        return self.norm(x)
+
+    def embed(self, image: Tensor) -> tuple[Tensor, Grid]:
+        """Image -> prefix and patch tokens [B, N, C] with what position adds to them, and their grid."""
+        x = self.embed_patches(image)  # [B, h, w, C]
+        grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
+        if self.pos_embed is not None:
+            x = x + self.pos_embed(grid).tokens.to(x.dtype)
+        return x, grid
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, N, C] -> logits, or the pooled features [B, C] before the classifier."""
+        x = global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
+        x = self.head_drop(self.fc_norm(x))
+        return x if pre_logits else self.head(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list | tuple[Tensor, list]:
+        """As timm: (forward_features(x), [features of the chosen blocks]); output_fmt "NCHW" or "NLC"."""
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        x, grid = self.embed(x)
+        found = []
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = self._run(block, x, block.position(grid), grid)
+            if i in take:
+                found.append(self.norm(x) if norm else x)
+        prefix = [y[:, : grid.prefix] for y in found]
+        found = [y[:, grid.prefix :] for y in found]
+        if output_fmt == "NCHW":
+            found = [y.mT.unflatten(2, (grid.h, grid.w)).contiguous() for y in found]
+        if return_prefix_tokens and grid.prefix:
+            found = list(zip(found, prefix, strict=True))
+        return found if intermediates_only else (self.norm(x), found)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the blocks after the last of `indices`, and the norm and head as asked; returns the indices kept."""
+        take, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.fc_norm = nn.Identity()
+            self.reset_classifier(0, "")
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
+        if global_pool is not None:
+            if global_pool == "token" and self.cls_token is None:
+                raise ValueError("global_pool='token' needs a model with class_token=True; use 'avg'")
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        weight = self.patch_embed.proj.weight
+        new = (
+            nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
+            if num_classes > 0
+            else nn.Identity()
+        )
+        self.head = new.apply(init_linear)
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        return dict(
+            stem=r"^cls_token|^reg_token|^pos_embed|^patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
+        )
+
+    def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
+        grid = self.token_grid(size)
+        if self.pos_embed is not None:
+            yield self.pos_embed, grid
+        for block in self.blocks:
+            yield block.position, grid
+
+    def _run(self, block: Block, x: Tensor, terms, grid: Grid) -> Tensor:
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            return checkpoint(block, x, terms, grid)
+        return block(x, terms, grid)
+
+
+def _cfg(**kwargs) -> dict:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": False,
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+_SIZES = {  # the published shapes; n8 is for tests and small experiments
+    "n8": dict(img_size=64, patch_size=8, embed_dim=96, depth=4, num_heads=3),
+    "ti16": dict(patch_size=16, embed_dim=192, depth=12, num_heads=3),
+    "s16": dict(patch_size=16, embed_dim=384, depth=12, num_heads=6),
+    "b16": dict(patch_size=16, embed_dim=768, depth=12, num_heads=12),
+    "l16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
+}
+_CFGS = {
+    "n8": _cfg(input_size=(3, 64, 64), crop_pct=1.0),
+    "ti16": _cfg(),
+    "s16": _cfg(),
+    "b16": _cfg(),
+    "l16": _cfg(),
+}
+_WEIGHTS = {  # weights whose layout vitrel.models.pretrained reads
+    "vitrel_vit_ti16_absolute": "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+    "vitrel_vit_s16_absolute": "timm/vit_small_patch16_224.augreg_in21k_ft_in1k",
+    "vitrel_vit_b16_absolute": "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",
+    "vitrel_vit_l16_absolute": "timm/vit_large_patch16_224.augreg_in21k_ft_in1k",
+}
+_ROWS = {
+    f"vitrel_vit_{size}_{key}": (dict(row, position=key), _CFGS[size]) for size, row in _SIZES.items() for key in POSITIONS
+}
+default_cfgs = register_family(ViT, _ROWS, _WEIGHTS, globals())

@@ -1,0 +1,86 @@
+"""The two entries through which position meets content, and the choice of the backend that serves them.
+
+A backend is a module with `refuses(terms, mask, dropout_p) -> reason or ""` and the two functions of the signatures below
+without `backend`. "auto" takes the first that does not refuse; one asked for by name that refuses raises with its reason.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops import reference, sdpa
+from vitrel.ops.window import check_window
+from vitrel.position.terms import Terms
+
+BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}  # in the order "auto" tries them
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    grid: Grid,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention with position terms: [B, H, M, D], [B, H, N, D], [B, H, N, D] -> [B, H, M, D].
+
+    grid: of the keys, N = grid.tokens; the queries are its last M tokens (memory is simply earlier rows).
+    mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A query that sees no key returns 0, with finite
+    gradients. dropout_p: share of the attention weights dropped; the caller passes 0 in evaluation.
+    Raises ValueError for shapes that do not fit the grid, an unknown backend, or a named backend that refuses.
+    """
+    if not torch.compiler.is_compiling():
+        _check_tokens(q, k, v, grid)
+    return _choose(backend, terms, mask, dropout_p).attention(q, k, v, terms, grid, mask, dropout_p)
+
+
+def window_attention(
+    qkv: Tensor,
+    terms: Terms,
+    grid: Grid,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    num_heads: int,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention inside (shifted) windows, raster order in and out: [B, h, w, 3C] -> [B, h, w, C].
+
+    qkv: q, k and v along the last dimension, heads inside each. terms: on the grid of the window, Grid(*window). grid: of the
+    image. window, shift: (h, w) in tokens; the window never shrinks, a grid it does not divide is padded and masked.
+    Raises ValueError for shapes that do not fit, an impossible window, an unknown backend, or one that refuses.
+    """
+    window, shift = (window[0], window[1]), (shift[0], shift[1])
+    check_window(window, shift)
+    if grid.prefix:
+        raise ValueError(f"windows hold patch tokens only, but the grid has {grid.prefix} prefix tokens")
+    if not torch.compiler.is_compiling() and (tuple(qkv.shape[1:3]) != (grid.h, grid.w) or qkv.shape[3] % (3 * num_heads)):
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; expected [B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
+        )
+    return _choose(backend, terms, None, dropout_p).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
+
+
+def _choose(backend: str, terms: Terms, mask: Tensor | None, dropout_p: float) -> ModuleType:
+    if backend == "auto":
+        return next(module for module in BACKENDS.values() if not module.refuses(terms, mask, dropout_p))
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
+    if reason := BACKENDS[backend].refuses(terms, mask, dropout_p):
+        raise ValueError(f"backend {backend!r} refuses: {reason}; use backend='auto'")
+    return BACKENDS[backend]
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> None:
+    if k.shape[-2] != grid.tokens or v.shape[-2] != grid.tokens:
+        raise ValueError(
+            f"{k.shape[-2]} keys and {v.shape[-2]} values do not fit the {grid.h}x{grid.w} grid with {grid.prefix} prefix "
+            f"tokens ({grid.tokens} in all); pass the grid of the keys"
+        )
+    if q.shape[-2] > grid.tokens:
+        raise ValueError(f"{q.shape[-2]} queries, but only {grid.tokens} keys: queries are the last tokens of the key grid")

@@ -1,0 +1,123 @@
+"""The definition of attention with position terms, in plain PyTorch: slow, obvious, in at least float32.
+
+Every other backend is held to this one, outputs and all gradients. It refuses nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops.window import windows
+from vitrel.position.terms import Table, Terms
+
+
+def refuses(terms: Terms, mask: Tensor | None = None, dropout_p: float = 0.0) -> str:
+    return ""
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """See vitrel.ops.attention. Any number of leading dimensions before [H, N, D]."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        out = _attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid, mask, dropout_p)
+    return out.to(v.dtype)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float) -> Tensor:
+    m = q.shape[-2]  # queries: the last m tokens of the key grid
+    scale = terms.scale * q.shape[-1] ** -0.5
+    if terms.query_bias is not None:
+        q = q + terms.query_bias[:, None].to(q.dtype)
+    turned_q, turned_k = rotated(q, k, terms)
+    logits = turned_q @ turned_k.mT * scale  # [..., H, M, N]
+    bias = table_logits(q, k, terms.tables, grid, scale)
+    if bias is not None:
+        logits = logits + bias
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        logits = logits + mask
+    blind = (logits == float("-inf")).all(-1, keepdim=True)  # a query that sees no key returns 0, not NaN
+    p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    p = F.dropout(p, dropout_p)
+    out = p @ v
+    for table in terms.tables:
+        if table.value is not None:
+            index = grid.index(table.axis, q.device)[-m:]
+            # How much attention falls on each offset class, times that class's value.
+            mass = p.new_zeros(*p.shape[:-1], table.value.shape[-2]).scatter_add(-1, index.expand(p.shape), p)
+            out = out + mass @ table.value.to(p.dtype)
+    return out
+
+
+def window_attention(
+    qkv: Tensor,
+    terms: Terms,
+    grid: Grid,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    num_heads: int,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """See vitrel.ops.window_attention: gather into windows, `attention`, and back."""
+    layout = windows(grid.h, grid.w, window, shift, qkv.device)
+    q, k, v = split_windows(qkv, layout.source, layout.label.shape, num_heads)  # [B, L, H, N, D]
+    visible = layout.label[:, None, :, None] == layout.label[:, None, None, :]  # [L, 1, N, N]
+    out = attention(q, k, v, terms, Grid(*window), visible, dropout_p)
+    return merge_windows(out, layout.inverse, grid)
+
+
+def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """q and k turned by the rotary term; queries are the last tokens of the key grid."""
+    if terms.rotary is None:
+        return q, k
+    cos, sin = (t.to(q.dtype) for t in terms.rotary)
+    return rotate(q, cos[..., -q.shape[-2] :, :], sin[..., -q.shape[-2] :, :]), rotate(k, cos, sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (p, p + D/2) of x [..., N, D] by the angles whose cos and sin are [..., N, D/2]."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
+    """Sum of the tables' logit terms, broadcastable to [..., H, M, N], or None; q with its query_bias, unrotated."""
+    total = None
+    for table in tables:
+        index = grid.index(table.axis, q.device)[-q.shape[-2] :]  # [M, N]
+        for term in _table_logits(q, k, table, index, scale):
+            total = term if total is None else total + term
+    return total
+
+
+def _table_logits(q: Tensor, k: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
+    terms = []
+    if table.bias is not None:
+        terms.append(table.bias.index_select(1, index.flatten()).unflatten(1, index.shape))  # [H, M, N]
+    if table.query is not None:
+        score = (q * scale) @ table.query.to(q.dtype).mT  # [..., H, M, R]
+        terms.append(score.gather(-1, index.expand(*score.shape[:-2], *index.shape)))
+    if table.key is not None:
+        score = (k * scale) @ table.key.to(k.dtype).mT  # [..., H, N, R]
+        terms.append(score.gather(-1, index.mT.expand(*score.shape[:-2], *index.mT.shape)).mT)
+    return terms
+
+
+def split_windows(qkv: Tensor, source: Tensor, shape: tuple[int, int], num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv in raster order [B, h, w, 3C] -> q, k, v by window, each [B, L, H, N, D]; shape is (L, N)."""
+    x = qkv.flatten(1, 2).index_select(1, source)
+    x = x.view(x.shape[0], *shape, 3, num_heads, x.shape[-1] // (3 * num_heads))
+    q, k, v = x.permute(3, 0, 1, 4, 2, 5).unbind(0)
+    return q, k, v
+
+
+def merge_windows(out: Tensor, inverse: Tensor, grid: Grid) -> Tensor:
+    """[B, L, H, N, D] -> raster order [B, h, w, C]."""
+    out = out.transpose(2, 3).flatten(3).flatten(1, 2)  # [B, L*N, C]
+    return out.index_select(1, inverse).unflatten(1, (grid.h, grid.w))

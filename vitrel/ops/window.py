@@ -1,0 +1,71 @@
+"""Window geometry, once: which token sits in which slot of which window, who may see whom, and the way back.
+
+Pad first, then shift (timm and the original roll before they pad, so opposite borders meet; timm issue 2438). The window never
+shrinks: a grid that it does not divide is padded on the right and below, and padding is a region of its own that no token sees.
+So the result equals the same attention on an infinite canvas with everything outside the image masked. Along an axis that fits
+into one window there is no shift. Everything is index arithmetic on tensors, without a branch on the size of the grid, so that
+one exported or compiled graph serves every grid.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PADDING = 2  # label of the padded slots of one axis; 0 and 1 are the two sides of the cyclic border
+
+
+class Windows(NamedTuple):
+    """Layout of L windows of N slots each over a grid of h*w tokens."""
+
+    source: Tensor  # [L*N] int64: token (raster order) that fills each slot; padded slots repeat a border token
+    label: Tensor  # [L, N] int64: a query sees a key iff their labels are equal; padding sees only padding
+    inverse: Tensor  # [h*w] int64: slot that holds each token
+
+
+def check_window(window: tuple[int, int], shift: tuple[int, int]) -> None:
+    """ValueError unless 0 < window and 0 <= shift < window along both axes."""
+    for axis, m, s in zip(("height", "width"), window, shift, strict=True):
+        if m < 1:
+            raise ValueError(f"window {axis} must be at least 1 token, not {m}")
+        if not 0 <= s < m:
+            raise ValueError(f"shift along {axis} must lie in 0..{m - 1} for a window of {m}, not {s}")
+
+
+def windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device | None = None) -> Windows:
+    """Layout of (shifted) windows over an h x w grid; all sizes in tokens.
+
+    With shift (sy, sx) the borders of the windows lie sy rows below and sx columns right of those of the unshifted ones.
+    """
+    rows, columns = _axis(h, window[0], shift[0], device), _axis(w, window[1], shift[1], device)
+
+    def each_slot(of_rows: Tensor, of_columns: Tensor) -> Tensor:  # their sum, window by window, [L, N]
+        total = of_rows.view(rows.count, 1, window[0], 1) + of_columns.view(1, columns.count, 1, window[1])
+        return total.reshape(rows.count * columns.count, window[0] * window[1])
+
+    source = each_slot(rows.source * w, columns.source)
+    padded = each_slot((rows.label == _PADDING).long(), (columns.label == _PADDING).long()) > 0
+    label = torch.where(padded, 3 * 3, each_slot(rows.label * 3, columns.label))
+    n = window[0] * window[1]
+    down = rows.slot // window[0] * (columns.count * n) + rows.slot % window[0] * window[1]  # [h]
+    across = columns.slot // window[1] * n + columns.slot % window[1]  # [w]
+    return Windows(source.flatten(), label, (down[:, None] + across[None]).flatten())
+
+
+class _Axis(NamedTuple):
+    count: int  # number of windows
+    source: Tensor  # [count*window] coordinate that fills each slot
+    label: Tensor  # [count*window] 0, 1 or _PADDING
+    slot: Tensor  # [n] slot of each coordinate
+
+
+def _axis(n: int, window: int, shift: int, device: torch.device | None) -> _Axis:
+    count = (n + window - 1) // window
+    # A tensor, so that "no shift where one window holds the axis" puts no guard on n.
+    s = torch.where(torch.ones((), dtype=torch.int64, device=device) * n > window, shift, 0)
+    at = torch.arange(count * window, device=device) + s
+    at = torch.where(at >= count * window, at - count * window, at)  # not `%`, which ONNX does not take between tensor and size
+    label = torch.where(at < n, (at < s).long(), _PADDING)
+    slot = torch.arange(n, device=device) - s
+    slot = torch.where(slot < 0, slot + count * window, slot)
+    return _Axis(count, at.clamp(max=n - 1), label, slot)

@@ -1,0 +1,104 @@
+"""What position adds: POSITIONS, the registry of encodings, and create_position, which builds one or a composition by key."""
+
+import difflib
+import inspect
+
+import torch
+
+from vitrel.grid import Grid
+from vitrel.position.absolute import Absolute
+from vitrel.position.factorised import Factorised
+from vitrel.position.none import NoPosition
+from vitrel.position.rope import RopeAxial, RopeMixed
+from vitrel.position.sincos import SinCos
+from vitrel.position.table import OffsetTable
+from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine
+
+__all__ = [
+    "POSITIONS",
+    "PositionEncoding",
+    "Table",
+    "Terms",
+    "check_options",
+    "combine",
+    "create_position",
+    "select_options",
+    "split_position",
+]
+
+POSITIONS: dict[str, type[PositionEncoding]] = {
+    "none": NoPosition,
+    "absolute": Absolute,
+    "sincos": SinCos,
+    "table": OffsetTable,
+    "factorised": Factorised,
+    "rope_axial": RopeAxial,
+    "rope_mixed": RopeMixed,
+}
+
+
+def split_position(position: str) -> tuple[str, str]:
+    """The two sides of a composition: (keys that add to tokens, keys that act in attention), each joined by '+', "" if none.
+
+    >>> split_position("absolute+rope_mixed+table")
+    ('absolute', 'rope_mixed+table')
+
+    Raises ValueError for an unknown key (the nearest is named) or one given twice.
+    """
+    keys = _keys(position)
+    return tuple("+".join(k for k in keys if POSITIONS[k].site == site) for site in ("tokens", "attention"))
+
+
+def create_position(
+    position: str,
+    grid: Grid | tuple[int, int],
+    num_heads: int,
+    head_dim: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **options,
+) -> PositionEncoding:
+    """Build the encoding `position`, a key of POSITIONS or several joined by '+', for training on `grid`.
+
+    num_heads, head_dim: of the attention it serves; token embeddings are num_heads * head_dim wide. Each option goes to every
+    part that takes it; one that none takes is a TypeError. A composition adds up all its terms (`combine`).
+    """
+    check_options(position, options)
+    grid = Grid(*grid)
+    built = {
+        key: POSITIONS[key](grid, num_heads, head_dim, device=device, dtype=dtype, **select_options(key, options))
+        for key in _keys(position)
+    }
+    return next(iter(built.values())) if len(built) == 1 else Composition(built)
+
+
+def select_options(position: str, options: dict) -> dict:
+    """Those of `options` that some part of `position` takes."""
+    taken = _options(position)
+    return {name: value for name, value in options.items() if name in taken}
+
+
+def check_options(position: str, options: dict) -> None:
+    """TypeError for an option that no part of `position` takes, naming those it does."""
+    taken = _options(position)
+    for name in options:
+        if name not in taken:
+            raise TypeError(f"position {position!r} has no option {name!r}; it takes {', '.join(sorted(taken)) or 'none'}")
+
+
+def _keys(position: str) -> list[str]:
+    keys = position.split("+")
+    for key in keys:
+        if key not in POSITIONS:
+            near = difflib.get_close_matches(key, POSITIONS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown position {key!r}{hint} (known: {', '.join(POSITIONS)}; join several with '+')")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"position {position!r} names the same encoding twice")
+    return keys
+
+
+def _options(position: str) -> set[str]:
+    parameters = [p for key in _keys(position) for p in inspect.signature(POSITIONS[key]).parameters.values()]
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

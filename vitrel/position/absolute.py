@@ -1,0 +1,42 @@
+"""absolute: learned embedding per token (ViT, arXiv 2010.11929, eq. 1), x_i += P[i]. The encoding to compare with.
+
+P has one row per token of the training grid, so any other grid needs interpolation: bicubic, antialiased, always from the
+trained P (DeiT, timm `resample_abs_pos_embed`). Prefix tokens have rows of their own, which are never resampled.
+"""
+
+import torch
+from torch import nn
+
+from vitrel.grid import Grid
+from vitrel.position.resize import resize_embedding
+from vitrel.position.terms import PositionEncoding, Terms
+
+
+class Absolute(PositionEncoding):
+    """`pos_embed` [1, P + h*w, C] as in timm, C = num_heads * head_dim; trained grid `grid`."""
+
+    site = "tokens"
+    policies = ("bicubic",)
+
+    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, device: torch.device | str | None = None, dtype=None):
+        super().__init__()
+        self.grid, self.resize = grid, "bicubic"
+        self.pos_embed = nn.Parameter(torch.empty(1, grid.tokens, num_heads * head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+
+    def forward(self, grid: Grid) -> Terms:
+        if grid.prefix != self.grid.prefix:
+            raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, the grid has {grid.prefix}")
+        rows = self.pos_embed[0]  # [P + h*w, C]
+        if torch.compiler.is_compiling() or grid != self.grid:  # compiled: no branch on the size; same grid: the identity
+            prefix, rows = rows[: grid.prefix], rows[grid.prefix :]
+            rows = torch.cat((prefix, resize_embedding(rows.unflatten(0, self.grid[:2]), grid)))
+        return Terms(tokens=rows)
+
+    def resized(self, grid: Grid) -> dict[str, int]:
+        if grid[:2] == self.grid[:2]:
+            return {}
+        return {"absolute bicubic": self.pos_embed[:, self.grid.prefix :].numel()}

@@ -1,0 +1,60 @@
+"""factorised: one learned bias per row offset and one per column offset (iRPE, arXiv 2107.14222, "cross" method, bias mode),
+logit[i, j] += B_h[y_i - y_j] + B_w[x_i - x_j].
+
+(2h-1 + 2w-1) H parameters instead of (2h-1)(2w-1) H. Only `table_h` owns the three prefix rows. Resized as `table`, by axis.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vitrel.grid import Grid
+from vitrel.position.resize import POLICIES, check_policy, resize_axis, unseen_share
+from vitrel.position.terms import PositionEncoding, Table, Terms
+
+
+class Factorised(PositionEncoding):
+    """`table_h` [2h-1 (+3), H] and `table_w` [2w-1, H], trained on `grid`."""
+
+    policies = POLICIES
+
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        resize: str = POLICIES[0],
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.grid, self.resize, self.init_std = grid, check_policy(resize), init_std
+        self.table_h = nn.Parameter(torch.empty(grid.classes("h"), num_heads, device=device, dtype=dtype))
+        self.table_w = nn.Parameter(torch.empty(grid.offset_classes("w"), num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in (self.table_h, self.table_w):
+            nn.init.trunc_normal_(table, std=self.init_std)
+
+    def forward(self, grid: Grid) -> Terms:
+        if bool(grid.prefix) != bool(self.grid.prefix):
+            raise ValueError(f"factorised was built for {self.grid.prefix} prefix tokens, the grid has {grid.prefix}")
+        n = self.grid.offset_classes("h")
+        rows = resize_axis(self.table_h[:n], self.grid.h, grid.h, self.resize)
+        columns = resize_axis(self.table_w, self.grid.w, grid.w, self.resize)
+        rows = torch.cat((rows, self.table_h[n:]))  # [2h'-1 (+3), H]
+        columns = F.pad(columns, (0, 0, 0, len(self.table_h) - n))  # the prefix bias comes from table_h alone
+        return Terms(tables=(Table("h", bias=rows.mT), Table("w", bias=columns.mT)))
+
+    def resized(self, grid: Grid) -> dict[str, int]:
+        grown = [axis for axis in "hw" if getattr(grid, axis) > getattr(self.grid, axis)]
+        if not grown:
+            return {}
+        count = sum(self.grid.offset_classes(axis) for axis in grown) * self.table_w.shape[1]
+        return {f"factorised {self.resize}": 0 if self.resize == "clip" else count}
+
+    def unseen(self, grid: Grid) -> float:
+        return unseen_share(self.grid, grid)

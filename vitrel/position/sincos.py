@@ -1,0 +1,45 @@
+"""sincos: fixed 2-D sine-cosine embedding (MoCo v3, arXiv 2104.02057; MAE, arXiv 2111.06377), x_i += sincos2d(y_i, x_i).
+
+The first half of the channels encodes the row, the second the column: each half is [sin(p*f_0..), cos(p*f_0..)] with
+f_t = 10000^(-t / (C/4)). MAE's code puts the column first; here h comes before w. Prefix rows are zero. Nothing is learned and
+nothing is resampled, but a larger grid shows the model values it has never seen.
+"""
+
+import torch
+
+from vitrel.grid import Grid
+from vitrel.position.terms import PositionEncoding, Terms
+
+
+class SinCos(PositionEncoding):
+    """No parameters. Raises ValueError if C = num_heads * head_dim is not divisible by 4."""
+
+    site = "tokens"
+
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        device: torch.device | str | None = None,
+        dtype=None,
+    ):
+        super().__init__()
+        width = num_heads * head_dim
+        if width % 4:
+            raise ValueError(f"sincos needs a width divisible by 4 (sine and cosine of two axes), not {width}")
+        self.base = base
+        # Integers: model.bfloat16() must not round what the frequencies are computed from.
+        self.register_buffer("band", torch.empty(width // 4, dtype=torch.int64, device=device), persistent=False)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        self.band.copy_(torch.arange(len(self.band)))
+
+    def forward(self, grid: Grid) -> Terms:
+        frequency = self.base ** (-self.band.float() / len(self.band))  # [C/4]
+        angle = grid.coordinates(self.band.device)[..., None] * frequency  # [h*w, 2, C/4]
+        rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]
+        return Terms(tokens=torch.cat((rows.new_zeros(grid.prefix, rows.shape[1]), rows)))
