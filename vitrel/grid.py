@@ -50,9 +50,9 @@ class Grid(NamedTuple):
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
         """Row and column (y, x) of every token without the prefix ones, [h*w, 2]."""
-        y = torch.arange(self.h, device=device)[:, None].expand(self.h, self.w)
-        x = torch.arange(self.w, device=device)[None].expand(self.h, self.w)
-        return torch.stack((y, x), -1).flatten(0, 1)
+        index = torch.arange(self.h * self.w, device=device)
+        y = index // self.w
+        return torch.stack((y, index - y * self.w), -1)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
         """Offset class of every pair (query i, key j), [N, N] int64."""

@@ -86,7 +86,7 @@ class RelativeAttention(nn.Module):
         super().__init__()
         tokens, _ = split_position(position)
         if tokens:
-            raise ValueError(f"{tokens[0]!r} adds to the tokens, not in attention: x = x + create_position(...)(grid).tokens")
+            raise ValueError(f"{tokens!r} adds to the tokens, not in attention: x = x + create_position(...)(grid).tokens")
         window, shift = _pair(window), _pair(shift)
         factory = dict(device=device, dtype=dtype)
         self.attn = Attention(dim, num_heads, window, shift or (0, 0), qkv_bias, attn_drop, proj_drop, **factory)

@@ -2,15 +2,16 @@
 
 from timm.layers import register_notrace_module
 
-from vitrel.layers import Attention
+from vitrel.layers import Attention, PatchMerging
 from vitrel.models.backbone import Backbone
 from vitrel.models.pretrained import load_pretrained
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS
+from vitrel.position.terms import Composition
 
 __all__ = ["Backbone", "Swin", "ViT", "load_pretrained"]
 
-# Leaves of fx graphs: both compute with the sizes of their input, which a plain trace would freeze.
-for _leaf in (Attention, *POSITIONS.values()):
+# Leaves of fx graphs: they compute with the sizes of their input, which a plain trace would freeze.
+for _leaf in (Attention, PatchMerging, Composition, *POSITIONS.values()):
     register_notrace_module(_leaf)

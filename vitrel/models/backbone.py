@@ -4,6 +4,7 @@ import abc
 from collections.abc import Iterator
 
 import torch
+import torch.fx
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
@@ -72,20 +73,20 @@ class Backbone(nn.Module, abc.ABC):
     def embed_patches(self, image: Tensor) -> Tensor:
         """[B, 3, height, width] pixels -> [B, h, w, C]; padded right and below to whole patches. ValueError below one patch."""
         if not torch.compiler.is_compiling():
-            self._check_image(image)
+            check_image(image, self.in_chans, self.patch_embed.patch_size)
         return self.patch_embed(image)
 
-    def _check_image(self, image: Tensor) -> None:
-        patch = self.patch_embed.patch_size
-        if image.dim() != 4:
-            raise ValueError(f"expected images [B, C, height, width], got shape {tuple(image.shape)}; add a batch dimension?")
-        if image.shape[1] != self.in_chans:
-            raise ValueError(
-                f"expected {self.in_chans} channels, got {image.shape[1]}; build the model with in_chans={image.shape[1]}"
-            )
-        if image.shape[2] < patch[0] or image.shape[3] < patch[1]:
-            size = f"{image.shape[2]}x{image.shape[3]}"
-            raise ValueError(f"image of {size} pixels is smaller than one patch of {patch[0]}x{patch[1]}; enlarge it")
+
+@torch.fx.wrap  # a leaf of fx graphs, which cannot branch on a size
+def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
+    """ValueError unless `image` is [B, in_chans, height, width] with at least one patch (h, w) of pixels."""
+    if image.dim() != 4:
+        raise ValueError(f"expected images [B, C, height, width], got shape {tuple(image.shape)}; add a batch dimension?")
+    if image.shape[1] != in_chans:
+        raise ValueError(f"expected {in_chans} channels, got {image.shape[1]}; build the model with in_chans={image.shape[1]}")
+    if image.shape[2] < patch[0] or image.shape[3] < patch[1]:
+        size = f"{image.shape[2]}x{image.shape[3]}"
+        raise ValueError(f"image of {size} pixels is smaller than one patch of {patch[0]}x{patch[1]}; enlarge it")
 
 
 def init_linear(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ Microsoft downsamples at the end of a stage, timm and we at the start of the nex
 another grid is resampled into the model's own (by the table's `resize` policy; bicubic antialiased as DeiT).
 """
 
+import pickle
 import re
 from pathlib import Path
 
@@ -57,13 +58,11 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     try:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, OSError, TypeError) as error:
-        raise ValueError(
-            f"{path} ({size} bytes) is no readable checkpoint: {str(error).splitlines()[0] or 'it is empty'}"
-        ) from error
-    except Exception as error:  # pickle.UnpicklingError: objects other than tensors
-        raise ValueError(
-            f"{path} ({size} bytes) was refused: it holds more than tensors ({str(error).splitlines()[0]})"
-        ) from error
+        reason = str(error).partition("\n")[0] or "it is empty or cut off"
+        raise ValueError(f"{path} ({size} bytes) is no readable checkpoint: {reason}") from error
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} ({size} bytes) was refused: it holds more than tensors ({reason})") from error
     return _unwrap(loaded, str(path))
 
 

@@ -91,29 +91,26 @@ class Swin(Backbone):
             output_fmt="NHWC",
             **factory,
         )
-        window = (window_size, window_size) if isinstance(window_size, int) else tuple(window_size)
-        args, (on_tokens, in_attention) = position_args or {}, split_position(position)
-        head_dim = embed_dim // num_heads[0]
+        window = Grid(window_size, window_size) if isinstance(window_size, int) else Grid(*window_size)
+        on_tokens, in_attention = split_position(position)
 
-        def build_block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
-            shift = (window[0] // 2, window[1] // 2) if shifted else (0, 0)
-            attn = Attention(dim, heads, window, shift, qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
-            key = in_attention or "none"
-            options = select_options(key, args)
-            encoding = create_position(key, Grid(*window), heads, dim // heads, **factory, **options)
-            return Block(dim, attn, encoding, mlp_ratio, proj_drop_rate, drop_path, _EPS, **factory)
+        def encoding(key: str, grid: Grid, dim: int, heads: int) -> PositionEncoding:
+            options = select_options(key, position_args or {})
+            return create_position(key, grid, heads, dim // heads, **factory, **options)
 
-        self.pos_embed = None
-        if on_tokens:
-            options = select_options(on_tokens, args)
-            self.pos_embed = create_position(
-                on_tokens, self.token_grid(self.img_size), num_heads[0], head_dim, **factory, **options
-            )
+        def block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
+            shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
+            attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
+            own = encoding(in_attention or "none", window, dim, heads)
+            return Block(dim, attn, own, mlp_ratio, proj_drop_rate, drop_path, _EPS, **factory)
+
+        grid = self.token_grid(self.img_size)
+        self.pos_embed = encoding(on_tokens, grid, embed_dim, num_heads[0]) if on_tokens else None
         stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        for i, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
+        for i, (heads, drop_paths) in enumerate(zip(num_heads, rates, strict=True)):
             dim = embed_dim * 2**i
             merge = PatchMerging(dim // 2, dim, _EPS, **factory) if i else nn.Identity()
-            stages.append(Stage(merge, [build_block(dim, heads, bool(j % 2), rates[i][j]) for j in range(depth)]))
+            stages.append(Stage(merge, [block(dim, heads, bool(j % 2), rate) for j, rate in enumerate(drop_paths)]))
         self.layers = nn.Sequential(*stages)
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.feature_info = [

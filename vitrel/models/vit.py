@@ -67,27 +67,20 @@ class ViT(Backbone):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
 
-        def build(key: str) -> PositionEncoding:
-            options = select_options(key, position_args or {})
-            return create_position(key, self.token_grid(self.img_size), num_heads, embed_dim // num_heads, **factory, **options)
-
         on_tokens, in_attention = split_position(position)
-        self.pos_embed = build(on_tokens) if on_tokens else None
-        self.blocks = nn.Sequential(
-            *(
-                Block(
-                    embed_dim,
-                    Attention(embed_dim, num_heads, None, (0, 0), qkv_bias, attn_drop_rate, proj_drop_rate, **factory),
-                    build(in_attention or "none"),
-                    mlp_ratio,
-                    proj_drop_rate,
-                    drop_path,
-                    _EPS,
-                    **factory,
-                )
-                for drop_path in calculate_drop_path_rates(drop_path_rate, depth)
-            )
-        )
+        grid = self.token_grid(self.img_size)
+
+        def encoding(key: str) -> PositionEncoding:
+            options = select_options(key, position_args or {})
+            return create_position(key, grid, num_heads, embed_dim // num_heads, **factory, **options)
+
+        def block(drop_path: float) -> Block:
+            attn = Attention(embed_dim, num_heads, None, (0, 0), qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
+            own = encoding(in_attention or "none")
+            return Block(embed_dim, attn, own, mlp_ratio, proj_drop_rate, drop_path, _EPS, **factory)
+
+        self.pos_embed = encoding(on_tokens) if on_tokens else None
+        self.blocks = nn.Sequential(*(block(rate) for rate in calculate_drop_path_rates(drop_path_rate, depth)))
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
         norm_pooled = global_pool in ("avg", "avgmax", "max")
         self.norm = nn.Identity() if norm_pooled else nn.LayerNorm(embed_dim, eps=_EPS, **factory)

@@ -66,10 +66,14 @@ def window_attention(
 ) -> Tensor:
     """See vitrel.ops.window_attention: gather into windows, `attention`, and back."""
     layout = windows(grid.h, grid.w, window, shift, qkv.device)
-    q, k, v = split_windows(qkv, layout.source, layout.label.shape, num_heads)  # [B, L, H, N, D]
-    visible = layout.label[:, None, :, None] == layout.label[:, None, None, :]  # [L, 1, N, N]
+    n = window[0] * window[1]
+    x = qkv.flatten(1, 2)[:, layout.source]  # [B, L*N, 3C]
+    x = x.unflatten(2, (3, num_heads, -1)).unflatten(1, (-1, n))  # [B, L, N, 3, H, D]
+    q, k, v = x.permute(3, 0, 1, 4, 2, 5)  # [B, L, H, N, D] each
+    visible = layout.visible.view(-1, 1, n, n)  # [L, 1, N, N]
     out = attention(q, k, v, terms, Grid(*window), visible, dropout_p)
-    return merge_windows(out, layout.inverse, grid)
+    out = out.transpose(2, 3).flatten(3).flatten(1, 2)  # [B, L*N, C]
+    return out[:, layout.inverse].unflatten(1, (grid.h, grid.w))
 
 
 def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -88,18 +92,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
     """Sum of the tables' logit terms, broadcastable to [..., H, M, N], or None; q with its query_bias, unrotated."""
-    total = None
+    terms = []
     for table in tables:
         index = grid.index(table.axis, q.device)[-q.shape[-2] :]  # [M, N]
-        for term in _table_logits(q, k, table, index, scale):
-            total = term if total is None else total + term
-    return total
+        if table.bias is not None:
+            terms.append(gather_bias(table.bias, index))
+        terms += content_logits(q, k, table, index, scale)
+    return sum(terms[1:], terms[0]) if terms else None
 
 
-def _table_logits(q: Tensor, k: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
+def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
+    """Rows of bias [H, R] by offset class [M, N] -> [H, M, N]."""
+    return bias.index_select(1, index.flatten()).unflatten(1, index.shape)
+
+
+def content_logits(q: Tensor, k: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
+    """The query and the key term of a table by offset class [M, N], each [..., H, M, N]."""
     terms = []
-    if table.bias is not None:
-        terms.append(table.bias.index_select(1, index.flatten()).unflatten(1, index.shape))  # [H, M, N]
     if table.query is not None:
         score = (q * scale) @ table.query.to(q.dtype).mT  # [..., H, M, R]
         terms.append(score.gather(-1, index.expand(*score.shape[:-2], *index.shape)))
@@ -107,17 +116,3 @@ def _table_logits(q: Tensor, k: Tensor, table: Table, index: Tensor, scale: floa
         score = (k * scale) @ table.key.to(k.dtype).mT  # [..., H, N, R]
         terms.append(score.gather(-1, index.mT.expand(*score.shape[:-2], *index.mT.shape)).mT)
     return terms
-
-
-def split_windows(qkv: Tensor, source: Tensor, shape: tuple[int, int], num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv in raster order [B, h, w, 3C] -> q, k, v by window, each [B, L, H, N, D]; shape is (L, N)."""
-    x = qkv.flatten(1, 2).index_select(1, source)
-    x = x.view(x.shape[0], *shape, 3, num_heads, x.shape[-1] // (3 * num_heads))
-    q, k, v = x.permute(3, 0, 1, 4, 2, 5).unbind(0)
-    return q, k, v
-
-
-def merge_windows(out: Tensor, inverse: Tensor, grid: Grid) -> Tensor:
-    """[B, L, H, N, D] -> raster order [B, h, w, C]."""
-    out = out.transpose(2, 3).flatten(3).flatten(1, 2)  # [B, L*N, C]
-    return out.index_select(1, inverse).unflatten(1, (grid.h, grid.w))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import merge_windows, rotated, split_windows, table_logits
+from vitrel.ops.reference import content_logits, gather_bias, rotated, table_logits
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
 
@@ -47,28 +47,53 @@ def window_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """See vitrel.ops.window_attention."""
-    layout = windows(grid.h, grid.w, window, shift, qkv.device)
-    q, k, v = split_windows(qkv, layout.source, layout.label.shape, num_heads)  # [B, L, H, N, D]
-    q, k, bias, scale = _prepare(q, k, terms, Grid(*window))
-    mask = torch.zeros((), dtype=q.dtype, device=q.device)
+    layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
+    x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
+    q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
+    if terms.rotary is not None:
+        cos, sin = terms.rotary
+        terms = terms._replace(rotary=(cos.index_select(1, layout.slot), sin.index_select(1, layout.slot)))
     # -inf is safe: padding sees padding, so no row is ever wholly masked; -100 is not, where logits reach it.
-    mask = mask.masked_fill(layout.label[:, None, :, None] != layout.label[:, None, None, :], float("-inf"))  # [L, 1, N, N]
-    bias = mask if bias is None else bias + mask
-    bias = bias.to(q.dtype)
-    shape = (bias.shape[0] if bias.dim() == 5 else 1, q.shape[1], num_heads, q.shape[3], q.shape[3])
-    bias = bias.expand(shape).flatten(1, 2)  # [1 or B, L*H, N, N]
-    q, k, v = (t.flatten(1, 2) for t in (q, k, v))
+    bias = torch.zeros((), device=q.device).masked_fill(~layout.visible, float("-inf"))  # [L*N, N]
+    q, k, table_bias, scale = _prepare(q, k, terms, Grid(*window), layout.slot)
+    bias = bias if table_bias is None else table_bias + bias
+    bias = bias.expand(*bias.shape[:-3], num_heads, -1, -1).to(q.dtype)  # [(B,) H, L*N, N]
+    bias = bias.flatten(-3, -2).unflatten(-2, (-1, n))  # [(B,) H*L, N, N]
+    q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
-    return merge_windows(out.unflatten(1, (-1, num_heads)), layout.inverse, grid)
+    out = out.flatten(1, 2).unflatten(1, (num_heads, -1)).index_select(2, layout.inverse)  # [B, H, h*w, D]
+    return out.transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
 
 
-def _prepare(q: Tensor, k: Tensor, terms: Terms, grid: Grid) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes (a tensor scale is folded into q)."""
+def _prepare(
+    q: Tensor, k: Tensor, terms: Terms, grid: Grid, slot: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes (a tensor scale is folded into q).
+
+    slot: place in its window of every row of q and k [B, H, L*N, D], whose bias is then [.., H, L*N, N].
+    """
     if terms.query_bias is not None:
         q = q + terms.query_bias[:, None].to(q.dtype)
     width_scale = q.shape[-1] ** -0.5
-    bias = table_logits(q, k, terms.tables, grid, terms.scale * width_scale)
+    scale = terms.scale * width_scale
+    if slot is None:
+        bias = table_logits(q, k, terms.tables, grid, scale)
+    else:
+        bias = _window_logits(q, k, terms, grid, slot, scale)
     q, k = rotated(q, k, terms)
     if isinstance(terms.scale, Tensor):
         return q * terms.scale.to(q.dtype), k, bias, width_scale
-    return q, k, bias, terms.scale * width_scale
+    return q, k, bias, scale
+
+
+def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tensor, scale: float | Tensor) -> Tensor | None:
+    total = []
+    for table in terms.tables:
+        index = window.index(table.axis, q.device)  # [N, N]
+        if table.bias is not None:  # looked up for one window, then repeated by whole rows
+            total.append(gather_bias(table.bias, index).index_select(1, slot))
+        if table.query is not None or table.key is not None:
+            by_window = (t.unflatten(2, (-1, window.tokens)).transpose(1, 2) for t in (q, k))  # [B, L, H, N, D]
+            for term in content_logits(*by_window, table, index, scale):
+                total.append(term.transpose(1, 2).flatten(2, 3))  # [B, H, L*N, N]
+    return sum(total[1:], total[0]) if total else None

@@ -18,8 +18,9 @@ _PADDING = 2  # label of the padded slots of one axis; 0 and 1 are the two sides
 class Windows(NamedTuple):
     """Layout of L windows of N slots each over a grid of h*w tokens."""
 
+    slot: Tensor  # [L*N] int64: place of each slot inside its window, 0..N-1
     source: Tensor  # [L*N] int64: token (raster order) that fills each slot; padded slots repeat a border token
-    label: Tensor  # [L, N] int64: a query sees a key iff their labels are equal; padding sees only padding
+    visible: Tensor  # [L*N, N] bool: which keys of its window each slot sees; padding sees only padding
     inverse: Tensor  # [h*w] int64: slot that holds each token
 
 
@@ -38,18 +39,19 @@ def windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], dev
     With shift (sy, sx) the borders of the windows lie sy rows below and sx columns right of those of the unshifted ones.
     """
     rows, columns = _axis(h, window[0], shift[0], device), _axis(w, window[1], shift[1], device)
-
-    def each_slot(of_rows: Tensor, of_columns: Tensor) -> Tensor:  # their sum, window by window, [L, N]
-        total = of_rows.view(rows.count, 1, window[0], 1) + of_columns.view(1, columns.count, 1, window[1])
-        return total.reshape(rows.count * columns.count, window[0] * window[1])
-
-    source = each_slot(rows.source * w, columns.source)
-    padded = each_slot((rows.label == _PADDING).long(), (columns.label == _PADDING).long()) > 0
-    label = torch.where(padded, 3 * 3, each_slot(rows.label * 3, columns.label))
-    n = window[0] * window[1]
-    down = rows.slot // window[0] * (columns.count * n) + rows.slot % window[0] * window[1]  # [h]
-    across = columns.slot // window[1] * n + columns.slot % window[1]  # [w]
-    return Windows(source.flatten(), label, (down[:, None] + across[None]).flatten())
+    count, n = rows.count * columns.count, window[0] * window[1]
+    # Flat indices, not an outer sum: broadcasting a single window would cost a compiled graph of its own.
+    which, inside = _divide(torch.arange(count * n, device=device), n)
+    (down, across), (y, x) = _divide(which, columns.count), _divide(inside, window[1])
+    y, x = down * window[0] + y, across * window[1] + x  # row and column of each slot, on the padded grid
+    source = rows.source[y] * w + columns.source[x]
+    padded = (rows.label[y] == _PADDING) | (columns.label[x] == _PADDING)
+    label = torch.where(padded, 3 * 3, rows.label[y] * 3 + columns.label[x])  # [L*N]; equal labels see each other
+    keys = (which * n)[:, None] + torch.arange(n, device=device)  # [L*N, N]
+    visible = label[:, None] == label[keys]
+    y, x = _divide(torch.arange(h * w, device=device), w)
+    (down, y), (across, x) = _divide(rows.slot[y], window[0]), _divide(columns.slot[x], window[1])
+    return Windows(inside, source, visible, (down * columns.count + across) * n + y * window[1] + x)
 
 
 class _Axis(NamedTuple):
@@ -64,8 +66,14 @@ def _axis(n: int, window: int, shift: int, device: torch.device | None) -> _Axis
     # A tensor, so that "no shift where one window holds the axis" puts no guard on n.
     s = torch.where(torch.ones((), dtype=torch.int64, device=device) * n > window, shift, 0)
     at = torch.arange(count * window, device=device) + s
-    at = torch.where(at >= count * window, at - count * window, at)  # not `%`, which ONNX does not take between tensor and size
+    at = torch.where(at >= count * window, at - count * window, at)
     label = torch.where(at < n, (at < s).long(), _PADDING)
     slot = torch.arange(n, device=device) - s
     slot = torch.where(slot < 0, slot + count * window, slot)
     return _Axis(count, at.clamp(max=n - 1), label, slot)
+
+
+def _divide(index: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """Quotient and remainder; not `%`, which ONNX does not take between tensor and size."""
+    quotient = index // by
+    return quotient, index - quotient * by

@@ -1,0 +1,180 @@
+"""What a timm model owes: features, intermediates, pruning, classifier, checkpointing, layer decay, fx, compile, export."""
+
+import pytest
+import timm
+import timm.optim
+import torch
+import torch.fx.experimental._config as fx_config
+from timm.models import FeatureListNet
+from timm.models._features_fx import create_feature_extractor
+from torch._dynamo.testing import CompileCounter
+
+from vitrel import POSITIONS
+
+SMALL = [f"vitrel_vit_n8_{key}" for key in POSITIONS]
+SMALL += [f"vitrel_swin_n_{key}" for key, encoding in POSITIONS.items() if encoding.site == "attention"]
+PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
+
+
+def build(name, **keywords):
+    """A small model in evaluation with parameters far from their initialisation."""
+    model = timm.create_model(name, **({"num_classes": 5} | keywords)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_intermediates_equal_features(name):
+    model, image = build(name), torch.randn(2, 3, 96, 72)
+    final, found = model.forward_intermediates(image)
+    assert torch.equal(final, model.forward_features(image))
+    assert len(found) == len(model.feature_info)
+    for feature, info in zip(found, model.feature_info, strict=True):
+        assert feature.shape == (2, info["num_chs"], -(-96 // info["reduction"]), -(-72 // info["reduction"]))
+    only = model.forward_intermediates(image, indices=[1], intermediates_only=True, stop_early=True)
+    assert len(only) == 1 and torch.equal(only[0], found[1])
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_pruning(name):
+    model, image = build(name), torch.randn(1, 3, 64, 64)
+    expected = model.forward_intermediates(image, indices=[0, 1], intermediates_only=True)
+    assert model.prune_intermediate_layers([0, 1], prune_norm=True) == [0, 1]
+    pruned = model.forward_intermediates(image, indices=[0, 1], intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, pruned, strict=True))
+    assert len(getattr(model, "blocks", getattr(model, "layers", None))) == 2
+    assert model(image).shape[-1] == model.num_features
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_features_only(name):
+    model = timm.create_model(name, features_only=True).eval()
+    for size in [(96, 96), (80, 120)]:
+        features = model(torch.randn(1, 3, *size))
+        assert len(features) >= 3
+        for feature, channels, reduction in zip(
+            features, model.feature_info.channels(), model.feature_info.reduction(), strict=True
+        ):
+            assert feature.shape == (1, channels, size[0] // reduction, size[1] // reduction)
+    two = timm.create_model(name, features_only=True, out_indices=(0, 2))
+    assert len(two(torch.randn(1, 3, 64, 64))) == 2
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_classifier(name):
+    model, image = build(name), torch.randn(2, 3, 64, 64)
+    features = model.forward_features(image)
+    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
+    pool = model.global_pool
+    model.reset_classifier(11)
+    assert model.global_pool == pool and model(image).shape == (2, 11) and model.num_classes == 11
+    model.reset_classifier(0)
+    assert torch.equal(model(image), model.forward_head(features, pre_logits=True))
+    model.reset_classifier(0, "")
+    assert model(image).shape == features.shape
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_pool_size_in_the_config(name):
+    model = build(name)
+    features = model.forward_features(torch.randn(1, 3, *model.img_size))
+    pool = model.pretrained_cfg["pool_size"]
+    assert pool is None or features.shape[1:3] == pool
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradient_checkpointing(name):
+    model, image = build(name), torch.randn(2, 3, 72, 64)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(image).square().sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    for n, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][n], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute", "vitrel_swin_n"])
+def test_layer_decay_groups(name):
+    model = build(name)
+    groups = timm.optim.param_groups_layer_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5)
+    scale = {id(p): g["lr_scale"] for g in groups for p in g["params"]}
+    decay = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
+    named = dict(model.named_parameters())
+    assert len(scale) == len(named)
+    first, last = ("blocks.0.", "blocks.3.") if "vit_n8" in name else ("layers.0.blocks.0.", "layers.2.blocks.1.")
+    assert scale[id(named["patch_embed.proj.weight"])] < scale[id(named[f"{first}attn.qkv.weight"])]
+    assert scale[id(named[f"{first}attn.qkv.weight"])] < scale[id(named[f"{last}attn.qkv.weight"])] <= 1
+    assert all(decay[id(named[n])] == 0 for n in model.position_parameters())
+    assert len({scale[id(p)] for n, p in named.items() if n.startswith(first)}) == 1  # position decays with its block
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_fx_features_are_exact(name):
+    model, image = build(name), torch.randn(1, 3, 80, 56)
+    extractor = create_feature_extractor(model, {model.feature_info[1]["module"]: "mid", "norm": "last"})
+    out = extractor(image)
+    assert torch.equal(out["last"], model.forward_features(image))
+
+
+def test_feature_classes():
+    image = torch.randn(1, 3, 64, 64)
+    for kind in ("fx", "hook"):
+        model = timm.create_model("vitrel_swin_n", features_only=True, feature_cls=kind, out_indices=(0, 1, 2)).eval()
+        assert not isinstance(model, FeatureListNet)
+        assert [f.shape[1:3] for f in model(image)] == [(32, 32), (16, 16), (8, 8)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_trace(name):
+    model, image = build(name), torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(torch.jit.trace(model, image, check_trace=False)(image), model(image), atol=1e-5, rtol=1e-5)
+
+
+SIZES = [(64, 64), (96, 96), (72, 112), (64, 128), (56, 40), (128, 64), (80, 80), (100, 52)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_compile_eight_sizes_in_two_graphs(name):
+    """No graph break, exact results, and not one graph per resolution."""
+    model, counter = build(name), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for size in SIZES:
+            image = torch.randn(2, 3, *size)
+            torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_export_serves_any_size(name):
+    """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible."""
+    model = build(name)
+    program = export(model, (64, 64))
+    for batch, size in [(1, (64, 64)), (3, (96, 96)), (2, (72, 112)), (2, (56, 40)), (4, (100, 53)), (1, (192, 128))]:
+        image = torch.randn(batch, 3, *size)
+        torch.testing.assert_close(program(image), model(image), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vitrel_swin_t", "vitrel_vit_ti16_table"])
+def test_export_at_224_runs_at_448(name):
+    model = build(name)
+    program = export(model, (224, 224))
+    for batch, size in [(1, (224, 224)), (2, (96, 96)), (1, (448, 448)), (3, (224, 320))]:
+        image = torch.randn(batch, 3, *size)
+        torch.testing.assert_close(program(image), model(image), atol=1e-3, rtol=1e-3)
+
+
+def export(model, size):
+    dynamic = torch.export.Dim.DYNAMIC
+    with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
+        program = torch.export.export(
+            model, (torch.randn(2, 3, *size),), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},)
+        )
+    return program.module()

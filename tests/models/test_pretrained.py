@@ -1,0 +1,158 @@
+"""Weights from timm and Microsoft: same logits and same gradients, on real images the same predictions; refusals by name."""
+
+import re
+
+import pytest
+import timm
+import torch
+from conftest import shared
+from safetensors.torch import save_file
+from timm.data import create_transform
+from timm.layers import resample_abs_pos_embed
+from torchvision.datasets import ImageFolder
+
+import vitrel
+
+SHORT = dict(depths=(2, 2, 2, 2), num_classes=10)
+
+
+def perturb(model):
+    """Tables at standard deviation 0.5, everything else moved: a zero table or a unit norm hides bugs."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias_table" in name or "pos_embed" in name:
+                parameter.normal_(std=0.5)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def to_microsoft(state):
+    """timm's Swin state dict as Microsoft's code would save it: downsampling ends a stage, buffers are kept."""
+    out = {}
+    for name, value in state.items():
+        name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", name)
+        out[name.replace("head.fc.", "head.")] = value
+    out["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(49, 49, dtype=torch.int64)
+    out["layers.0.blocks.1.attn_mask"] = torch.zeros(64, 49, 49)
+    return {"model": out}
+
+
+def same(ours, theirs, image, rename):
+    """Logits within 2e-5 and every gradient within 2e-5 of its norm."""
+    a, b = ours(image), theirs(image)
+    torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+    weight = torch.randn_like(a)
+    gradients = []
+    for model, out in ((ours, a), (theirs, b)):
+        model.zero_grad()
+        (out * weight).sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) == len(gradients[1])
+    for name, gradient in gradients[0].items():
+        expected = gradients[1][rename(name)]
+        assert (gradient - expected).norm() <= 2e-5 * expected.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("layout", ["timm", "microsoft"])
+def test_swin_equals_timm(layout):
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
+    state = theirs.state_dict() if layout == "timm" else to_microsoft(theirs.state_dict())
+    ours = vitrel.load_pretrained(timm.create_model("vitrel_swin_t", **SHORT), state).eval()
+    for size in [(224, 224), (448, 224), (448, 448)] if layout == "timm" else [(224, 224)]:
+        theirs.set_input_size(size, window_size=7)
+        same(ours, theirs, torch.randn(1, 3, *size), lambda n: n.replace("position.", "attn."))
+
+
+@pytest.mark.parametrize("size", [(224, 224), (448, 448), (224, 320)])
+def test_vit_equals_timm(size):
+    theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, dynamic_img_size=True))
+    ours = timm.create_model("vitrel_vit_ti16_absolute", depth=2, num_classes=10).eval()
+    vitrel.load_pretrained(ours, theirs.state_dict())
+    same(ours, theirs, torch.randn(2, 3, *size), lambda n: n.replace("pos_embed.pos_embed", "pos_embed"))
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_through_timm_from_a_file(tmp_path, suffix):
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2, 2, 2), num_classes=1000))
+    path = tmp_path / f"weights.{suffix}"
+    save_file(theirs.state_dict(), path) if suffix == "safetensors" else torch.save(theirs.state_dict(), path)
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), depths=(2, 2, 2, 2))
+    image = torch.randn(1, 3, 224, 224)
+    ours = timm.create_model("vitrel_swin_t", **overlay).eval()
+    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
+    other = timm.create_model("vitrel_swin_t", num_classes=7, in_chans=1, **overlay).eval()
+    assert other(torch.randn(1, 1, 96, 160)).shape == (1, 7)
+    torch.testing.assert_close(
+        other.layers[0].blocks[0].attn.qkv.weight, theirs.layers[0].blocks[0].attn.qkv.weight, atol=0, rtol=0
+    )
+
+
+def test_own_state_dict_round_trip(tmp_path):
+    model = perturb(timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed+table", num_classes=3))
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    again = timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed+table", num_classes=3).eval()
+    vitrel.load_pretrained(again, tmp_path / "own.safetensors")
+    image = torch.randn(1, 3, 88, 56)
+    assert torch.equal(model(image), again(image))
+
+
+def test_loading_resamples_into_the_models_grid():
+    theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=4))
+    ours = timm.create_model("vitrel_vit_ti16_absolute", depth=1, num_classes=4, img_size=(320, 256))
+    vitrel.load_pretrained(ours, theirs.state_dict())
+    expected = resample_abs_pos_embed(theirs.pos_embed, [20, 16], [14, 14])
+    torch.testing.assert_close(ours.pos_embed.pos_embed, expected, atol=1e-6, rtol=0)
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
+    ours = vitrel.load_pretrained(timm.create_model("vitrel_swin_t", window_size=12, **SHORT), theirs.state_dict())
+    assert ours.layers[0].blocks[0].position.relative_position_bias_table.shape == (529, 3)
+
+
+def test_refusals(tmp_path):
+    model = timm.create_model("vitrel_swin_n", num_classes=4)
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"not in the model: extra.weight"):
+        vitrel.load_pretrained(model, state | {"extra.weight": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"not in the file: norm.bias"):
+        vitrel.load_pretrained(model, {n: t for n, t in state.items() if n != "norm.bias"})
+    with pytest.raises(RuntimeError, match=r"head.fc.weight: \(4, 128\) in the file, \(9, 128\) in the model.*reset_head=True"):
+        vitrel.load_pretrained(timm.create_model("vitrel_swin_n", num_classes=9), state)
+    vitrel.load_pretrained(timm.create_model("vitrel_swin_n", num_classes=9), state, reset_head=True)
+    with pytest.raises(RuntimeError, match=r"NaN or infinity in norm.weight; nothing was loaded"):
+        vitrel.load_pretrained(model, state | {"norm.weight": torch.full((128,), torch.nan)})
+    with pytest.raises(ValueError, match="patches of 4x4 pixels, the model of 2x2; build it with that patch_size"):
+        vitrel.load_pretrained(model, state | {"patch_embed.proj.weight": torch.zeros(32, 3, 4, 4)})
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        vitrel.load_pretrained(model, tmp_path / "missing.pth")
+    for name, content in [("empty.pth", b""), ("broken.pth", b"PK\x03\x04 truncated"), ("empty.safetensors", b"")]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} \({len(content)} bytes\) is no readable checkpoint"):
+            vitrel.load_pretrained(model, tmp_path / name)
+    torch.save({"code": print}, tmp_path / "code.pth")
+    with pytest.raises(ValueError, match="was refused: it holds more than tensors"):
+        vitrel.load_pretrained(model, tmp_path / "code.pth")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        vitrel.load_pretrained(model, {"epoch": 3})
+
+
+@pytest.mark.slow
+def test_imagenet_weights_predict_as_in_timm():
+    """ViT-Tiny on 500 ILSVRC validation images: timm's predictions, image by image, and its accuracy of 69.8 %."""
+    images, index = shared("data/ilsvrc-val-nette224/val"), shared("data/ilsvrc-val-nette224/imagenet_index.tsv")
+    path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
+    ours = timm.create_model("vitrel_vit_ti16_absolute", **overlay).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", **overlay).eval()
+    cfg = dict(input_size=224, crop_pct=1.0, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
+    data = ImageFolder(images, create_transform(**cfg))
+    table = dict(line.split("\t")[:2] for line in index.read_text().splitlines() if line.startswith("n0"))
+    classes = torch.tensor([int(table[name.split("_")[0]]) for name in data.classes])
+    right = agree = 0
+    with torch.inference_mode():
+        for image, label in torch.utils.data.DataLoader(data, batch_size=50):
+            a, b = ours(image), theirs(image)
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+            agree += (a.argmax(1) == b.argmax(1)).sum().item()
+            right += (a.argmax(1) == classes[label]).sum().item()
+    assert agree == len(data) == 500
+    assert right / 500 == pytest.approx(0.698, abs=0.0005)

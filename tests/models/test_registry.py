@@ -1,0 +1,178 @@
+"""Registration with timm, construction, and forward/backward of every small model at sizes that nothing was told about."""
+
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from timm.optim import param_groups_weight_decay
+
+import vitrel
+from vitrel import POSITIONS
+
+NAMES = timm.list_models("vitrel_*")
+SMALL = [name for name in NAMES if "_n8_" in name or name == "vitrel_swin_n" or name.startswith("vitrel_swin_n_")]
+TINY = [name for name in NAMES if "_ti16_" in name or name == "vitrel_swin_t" or name.startswith("vitrel_swin_t_")]
+VIT_SIZES, SWIN_SIZES = ["n8", "ti16", "s16", "b16", "l16"], ["n", "t", "s", "b", "l"]
+
+
+def expected_names():
+    attention = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
+    vits = {f"vitrel_vit_{size}_{key}" for size in VIT_SIZES for key in POSITIONS}
+    swins = {f"vitrel_swin_{size}_{key}" for size in SWIN_SIZES for key in attention}
+    return vits | swins | {f"vitrel_swin_{size}" for size in SWIN_SIZES}
+
+
+def test_every_row_is_registered():
+    assert set(NAMES) == expected_names()
+
+
+@pytest.mark.parametrize("name", SMALL + TINY)
+def test_forward_and_backward(name):
+    """Any size, also odd, non-square and below the window; every parameter gets a gradient; nothing in the model changes."""
+    model = timm.create_model(name, num_classes=5)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    height, width = model.img_size
+    sizes = (
+        [(height, width)] if name in TINY else [(height, width), (height // 2 + 3, width - 5), (model.patch_embed.patch_size)]
+    )
+    for size in sizes:
+        model.zero_grad()
+        out = model(torch.randn(2, 3, *size))
+        assert out.shape == (2, 5)
+        out.square().sum().backward()
+        for n, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), n
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_and_construction_on_meta(name):
+    model = timm.create_model(name, device="meta")
+    cfg = model.pretrained_cfg
+    assert cfg["architecture"] == name and cfg["num_classes"] == 1000 and not cfg["fixed_input_size"]
+    assert model.get_submodule(cfg["first_conv"]).weight.shape[1] == 3
+    assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
+    assert tuple(cfg["input_size"][1:]) == model.img_size
+    assert all(t.is_meta for t in model.state_dict().values())
+    assert model.no_weight_decay() <= {n for n, _ in model.named_parameters()}
+    key = name.split("_", 3)[-1] if name.count("_") > 2 else "table"
+    learned = any(True for _ in vitrel.create_position(key, (4, 4), 4, 8).parameters())
+    assert bool(model.position_parameters()) == learned
+
+
+def test_positions_of_position_parameters():
+    swin = timm.create_model("vitrel_swin_n")
+    assert "layers.1.blocks.0.position.relative_position_bias_table" in swin.position_parameters()
+    vit = timm.create_model("vitrel_vit_n8_absolute")
+    assert vit.no_weight_decay() == {"pos_embed.pos_embed", "cls_token"}
+    (decayed,) = (
+        g for g in param_groups_weight_decay(swin, 0.05, no_weight_decay_list=swin.no_weight_decay()) if g["weight_decay"]
+    )
+    tables = {id(p) for n, p in swin.named_parameters() if n in swin.position_parameters()}
+    assert not tables & {id(p) for p in decayed["params"]}
+
+
+def test_compositions():
+    model = timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed", num_classes=3)
+    assert model.pos_embed is not None and len(model.position_parameters()) == 1 + 4
+    assert model(torch.randn(1, 3, 40, 72)).shape == (1, 3)
+    assert model.resized((40, 72)) == {"absolute bicubic": 64 * 96}
+    swin = timm.create_model("vitrel_swin_n", position="absolute+rope_mixed+table", num_classes=3)
+    assert swin(torch.randn(1, 3, 40, 72)).shape == (1, 3)
+    assert swin.resize_policies == ("bicubic",)
+
+
+def test_keywords():
+    model = timm.create_model(
+        "vitrel_vit_n8_table",
+        num_classes=7,
+        in_chans=1,
+        img_size=(32, 48),
+        global_pool="avg",
+        class_token=False,
+        drop_path_rate=0.1,
+        position_args=dict(resize="clip"),
+    )
+    assert model(torch.randn(2, 1, 32, 48)).shape == (2, 7)
+    assert model.token_grid((32, 48)) == (4, 6, 0)
+    assert model.resized((64, 96)) == {"table clip": 0}
+    registers = timm.create_model("vitrel_vit_n8_absolute", reg_tokens=4, num_classes=2)
+    assert registers.pos_embed.pos_embed.shape == (1, 5 + 64, 96)
+    assert registers(torch.randn(1, 3, 72, 40)).shape == (1, 2)
+    window = timm.create_model("vitrel_swin_n", window_size=(4, 6), num_classes=2)
+    assert window.layers[0].blocks[1].attn.shift == (2, 3)
+    assert window(torch.randn(1, 3, 50, 62)).shape == (1, 2)
+
+
+def test_resize_policies():
+    vit = timm.create_model("vitrel_vit_n8_table", num_classes=2)
+    assert vit.resize_policies == ("geometric", "clip", "bicubic")
+    image, outputs = torch.randn(1, 3, 128, 128), []
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for policy in vit.resize_policies:
+            vit.set_resize_policy(policy)
+            outputs.append(vit(image))
+            assert list(vit.resized((128, 128))) == [f"table {policy}"]
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3 and (outputs[0] - outputs[2]).abs().max() > 1e-3
+    assert vit.resized((64, 64)) == {} and vit.unseen((64, 64)) == 0
+    assert vit.unseen((128, 128)) == pytest.approx(1 - 15**2 / 31**2)
+    with pytest.raises(ValueError, match=r"no resize policy 'nearest' \(it has geometric, clip, bicubic\)"):
+        vit.set_resize_policy("nearest")
+    swin = timm.create_model("vitrel_swin_n")
+    assert swin.resize_policies == () and swin.resized((512, 96)) == {}
+    with pytest.raises(ValueError, match="nothing is resized"):
+        swin.set_resize_policy("clip")
+
+
+def test_set_input_size_keeps_the_trained_parameters():
+    for name in ("vitrel_vit_n8_absolute", "vitrel_vit_n8_table", "vitrel_swin_n"):
+        model = timm.create_model(name, num_classes=2).eval()
+        image, before = torch.randn(1, 3, 64, 64), {n: t.clone() for n, t in model.state_dict().items()}
+        first = model(image)
+        model.set_input_size((96, 128))
+        assert model.img_size == (96, 128)
+        model(torch.randn(1, 3, 96, 128))
+        model.set_input_size(64)
+        assert torch.equal(model(image), first)
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        (dict(position="tabel"), ValueError, "did you mean 'table'"),
+        (dict(position_args=dict(bse=1)), TypeError, "has no option 'bse'"),
+        (dict(embed_dim=98), ValueError, "dim 98 is not divisible by num_heads 3"),
+        (dict(class_token=False), ValueError, "global_pool='token' needs class_token=True"),
+    ],
+)
+def test_construction_errors(keywords, error, text):
+    with pytest.raises(error, match=text):
+        timm.create_model("vitrel_vit_n8_table", **keywords)
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+def test_input_errors(name):
+    model = timm.create_model(name)
+    patch = model.patch_embed.patch_size[0]
+    with pytest.raises(ValueError, match=f"image of {patch - 1}x64 pixels is smaller than one patch of {patch}x{patch}"):
+        model(torch.zeros(1, 3, patch - 1, 64))
+    with pytest.raises(ValueError, match=r"expected images \[B, C, height, width\], got shape \(3, 64, 64\)"):
+        model(torch.zeros(3, 64, 64))
+    with pytest.raises(ValueError, match="expected 3 channels, got 1; build the model with in_chans=1"):
+        model(torch.zeros(1, 1, 64, 64))
+
+
+def test_import_is_light():
+    """Models run where only torch and timm are: importing the package loads none of the heavy tools."""
+    code = (
+        "import sys, vitrel, timm; timm.create_model('vitrel_vit_n8_table');"
+        "heavy = ('lightning', 'pytorch_lightning', 'albumentations', 'cv2', 'pandas', 'matplotlib');"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,214 @@
+"""The entry `attention`: every backend against the oracle of the whole algebra, gradients, masks, fewer queries, errors."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import oracles
+from vitrel import Grid, Table, Terms
+from vitrel.ops import BACKENDS, attention
+
+GRIDS = [Grid(2, 3), Grid(3, 2, 2), Grid(1, 4, 1)]
+FIELDS = ["bias", "query", "key", "value", "rotary", "query_bias", "scale"]
+double = torch.float64
+
+
+def make_terms(grid, fields, heads=2, dim=4, requires_grad=False):
+    """Random terms with the named fields set, and the tensors in them; tables over "hw" and over both axes."""
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=double, requires_grad=requires_grad)
+
+    leaves, tables = [], []
+    for axis, h in (("hw", heads), ("h", 1), ("w", heads)):
+        rows = {name: draw(heads if name == "bias" else h, grid.classes(axis), *(() if name == "bias" else (dim,)))
+                for name in ("bias", "query", "key", "value") if name in fields}  # fmt: skip
+        leaves += rows.values()
+        tables.append(Table(axis, **rows))
+    angle = draw(heads, grid.tokens, dim // 2)
+    query_bias = draw(heads, dim)
+    terms = Terms(
+        rotary=(angle.cos(), angle.sin()) if "rotary" in fields else None,
+        query_bias=query_bias if "query_bias" in fields else None,
+        scale=3**-0.5 if "scale" in fields else 1.0,
+        tables=tuple(tables) if leaves else (),
+    )
+    leaves += [angle] if "rotary" in fields else []
+    leaves += [query_bias] if "query_bias" in fields else []
+    return terms, leaves, angle
+
+
+def oracle(q, k, v, terms, grid, angle, mask=None):
+    """Expand the tables pair by pair, by a plain double loop of our own, and hand them to the oracle's algebra."""
+    heads, n, dim = k.shape
+    place = oracles.positions(*grid)
+    pairs = {"bias": np.zeros((heads, n, n)), "query": np.zeros((heads, n, n, dim))}
+    pairs |= {"key": pairs["query"].copy(), "value": pairs["query"].copy()}
+    for table in terms.tables:
+        extent = {"hw": (2 * grid.h - 1) * (2 * grid.w - 1), "h": 2 * grid.h - 1, "w": 2 * grid.w - 1}[table.axis]
+        for i in range(n):
+            for j in range(n):
+                delta = oracles.offset(place[i], place[j])
+                if delta is None:
+                    row = extent + oracles.prefix_row(i, j, grid.prefix)
+                else:
+                    dy, dx = delta[0] + grid.h - 1, delta[1] + grid.w - 1
+                    row = {"hw": dy * (2 * grid.w - 1) + dx, "h": dy, "w": dx}[table.axis]
+                for name, total in pairs.items():
+                    rows = getattr(table, name)
+                    if rows is not None:
+                        total[:, i, j] += rows[:, row].detach().numpy()
+    return oracles.attention(
+        *(t.detach().numpy() for t in (q, k, v)),
+        scale=terms.scale,
+        bias=pairs["bias"],
+        rq=pairs["query"],
+        rk=pairs["key"],
+        rv=pairs["value"],
+        angles=angle.detach().numpy() if terms.rotary is not None else None,
+        query_bias=None if terms.query_bias is None else terms.query_bias.detach().numpy(),
+        mask=mask,
+    )[1]
+
+
+def serves(backend, terms):
+    if reason := BACKENDS[backend].refuses(terms):
+        with pytest.raises(ValueError, match=f"backend '{backend}' refuses"):
+            attention(*torch.zeros(3, 1, 2, 6, 4), terms, Grid(2, 3), backend=backend)
+        pytest.skip(f"{backend} refuses these terms, as it says: {reason}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("fields", [[], *([f] for f in FIELDS), FIELDS], ids=lambda f: "+".join(f) or "plain")
+def test_equals_the_oracle(fields, grid, backend):
+    terms, _, angle = make_terms(grid, fields)
+    serves(backend, terms)
+    q, k, v = torch.randn(3, 2, 2, grid.tokens, 4, dtype=double)
+    out = attention(q, k, v, terms, grid, backend=backend)
+    for b in range(2):
+        np.testing.assert_allclose(out[b].numpy(), oracle(q[b], k[b], v[b], terms, grid, angle), atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fields", [FIELDS, [f for f in FIELDS if f != "value"]], ids=["all", "no value"])
+def test_gradients(fields, backend):
+    """Every input and every term against finite differences."""
+    grid = Grid(2, 3, 1)
+    terms, leaves, _ = make_terms(grid, fields, requires_grad=True)
+    serves(backend, terms)
+    q, k, v = (torch.randn(1, 2, grid.tokens, 4, dtype=double, requires_grad=True) for _ in range(3))
+
+    def function(q, k, v, *rest):
+        named = iter(rest)
+        per_table = [n for n in ("bias", "query", "key", "value") if n in fields]
+        tables = tuple(Table(axis, **{n: next(named) for n in per_table}) for axis in ("hw", "h", "w"))
+        turn, u = next(named), next(named)
+        return attention(
+            q, k, v, terms._replace(tables=tables, rotary=(turn.cos(), turn.sin()), query_bias=u), grid, backend=backend
+        )
+
+    assert gradcheck(function, (q, k, v, *leaves), atol=1e-6, fast_mode=True)  # a random projection of the Jacobian
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks(backend, kind):
+    """True means attend; a query that sees no key returns 0, with finite gradients everywhere."""
+    grid = Grid(2, 3, 1)
+    terms, leaves, angle = make_terms(grid, [f for f in FIELDS if f != "value"], requires_grad=True)
+    q, k, v = (torch.randn(2, 2, grid.tokens, 4, dtype=double, requires_grad=True) for _ in range(3))
+    visible = torch.rand(2, 1, grid.tokens, grid.tokens) > 0.4
+    visible[0, 0, 2] = visible[1, 0, 5] = False
+    mask = visible if kind == "bool" else torch.randn(visible.shape, dtype=double).masked_fill(~visible, -math.inf)
+    out = attention(q, k, v, terms, grid, mask, backend=backend)
+    for b in range(2):
+        expected = oracle(q[b], k[b], v[b], terms, grid, angle, mask[b].expand(2, -1, -1).numpy())
+        np.testing.assert_allclose(out[b].detach().numpy(), expected, atol=1e-12)
+    assert (out[0, :, 2] == 0).all() and (out[1, :, 5] == 0).all()
+    for gradient in torch.autograd.grad(out.square().sum(), [q, k, v, *leaves]):
+        assert gradient.isfinite().all() and gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_without_terms(backend):
+    q, k, v = torch.randn(3, 1, 2, 6, 4)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)
+    out = attention(q, k, v, Terms(), Grid(2, 3), mask, backend=backend)
+    assert (out[:, :, 0] == 0).all()
+    torch.testing.assert_close(out[:, :, 1], v[:, :, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("queries", [1, 3, 7])
+def test_fewer_queries_are_the_last_rows(backend, queries):
+    grid = Grid(2, 3, 1)
+    terms, _, _ = make_terms(grid, FIELDS if backend == "reference" else [f for f in FIELDS if f != "value"])
+    q, k, v = torch.randn(3, 2, 2, grid.tokens, 4, dtype=double)
+    whole = attention(q, k, v, terms, grid, backend=backend)
+    part = attention(q[:, :, -queries:], k, v, terms, grid, backend=backend)
+    torch.testing.assert_close(part, whole[:, :, -queries:], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scale_as_a_tensor(backend):
+    grid = Grid(2, 3)
+    terms, _, _ = make_terms(grid, ["bias", "query", "key", "rotary", "query_bias", "scale"])
+    q, k, v = torch.randn(3, 2, 2, 6, 4, dtype=double)
+    tensor = terms._replace(scale=torch.tensor(terms.scale, dtype=double))
+    a, b = (attention(q, k, v, t, grid, backend=backend) for t in (terms, tensor))
+    torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_low_precision_inputs(backend, dtype):
+    """float32 terms with half-precision q, k, v: the output has v's type and stays near the float32 result."""
+    grid = Grid(4, 5)
+    terms, _, _ = make_terms(grid, ["bias", "rotary"], dim=8)
+    terms = Terms(
+        rotary=tuple(t.float() for t in terms.rotary), tables=tuple(t._replace(bias=t.bias.float()) for t in terms.tables)
+    )
+    q, k, v = torch.randn(3, 2, 2, 20, 8).to(dtype)
+    out = attention(q, k, v, terms, grid, backend=backend)
+    exact = attention(q.float(), k.float(), v.float(), terms, grid, backend="reference")
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_is_unbiased(backend):
+    q, k = torch.zeros(2, 1, 2, 6, 4)
+    v = torch.ones(1, 2, 6, 4)
+    out = torch.stack([attention(q, k, v, Terms(), Grid(2, 3), dropout_p=0.5, backend=backend) for _ in range(400)])
+    assert out.std() > 0.1
+    assert out.mean() == pytest.approx(1.0, abs=0.05)
+
+
+def test_auto_takes_the_first_that_serves():
+    grid = Grid(2, 3)
+    terms, _, _ = make_terms(grid, FIELDS)
+    q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=double)
+    expected = attention(q, k, v, terms, grid, backend="reference")
+    torch.testing.assert_close(attention(q, k, v, terms, grid), expected)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "grid", "backend", "text"),
+    [
+        (((1, 2, 6, 4),) * 3, Grid(2, 4), "auto", "6 keys and 6 values do not fit the 2x4 grid with 0 prefix tokens"),
+        (((1, 2, 7, 4), (1, 2, 6, 4), (1, 2, 6, 4)), Grid(2, 3), "auto", "7 queries, but only 6 keys"),
+        (((1, 2, 6, 4),) * 3, Grid(2, 3), "flash9", "unknown backend 'flash9'; choose auto, sdpa, reference"),
+    ],
+)
+def test_errors(shapes, grid, backend, text):
+    with pytest.raises(ValueError, match=text):
+        attention(*(torch.zeros(s) for s in shapes), Terms(), grid, backend=backend)
+
+
+def test_grid_rejects_an_unknown_axis():
+    with pytest.raises(ValueError, match="axis 'x' is none of hw, h, w"):
+        Grid(2, 2).index("x")

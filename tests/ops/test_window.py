@@ -1,0 +1,141 @@
+"""Windows against an infinite masked canvas: the brute-force oracle, and a dense form of it that also gives gradients."""
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+from vitrel import Grid, Table, Terms, create_position
+from vitrel.ops import BACKENDS, window_attention
+
+double = torch.float64
+
+
+def canvas(qkv, window, shift, heads, table):
+    """The same definition as the oracle, dense and differentiable: all tokens at once, those of other windows masked.
+
+    table: [H, 2*wh-1, 2*ww-1] by (dy, dx). A window of the infinite partition is floor((y - s) / m); nothing wraps.
+    """
+    b, h, w, c = qkv.shape
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    y, x = y.flatten(), x.flatten()
+    q, k, v = qkv.view(b, h * w, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    sy = 0 if h <= window[0] else shift[0]
+    sx = 0 if w <= window[1] else shift[1]
+    row, column = (y - sy).div(window[0], rounding_mode="floor"), (x - sx).div(window[1], rounding_mode="floor")
+    same = (row[:, None] == row) & (column[:, None] == column)
+    dy, dx = (y[:, None] - y) * same + window[0] - 1, (x[:, None] - x) * same + window[1] - 1
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + table[:, dy, dx]
+    out = logits.masked_fill(~same, -torch.inf).softmax(-1) @ v
+    return out.transpose(1, 2).reshape(b, h, w, c // 3)
+
+
+def check(h, w, window, shift, backend, heads=2, dim=4):
+    """Outputs and all gradients of one grid, float64."""
+    qkv = torch.randn(2, h, w, 3 * heads * dim, dtype=double, requires_grad=True)
+    table = torch.randn(heads, 2 * window[0] - 1, 2 * window[1] - 1, dtype=double, requires_grad=True)
+    weight = torch.randn(2, h, w, heads * dim, dtype=double)
+    terms = Terms(tables=(Table(bias=table.flatten(1)),))
+    ours = window_attention(qkv, terms, Grid(h, w), window, shift, heads, backend=backend)
+    truth = canvas(qkv, window, shift, heads, table)
+    torch.testing.assert_close(ours, truth, atol=1e-10, rtol=0)
+    for a, b in zip(*(torch.autograd.grad((o * weight).sum(), (qkv, table)) for o in (ours, truth)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+
+
+GRIDS = [(1, 1), (5, 5), (7, 7), (12, 12), (12, 9), (8, 20), (3, 16), (14, 14), (15, 6), (1, 30), (30, 1)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift", [(0, 0), (3, 3), (2, 0)])
+@pytest.mark.parametrize("size", GRIDS, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_equals_the_brute_force_oracle(size, shift, backend):
+    h, w = size
+    qkv, table = torch.randn(1, h, w, 3 * 2 * 4, dtype=double), torch.randn(2, 13, 13, dtype=double)
+    expected = oracles.window_canvas(qkv[0].numpy(), (7, 7), shift, 2, lambda n, dy, dx: table[n, dy + 6, dx + 6].item())
+    out = window_attention(qkv, Terms(tables=(Table(bias=table.flatten(1)),)), Grid(h, w), (7, 7), shift, 2, backend=backend)
+    np.testing.assert_allclose(out[0].numpy(), expected, atol=1e-10)
+    torch.testing.assert_close(canvas(qkv, (7, 7), shift, 2, table)[0], torch.from_numpy(expected), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("window", "shift"), [((7, 7), (3, 3)), ((4, 6), (2, 3)), ((5, 3), (0, 2)), ((8, 8), (7, 1)), ((1, 1), (0, 0))]
+)
+def test_outputs_and_gradients(window, shift, backend):
+    for h, w in [(1, 1), (2, 11), (6, 7), (9, 9), (13, 8), (10, 17), (30, 5)]:
+        check(h, w, window, shift, backend)
+
+
+@pytest.mark.parametrize("h", range(1, 31))
+@pytest.mark.slow
+def test_every_grid_up_to_thirty(h):
+    for w in range(1, 31):
+        check(h, w, (7, 7), (3, 3), "sdpa", dim=2)
+        check(h, w, (7, 7), (0, 0), "sdpa", heads=1, dim=2)
+
+
+def test_every_height_up_to_thirty_quickly():
+    """The diagonal and two skewed lines of the sweep above, in the default suite."""
+    for h in range(1, 31):
+        for w in {h, 31 - h, h * 11 % 31}:
+            check(h, w, (7, 7), (3, 3), "sdpa", dim=2)
+
+
+def test_rotation_inside_windows():
+    rope = create_position("rope_mixed", Grid(4, 4), 2, 8, dtype=double)
+    freqs = rope.freqs.detach().numpy()
+    qkv = torch.randn(1, 6, 9, 3 * 16, dtype=double)
+    expected = oracles.window_canvas(
+        qkv[0].numpy(), (4, 4), (2, 2), 2, angle_fn=lambda n, y, x: freqs[0, n] * y + freqs[1, n] * x
+    )
+    for backend in BACKENDS:
+        out = window_attention(qkv, rope(Grid(4, 4)), Grid(6, 9), (4, 4), (2, 2), 2, backend=backend)
+        np.testing.assert_allclose(out[0].detach().numpy(), expected, atol=1e-10)
+
+
+def test_query_and_key_tables_inside_windows():
+    """Backends agree on content tables too, which make the bias depend on the image."""
+    grid = Grid(4, 3)
+    terms = Terms(tables=(Table("h", query=torch.randn(1, 7, 4), key=torch.randn(2, 7, 4)), Table("w", bias=torch.randn(2, 5))))
+    qkv = torch.randn(2, 9, 5, 24)
+    a, b = (window_attention(qkv, terms, Grid(9, 5), tuple(grid[:2]), (2, 1), 2, backend=name) for name in BACKENDS)
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_is_never_seen_and_nothing_wraps():
+    """Window 7, shift 3 on 12 rows: token (0, 0) sees rows 0-2 alone; rolling before padding would add rows 10 and 11."""
+    qkv = torch.zeros(1, 12, 12, 3 * 144)
+    qkv[..., 2 * 144 :] = torch.eye(144).view(1, 12, 12, 144)  # v: which token it is
+    for backend in BACKENDS:
+        out = window_attention(qkv, Terms(), Grid(12, 12), (7, 7), (3, 3), 1, backend=backend)
+        seen = out[0, 0, 0].view(12, 12)
+        torch.testing.assert_close(seen[:3, :3], torch.full((3, 3), 1 / 9))
+        assert seen.sum() == pytest.approx(1.0) and seen[3:].sum() == 0 and seen[:, 3:].sum() == 0
+
+
+def test_low_precision_with_large_logits():
+    """Logits near a cosine attention's scale of 100: a mask of -100 would leak, -inf does not."""
+    qkv = torch.randn(1, 5, 5, 24).bfloat16() * 40
+    qkv[:, :, :, 16:] = 1
+    for backend in BACKENDS:
+        out = window_attention(qkv, Terms(), Grid(5, 5), (4, 4), (2, 2), 2, backend=backend)
+        torch.testing.assert_close(out, torch.ones_like(out), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (dict(window=(0, 7)), "window height must be at least 1 token, not 0"),
+        (dict(window=(7, -1)), "window width must be at least 1 token, not -1"),
+        (dict(shift=(0, 7)), r"shift along width must lie in 0..6 for a window of 7, not 7"),
+        (dict(grid=Grid(5, 6, 1)), "the grid has 1 prefix tokens"),
+        (dict(grid=Grid(6, 5)), r"expected \[B, 6, 5, 3 \* C\]"),
+        (dict(num_heads=5), "C divisible by 5 heads"),
+        (dict(backend="no"), "unknown backend 'no'"),
+    ],
+)
+def test_errors(arguments, text):
+    usual = dict(terms=Terms(), grid=Grid(5, 6), window=(7, 7), shift=(3, 3), num_heads=2)
+    with pytest.raises(ValueError, match=text):
+        window_attention(torch.zeros(1, 5, 6, 24), **(usual | arguments))

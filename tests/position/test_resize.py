@@ -1,0 +1,111 @@
+"""Resampling of learned parameters, against timm's and Microsoft's functions and what each policy promises."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
+
+from vitrel import Grid, create_position
+from vitrel.position.resize import POLICIES, resize_table
+
+CASES = [((14, 14), (24, 24)), ((7, 9), (12, 10)), ((4, 4), (28, 20)), ((2, 3), (5, 7))]
+
+
+def bias(encoding, grid):
+    """[H, N, N], what the tables add to the logits on `grid`."""
+    return sum(table.bias[:, grid.index(table.axis)] for table in encoding(grid).tables)
+
+
+@pytest.mark.parametrize(("source", "target"), CASES)
+def test_geometric_equals_timm(source, target):
+    table = torch.randn(Grid(*source).classes(), 3)
+    expected = resize_rel_pos_bias_table(table, target, (Grid(*target).classes(), 3), source)
+    torch.testing.assert_close(resize_table(table, Grid(*source), Grid(*target), "geometric"), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), CASES)
+def test_bicubic_equals_microsoft(source, target):
+    table = torch.randn(Grid(*source).classes(), 3)
+    image = table.T.reshape(1, 3, 2 * source[0] - 1, 2 * source[1] - 1)
+    expected = F.interpolate(image, size=(2 * target[0] - 1, 2 * target[1] - 1), mode="bicubic").flatten(2)[0].T
+    torch.testing.assert_close(resize_table(table, Grid(*source), Grid(*target), "bicubic"), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_axis_that_does_not_grow_is_read_exactly(policy):
+    """Where timm resamples both axes as soon as one of them changes."""
+    table = torch.randn(5 * 7, 2)
+    grown = resize_table(table, Grid(3, 4), Grid(6, 4), policy).view(11, 7, 2)
+    torch.testing.assert_close(grown[5], table.view(5, 7, 2)[2], atol=1e-6, rtol=1e-6)  # row offset 0, every column offset
+
+
+@pytest.mark.parametrize("key", ["table", "factorised"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_smaller_grid_is_the_exact_centre(key, policy):
+    encoding = create_position(key, Grid(6, 7, 1), 2, 8, resize=policy)
+    large = bias(encoding, Grid(6, 7, 1))
+    inside = [0] + [1 + y * 7 + x for y in range(4) for x in range(5)]
+    assert torch.equal(bias(encoding, Grid(4, 5, 1)), large[:, inside][:, :, inside])
+    assert encoding.resized(Grid(4, 5, 1)) == {}
+
+
+@pytest.mark.parametrize("key", ["table", "factorised"])
+def test_clip_repeats_the_edge(key):
+    trained, grid = Grid(3, 4), Grid(8, 9)
+    encoding = create_position(key, trained, 2, 8, resize="clip")
+    small, large = encoding(trained).tables, encoding(grid).tables
+    for a, b in zip(small, large, strict=True):
+        offsets = grid.offsets(a.axis).reshape(len(b.bias[0]), -1)
+        reach = torch.tensor({"hw": [2, 3], "h": [2], "w": [3]}[a.axis])
+        wanted = offsets.clamp(-reach, reach)
+        known = trained.offsets(a.axis).reshape(len(a.bias[0]), -1)
+        rows = (wanted[:, None] == known[None]).all(-1).long().argmax(1)
+        assert torch.equal(b.bias, a.bias[:, rows])
+    assert sum(encoding.resized(grid).values()) == 0
+
+
+@pytest.mark.parametrize("key", ["table", "factorised"])
+def test_geometric_keeps_the_neighbours(key):
+    encoding = create_position(key, Grid(5, 5), 2, 8, resize="geometric", init_std=0.5)
+    near = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+
+    def value(grid, offset):
+        middle = (grid.h // 2) * grid.w + grid.w // 2
+        other = (grid.h // 2 - offset[0]) * grid.w + grid.w // 2 - offset[1]
+        return bias(encoding, grid)[:, middle, other]
+
+    for offset in near:
+        torch.testing.assert_close(value(Grid(5, 5), offset), value(Grid(11, 13), offset), atol=1e-5, rtol=1e-5)
+
+
+def test_absolute_equals_timm():
+    encoding = create_position("absolute", Grid(6, 8, 1), 2, 8)
+    for size in [(6, 8), (9, 5), (12, 12)]:
+        expected = resample_abs_pos_embed(encoding.pos_embed, list(size), [6, 8], num_prefix_tokens=1)
+        torch.testing.assert_close(encoding(Grid(*size, 1)).tokens, expected[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("key", ["absolute", "table", "factorised"])
+def test_compiled_path_is_exact_at_the_trained_grid(key):
+    """Compiled graphs take no branch on the size, so they run the resampling even where it must be the identity."""
+    grid = Grid(5, 4, 1)
+    encoding = create_position(key, grid, 2, 8)
+    compiled = torch.compile(encoding, backend="eager", fullgraph=True)(grid)
+    eager = encoding(grid)
+    for a, b in zip(compiled.tables, eager.tables, strict=True):
+        assert torch.equal(a.bias, b.bias)
+    assert eager.tokens is None or torch.equal(compiled.tokens, eager.tokens)
+
+
+def test_counts_and_shares():
+    table = create_position("table", Grid(14, 14), 3, 8)
+    assert table.unseen(Grid(24, 24)) == pytest.approx(1 - 27**2 / 47**2)  # the 67 % of the protocol
+    assert table.resized(Grid(24, 24)) == {"table geometric": 729 * 3}
+    assert table.resized(Grid(24, 10)) == {"table geometric": 729 * 3}
+    assert create_position("factorised", Grid(14, 14), 3, 8).resized(Grid(24, 10)) == {"factorised geometric": 27 * 3}
+    assert create_position("absolute", Grid(14, 14, 1), 3, 8).resized(Grid(7, 7, 1)) == {"absolute bicubic": 196 * 24}
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match="'nearest' is unknown; choose one of geometric, clip, bicubic"):
+        create_position("table", Grid(4, 4), 2, 8, resize="nearest")
