@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+from helpers import ROOT
 
 FILES = sorted(p for folder in ("vitrel", "tools") for p in (ROOT / folder).rglob("*.py"))
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}

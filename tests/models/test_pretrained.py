@@ -5,13 +5,13 @@ import re
 import pytest
 import timm
 import torch
-from conftest import shared
 from safetensors.torch import save_file
 from timm.data import create_transform
 from timm.layers import resample_abs_pos_embed
 from torchvision.datasets import ImageFolder
 
 import vitrel
+from helpers import shared
 
 SHORT = dict(depths=(2, 2, 2, 2), num_classes=10)
 

@@ -5,10 +5,10 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from conftest import golden
 from torch import nn
 
 import oracles
+from helpers import golden
 from vitrel import POSITIONS, Grid, create_position
 from vitrel.ops import attention
 

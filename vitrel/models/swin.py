@@ -80,17 +80,8 @@ class Swin(Backbone):
         self.num_classes, self.in_chans, self.global_pool, self.output_fmt = num_classes, in_chans, global_pool, "NHWC"
         self.embed_dim, self.num_prefix_tokens = embed_dim, 0
         self.set_input_size(img_size)
-        self.patch_embed = PatchEmbed(
-            img_size,
-            patch_size,
-            in_chans,
-            embed_dim,
-            norm_layer=nn.LayerNorm,
-            strict_img_size=False,
-            dynamic_img_pad=True,
-            output_fmt="NHWC",
-            **factory,
-        )
+        how = dict(norm_layer=nn.LayerNorm, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **how)
         window = Grid(window_size, window_size) if isinstance(window_size, int) else Grid(*window_size)
         on_tokens, in_attention = split_position(position)
 
@@ -101,11 +92,18 @@ class Swin(Backbone):
         def block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
             attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
-            own = encoding(in_attention or "none", window, dim, heads)
-            return Block(dim, attn, own, mlp_ratio, proj_drop_rate, drop_path, _EPS, **factory)
+            return Block(
+                dim,
+                attn,
+                encoding(in_attention or "none", window, dim, heads),
+                mlp_ratio,
+                proj_drop_rate,
+                drop_path,
+                _EPS,
+                **factory,
+            )
 
-        grid = self.token_grid(self.img_size)
-        self.pos_embed = encoding(on_tokens, grid, embed_dim, num_heads[0]) if on_tokens else None
+        self.pos_embed = encoding(on_tokens, self.token_grid(self.img_size), embed_dim, num_heads[0]) if on_tokens else None
         stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         for i, (heads, drop_paths) in enumerate(zip(num_heads, rates, strict=True)):
             dim = embed_dim * 2**i

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from vitrel.data import Augmentation, Shapes, class_names, create_dataset, create_shapes
+
+CFG = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+
+
+def test_shapes_have_default_counts_and_their_classes():
+    train = create_dataset("shapes", "train", (64, 64), **CFG)
+    val = create_dataset("shapes", "val", (64, 64), **CFG)
+    assert (len(train), len(val)) == (10_000, 1_000)
+    assert train.classes == val.classes == class_names("shapes") == list(Shapes(1).classes)
+    image, label = val[0]
+    assert image.shape == (3, 64, 64) and image.dtype == torch.float32 and 0 <= label < len(val.classes)
+
+
+def test_no_training_seed_is_an_evaluation_seed():
+    def first(split, seed):
+        images = [create_dataset("shapes", split, (64, 64), **CFG, n=4, seed=seed)[i][0] for i in range(4)]
+        return torch.stack(images).numpy().tobytes()
+
+    draws = [first(split, seed) for split in ("train", "val") for seed in range(4)]
+    assert len(set(draws)) == 8
+    assert first("train", 2) == first("train", 2)
+
+
+@pytest.mark.parametrize("protocol", ["scale", "canvas"])
+def test_shapes_at_another_size(protocol):
+    data = create_dataset("shapes", "val", (48, 96), **CFG, protocol=protocol, base_size=(64, 64), n=4)
+    assert data[3][0].shape == (3, 48, 96)
+    trained = create_dataset("shapes", "val", (64, 64), **CFG, n=4)
+    assert [data[i][1] for i in range(4)] == [trained[i][1] for i in range(4)]
+
+
+def test_a_region_changes_where_shapes_lie():
+    whole, part = (
+        create_shapes("train", 2, size=64, region=region) for region in ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.75, 0.75))
+    )
+    assert not torch.equal(whole[0][0], part[0][0])
+
+
+def test_what_does_not_apply_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mirroring changes the label"):
+        create_dataset("shapes", "train", (64, 64), **CFG, augment=Augmentation())
+    with pytest.raises(ValueError, match="evaluation images are not augmented"):
+        create_dataset(str(tmp_path), "val", (64, 64), **CFG, augment=Augmentation())
+    with pytest.raises(ValueError, match="unknown split 'test'"):
+        create_dataset("shapes", "test", (64, 64), **CFG)
+    with pytest.raises(ValueError, match="data is 'shapes' or a folder"):
+        create_dataset(str(tmp_path / "shape"), "train", (64, 64), **CFG)

@@ -1,0 +1,217 @@
+"""The built-in set: the same images whatever the order, sizes that agree, and no label within a patch."""
+
+import numpy as np
+import pytest
+import torch
+
+from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, Shapes
+
+N = 2000
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    """Scenes of N images, as arrays."""
+    return Shapes(N, seed=3)._scenes(range(N))
+
+
+def images(dataset, n=None):
+    return torch.stack([image for image, _ in dataset.__getitems__(range(n or len(dataset)))])
+
+
+def warm_and_cool(image):
+    """Pixels [H, W] of the warm and of the cool object: the only ones that are not grey."""
+    return image[0] - image[2] > 0.02, image[2] - image[0] > 0.02
+
+
+def test_items_depend_on_seed_and_index_alone():
+    one, other = Shapes(40, seed=1), Shapes(1000, seed=1)
+    alone = [one[i] for i in (7, 3, 39)]
+    together = other.__getitems__([39, 0, 3, 7, 21])
+    for (image, label), (again, label_again) in zip(alone, [together[i] for i in (3, 2, 0)], strict=True):
+        assert torch.equal(image, again) and label == label_again
+    assert image.dtype == torch.float32 and image.shape == (3, 64, 64) and type(label) is int
+    assert not torch.equal(images(one), images(Shapes(40, seed=2)))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"size": (64, 96)}, {"size": (128, 72), "protocol": "canvas"}, {"size": 33}])
+def test_batches_are_bit_identical_to_single_images(kwargs):
+    dataset = Shapes(32, **kwargs)
+    batch = dataset.__getitems__(list(range(32)))
+    for i, (image, label) in enumerate(batch):
+        alone, label_alone = dataset[i]
+        assert torch.equal(image, alone) and label == label_alone
+
+
+def test_works_in_a_loader():
+    loader = torch.utils.data.DataLoader(Shapes(20), batch_size=8)
+    sizes = [(tuple(x.shape), y.dtype) for x, y in loader]
+    assert sizes == [((8, 3, 64, 64), torch.int64)] * 2 + [((4, 3, 64, 64), torch.int64)]
+
+
+def test_label_names_the_side_of_the_warm_object(scenes):
+    cool, warm = scenes.centre[:, -2], scenes.centre[:, -1]
+    dy, dx = (warm - cool).T
+    direction = np.where(np.abs(dx) > np.abs(dy), np.where(dx < 0, 0, 1), np.where(dy < 0, 2, 3))
+    assert CLASSES == ("left", "right", "above", "below")
+    assert (direction == scenes.label).all()
+    image, label = Shapes(8)[0]
+    red, blue = warm_and_cool(image)
+    y, x = (red.nonzero().float().mean(0) - blue.nonzero().float().mean(0)).tolist()
+    assert CLASSES[label] == (("left" if x < 0 else "right") if abs(x) > abs(y) else "above" if y < 0 else "below")
+
+
+def test_labels_are_balanced(scenes):
+    counts = np.bincount(scenes.label, minlength=4)
+    assert np.abs(counts / N - 0.25).max() < 0.04
+
+
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_no_patch_shows_both_objects(size):
+    x = images(Shapes(400, size=size, seed=5))
+    red, blue = zip(*(warm_and_cool(image) for image in x), strict=True)
+    patches = [torch.stack(mask).unfold(1, 8, 8).unfold(2, 8, 8).flatten(3).any(-1) for mask in (red, blue)]
+    assert patches[0].flatten(1).any(1).all() and patches[1].flatten(1).any(1).all()
+    assert not (patches[0] & patches[1]).any()
+
+
+def test_specks_keep_a_patch_away_from_the_pair(scenes):
+    specks, pair = scenes.centre[:, :-2], scenes.centre[:, -2:]
+    gap = np.abs(specks[:, :, None] - pair[:, None]).max(-1) - scenes.radius[:, :-2, None] - scenes.radius[:, None, -2:]
+    drawn = scenes.radius[:, :-2] > 0
+    assert drawn.any(1).mean() > 0.5 and not drawn.all()
+    assert gap[drawn].min() > GAP
+
+
+def phase_counts(scenes, label):
+    """Counts [4^4] of the pair's places within patches, in cells of 2 units."""
+    cell = (scenes.centre[scenes.label == label, -2:].reshape(-1, 4) % PATCH // 2).astype(int)
+    return np.bincount(np.ravel_multi_index(cell.T, (4,) * 4), minlength=256)
+
+
+def test_phases_within_patches_are_uniform_for_every_label():
+    scenes = Shapes(60_000, seed=11)._scenes(range(60_000))
+    for label in range(4):
+        counts = phase_counts(scenes, label)
+        expected = counts.sum() / 256
+        chi2 = ((counts - expected) ** 2 / expected).sum()
+        assert chi2 < 255 + 5 * (2 * 255) ** 0.5, (CLASSES[label], chi2)
+
+
+def test_phase_test_would_see_a_narrower_jitter(scenes):
+    shifted = scenes._replace(centre=np.concatenate([scenes.centre[:, -2:-1], scenes.centre[:, -2:-1] + 20.0], 1))
+    counts = phase_counts(shifted, 0)
+    expected = counts.sum() / 256
+    assert ((counts - expected) ** 2 / expected).sum() > 255 + 5 * (2 * 255) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def many():
+    images, labels = zip(*Shapes(4000, seed=2).__getitems__(range(4000)), strict=True)
+    return torch.stack(images), torch.tensor(labels)
+
+
+@pytest.mark.parametrize(("side", "low", "high"), [(8, 0.2, 0.3), (32, 0.4, 1.0)])
+def test_bag_of_patches_does_not_tell_the_label(many, side, low, high):
+    """A ridge classifier on order-free statistics of 8-px patches is at chance on unseen images; of 32-px patches it is not."""
+    x, y = many
+    patch = x.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    basis = torch.linalg.qr(torch.randn(patch.shape[-1], 24, generator=torch.Generator().manual_seed(0)))[0]
+    tokens = patch @ basis  # [B, patches, 24]
+    moments = (tokens.mT @ tokens).flatten(1)[:, torch.ones(24, 24).triu().flatten().bool()]
+    features = torch.cat([tokens.mean(1), moments], 1).double()
+    features = (features - features[:3000].mean(0)) / features[:3000].std(0)
+    target = torch.nn.functional.one_hot(y, 4).double() - 0.25
+    gram = features[:3000].mT @ features[:3000] + 100 * torch.eye(features.shape[1])
+    weight = torch.linalg.solve(gram, features[:3000].mT @ target[:3000])
+    accuracy = ((features[3000:] @ weight).argmax(1) == y[3000:]).float().mean().item()
+    assert low < accuracy < high
+
+
+def test_centre_of_the_pair_is_alike_for_every_label(scenes):
+    middle = scenes.centre[:, -2:].mean(1)
+    for label in range(4):
+        here = middle[scenes.label == label]
+        assert np.abs(here.mean(0) - FIELD / 2).max() < 1.5
+        assert np.abs(here.min(0) - middle.min(0)).max() < 0.5 and np.abs(here.max(0) - middle.max(0)).max() < 0.5
+
+
+@pytest.mark.parametrize("size", [64, (64, 96), (80, 64)])
+def test_scale_draws_the_same_scene_at_every_size(size):
+    h, w = (size, size) if isinstance(size, int) else size
+    small, large = Shapes(64, size=size, seed=4), Shapes(64, size=(2 * h, 2 * w), seed=4)
+    for i in range(3):
+        for a, b in zip(small.scene(i), large.scene(i), strict=True):
+            assert np.array_equal(a, b)
+    halved = torch.nn.functional.avg_pool2d(images(large), 2)
+    difference = (halved - images(small)).abs()
+    assert difference.max() < 0.5 and difference.mean() < 2e-3
+
+
+def test_longer_sides_show_more_background_and_objects_stay_round():
+    square, wide = images(Shapes(16, size=64)), images(Shapes(16, size=(64, 96)))
+    assert torch.allclose(wide[:, :, :, 16:80], square, atol=1e-4)
+    assert (wide[:, :, :, :16] == wide[:, :, :1, :1]).all() and (wide[:, :, :, 80:] == wide[:, :, :1, :1]).all()
+
+
+@pytest.mark.parametrize("size", [48, 96, 128, (64, 96), (96, 48)])
+def test_canvas_keeps_objects_as_large_as_at_the_base(size):
+    base, canvas = Shapes(200, seed=6), Shapes(200, size=size, seed=6, protocol="canvas")
+    pixels = [torch.stack([(x - x[:, :1, :1]).abs().sum(0).gt(0.3).sum() for x in images(d)]).float() for d in (base, canvas)]
+    pair = [[warm_and_cool(x)[0].sum().item() for x in images(d)] for d in (base, canvas)]
+    assert np.mean(pair[1]) == pytest.approx(np.mean(pair[0]), rel=0.03)
+    assert pixels[1].min() > 40
+    h, w = (size, size) if isinstance(size, int) else size
+    drawn = canvas._scenes(range(200))
+    low, high = drawn.centre - drawn.radius[..., None], drawn.centre + drawn.radius[..., None]
+    assert low.min() >= 0 and (high.max((0, 1)) <= (h, w)).all()
+    if h > 64:
+        assert drawn.centre[:, -1, 0].min() < 20 and drawn.centre[:, -1, 0].max() > h - 20
+
+
+def test_canvas_of_another_base_draws_larger_objects():
+    canvas = Shapes(4, size=(96, 128), protocol="canvas", base=(96, 128))
+    assert canvas.pixels == 1.5
+    assert torch.equal(images(Shapes(4, size=96, protocol="canvas", base=96)), images(Shapes(4, size=96)))
+
+
+def test_region_limits_every_object():
+    region = (0.25, 0.0, 1.0, 0.75)
+    scenes = Shapes(500, region=region)._scenes(range(500))
+    radius = scenes.radius[..., None]
+    low, high = (scenes.centre - radius).min((0, 1)), (scenes.centre + radius).max((0, 1))
+    assert (low >= (16, 0)).all() and (high <= (64, 48)).all()
+    on_canvas = Shapes(500, size=(96, 128), protocol="canvas", region=(0.0, 0.5, 0.5, 1.0))._scenes(range(500))
+    assert (on_canvas.centre[..., 1] > 64).all() and (on_canvas.centre[..., 0] < 48).all()
+
+
+def test_normalised_by_mean_and_std():
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    raw = images(Shapes(8, mean=(0.0,) * 3, std=(1.0,) * 3))
+    assert raw.min() >= 0 and raw.max() <= 1
+    expected = (raw - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert torch.allclose(images(Shapes(8, mean=mean, std=std)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"n": 0}, r"n \(0\) is at least 1"),
+        ({"seed": -1}, r"seed \(-1\) at least 0"),
+        ({"protocol": "zoom"}, "unknown protocol 'zoom'; use 'scale' or 'canvas'"),
+        ({"size": 4}, "size is a side or .* at least 8, not 4"),
+        ({"base": (0, 64), "protocol": "canvas"}, "base is a side"),
+        ({"size": 32, "protocol": "canvas"}, "objects do not fit: the canvas protocol at 32x32 px .* 32x32 units.* needs 46"),
+        ({"region": (0.0, 0.0, 1.0, 0.5)}, "objects do not fit: the scale protocol .* leave 64x32 units"),
+        ({"region": (0.5, 0.0, 0.2, 1.0)}, "region is .* 0 <= top < bottom <= 1"),
+    ],
+)
+def test_errors_name_the_way_out(kwargs, text):
+    with pytest.raises(ValueError, match=text):
+        Shapes(**{"n": 4, **kwargs})
+
+
+def test_indices_beyond_n_are_refused():
+    with pytest.raises(IndexError, match="index 4 of 4 images"):
+        Shapes(4)[4]
+    assert len(Shapes(4)) == 4 and sum(1 for _ in Shapes(4)) == 4

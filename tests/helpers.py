@@ -1,0 +1,24 @@
+"""What several tests share: the repository root, golden files, and optional real data beside the checkout."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden(key: str) -> dict:
+    """The golden file of an encoding; a clear failure where it has none."""
+    path = GOLDEN / f"{key}.json"
+    assert path.is_file(), f"encoding {key!r} has no golden file: add its oracle and run tests/golden/make.py"
+    return json.loads(path.read_text())
+
+
+def shared(name: str) -> Path:
+    """A folder of real data or weights beside the checkout; skips the test where it is missing."""
+    path = ROOT.parent / "shared" / name
+    if not path.exists():
+        pytest.skip(f"../shared/{name} is not there: this test needs real data")
+    return path

@@ -1,0 +1,130 @@
+import importlib.util
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+CONFIG = {
+    "name": "trial",
+    "data": "shapes",
+    "models": ["vitrel_vit_n8_absolute", {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "rope"}],
+    "seeds": [0, 1],
+    "train": {
+        "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
+        "data": {"size": 64, "batch_size": 16, "n_train": 32, "n_val": 16},
+        "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5}},
+    },
+    "evaluate": {"sizes": [64, "64x96"], "n": 16, "device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def tool(request):
+    path = request.config.rootpath / "tools" / "compare.py"
+    spec = importlib.util.spec_from_file_location("compare", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def finished(tool, tmp_path_factory):
+    """A folder with the finished comparison `trial`."""
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    tool.main([str(path), "--runs", str(folder)])
+    return folder
+
+
+@pytest.fixture
+def again(tool, finished, tmp_path, capsys):
+    """again(**changes): the comparison once more, on a copy of what is finished; what was printed."""
+    shutil.copytree(finished / "trial", tmp_path / "trial")
+
+    def run(**changes):
+        path = tmp_path / "trial.yaml"
+        path.write_text(yaml.safe_dump(CONFIG | changes))
+        tool.main([str(path), "--runs", str(tmp_path)])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_comparison_from_training_to_plots(finished):
+    folder = finished / "trial"
+    frame = pd.read_csv(folder / "results.csv")
+    assert len(frame) == 2 * 2 * 2 * 2
+    assert set(zip(frame["label"], frame["seed"], strict=True)) == {
+        (label, seed) for label in ("vitrel_vit_n8_absolute", "rope") for seed in (0, 1)
+    }
+    assert set(frame[frame["label"] == "rope"]["resized"]) == {"nothing"}
+    assert set(frame[frame["label"] == "rope"]["encoding"]) == {"rope_mixed"}
+    assert set(frame[frame["img_size"] == "64x96"]["resized"]) == {"nothing", "absolute bicubic"}
+    assert frame["unchanged"].all()
+    text = (folder / "table.md").read_text("utf-8")
+    assert "t over 2 seeds, at least Wilson over 16 images" in text and "(mean of 2 seeds, n = 16 each)." in text
+    assert "- rope: nothing interpolated, re-created or touched at any of 2 sizes (state dict bit-identical);" in text
+    assert (folder / "plots" / "accuracy.png").stat().st_size > 10_000
+    seeds = [torch.load(folder / f"rope-seed{seed}/checkpoints/last.ckpt", weights_only=True) for seed in (0, 1)]
+    assert [stored["vitrel"]["seed"] for stored in seeds] == [0, 1]
+    assert not torch.equal(*(stored["state_dict"]["model.head.weight"] for stored in seeds))
+
+
+def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
+    monkeypatch.setattr(tool, "run", lambda arguments: pytest.fail("trained again"))
+    monkeypatch.setattr("vitrel.transfer.evaluate._measure", lambda *_: pytest.fail("evaluated again"))
+    printed = again()
+    assert printed.count("trained already") == 4 and "[4/4] rope, seed 1: trained already" in printed
+    assert "parameters interpolated (absolute bicubic) at 64x96 (state dict bit-identical)" in printed
+
+
+def test_what_is_missing_is_added(again, tmp_path):
+    printed = again(seeds=[0, 1, 2], models=CONFIG["models"][1:])
+    assert printed.count("trained already") == 2 and "[3/3] rope, seed 2: training for 1 epochs" in printed
+    assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 3 * 2 * 2
+
+
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_path, monkeypatch):
+    folder = tmp_path / "trial" / "rope-seed1"
+    settings = yaml.safe_load((folder / "train.yaml").read_text())
+    settings["trainer"]["max_epochs"] = 2
+    (folder / "train.yaml").write_text(yaml.safe_dump(settings))
+    train = CONFIG["train"] | {"trainer": CONFIG["train"]["trainer"] | {"max_epochs": 2}}
+    printed = again(train=train, seeds=[1], models=CONFIG["models"][1:])
+    assert "rope, seed 1: going on after epoch 1 of 2" in printed
+    assert tool.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
+
+
+def test_a_changed_configuration_stops_with_the_way_out(again):
+    model = {"optim": {"lr": 2e-3, "warmup_epochs": 0.5}}
+    with pytest.raises(SystemExit) as caught:
+        again(train=CONFIG["train"] | {"model": model})
+    text = str(caught.value)
+    assert "holds a run of another configuration (model.optim.lr: 0.001 then, 0.002 now)" in text
+    assert "remove that folder to train anew, or give the comparison another name" in text
+
+
+def test_a_broken_checkpoint_is_named(again, tmp_path):
+    path = tmp_path / "trial" / "rope-seed0" / "checkpoints" / "last.ckpt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(SystemExit, match=r"last\.ckpt \(1,000 bytes\) cannot be read .*rope-seed0 to train anew"):
+        again()
+
+
+def test_training_that_stops_early_is_not_evaluated(tool, again, monkeypatch):
+    monkeypatch.setattr(tool, "run", lambda arguments: None)
+    with pytest.raises(SystemExit, match="training stopped before epoch 1; give the same command again to go on"):
+        again(seeds=[5])
+
+
+def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
+    with pytest.raises(SystemExit, match="error: evaluation at 24x24, canvas protocol: objects do not fit"):
+        again(name="other", evaluate={"sizes": [24]})
+
+
+def test_mistakes_end_with_one_line(tool, tmp_path):
+    with pytest.raises(SystemExit, match="error: no configuration at"):
+        tool.main([str(tmp_path / "none.yaml")])

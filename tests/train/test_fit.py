@@ -1,0 +1,228 @@
+"""Whole runs through the command line's own function, in this process."""
+
+import csv
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+
+from vitrel.train import Classifier, run
+
+EVERYTHING = (
+    "--data.augment={flip: false, erase: 0.2}",
+    "--model.mixing.mixup=0.2",
+    "--model.mixing.cutmix=1.0",
+    "--model.label_smoothing=0.1",
+    "--trainer.accumulate_grad_batches=2",
+    "--trainer.gradient_clip_val=1.0",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Steps this small only wait for each other on more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Four classes, noise brightened in no, the first, the second or the third channel: 24 to train, 8 to evaluate each."""
+    root = tmp_path_factory.mktemp("colours")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 8)):
+        for label, name in enumerate(("grey", "red", "green", "blue")):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                array = rng.integers(0, 100, (32, 32, 3))
+                array[..., label - 1 : label] += 120  # nothing for label 0
+                Image.fromarray(array.astype(np.uint8)).save(root / split / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def command(folder, tmp_path):
+    """Arguments of a run of seconds: a two-block ViT on the folder, whatever is given added."""
+
+    def build(name, *extra, epochs=3):
+        return [
+            "fit",
+            "--model.model=vitrel_vit_n8_table",
+            "--model.model_args={depth: 2, embed_dim: 32, num_heads: 2, drop_path_rate: 0.2}",
+            "--model.optim.warmup_epochs=0.5",
+            "--model.optim.lr=3e-3",
+            f"--data.data={folder}",
+            "--data.size=32",
+            "--data.batch_size=16",
+            f"--trainer.default_root_dir={tmp_path / name}",
+            f"--trainer.max_epochs={epochs}",
+            "--trainer.accelerator=cpu",
+            "--trainer.enable_progress_bar=false",
+            "--seed_everything=3",
+            *extra,
+        ]
+
+    return build
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Kills the run at the start of epoch 1, after a batch of it has been drawn."""
+
+    def batch(self, batch, batch_idx):
+        original(self, batch, batch_idx)
+        if self.current_epoch == 1:
+            raise KeyboardInterrupt("killed")
+
+    original = Classifier.on_train_batch_start
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "on_train_batch_start", batch)
+        yield patch
+
+
+def test_a_run_lowers_the_loss_and_leaves_its_folder(command, tmp_path):
+    cli = run(command("run", epochs=6))
+    log = rows(tmp_path / "run" / "metrics.csv")
+    epochs = [row for row in log if row["val/loss"]]
+    assert [row["epoch"] for row in epochs] == [str(i) for i in range(6)]
+    assert float(epochs[-1]["val/loss"]) < 0.5 * float(epochs[0]["train/loss_epoch"])
+    assert float(epochs[-1]["val/top1"]) > 0.9
+    assert float(epochs[-1]["images_per_s"]) > 0 and float(epochs[0]["lr"]) > float(epochs[-1]["lr"])
+    assert any(row["train/loss_step"] for row in log)
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed_everything"] == 3
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert cli.trainer.current_epoch == 6
+
+
+def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, folder):
+    cli = run(command("run", "--model.label_smoothing=0.1", epochs=2))
+    checkpoint = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    entry = checkpoint["vitrel"]
+    assert entry["model"] == "vitrel_vit_n8_table" and entry["model_args"]["depth"] == 2
+    assert entry["classes"] == ["blue", "green", "grey", "red"] and entry["img_size"] == [32, 32]
+    assert (entry["data"], entry["seed"], entry["epoch"], entry["step"]) == (str(folder), 3, 2, 12)
+    cfg = cli.model.model.pretrained_cfg
+    assert all(
+        entry[k] == (list(cfg[k]) if k in ("mean", "std") else cfg[k]) for k in ("mean", "std", "crop_pct", "interpolation")
+    )
+    assert checkpoint["hyper_parameters"]["label_smoothing"] == 0.1
+    assert checkpoint["hyper_parameters"]["optim"]["lr"] == 3e-3
+    net = timm.create_model(entry["model"], num_classes=4, img_size=entry["img_size"], **entry["model_args"]).eval()
+    net.load_state_dict({k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()})
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(net(images), cli.model.eval()(images))
+
+
+def test_best_is_the_highest_top1_and_last_the_last(command, tmp_path):
+    run(command("run", epochs=4))
+    epochs = [row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/top1"]]
+    best = max(range(4), key=lambda i: (float(epochs[i]["val/top1"]), -i))
+    saved = {name: read(tmp_path / "run" / "checkpoints" / f"{name}.ckpt")["vitrel"]["epoch"] for name in ("best", "last")}
+    assert saved == {"best": best + 1, "last": 4}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_resuming_at_an_epoch_border_is_bit_exact(command, tmp_path, interrupt, workers):
+    extra = (*EVERYTHING, f"--data.workers={workers}")
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(command("cut", *extra))
+    interrupt.undo()
+    assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 1
+    run(command("cut", *extra, f"--ckpt_path={tmp_path}/cut/checkpoints/last.ckpt"))
+    run(command("whole", *extra))
+    cut, whole = (read(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("cut", "whole"))
+    assert cut["vitrel"] == whole["vitrel"] and cut["lr_schedulers"] == whole["lr_schedulers"]
+    assert all(torch.equal(cut["state_dict"][k], v) for k, v in whole["state_dict"].items())
+    logs = [rows(tmp_path / name / "metrics.csv") for name in ("cut", "whole")]
+    for a, b in zip(*logs, strict=True):
+        assert {k: v for k, v in a.items() if k != "images_per_s"} == {k: v for k, v in b.items() if k != "images_per_s"}
+
+
+def test_the_seed_decides(command, tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        run(command(name, *EVERYTHING, f"--seed_everything={seed}", epochs=1))
+    a, b, c = (read(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"] for name in "abc")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert not all(torch.equal(a[k], c[k]) for k in a)
+
+
+def test_a_finished_run_is_not_overwritten(command, tmp_path):
+    run(command("run", epochs=1))
+    before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
+    with pytest.raises(FileExistsError, match=r"holds a run already: go on with --ckpt_path .*/run/checkpoints/last.ckpt"):
+        run(command("run", epochs=1))
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+def test_another_model_cannot_resume(command, tmp_path):
+    run(command("run", epochs=1))
+    with pytest.raises(ValueError, match=r"the checkpoint's model is vitrel_vit_n8_table, this run's is vitrel_vit_n8_none"):
+        run(command("other", f"--ckpt_path={tmp_path}/run/checkpoints/last.ckpt", "--model.model=vitrel_vit_n8_none"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
+    with pytest.raises(
+        FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped; .* Lower optim.lr"
+    ):
+        run(command("run", "--model.optim.lr=1e30", "--model.optim.warmup_epochs=0"))
+    for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
+        assert all(torch.isfinite(v).all() for v in read(path)["state_dict"].values())
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        (["--data.batch_size=15", "--model.mixing.mixup=0.2"], "data.batch_size 15 is odd, make it even"),
+        (["--data.batch_size=128"], "96 training images are fewer than one batch of 128: lower data.batch_size"),
+        (["--model.model=vitrel_vit_n8_tables"], "unknown model 'vitrel_vit_n8_tables'; nearest: vitrel_vit_n8_table"),
+        (["--model.model_args={num_classes: 7}"], "model_args must not set num_classes: the data decides"),
+        (["--model.optim.warmup_epochs=3"], "warm-up of 18 updates in a run of 18: lower optim.warmup_epochs"),
+        (["--trainer.max_epochs=-1"], "set trainer.max_epochs or trainer.max_steps"),
+        (["--model.optim.position_lr_scale=2", "--model.model=vitrel_vit_n8_none"], "no position parameters to apply it to"),
+        (["--data.region=[0, 0, 1, 0.5]"], "data.region limits where shapes are drawn"),
+        (["--data.n_train=97"], "holds 96 images, 97 were asked for"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(command, tmp_path, extra, text):
+    with pytest.raises(ValueError, match=text):
+        run(command("run", *extra))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_model_and_data_must_have_as_many_classes(command, monkeypatch):
+    def setup(self, stage):
+        self.num_classes = 5
+        original(self, stage)
+
+    original = Classifier.setup
+    monkeypatch.setattr(Classifier, "setup", setup)
+    with pytest.raises(ValueError, match=r"the model has 5 classes, .* has 4"):
+        run(command("run"))
+
+
+def test_shapes_may_be_limited_to_a_region_in_training(command):
+    extra = ["--data.data=shapes", "--data.size=64", "--data.n_train=16", "--data.n_val=16"]
+    cli = run(command("run", *extra, "--data.region=[0, 0, 1, 0.75]", epochs=1))
+    assert cli.datamodule.train_set.high[1] < cli.datamodule.val_set.high[1]
+
+
+def test_limits_and_accumulation_shorten_the_schedule(command):
+    cli = run(command("run", "--trainer.limit_train_batches=4", "--trainer.accumulate_grad_batches=3", epochs=2))
+    assert cli.trainer.global_step == 4  # ceil(4 / 3) updates in each of 2 epochs
+    assert cli.model.updates_per_epoch() == 2
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,96 @@
+import re
+
+import pytest
+import timm
+import torch
+
+from vitrel.transfer.checkpoint import check_classes, encoding_of, load_checkpoint
+
+
+def test_a_checkpoint_becomes_its_model_again(checkpoint):
+    path = checkpoint()
+    trained = load_checkpoint(path)
+    assert (trained.name, trained.label, trained.encoding) == ("vitrel_vit_n8_table", "vitrel_vit_n8_table", "table")
+    assert (trained.img_size, trained.seed, trained.classes) == ((32, 48), 7, ("left", "right", "above"))
+    stored = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
+    assert not trained.model.training
+    assert load_checkpoint(path, label="mine", seed=3).label == "mine"
+
+
+def test_model_arguments_are_used():
+    model = timm.create_model("vitrel_vit_n8_none", position="absolute+rope_mixed")
+    assert encoding_of(model) == "absolute+rope_mixed"
+    assert encoding_of(timm.create_model("vitrel_vit_n8_none")) == "none"
+
+
+def test_position_of_a_checkpoint_is_that_of_its_arguments(checkpoint):
+    def as_rope(stored):
+        model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=(32, 48), position="rope_axial")
+        stored["state_dict"] = {f"model.{key}": value for key, value in model.state_dict().items()}
+
+    assert load_checkpoint(checkpoint(edit=as_rope, model_args={"position": "rope_axial"})).encoding == "rope_axial"
+
+
+def test_missing_empty_and_cut_off_files_are_named_with_their_size(checkpoint, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt$"):
+        load_checkpoint(tmp_path / "none.ckpt")
+    with pytest.raises(FileNotFoundError, match="it is a folder"):
+        load_checkpoint(tmp_path)
+    empty = tmp_path / "empty.ckpt"
+    empty.touch()
+    with pytest.raises(ValueError, match=r"empty\.ckpt is empty \(0 bytes\)"):
+        load_checkpoint(empty)
+    whole = checkpoint().read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"cut\.ckpt \({len(whole) // 2:,} bytes\) is cut off or no checkpoint"):
+        load_checkpoint(cut)
+
+
+def test_files_that_hold_something_else_are_refused(tmp_path):
+    torch.save({"state_dict": {}, "optimizer": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"is not a checkpoint of tools/train\.py.* it holds optimizer, state_dict"):
+        load_checkpoint(tmp_path / "other.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="it holds list"):
+        load_checkpoint(tmp_path / "list.ckpt")
+    torch.save({"vitrel": re.compile("x")}, tmp_path / "object.ckpt")
+    with pytest.raises(ValueError, match="cannot be read as tensors and plain values alone"):
+        load_checkpoint(tmp_path / "object.ckpt")
+
+
+def test_weights_that_do_not_fit_are_listed(checkpoint):
+    def shrink(stored):
+        stored["state_dict"]["model.head.weight"] = torch.zeros(2, 96)
+        stored["state_dict"]["model.extra"] = torch.zeros(1)
+        del stored["state_dict"]["model.cls_token"]
+
+    with pytest.raises(ValueError, match="does not fit its model") as caught:
+        load_checkpoint(checkpoint(edit=shrink))
+    text = str(caught.value)
+    assert "head.weight is 2x96 in the file and 3x96 in the model" in text and "num_classes" in text
+    assert "cls_token is missing" in text and "extra is unknown to the model" in text
+
+
+def test_not_a_number_in_the_weights_is_refused(checkpoint):
+    with pytest.raises(ValueError, match=r"holds NaN or infinity in head\.bias"):
+        load_checkpoint(checkpoint(edit=lambda stored: stored["state_dict"]["model.head.bias"].fill_(float("nan"))))
+
+
+def test_models_that_cannot_be_asked_or_built_are_refused(checkpoint):
+    with pytest.raises(ValueError, match="vit_tiny_patch16_224 is not a vitrel model, it has no resize_policies"):
+        load_checkpoint(checkpoint(model="vit_tiny_patch16_224"))
+    with pytest.raises(ValueError, match=r"asks for vitrel_vit_n9 with .* which cannot be built"):
+        load_checkpoint(checkpoint(model="vitrel_vit_n9"))
+
+
+def test_classes_must_be_those_of_training(trained):
+    model = trained("vitrel_vit_n8_none")
+    check_classes(model, ["left", "right", "above"], "here")
+    with pytest.raises(ValueError, match=r"trained on 3 classes, but here has 2: it lacks right\. Evaluate on data"):
+        check_classes(model, ["left", "above"], "here")
+    with pytest.raises(ValueError, match="lacks above and adds below"):
+        check_classes(model, ["left", "right", "below"], "here")
+    with pytest.raises(ValueError, match="lists them in another order"):
+        check_classes(model, ["right", "left", "above"], "here")

@@ -1,0 +1,113 @@
+import pytest
+import yaml
+
+from vitrel.transfer.comparison import load_comparison
+
+CONFIG = {
+    "name": "trial",
+    "data": "shapes",
+    "models": ["vitrel_vit_n8_table", {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "rope"}],
+    "seeds": [0, 1],
+    "train": {"trainer": {"max_epochs": 2}, "data": {"size": 64}, "model": {"model_args": {"drop_path_rate": 0.1}}},
+    "evaluate": {"sizes": [64, "64x96"], "n": 10},
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def write(text=None, **changes):
+        path = tmp_path / "trial.yaml"
+        path.write_text(text if text is not None else yaml.safe_dump(CONFIG | changes))
+        return load_comparison(path)
+
+    return write
+
+
+def test_a_configuration_is_read_whole(load):
+    found = load()
+    assert (found.name, found.data, found.seeds, found.checkpoint) == ("trial", "shapes", (0, 1), "last")
+    assert [(entry.name, entry.label) for entry in found.entries] == [
+        ("vitrel_vit_n8_table", "vitrel_vit_n8_table"),
+        ("vitrel_vit_n8_none", "rope"),
+    ]
+    assert found.sweep.sizes == ((64, 64), (64, 96)) and found.sweep.n == 10 and found.sweep.protocols == ("scale", "canvas")
+    assert load(seeds=3).seeds == (3,)
+
+
+def test_a_training_run_gets_model_data_seed_and_folder(load, tmp_path):
+    found = load()
+    assert found.training(found.entries[1], 1, tmp_path) == {
+        "seed_everything": 1,
+        "trainer": {"max_epochs": 2, "default_root_dir": str(tmp_path)},
+        "data": {"size": 64, "data": "shapes"},
+        "model": {"model": "vitrel_vit_n8_none", "model_args": {"drop_path_rate": 0.1, "position": "rope_mixed"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modles": []}, "unknown key 'modles'; did you mean 'models'"),
+        ({"models": []}, "models is missing or empty; a comparison needs name, data, models, seeds, train, evaluate"),
+        ({"models": ["vitrel_vit_n8_tabel"]}, "unknown model 'vitrel_vit_n8_tabel'; the nearest are vitrel_vit_n8_table,"),
+        ({"models": [{"nmae": "vitrel_swin_n"}]}, "models: unknown key 'nmae'; did you mean 'name'"),
+        ({"models": ["vitrel_swin_n"] * 2}, "two models are called vitrel_swin_n; give each its own label"),
+        ({"models": [{"name": "vitrel_swin_n", "label": "a/b"}]}, "label names a folder: letters, digits and"),
+        ({"name": ".."}, "name names a folder"),
+        ({"seeds": [0, 0]}, r"seeds is a list of different whole numbers such as \[0, 1, 2\], got \[0, 0\]"),
+        ({"seeds": [True]}, "different whole numbers"),
+        ({"train": {"optim": {}}}, "train: unknown key 'optim'; did you mean"),
+        ({"train": {"trainer": {}, "data": {"size": 64}}}, "max_epochs must be given, 1 or more, got None"),
+        ({"train": {"trainer": {"max_epochs": 1}, "data": {"batch_size": 1}}}, "data.size must be given"),
+        ({"train": {"trainer": {"max_epochs": 1}}}, "train.data is missing or no section"),
+        (
+            {"train": CONFIG["train"] | {"model": {"model": "vitrel_swin_n"}}},
+            "train.model.model cannot be set here: models are",
+        ),
+        ({"evaluate": {"size": [64]}}, "evaluate: unknown key 'size'; did you mean 'sizes'"),
+        ({"evaluate": {"sizes": 64}}, "evaluate.sizes is a list such as"),
+        (
+            {"evaluate": {"sizes": ["64*96"]}},
+            r"'64\*96' is not an image size: write pixels as 96, or height x width as 160x224",
+        ),
+        ({"evaluate": {"sizes": [64], "protocols": ["zoom"]}}, "unknown protocol 'zoom'"),
+        ({"evaluate": {"sizes": [64], "checkpoint": "first"}}, "evaluate.checkpoint is last or best, got 'first'"),
+    ],
+)
+def test_every_mistake_is_named(load, changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load(**changes)
+    assert "trial.yaml" in str(caught.value)
+
+
+def test_what_is_no_configuration_is_refused(load, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no configuration at .*none\.yaml; configs/quickstart\.yaml is one"):
+        load_comparison(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match="keys and values are expected"):
+        load("- a\n- b\n")
+    with pytest.raises(ValueError, match="is not plain YAML"):
+        load("name: [a\n")
+    with pytest.raises(ValueError, match="is not plain YAML"):
+        load("name: !!python/object/apply:os.getcwd []\n")
+
+
+def test_data_is_found_from_here_or_beside_the_file(load, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "images").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load(data="images").data == "../images"
+    monkeypatch.chdir(tmp_path)
+    assert load(data="images").data == "images"
+    with pytest.raises(FileNotFoundError, match=r"no data folder missing .*train/<class>/ and val/<class>/, or shapes for the"):
+        load(data="missing")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "imagenette96"])
+def test_the_configurations_of_the_repository_are_valid(name, request, monkeypatch):
+    path = request.config.rootpath / "configs" / f"{name}.yaml"
+    monkeypatch.setattr("vitrel.transfer.comparison._data", lambda data, path: data)
+    found = load_comparison(path)
+    assert found.name == name and len(found.entries) == 4
+    header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+    for word in ("Command", "Hardware", "Time", "Expected", "Measured"):
+        assert any(line.startswith(f"# {word}:") for line in header)

@@ -1,0 +1,179 @@
+import math
+
+import pytest
+import torch
+
+from vitrel.transfer import evaluate as module
+from vitrel.transfer.evaluate import Sweep, evaluate, format_size, parse_size, plan, policies_at, row_key
+from vitrel.transfer.report import COLUMNS, read_csv, write_csv
+
+SIZES = ((32, 32), (64, 64), (32, 48))
+
+
+def sweep(**given):
+    return Sweep(**{"data": "noise", "sizes": SIZES, "batch_size": 5, "device": "cpu"} | given)
+
+
+@pytest.mark.parametrize(("text", "size"), [("96", (96, 96)), (96, (96, 96)), ("160x224", (160, 224)), ("32X48", (32, 48))])
+def test_sizes_are_read_height_first(text, size):
+    assert parse_size(text) == size
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "96x", "x96", "-96", "96x96x3", "96*128", "1e2", "9.5", True, "²"])
+def test_bad_sizes_are_named_with_a_valid_example(text):
+    with pytest.raises(ValueError, match="is not an image size: write pixels as 96, or height x width as 160x224") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"protocols": ("scale", "zoom")}, "unknown protocol 'zoom': choose from scale, canvas"),
+        ({"dtype": "float16"}, "dtype is float32 or bfloat16, got 'float16'"),
+        ({"dtype": "bfloat16"}, "bfloat16 evaluation needs a GPU"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        sweep(**given)
+
+
+def test_policies_are_listed_only_where_they_differ(trained):
+    table, absolute, rope = (trained(f"vitrel_vit_n8_{key}").model for key in ("table", "absolute", "rope_mixed"))
+    assert policies_at(table, (32, 32)) == policies_at(table, (16, 24)) == ("none",)
+    assert set(policies_at(table, (32, 48))) == {"geometric", "clip", "bicubic"}
+    assert policies_at(table, (64, 64), ["clip", "bicubic"]) == ("clip", "bicubic")
+    assert policies_at(absolute, (64, 64), ["clip"]) == ("bicubic",)
+    assert policies_at(rope, (64, 64)) == policies_at(trained("vitrel_swin_n").model, (96, 64)) == ("none",)
+
+
+def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trained):
+    models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none", (64, 64))]
+    tasks = [(format_size(t.size), t.protocol, t.trained.name[14:], t.policy) for t in plan(models, sweep(sizes=((32, 48),)))]
+    assert tasks[:4] == [
+        ("32x32", "scale", "table", "none"),
+        ("32x32", "canvas", "table", "none"),
+        ("64x64", "scale", "none", "none"),
+        ("64x64", "canvas", "none", "none"),
+    ]
+    assert [task[2:] for task in tasks[4:8]] == [("table", p) for p in models[0].model.resize_policies] + [("none", "none")]
+    assert len(tasks) == 12
+    with pytest.raises(
+        ValueError, match="no model has the resize policy 'nearest'; the policies of these models are bicubic, c"
+    ):
+        plan(models, sweep(policies=("nearest",)))
+    with pytest.raises(ValueError, match="none: they resize nothing"):
+        plan(models[1:], sweep(policies=("clip",)))
+
+
+def test_rows_say_what_was_done_to_the_model(trained, noise):
+    models = [trained(f"vitrel_vit_n8_{key}") for key in ("absolute", "table")]
+    rows = list(evaluate(models, sweep()))
+    assert all(set(row) == set(COLUMNS) for row in rows)
+    found = {(row["encoding"], row["img_size"], row["policy"], row["protocol"]): row for row in rows}
+    assert len(found) == len(rows) == 2 * (3 + 1 + 2 * 3)
+    big = found["absolute", "64x64", "bicubic", "canvas"]
+    assert (big["resized"], big["tokens"]) == ("absolute bicubic", 64)
+    assert big["resized_params"] == models[0].model.resized((64, 64))["absolute bicubic"] > 0
+    clip = found["table", "64x64", "clip", "scale"]
+    assert (clip["resized"], clip["resized_params"]) == ("table clip", 0)
+    # 7x7 offsets trained of 15x15
+    assert clip["unseen"] == pytest.approx(1 - 49 / 225, abs=1e-4)
+    assert found["table", "64x64", "geometric", "scale"]["resized_params"] == 4 * 3 * 49
+    assert found["table", "32x32", "none", "scale"]["resized"] == "nothing"
+    for row in rows:
+        assert row["unchanged"] is True and row["state_hash_before"] == row["state_hash_after"]
+        assert row["n"] == 12 and row["top1_low"] <= row["top1"] <= row["top1_high"]
+        assert row["params"] == sum(p.numel() for p in models[row["encoding"] == "table"].model.parameters())
+        assert row["infer_samples_per_sec"] > 0 and (row["batch_size"], row["oom"]) == (5, 0)
+        start = found[row["encoding"], "32x32", "none", row["protocol"]]["top1"]
+        assert row["retention"] == (
+            pytest.approx(row["top1"] / start, abs=1e-4) if start else pytest.approx(math.nan, nan_ok=True)
+        )
+
+
+def test_accuracy_is_that_of_the_plain_model(trained, noise):
+    model = trained("vitrel_vit_n8_rope_mixed")
+    [row] = evaluate([model], sweep(sizes=((32, 32),), protocols=("scale",)))
+    with torch.no_grad():
+        logits = model.model(torch.stack([noise((32, 32))[i][0] for i in range(12)]))
+    labels = torch.arange(12) % 3
+    assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)
+    assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
+
+
+def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, monkeypatch):
+    models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none")]
+    settings = sweep(sizes=((64, 64),), protocols=("canvas",))
+    rows = list(evaluate(models, settings))
+    assert len(rows) == 2 + 4 and noise.decoded == 2 * 12
+    assert noise.asked[-1] == {
+        "data": "noise", "split": "val", "size": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0,
+        "interpolation": "bicubic", "protocol": "canvas", "base_size": (32, 32), "n": None, "seed": 0,
+    }  # fmt: skip
+    monkeypatch.setattr(module, "CACHE_BYTES", 0)
+    again = list(evaluate(models, settings))
+    assert noise.decoded == 2 * 12 + 6 * 12
+    assert [row["nll"] for row in again] == [row["nll"] for row in rows]
+
+
+def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
+    model = trained("vitrel_vit_n8_none")
+    write_csv(list(evaluate([model], sweep())), tmp_path / "results.csv")
+    done, before = read_csv(tmp_path / "results.csv"), noise.decoded
+    shares = []
+    rows = list(evaluate([model], sweep(), done, lambda task, share: shares.append(share)))
+    assert noise.decoded == before and [row_key(row) for row in rows] == [row_key(row) for row in done]
+    assert sum(shares) == len(rows) == 6
+    model.model.head.bias.data[0] += 1
+    list(evaluate([model], sweep(), done))
+    assert noise.decoded == before + 6 * 12
+    list(evaluate([model], sweep(data_seed=1), done))
+    assert noise.decoded == before + 12 * 12
+
+
+def test_progress_adds_up(trained, noise):
+    shares = []
+    list(evaluate([trained("vitrel_vit_n8_none")], sweep(), advance=lambda task, share: shares.append(share)))
+    assert len(shares) == 6 * 3 and sum(shares) == pytest.approx(6)
+
+
+@pytest.mark.parametrize("how", ["value", "object"])
+def test_a_model_that_forward_touches_is_found_out(trained, noise, how):
+    model = trained("vitrel_vit_n8_none")
+
+    def touch(head, inputs):
+        if how == "value":
+            head.bias.data[0] += 1e-3
+        else:
+            head.bias = torch.nn.Parameter(head.bias.data.clone())
+
+    model.model.head.register_forward_pre_hook(touch)
+    [row, *_] = evaluate([model], sweep())
+    assert row["unchanged"] is False
+    assert (row["state_hash_before"] == row["state_hash_after"]) == (how == "object")
+
+
+def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, noise):
+    model = trained("vitrel_vit_n8_none")
+
+    def fail(module, inputs):
+        if len(inputs[0]) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    model.model.register_forward_pre_hook(fail)
+    [row] = evaluate([model], sweep(sizes=((32, 32),), protocols=("scale",)))
+    assert (row["batch_size"], row["oom"], row["n"]) == (2, 1, 12)
+
+
+def test_what_stops_an_evaluation_names_model_and_size(trained, noise):
+    model = trained("vitrel_vit_n8_none")
+    model.model.head.bias.data.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match=r"vitrel_vit_n8_none at 32x32 \(scale, none\): the logits hold NaN"):
+        list(evaluate([model], sweep()))
+    other = trained("vitrel_vit_n8_none", classes=("left", "right"))
+    with pytest.raises(ValueError, match="trained on 2 classes, but noise has 3: it adds above"):
+        list(evaluate([other], sweep()))

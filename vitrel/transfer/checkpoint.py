@@ -1,0 +1,132 @@
+"""From a training checkpoint back to its model, with every reason it may be refused."""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitrel.position import POSITIONS  # importing vitrel registers the models with timm
+
+API = ("resize_policies", "set_resize_policy", "resized", "unseen", "token_grid")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model and what it was trained with: `img_size` in pixels, `label` its name in tables and plots."""
+
+    model: nn.Module
+    name: str
+    label: str
+    encoding: str
+    img_size: tuple[int, int]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+    interpolation: str
+    seed: int | None
+    path: Path
+
+
+def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
+    """Builds the model a checkpoint of `tools/train.py` names and loads every weight of it, in eval mode on the CPU.
+
+    Raises FileNotFoundError for a missing file and ValueError for one that is empty, cut off, not ours, does not fit
+    its own model, or holds NaN; each message names the path and what is wrong.
+    """
+    path = Path(path)
+    stored = _read(path)
+    about = stored["vitrel"]
+    model = _build(about, path)
+    if lacking := [name for name in API if not hasattr(model, name)]:
+        raise ValueError(f"{path}: {about['model']} is not a vitrel model, it has no {', '.join(lacking)}")
+    _load_weights(model, stored["state_dict"], path)
+    return Trained(
+        model=model.eval(),
+        name=about["model"],
+        label=label or about["model"],
+        encoding=encoding_of(model),
+        img_size=tuple(about["img_size"]),
+        classes=tuple(about["classes"]),
+        mean=tuple(about["mean"]),
+        std=tuple(about["std"]),
+        crop_pct=float(about["crop_pct"]),
+        interpolation=about["interpolation"],
+        seed=seed if seed is not None else about.get("seed"),
+        path=path,
+    )
+
+
+def check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
+    """Refuses data whose class list, order included, is not the one the head was trained on: labels would be shifted."""
+    ours, theirs = list(trained.classes), list(classes)
+    if ours == theirs:
+        return
+    missing, extra = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    parts = [f"{word} {', '.join(names[:5])}" for word, names in (("lacks", missing), ("adds", extra)) if names]
+    raise ValueError(
+        f"{trained.path} was trained on {len(ours)} classes, but {data} has {len(theirs)}: "
+        f"it {' and '.join(parts) or 'lists them in another order'}. Evaluate on data with the very classes of training."
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"{path} is empty (0 bytes): the disk may have been full when it was saved; train or copy it again")
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path} ({size:,} bytes) cannot be read as tensors and plain values alone: {reason}") from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} ({size:,} bytes) is cut off or no checkpoint: {reason}; train or copy it again") from error
+    if not isinstance(stored, dict) or not {"vitrel", "state_dict"} <= stored.keys():
+        held = ", ".join(sorted(map(str, stored))[:6]) if isinstance(stored, dict) else type(stored).__name__
+        raise ValueError(f"{path} is not a checkpoint of tools/train.py: it needs 'vitrel' and 'state_dict', it holds {held}")
+    return stored
+
+
+def _build(about: dict[str, Any], path: Path) -> nn.Module:
+    arguments = dict(about.get("model_args") or {})
+    arguments.update(num_classes=len(about["classes"]), img_size=tuple(about["img_size"]))
+    try:
+        return timm.create_model(about["model"], **arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} asks for {about['model']} with {arguments}, which cannot be built: {error}") from error
+
+
+def _load_weights(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    wanted = model.state_dict()
+    problems = [f"{name} is missing" for name in wanted if name not in weights]
+    problems += [f"{name} is unknown to the model" for name in weights if name not in wanted]
+    for name in wanted.keys() & weights.keys():
+        if wanted[name].shape != weights[name].shape:
+            problems.append(f"{name} is {_shape(weights[name])} in the file and {_shape(wanted[name])} in the model")
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        heads = "; the head must have one output (num_classes) per class in the file" if "head" in shown else ""
+        raise ValueError(f"{path} does not fit its model: {shown}{heads}")
+    if broken := [name for name, value in weights.items() if value.is_floating_point() and not torch.isfinite(value).all()]:
+        raise ValueError(f"{path} holds NaN or infinity in {', '.join(broken[:5])}: use an earlier checkpoint")
+    model.load_state_dict(weights)
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def encoding_of(model: nn.Module) -> str:
+    """The keys of the position encodings in a model, joined by '+'; "none" where there is none."""
+    keys = {encoding: key for key, encoding in POSITIONS.items()}
+    found = dict.fromkeys(keys[type(module)] for module in model.modules() if type(module) in keys)
+    return "+".join(key for key in found if key != "none") or "none"

@@ -1,0 +1,185 @@
+"""The configuration of a comparison: which models, trained how, with which seeds, evaluated at which sizes."""
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import timm
+import yaml
+
+import vitrel  # noqa: F401  registers the models with timm
+from vitrel.transfer.evaluate import Size, Sweep, parse_size
+
+KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
+MODEL_KEYS = ("name", "label", "position", "model_args")
+TRAIN_KEYS = ("trainer", "data", "model")
+CHECKPOINTS = ("last", "best")
+EVALUATE_KEYS = (*(field.name for field in fields(Sweep) if field.name != "data"), "checkpoint")
+# what the comparison itself fills in
+DECIDED = {
+    ("trainer", "default_root_dir"): "the comparison names its folders",
+    ("data", "data"): "it is the comparison's data",
+    ("data", "seed"): "it is one of the comparison's seeds",
+    ("model", "model"): "models are listed under models",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of a comparison: its timm name, further keywords of `timm.create_model`, its name in tables and folders."""
+
+    name: str
+    label: str
+    model_args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A checked configuration. `train` is the training configuration but for model, data, seed and folder; `checkpoint` says
+    which of a run is evaluated: the last, or the best on the very images of the evaluation, which flatters."""
+
+    name: str
+    data: str
+    entries: tuple[Entry, ...]
+    seeds: tuple[int, ...]
+    train: dict[str, Any]
+    sweep: Sweep
+    checkpoint: str
+
+    @property
+    def train_size(self) -> Size:
+        size = self.train["data"]["size"]
+        return (size, size) if isinstance(size, int) else tuple(size)
+
+    def training(self, entry: Entry, seed: int, folder: Path) -> dict[str, Any]:
+        """The configuration of one training run, as `tools/train.py fit --config` reads it."""
+        common = self.train.get("model") or {}
+        arguments = {**(common.get("model_args") or {}), **entry.model_args}
+        return {
+            "seed_everything": seed,
+            "trainer": {**self.train["trainer"], "default_root_dir": str(folder)},
+            "data": {**self.train["data"], "data": self.data},
+            "model": {**common, "model": entry.name, "model_args": arguments},
+        }
+
+
+def load_comparison(path: str | Path) -> Comparison:
+    """Reads and checks a YAML file; nothing in it is executed.
+
+    A relative data folder is looked for from the working directory, then from the folder of the file. Raises
+    FileNotFoundError for a missing file or data folder, ValueError for anything in it that is unknown, missing or wrong.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no configuration at {path}; configs/quickstart.yaml is one to start from")
+    try:
+        config = yaml.safe_load(path.read_text("utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not plain YAML: {error}") from error
+    config = _section(config, KEYS, str(path))
+    for key in KEYS:
+        if not config.get(key):
+            raise ValueError(f"{path}: {key} is missing or empty; a comparison needs {', '.join(KEYS)}")
+    evaluation = _section(config["evaluate"], EVALUATE_KEYS, f"{path}, evaluate")
+    checkpoint = evaluation.pop("checkpoint", "last")
+    if checkpoint not in CHECKPOINTS:
+        raise ValueError(f"{path}: evaluate.checkpoint is last or best, got {checkpoint!r}")
+    data = _data(config["data"], path)
+    return Comparison(
+        name=_plain(config["name"], f"{path}: name"),
+        data=data,
+        entries=_entries(config["models"], path),
+        seeds=_seeds(config["seeds"], path),
+        train=_train(config["train"], path),
+        sweep=_sweep(evaluation, data, path),
+        checkpoint=checkpoint,
+    )
+
+
+def _section(given: Any, allowed: Collection[str], where: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: keys and values are expected ({', '.join(allowed)}), got {given!r}")
+    for key in given:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, 1, 0.0)[0]
+            raise ValueError(f"{where}: unknown key {key!r}; did you mean {near!r}? The keys are {', '.join(allowed)}")
+    return dict(given)
+
+
+def _plain(text: Any, what: str) -> str:
+    if not isinstance(text, str) or not re.fullmatch(r"[\w+-][\w.+-]*", text):
+        raise ValueError(f"{what} names a folder: letters, digits and . _ + - are allowed, got {text!r}")
+    return text
+
+
+def _data(data: Any, path: Path) -> str:
+    if data == "shapes":
+        return data
+    beside = os.path.relpath(path.parent / str(data))
+    for folder in (str(data), beside):
+        if Path(folder).is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"{path}: no data folder {data} from here ({Path.cwd()}) nor {beside}; "
+        "give the path of a folder that holds train/<class>/ and val/<class>/, or shapes for the built-in data"
+    )
+
+
+def _entries(models: Any, path: Path) -> tuple[Entry, ...]:
+    entries = []
+    for given in models if isinstance(models, list) else [models]:
+        given = _section({"name": given} if isinstance(given, str) else given, MODEL_KEYS, f"{path}, models")
+        name, arguments = given.get("name"), dict(given.get("model_args") or {})
+        if not isinstance(name, str) or not timm.is_model(name):
+            near = ", ".join(difflib.get_close_matches(str(name), timm.list_models("vitrel*"), 3, 0.0))
+            raise ValueError(f"{path}: unknown model {name!r}; the nearest are {near}")
+        if "position" in given:
+            arguments["position"] = given["position"]
+        entries.append(Entry(name, _plain(given.get("label", name), f"{path}: label"), arguments))
+    labels = [entry.label for entry in entries]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"{path}: two models are called {twice[0]}; give each its own label")
+    return tuple(entries)
+
+
+def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
+    seeds = seeds if isinstance(seeds, list) else [seeds]
+    if len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise ValueError(f"{path}: seeds is a list of different whole numbers such as [0, 1, 2], got {seeds}")
+    return tuple(seeds)
+
+
+def _train(given: Any, path: Path) -> dict[str, Any]:
+    train = _section(given, TRAIN_KEYS, f"{path}, train")
+    for section in ("trainer", "data"):
+        if not isinstance(train.get(section), Mapping):
+            raise ValueError(f"{path}: train.{section} is missing or no section of keys and values")
+    for (section, key), why in DECIDED.items():
+        if key in (train.get(section) or {}):
+            raise ValueError(f"{path}: train.{section}.{key} cannot be set here: {why}")
+    epochs = train["trainer"].get("max_epochs")
+    if type(epochs) is not int or epochs < 1:
+        raise ValueError(f"{path}: train.trainer.max_epochs must be given, 1 or more, got {epochs!r}")
+    size = train["data"].get("size")
+    pair = [size, size] if type(size) is int else size
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
+        raise ValueError(
+            f"{path}: train.data.size must be given: the size to train at, 96 or [96, 128] (height, width), got {size!r}"
+        )
+    return train
+
+
+def _sweep(given: dict[str, Any], data: str, path: Path) -> Sweep:
+    if not isinstance(given.get("sizes"), list) or not given["sizes"]:
+        raise ValueError(f"{path}: evaluate.sizes is a list such as [64, 96, 96x128], got {given.get('sizes')!r}")
+    for key in ("protocols", "policies"):
+        if isinstance(given.get(key), list):
+            given[key] = tuple(given[key])
+    try:
+        return Sweep(data=data, **given | {"sizes": tuple(parse_size(size) for size in given["sizes"])})
+    except ValueError as error:
+        raise ValueError(f"{path}, evaluate: {error}") from error

@@ -1,0 +1,284 @@
+"""Accuracy of trained models at any resolution: one row per (model, size, protocol, resize policy).
+
+Each row proves what was done to the model: the rules that resampled something and on how many values, the share of
+offsets never trained, and a hash of the state dict before and after. Images of one size and protocol are decoded once
+and shown to every model.
+"""
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from vitrel.data import create_dataset
+from vitrel.transfer.checkpoint import Trained, check_classes
+from vitrel.transfer.metrics import Tally, state_hash
+from vitrel.transfer.runner import Runner, peak_mb, reset_peak
+
+PROTOCOLS = ("scale", "canvas")
+CACHE_BYTES = 2 << 30
+Size = tuple[int, int]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to evaluate on: `sizes` are (height, width) in pixels, `policies` keeps only those resize policies (None: all),
+    `n` and `data_seed` go to the dataset, `dtype` is "float32" or, on a GPU, "bfloat16" (autocast)."""
+
+    data: str
+    sizes: tuple[Size, ...]
+    protocols: tuple[str, ...] = PROTOCOLS
+    policies: tuple[str, ...] | None = None
+    n: int | None = None
+    data_seed: int = 0
+    batch_size: int = 128
+    workers: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.protocols if name not in PROTOCOLS]:
+            raise ValueError(f"unknown protocol {unknown[0]!r}: choose from {', '.join(PROTOCOLS)}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is float32 or bfloat16, got {self.dtype!r}")
+        if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
+            raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to come. `policy` is "none" where the model resamples nothing at `size`."""
+
+    trained: Trained
+    size: Size
+    protocol: str
+    policy: str
+
+
+def parse_size(text: str | int) -> Size:
+    """ "160x224" -> (160, 224), height first; "96" or 96 -> (96, 96). ValueError for anything else, with a valid example."""
+    parts = str(text).lower().split("x")
+    if isinstance(text, bool) or len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"{text!r} is not an image size: write pixels as 96, or height x width as 160x224")
+    return int(parts[0]), int(parts[-1])
+
+
+def format_size(size: Size) -> str:
+    """(160, 224) -> "160x224", height first."""
+    return f"{size[0]}x{size[1]}"
+
+
+def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
+    """Every row to make: training sizes first (retention refers to them), then size by size so that images are shared.
+
+    The size a model was trained at is always evaluated. Where a model resamples something and can choose how, there is
+    one task per policy. ValueError for a policy that no model has.
+    """
+    offered = {policy for trained in models for policy in trained.model.resize_policies}
+    if unknown := [policy for policy in sweep.policies or () if policy not in offered]:
+        had = ", ".join(sorted(offered)) or "none: they resize nothing"
+        raise ValueError(f"no model has the resize policy {unknown[0]!r}; the policies of these models are {had}")
+    first = dict.fromkeys(trained.img_size for trained in models)
+    return [
+        Task(trained, size, protocol, policy)
+        for size in [*first, *(size for size in sweep.sizes if size not in first)]
+        for protocol in sweep.protocols
+        for trained in models
+        if size == trained.img_size or size in sweep.sizes
+        for policy in policies_at(trained.model, size, sweep.policies)
+    ]
+
+
+def check_data(sweep: Sweep, train_size: Size) -> None:
+    """ValueError or OSError now, not after hours of training, when the data cannot be shown at some size and protocol."""
+    for size in dict.fromkeys((train_size, *sweep.sizes)):
+        for protocol in sweep.protocols:
+            how = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "protocol": protocol, "base_size": train_size, "n": 1}
+            try:
+                create_dataset(sweep.data, "val", size, **how)
+            except ValueError as error:
+                raise ValueError(f"evaluation at {format_size(size)}, {protocol} protocol: {error}") from error
+
+
+def policies_at(model: nn.Module, size: Size, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The policies that differ at this size: ("none",) where nothing is resampled, else all the model has, or those wanted."""
+    if not model.resized(size):
+        return ("none",)
+    policies = tuple(model.resize_policies)
+    if wanted is None or len(policies) < 2:
+        return policies or ("none",)
+    return tuple(policy for policy in policies if policy in wanted)
+
+
+def evaluate(
+    models: Sequence[Trained],
+    sweep: Sweep,
+    done: Iterable[Row] = (),
+    advance: Callable[[Task, float], None] = lambda task, share: None,
+) -> Iterator[Row]:
+    """Yields the rows of `plan(models, sweep)` in its order, each once its model has seen all images.
+
+    Rows in `done` that were made from the same weights, data and settings are passed on instead of being made again.
+    `advance(task, share)` is called as images are seen; the shares of a task add up to 1.
+    """
+    kept = {row_key(row): row for row in done}
+    hashes = {id(trained): state_hash(trained.model) for trained in models}
+    reference: dict[tuple[int, str], float] = {}
+    images = _Images(sweep)
+    for task in plan(models, sweep):
+        key = _settings(task, sweep) | {"state_hash_before": hashes[id(task.trained)]}
+        row = kept.get(row_key(key))
+        if row is None:
+            row = key | _measure(task, sweep, images, advance)
+        else:
+            advance(task, 1.0)
+        if task.size == task.trained.img_size:
+            reference.setdefault((id(task.trained), task.protocol), row["top1"])
+        at_training = reference[id(task.trained), task.protocol]
+        yield row | {"retention": round(row["top1"] / at_training, 4) if at_training else float("nan")}
+
+
+def _settings(task: Task, sweep: Sweep) -> Row:
+    trained = task.trained
+    return {
+        "model": trained.name,
+        "label": trained.label,
+        "encoding": trained.encoding,
+        "seed": trained.seed,
+        "img_size": format_size(task.size),
+        "train_size": format_size(trained.img_size),
+        "protocol": task.protocol,
+        "policy": task.policy,
+        "data": sweep.data,
+        "data_seed": sweep.data_seed,
+        "n_asked": sweep.n,
+        "batch_asked": sweep.batch_size,
+        "crop_pct": trained.crop_pct,
+        "interpolation": trained.interpolation,
+        "dtype": sweep.dtype,
+        "device": device_name(sweep.torch_device),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "vitrel": version("vitrel"),
+    }
+
+
+def row_key(row: Row) -> tuple[str, ...]:
+    """What must agree for a row to stand for another: read back from CSV, a missing number is NaN, an absent one None."""
+    names = ("model", "label", "seed", "img_size", "protocol", "policy", "data", "data_seed", "n_asked", "batch_asked")
+    values = (row[name] for name in (*names, "dtype", "device", "torch", "timm", "vitrel", "state_hash_before"))
+    return tuple(
+        "" if value is None or value != value else f"{value:g}" if isinstance(value, float) else str(value) for value in values
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's architecture with the number of threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type} {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _measure(task: Task, sweep: Sweep, images: "_Images", advance: Callable[[Task, float], None]) -> Row:
+    trained, device = task.trained, sweep.torch_device
+    model = trained.model.to(device)
+    if task.policy != "none":
+        model.set_resize_policy(task.policy)
+    dataset = images.dataset(trained, task)
+    before, parameters = state_hash(model), list(model.parameters())
+    tally, runner = Tally(), Runner(model, device, sweep.batch_size, sweep.dtype)
+    reset_peak(device)
+    for pixels, labels in images.batches(trained, task):
+        try:
+            tally.update(runner(pixels), labels)
+        except (FloatingPointError, MemoryError) as error:
+            raise type(error)(
+                f"{trained.label} at {format_size(task.size)} ({task.protocol}, {task.policy}): {error}"
+            ) from error
+        advance(task, len(labels) / len(dataset))
+    peak, kind = peak_mb(device)
+    after = state_hash(model)
+    same = after == before and [*map(id, parameters)] == [*map(id, model.parameters())]
+    rules = model.resized(task.size)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    row = tally.columns() | {
+        "tokens": model.token_grid(task.size).h * model.token_grid(task.size).w,
+        "resized": " + ".join(rules) or "nothing",
+        "resized_params": sum(rules.values()),
+        "unseen": round(model.unseen(task.size), 4),
+        "state_hash_before": before,
+        "state_hash_after": after,
+        "unchanged": same,
+        "param_count": round(count / 1e6, 2),
+        "params": count,
+        "infer_samples_per_sec": round(runner.seen / runner.seconds, 2),
+        "peak_memory_mb": round(peak, 1),
+        "memory_kind": kind,
+        "batch_size": runner.batch_size,
+        "oom": runner.oom,
+    }
+    trained.model.cpu()
+    return row
+
+
+class _Images:
+    """The images of the current size and protocol, decoded once for all models that ask with the same preprocessing.
+
+    What exceeds CACHE_BYTES is decoded anew for each model.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self._at: tuple[Size, str] | None = None
+        self._datasets: dict[tuple, Dataset] = {}
+        self._decoded: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+
+    def dataset(self, trained: Trained, task: Task) -> Dataset:
+        if self._at != (task.size, task.protocol):
+            self._at = (task.size, task.protocol)
+            self._datasets.clear()
+            self._decoded.clear()
+        key = self._key(trained)
+        if key not in self._datasets:
+            mean, std, crop_pct, interpolation, base_size = key
+            self._datasets[key] = create_dataset(
+                self.sweep.data, "val", task.size, mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation,
+                protocol=task.protocol, base_size=base_size, n=self.sweep.n, seed=self.sweep.data_seed,
+            )  # fmt: skip
+        check_classes(trained, self._datasets[key].classes, self.sweep.data)
+        return self._datasets[key]
+
+    def batches(self, trained: Trained, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
+        dataset, key = self.dataset(trained, task), self._key(trained)
+        if key in self._decoded:
+            yield from self._decoded[key]
+            return
+        height, width = task.size
+        fits = len(dataset) * 3 * height * width * 4 <= CACHE_BYTES
+        decoded = []
+        for batch in DataLoader(dataset, batch_size=self.sweep.batch_size, num_workers=self.sweep.workers):
+            if fits:
+                decoded.append(batch)
+            yield batch
+        if fits:
+            self._decoded[key] = decoded
+
+    @staticmethod
+    def _key(trained: Trained) -> tuple:
+        return trained.mean, trained.std, trained.crop_pct, trained.interpolation, trained.img_size
