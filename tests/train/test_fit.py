@@ -136,6 +136,13 @@ def test_best_is_the_highest_top1_and_last_the_last(command, tmp_path):
     assert saved == {"best": best + 1, "last": 4}
 
 
+@pytest.mark.filterwarnings("error:.*could not find the monitored key.*")
+def test_epochs_without_an_evaluation(command, tmp_path):
+    run(command("run", "--trainer.check_val_every_n_epoch=2", epochs=3))
+    saved = {name: read(tmp_path / "run" / "checkpoints" / f"{name}.ckpt")["vitrel"]["epoch"] for name in ("best", "last")}
+    assert saved == {"best": 2, "last": 3}
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_resuming_at_an_epoch_border_is_bit_exact(command, tmp_path, interrupt, workers):
     extra = (*EVERYTHING, f"--data.workers={workers}")

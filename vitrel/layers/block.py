@@ -23,7 +23,6 @@ class Block(nn.Module):
         attn: Attention,
         position: PositionEncoding,
         mlp_ratio: float = 4.0,
-        proj_drop: float = 0.0,
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
         device: torch.device | str | None = None,
@@ -36,7 +35,7 @@ class Block(nn.Module):
         self.position = position
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps, **factory)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **factory)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), **factory)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     @property

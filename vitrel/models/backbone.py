@@ -1,6 +1,7 @@
 """What both trunks share: the input, and every question one can ask about position without running the model."""
 
 import abc
+import math
 from collections.abc import Iterator
 
 import torch
@@ -89,10 +90,14 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
         raise ValueError(f"image of {size} pixels is smaller than one patch of {patch[0]}x{patch[1]}; enlarge it")
 
 
-def init_linear(module: nn.Module) -> None:
-    """timm's initialisation of ViT and Swin: truncated normal 0.02 for linear weights, zero biases."""
+def init_linear(module: nn.Module, gain: float | None = None) -> None:
+    """Truncated normal weights and zero biases for linear layers, in place.
+
+    gain None: standard deviation 0.02, as in timm, made for widths of 192 and more. Else gain / sqrt(inputs): at the
+    widths of the smallest models 0.02 is far too small, and attention needs hundreds of updates to break its symmetry.
+    """
     if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
+        trunc_normal_(module.weight, std=0.02 if gain is None else gain / math.sqrt(module.in_features))
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 

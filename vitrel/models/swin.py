@@ -5,6 +5,7 @@ Stages, blocks and merging are named as timm's `SwinTransformer` (downsampling a
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -62,14 +63,14 @@ class Swin(Backbone):
         position: str = "table",
         position_args: dict | None = None,
         drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.1,
+        init_gain: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         """Arguments as in timm. window_size: tokens, an int or (h, w), the grid of the encodings in attention.
-        position: a key of POSITIONS or several joined by '+'; position_args: their options.
+        position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
         Raises ValueError for an impossible combination.
         """
         super().__init__()
@@ -77,6 +78,7 @@ class Swin(Backbone):
         if len(depths) != len(num_heads):
             raise ValueError(f"depths has {len(depths)} stages, num_heads {len(num_heads)}")
         factory = dict(device=device, dtype=dtype)
+        self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool, self.output_fmt = num_classes, in_chans, global_pool, "NHWC"
         self.embed_dim, self.num_prefix_tokens = embed_dim, 0
         self.set_input_size(img_size)
@@ -91,13 +93,12 @@ class Swin(Backbone):
 
         def block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
-            attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
+            attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, **factory)
             return Block(
                 dim,
                 attn,
                 encoding(in_attention or "none", window, dim, heads),
                 mlp_ratio,
-                proj_drop_rate,
                 drop_path,
                 _EPS,
                 **factory,
@@ -117,7 +118,7 @@ class Swin(Backbone):
         self.norm = nn.LayerNorm(self.num_features, eps=_EPS, **factory)
         self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **factory)
         self.head_hidden_size = self.head.num_features
-        self.apply(init_linear)
+        self.apply(self.init_linear)
 
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
@@ -186,7 +187,7 @@ class Swin(Backbone):
         self.num_classes = num_classes
         self.head.reset(num_classes, pool_type=global_pool)
         self.global_pool = self.head.global_pool.pool_type
-        self.head.apply(init_linear)
+        self.head.apply(self.init_linear)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks' activations in the backward pass instead of storing them."""

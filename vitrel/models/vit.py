@@ -4,6 +4,7 @@ Class token, pooling and head are timm's `VisionTransformer`, its weights load u
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from timm.layers import PatchEmbed, calculate_drop_path_rates, global_pool_nlc
@@ -42,14 +43,14 @@ class ViT(Backbone):
         position: str = "absolute",
         position_args: dict | None = None,
         drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        init_gain: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         """Arguments as in timm. img_size: the size learned encodings are trained at, in pixels.
-        position: a key of POSITIONS or several joined by '+'; position_args: their options.
+        position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
         Raises ValueError for an impossible combination.
         """
         super().__init__()
@@ -57,6 +58,7 @@ class ViT(Backbone):
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool='token' needs class_token=True; use global_pool='avg'")
         factory = dict(device=device, dtype=dtype)
+        self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.num_prefix_tokens = int(class_token) + reg_tokens
@@ -75,9 +77,9 @@ class ViT(Backbone):
             return create_position(key, grid, num_heads, embed_dim // num_heads, **factory, **options)
 
         def block(drop_path: float) -> Block:
-            attn = Attention(embed_dim, num_heads, None, (0, 0), qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
+            attn = Attention(embed_dim, num_heads, None, (0, 0), qkv_bias, attn_drop_rate, **factory)
             own = encoding(in_attention or "none")
-            return Block(embed_dim, attn, own, mlp_ratio, proj_drop_rate, drop_path, _EPS, **factory)
+            return Block(embed_dim, attn, own, mlp_ratio, drop_path, _EPS, **factory)
 
         self.pos_embed = encoding(on_tokens) if on_tokens else None
         self.blocks = nn.Sequential(*(block(rate) for rate in calculate_drop_path_rates(drop_path_rate, depth)))
@@ -91,7 +93,7 @@ class ViT(Backbone):
 
     def init_weights(self) -> None:
         """Initialise linear layers and the class and register tokens; encodings initialise themselves."""
-        self.apply(init_linear)
+        self.apply(self.init_linear)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
@@ -179,7 +181,7 @@ class ViT(Backbone):
             if num_classes > 0
             else nn.Identity()
         )
-        self.head = new.apply(init_linear)
+        self.head = new.apply(self.init_linear)
 
     def group_matcher(self, coarse: bool = False) -> dict:
         return dict(

@@ -147,9 +147,10 @@ def _loggers(folder: Path, resume: bool) -> list[Logger]:
 
 def _callbacks(folder: Path, progress: bool) -> list[Callback]:
     # Two callbacks: Lightning's save_last writes only when the best improves, so that "last" would be the best
-    save = {"dirpath": folder / "checkpoints", "save_on_train_epoch_end": True, "enable_version_counter": False}
-    best = ModelCheckpoint(filename="best", monitor="val/top1", mode="max", **save)
-    last = ModelCheckpoint(filename="last", **save)
+    save = {"dirpath": folder / "checkpoints", "enable_version_counter": False}
+    # when an evaluation ends, since not every epoch has one
+    best = ModelCheckpoint(filename="best", monitor="val/top1", mode="max", save_on_train_epoch_end=False, **save)
+    last = ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **save)
     # FiniteLoss first: it must speak before anything is logged or saved
     speed = Speed()
     return [FiniteLoss(), speed, *([Progress(speed)] if progress else []), best, last]
