@@ -73,7 +73,15 @@ def test_errors():
         vitrel.RelativeAttention(16, 3)
     with pytest.raises(ValueError, match="window height must be at least 1 token, not 0"):
         vitrel.RelativeAttention(16, 2, window=0)
+    with pytest.raises(ValueError, match=r"shift \(2, 2\) needs a window"):
+        vitrel.RelativeAttention(16, 2, shift=2)
+    with pytest.raises(ValueError, match="unknown backend 'flash9'"):
+        vitrel.RelativeAttention(16, 2, backend="flash9")(torch.zeros(1, 15, 16), (3, 5))
+    with pytest.raises(ValueError, match=r"x must be \[B, N, C\], got shape \(15, 16\)"):
+        vitrel.RelativeAttention(16, 2)(torch.zeros(15, 16), (3, 5))
     layer = vitrel.RelativeAttention(16, 2, window=4)
+    with pytest.raises(ValueError, match="the grid has 1 prefix tokens: leave them out"):
+        layer(torch.zeros(1, 16, 16), (3, 5, 1))
     with pytest.raises(ValueError, match="x has 12 tokens, the 3x5 grid with 0 prefix has 15"):
         layer(torch.zeros(1, 12, 16), (3, 5))
     with pytest.raises(ValueError, match="makes its own mask"):

@@ -10,6 +10,7 @@ from timm.models._features_fx import create_feature_extractor
 from torch._dynamo.testing import CompileCounter
 
 from vitrel import POSITIONS
+from vitrel.layers import Block
 
 SMALL = [f"vitrel_vit_n8_{key}" for key in POSITIONS]
 SMALL += [f"vitrel_swin_n_{key}" for key, encoding in POSITIONS.items() if encoding.site == "attention"]
@@ -35,6 +36,64 @@ def test_intermediates_equal_features(name):
         assert feature.shape == (2, info["num_chs"], -(-96 // info["reduction"]), -(-72 // info["reduction"]))
     only = model.forward_intermediates(image, indices=[1], intermediates_only=True, stop_early=True)
     assert len(only) == 1 and torch.equal(only[0], found[1])
+
+
+class Calls:
+    """Inputs and outputs of every block of a model, in the order of the calls."""
+
+    def __init__(self, model):
+        self.inputs, self.outputs = [], []
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            block.register_forward_pre_hook(lambda _, inputs: self.inputs.append(inputs[0]))
+            block.register_forward_hook(lambda _, inputs, output: self.outputs.append(output))
+
+    def clear(self):
+        self.inputs.clear(), self.outputs.clear()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_intermediates_of_a_vit(norm):
+    """Prefix tokens apart, both layouts, and the last norm on all of them or on none."""
+    model, image = build("vitrel_vit_n8_table", reg_tokens=2), torch.randn(2, 3, 96, 72)
+    calls = Calls(model)
+    final, maps = model.forward_intermediates(image, norm=norm)
+    tokens = [model.norm(x) if norm else x for x in calls.outputs]
+    assert len(tokens) == len(maps) == 4 and torch.equal(final, model.norm(calls.outputs[-1]))
+    pairs = model.forward_intermediates(image, norm=norm, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
+    for x, feature, (patches, prefix) in zip(tokens, maps, pairs, strict=True):
+        assert prefix.shape == (2, 3, 96) and torch.equal(torch.cat((prefix, patches), 1), x)
+        assert feature.shape == (2, 96, 12, 9) and torch.equal(feature.flatten(2).mT, patches)
+    plain = model.forward_intermediates(image, norm=norm, output_fmt="NLC", intermediates_only=True)
+    assert all(torch.equal(a, b) for a, (b, _) in zip(plain, pairs, strict=True))
+    with pytest.raises(ValueError, match="output_fmt must be NCHW or NLC, not 'NHWC'"):
+        model.forward_intermediates(image, output_fmt="NHWC")
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_intermediates_of_a_swin(norm):
+    """The last norm has the width of the last stage, so it acts there alone."""
+    model, image = build("vitrel_swin_n"), torch.randn(2, 3, 96, 72)
+    calls = Calls(model)
+    final, maps = model.forward_intermediates(image, norm=norm)
+    expected = calls.outputs[1::2]
+    assert torch.equal(final, model.norm(expected[-1]))
+    expected = [*expected[:2], model.norm(expected[2]) if norm else expected[2]]
+    rasters = model.forward_intermediates(image, norm=norm, output_fmt="NHWC", intermediates_only=True)
+    for x, feature, raster in zip(expected, maps, rasters, strict=True):
+        assert torch.equal(raster, x) and torch.equal(feature, x.permute(0, 3, 1, 2))
+    with pytest.raises(ValueError, match="output_fmt must be NCHW or NHWC, not 'NLC'"):
+        model.forward_intermediates(image, output_fmt="NLC")
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_intermediates_stop_early(name):
+    model, image = build(name), torch.randn(1, 3, 64, 64)
+    calls, units, each = Calls(model), len(model.feature_info), 1 if "_vit_" in name else 2  # blocks of a unit
+    for early in (False, True):
+        for last in range(units):
+            calls.clear()
+            model.forward_intermediates(image, indices=[0, last], stop_early=early, intermediates_only=True)
+            assert len(calls.outputs) == each * (last + 1 if early else units)
 
 
 @pytest.mark.parametrize("name", PAIR)
@@ -86,15 +145,25 @@ def test_pool_size_in_the_config(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradient_checkpointing(name):
+    """Off, on, off again: equal gradients, and when on every block runs a second time, in the backward pass."""
     model, image = build(name), torch.randn(2, 3, 72, 64)
-    gradients = []
-    for enable in (False, True):
+    calls, blocks, gradients = Calls(model), sum(isinstance(m, Block) for m in model.modules()), []
+    for enable in (False, True, False):
         model.set_grad_checkpointing(enable)
         model.zero_grad()
-        model(image).square().sum().backward()
+        calls.clear()
+        loss = model(image).square().sum()
+        assert len(calls.inputs) == blocks
+        loss.backward()
+        assert len(calls.inputs) == (2 * blocks if enable else blocks)
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
     for n, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][n], atol=1e-6, rtol=1e-5)
+        for other in gradients[1:]:
+            torch.testing.assert_close(gradient, other[n], atol=1e-6, rtol=1e-5)
+    model.set_grad_checkpointing()
+    calls.clear()
+    model.forward_intermediates(image)[0].sum().backward()
+    assert len(calls.inputs) == 2 * blocks
 
 
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute", "vitrel_swin_n"])

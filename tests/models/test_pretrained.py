@@ -108,6 +108,33 @@ def test_loading_resamples_into_the_models_grid():
     assert ours.layers[0].blocks[0].position.relative_position_bias_table.shape == (529, 3)
 
 
+def test_non_square_sources_are_named():
+    """An 8x8 and a 4x16 grid have as many rows: only the user knows, and a table that no square gives is refused."""
+    wide = perturb(timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=(32, 128)))
+    ours = timm.create_model("vitrel_vit_n8_absolute", num_classes=4).eval()
+    vitrel.load_pretrained(ours, wide.state_dict(), source_grid=(4, 16))
+    expected = resample_abs_pos_embed(wide.pos_embed.pos_embed, [8, 8], [4, 16])
+    torch.testing.assert_close(ours.pos_embed.pos_embed, expected, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"pos_embed has 64 rows beside 1 prefix tokens, a 5x5 grid has 25"):
+        vitrel.load_pretrained(ours, wide.state_dict(), source_grid=(5, 5))
+    table = perturb(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=(32, 128))).state_dict()
+    ours = timm.create_model("vitrel_vit_n8_table", num_classes=4)
+    with pytest.raises(ValueError, match=r"217 rows for positions, no square: pass source_grid"):
+        vitrel.load_pretrained(ours, table)
+    vitrel.load_pretrained(ours, table, source_grid=(4, 16))
+    centre = ours.blocks[0].position.relative_position_bias_table[7 * 15 + 7]
+    assert torch.equal(centre, table["blocks.0.position.relative_position_bias_table"][3 * 31 + 15])
+
+
+def test_weights_bring_a_model_from_the_meta_device_to_life():
+    for name in ("vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"):
+        source = perturb(timm.create_model(name, num_classes=4))
+        ours = timm.create_model(name, num_classes=4, device="meta").to_empty(device="cpu").eval()
+        vitrel.load_pretrained(ours, source.state_dict())
+        image = torch.randn(1, 3, 72, 64)
+        assert torch.equal(ours(image), source(image))
+
+
 def test_refusals(tmp_path):
     model = timm.create_model("vitrel_swin_n", num_classes=4)
     state = model.state_dict()

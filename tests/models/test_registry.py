@@ -141,13 +141,58 @@ def test_set_input_size_keeps_the_trained_parameters():
         assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
+def test_set_input_size_takes_timms_call():
+    swin, vit = timm.create_model("vitrel_swin_n"), timm.create_model("vitrel_vit_n8_table")
+    swin.set_input_size((96, 128), window_size=4)
+    vit.set_input_size(patch_size=8)
+    assert swin.img_size == (96, 128) and vit.img_size == (64, 64)
+    with pytest.raises(ValueError, match=r"window_size 7 is not the model's \(4, 4\), which stays at every size"):
+        swin.set_input_size(224, window_size=7)
+    with pytest.raises(ValueError, match=r"patch_size 16 is not the model's \(8, 8\)"):
+        vit.set_input_size(224, patch_size=16)
+
+
+@pytest.mark.parametrize(
+    "name", ["vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"]
+)
+def test_initialisation_after_the_meta_device(name):
+    """to_empty leaves garbage in every tensor; init_weights draws parameters and refills the constants of fixed encodings."""
+    model = timm.create_model(name, num_classes=4, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(77)
+    model.init_weights()
+    usual = timm.create_model(name, num_classes=4)
+    for (n, a), (_, b) in zip(model.named_parameters(), usual.named_parameters(), strict=True):
+        assert a.std(correction=0).item() == pytest.approx(b.std(correction=0).item(), rel=0.5, abs=1e-5), n
+    for (n, a), (_, b) in zip(model.named_buffers(), usual.named_buffers(), strict=True):
+        assert torch.equal(a, b), n
+
+
+def test_init_gain():
+    usual, strong = (timm.create_model("vitrel_vit_n8_table", init_gain=gain) for gain in (None, 1.5))
+    assert usual.blocks[0].mlp.fc2.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert strong.blocks[0].mlp.fc2.weight.std().item() == pytest.approx(1.5 / 384**0.5, rel=0.05)
+    assert strong.blocks[0].attn.qkv.weight.std().item() == pytest.approx(1.5 / 96**0.5, rel=0.05)
+
+
+def test_rectangular_patches_and_other_depths():
+    swin = timm.create_model("vitrel_swin_n", patch_size=(2, 4), features_only=True)
+    assert swin.feature_info.reduction() == [4, 8, 16]
+    assert [f.shape[2:] for f in swin(torch.randn(1, 3, 64, 64))] == [(32, 16), (16, 8), (8, 4)]
+    shallow = timm.create_model("vitrel_vit_ti16_table", depth=3, img_size=64, features_only=True)
+    assert len(shallow(torch.randn(1, 3, 64, 64))) == 3
+    assert len(timm.create_model("vitrel_swin_n", depths=(2, 2), num_heads=(1, 2), features_only=True).feature_info) == 2
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "text"),
     [
         (dict(position="tabel"), ValueError, "did you mean 'table'"),
         (dict(position_args=dict(bse=1)), TypeError, "has no option 'bse'"),
         (dict(embed_dim=98), ValueError, "dim 98 is not divisible by num_heads 3"),
-        (dict(class_token=False), ValueError, "global_pool='token' needs class_token=True"),
+        (dict(class_token=False), ValueError, "global_pool='token' needs class_token=True; choose one of 'avg'"),
+        (dict(global_pool="map"), ValueError, "global_pool='map' is unknown; choose one of 'token', 'avg'"),
     ],
 )
 def test_construction_errors(keywords, error, text):

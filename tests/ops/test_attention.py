@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 import oracles
 from vitrel import Grid, Table, Terms
-from vitrel.ops import BACKENDS, attention
+from vitrel.ops import BACKENDS, attention, window_attention
 
 GRIDS = [Grid(2, 3), Grid(3, 2, 2), Grid(1, 4, 1)]
 FIELDS = ["bias", "query", "key", "value", "rotary", "query_bias", "scale"]
@@ -74,10 +74,10 @@ def oracle(q, k, v, terms, grid, angle, mask=None):
     )[1]
 
 
-def serves(backend, terms):
+def serves(backend, terms, grid):
     if reason := BACKENDS[backend].refuses(terms):
         with pytest.raises(ValueError, match=f"backend '{backend}' refuses"):
-            attention(*torch.zeros(3, 1, 2, 6, 4), terms, Grid(2, 3), backend=backend)
+            attention(*torch.zeros(3, 1, 2, grid.tokens, 4), terms, grid, backend=backend)
         pytest.skip(f"{backend} refuses these terms, as it says: {reason}")
 
 
@@ -86,7 +86,7 @@ def serves(backend, terms):
 @pytest.mark.parametrize("fields", [[], *([f] for f in FIELDS), FIELDS], ids=lambda f: "+".join(f) or "plain")
 def test_equals_the_oracle(fields, grid, backend):
     terms, _, angle = make_terms(grid, fields)
-    serves(backend, terms)
+    serves(backend, terms, grid)
     q, k, v = torch.randn(3, 2, 2, grid.tokens, 4, dtype=double)
     out = attention(q, k, v, terms, grid, backend=backend)
     for b in range(2):
@@ -99,7 +99,7 @@ def test_gradients(fields, backend):
     """Every input and every term against finite differences."""
     grid = Grid(2, 3, 1)
     terms, leaves, _ = make_terms(grid, fields, requires_grad=True)
-    serves(backend, terms)
+    serves(backend, terms, grid)
     q, k, v = (torch.randn(1, 2, grid.tokens, 4, dtype=double, requires_grad=True) for _ in range(3))
 
     def function(q, k, v, *rest):
@@ -207,6 +207,65 @@ def test_auto_takes_the_first_that_serves():
 def test_errors(shapes, grid, backend, text):
     with pytest.raises(ValueError, match=text):
         attention(*(torch.zeros(s) for s in shapes), Terms(), grid, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (torch.ones(6, 6, dtype=torch.int64), r"bool \(True = attend\) or additive floats, not torch.int64; use mask.bool\(\)"),
+        (torch.ones(6, 6, dtype=torch.uint8), "not torch.uint8"),
+    ],
+)
+def test_integer_masks_are_refused(mask, text):
+    """Ones and zeros added to the logits would mask nothing, silently."""
+    with pytest.raises(ValueError, match=text):
+        attention(*torch.zeros(3, 1, 2, 6, 4), Terms(), Grid(2, 3), mask)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6), (6, 1), (2, 1, 1, 6), (1, 2, 6, 6)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64, torch.bfloat16])
+def test_any_mask_that_broadcasts(shape, dtype, backend):
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    mask = torch.rand(shape) > 0.3 if dtype == torch.bool else torch.randn(shape).to(dtype)
+    full = mask.expand(2, 2, 6, 6)
+    logits = q @ k.mT / 2
+    logits = logits.masked_fill(~full, -math.inf) if dtype == torch.bool else logits + full.float()
+    expected = logits.softmax(-1).nan_to_num(0.0) @ v
+    torch.testing.assert_close(attention(q, k, v, Terms(), Grid(2, 3), mask, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_large_finite_penalty_is_not_a_mask(dtype, backend):
+    """A row at -1e9 or at float32's minimum sees every key alike; rounded to -inf in half precision it would see none."""
+    q, k, v = torch.zeros(3, 1, 1, 6, 4).to(dtype)
+    v += torch.arange(4).to(dtype)
+    for penalty in (-1e9, torch.finfo(torch.float32).min):
+        out = attention(q, k, v, Terms(), Grid(2, 3), torch.full((6, 6), penalty), backend=backend)
+        torch.testing.assert_close(out, v, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("terms", "text"),
+    [
+        (Terms(tables=(Table(bias=torch.zeros(2, 13 * 13)),)), r"bias table over 'hw' has shape \(2, 169\).* needs \(2, 15\)"),
+        (Terms(tables=(Table(bias=torch.zeros(1, 15)),)), r"bias table over 'hw' has shape \(1, 15\).* needs \(2, 15\)"),
+        (Terms(tables=(Table("h", query=torch.zeros(2, 5, 4)),)), r"query table over 'h' .*the 2x3 grid.* needs \(2, 3, 4\)"),
+        (Terms(rotary=(torch.zeros(1, 9, 2),) * 2), r"rotary terms have shape \(1, 9, 2\).* needs \(2, 6, 2\)"),
+    ],
+)
+def test_terms_of_another_grid_are_refused(terms, text):
+    """A lookup with another grid's rows would be silently wrong."""
+    with pytest.raises(ValueError, match=text):
+        attention(*torch.zeros(3, 1, 2, 6, 4), terms, Grid(2, 3))
+    with pytest.raises(ValueError, match=text):
+        window_attention(torch.zeros(1, 5, 5, 24), terms, Grid(5, 5), (2, 3), (0, 0), 2)
+
+
+def test_meta_tensors():
+    q, k, v = torch.zeros(3, 1, 2, 6, 4, device="meta")
+    assert attention(q, k, v, Terms(), Grid(2, 3), backend="reference").shape == (1, 2, 6, 4)
 
 
 def test_grid_rejects_an_unknown_axis():

@@ -123,6 +123,21 @@ def test_low_precision_with_large_logits():
         torch.testing.assert_close(out, torch.ones_like(out), atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(5, 5), (8, 8), (8, 6), (3, 9)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_hold_against_large_logits(size, dtype, backend):
+    """The first region, cut off by the shift, sees itself at logits of -200 and v = 1; padding and the far side of the cyclic
+    border have logits of +200 and v = 1000, which a mask of -100 would let through."""
+    (h, w), heads, dim = size, 2, 4
+    q = torch.full((1, h, w, heads * dim), 10.0)
+    k, v = torch.full_like(q, 10.0), torch.full_like(q, 1000.0)  # logits 10 * 10 * 4 / sqrt(4)
+    rows, columns = (2 if h > 4 else h), (2 if w > 4 else w)
+    k[:, :rows, :columns], v[:, :rows, :columns] = -10.0, 1.0
+    out = window_attention(torch.cat((q, k, v), -1).to(dtype), Terms(), Grid(h, w), (4, 4), (2, 2), heads, backend=backend)
+    torch.testing.assert_close(out, v.to(dtype), atol=0, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

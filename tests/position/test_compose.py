@@ -34,8 +34,11 @@ def test_combine_multiplies_scales_and_adds_query_biases():
 
 
 def test_two_rotations_are_refused():
+    with pytest.raises(ValueError, match=r"'rope_axial\+rope_mixed' rotates twice"):
+        create_position("rope_axial+rope_mixed", Grid(3, 3), 2, 8)
+    once = create_position("rope_axial", Grid(3, 3), 2, 8)(Grid(3, 3))
     with pytest.raises(ValueError, match="two rotary encodings cannot be combined"):
-        create_position("rope_axial+rope_mixed", Grid(3, 3), 2, 8)(Grid(3, 3))
+        combine(once, once)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every registered encoding against its oracle, its golden numbers and the properties it must have; no key is left out."""
 
+import copy
 import inspect
 
 import numpy as np
@@ -9,8 +10,10 @@ from torch import nn
 
 import oracles
 from helpers import golden
-from vitrel import POSITIONS, Grid, create_position
+from vitrel import POSITIONS, Grid, PositionEncoding, create_position
 from vitrel.ops import attention
+from vitrel.position.resize import POLICIES
+from vitrel.position.terms import Composition
 
 KEYS = list(POSITIONS)
 IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
@@ -206,16 +209,77 @@ def tensors(terms) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("grid", [Grid(40, 50), Grid(47, 61), Grid(40, 90)], ids=str)
 @pytest.mark.parametrize("key", KEYS)
-def test_half_precision_does_not_round_positions(key):
-    """A model cast to bfloat16 computes coordinates and fixed angles as the float32 one does."""
-    grid = Grid(40, 50)
-    full, half = create_position(key, grid, 2, 8), create_position(key, grid, 2, 8).bfloat16()
+def test_half_precision_does_not_round_positions(key, grid):
+    """A model cast to bfloat16 computes coordinates, angles and resampled rows as the float32 one does from the same
+    parameters: rotations and fixed embeddings stay float32, learned rows are rounded once, at the end."""
+    half = create_position(key, Grid(40, 50), 2, 8).bfloat16()
+    full = copy.deepcopy(half).float()
     for a, b in zip(tensors(full(grid)), tensors(half(grid)), strict=True):
+        assert b.isfinite().all()
         if not list(full.parameters()):
             assert torch.equal(a, b) and b.dtype == torch.float32
+        elif half(grid).rotary is not None:
+            assert torch.equal(a, b) and b.dtype == torch.float32
         else:
-            assert b.isfinite().all()
+            assert b.dtype == torch.bfloat16 and torch.equal(a.to(b.dtype), b)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("key", ["table", "factorised"])
+def test_every_policy_rounds_once(key, policy):
+    half = create_position(key, Grid(6, 7), 2, 8, resize=policy).bfloat16()
+    full = copy.deepcopy(half).float()
+    for grid in (Grid(6, 7), Grid(9, 7), Grid(6, 15), Grid(11, 13), Grid(3, 20)):
+        for a, b in zip(tensors(full(grid)), tensors(half(grid)), strict=True):
+            assert b.dtype == torch.bfloat16 and torch.equal(a.to(b.dtype), b)
+
+
+@pytest.mark.parametrize("base", [None, 10.0, 50.0])
+def test_frequencies_of_rope_mixed(base):
+    """Magnitudes base^(-4t/D), base 10 unless given, once along a random direction per head and once at right angles to it."""
+    heads, n = 64, 4
+    encoding = create_position("rope_mixed", Grid(3, 3), heads, 4 * n, **({} if base is None else {"base": base}))
+    freqs = encoding.freqs.detach()  # [2, H, D/2], rows (y) first
+    magnitude = torch.tensor([(base or 10.0) ** (-t / n) for t in range(n)])
+    torch.testing.assert_close(freqs.norm(dim=0), magnitude.repeat(2).expand(heads, -1))
+    direction = freqs / freqs.norm(dim=0)
+    first, second = direction[..., :1], direction[..., n : n + 1]
+    torch.testing.assert_close(direction, torch.cat((first.expand(2, -1, n), second.expand(2, -1, n)), -1))
+    torch.testing.assert_close((first * second).sum(0), torch.zeros(heads, 1), atol=1e-6, rtol=0)
+    turn = torch.atan2(first[0, :, 0], first[1, :, 0]).sort().values
+    assert turn[0] < -2.5 and turn[-1] > 2.5 and turn.diff().max() < 1  # all around, not one direction for all heads
+    before = freqs.clone()
+    encoding.reset_parameters()
+    assert not torch.equal(encoding.freqs, before)
+
+
+@pytest.mark.parametrize("base", [None, 100.0, 10.0])
+def test_frequencies_of_rope_axial(base):
+    encoding = create_position("rope_axial", Grid(3, 3), 2, 16, **({} if base is None else {"base": base}))
+    cos, sin = encoding(Grid(2, 2, 1)).rotary  # [1, N, D/2]
+    theta = torch.tensor([(base or 100.0) ** (-t / 4) for t in range(4)])
+    still = torch.zeros(4)
+    for row, angle in {0: (still, still), 2: (still, theta), 3: (theta, still), 4: (theta, theta)}.items():
+        torch.testing.assert_close(cos[0, row], torch.cat(angle).cos())
+        torch.testing.assert_close(sin[0, row], torch.cat(angle).sin())
+
+
+@pytest.mark.parametrize("base", [None, 10000.0, 100.0])
+def test_frequencies_of_sincos(base):
+    encoding = create_position("sincos", Grid(3, 3), 2, 8, **({} if base is None else {"base": base}))
+    frequency = torch.tensor([(base or 10000.0) ** (-t / 4) for t in range(4)])
+    y, x = 2 * frequency, 1 * frequency
+    torch.testing.assert_close(encoding(Grid(3, 2)).tokens[5], torch.cat((y.sin(), y.cos(), x.sin(), x.cos())))
+
+
+@pytest.mark.parametrize(("key", "std"), [("absolute", 0.02), ("table", 0.02), ("factorised", 0.02)])
+def test_standard_deviation_at_initialisation(key, std):
+    for options in [{}] if key == "absolute" else [{}, {"init_std": 0.3}]:
+        encoding = create_position(key, Grid(40, 50), 8, 8, **options)
+        for parameter in encoding.parameters():
+            assert parameter.std().item() == pytest.approx(options.get("init_std", std), rel=0.15)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -225,6 +289,22 @@ def test_autocast_does_not_round_terms(key):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for a, b in zip(tensors(encoding(Grid(6, 9))), expected, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_is_final(key):
+    """An encoding derives from the interface alone, and nothing derives from it."""
+    encoding = POSITIONS[key]
+    assert encoding.__bases__ == (PositionEncoding,)
+    assert encoding.__subclasses__() == []
+    assert not inspect.isabstract(encoding)
+
+
+def test_the_interface_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        PositionEncoding()
+    concrete = {*POSITIONS.values(), Composition}
+    assert {c for c in PositionEncoding.__subclasses__() if c.__module__.startswith("vitrel.")} == concrete
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -1,6 +1,7 @@
 """Self-attention that takes its position terms as an argument, global or windowed, and the drop-in RelativeAttention."""
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
@@ -76,6 +77,7 @@ class RelativeAttention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         position_args: dict | None = None,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -87,15 +89,21 @@ class RelativeAttention(nn.Module):
         tokens, _ = split_position(position)
         if tokens:
             raise ValueError(f"{tokens!r} adds to the tokens, not in attention: x = x + create_position(...)(grid).tokens")
-        window, shift = _pair(window), _pair(shift)
+        window, shift = None if window is None else to_2tuple(window), to_2tuple(shift)
+        if window is None and shift != (0, 0):
+            raise ValueError(f"shift {shift} needs a window; global attention has none to shift")
         factory = dict(device=device, dtype=dtype)
-        self.attn = Attention(dim, num_heads, window, shift or (0, 0), qkv_bias, attn_drop, proj_drop, **factory)
+        self.attn = Attention(dim, num_heads, window, shift, qkv_bias, attn_drop, proj_drop, backend, **factory)
         trained = Grid(*grid) if window is None else Grid(*window)
         self.position = create_position(position, trained, num_heads, dim // num_heads, **factory, **(position_args or {}))
 
     def forward(self, x: Tensor, grid: tuple[int, int] | Grid, mask: Tensor | None = None) -> Tensor:
         """grid: (h, w) or Grid(h, w, prefix) of x's tokens in row-major order; prefix tokens come first, globally only."""
         grid = Grid(*grid)
+        if x.dim() != 3:
+            raise ValueError(f"x must be [B, N, C], got shape {tuple(x.shape)}")
+        if self.attn.window is not None and grid.prefix:
+            raise ValueError(f"windows hold patch tokens only, but the grid has {grid.prefix} prefix tokens: leave them out")
         if x.shape[-2] != grid.tokens:
             raise ValueError(
                 f"x has {x.shape[-2]} tokens, the {grid.h}x{grid.w} grid with {grid.prefix} prefix has {grid.tokens}"
@@ -104,7 +112,3 @@ class RelativeAttention(nn.Module):
             return self.attn(x, self.position(grid), grid, mask)
         x = self.attn(x.unflatten(-2, (grid.h, grid.w)), self.position(Grid(*self.attn.window)), grid, mask)
         return x.flatten(1, 2)
-
-
-def _pair(value: tuple[int, int] | int | None) -> tuple[int, int] | None:
-    return (value, value) if isinstance(value, int) else value

@@ -2,11 +2,11 @@
 
 import abc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.fx
-from timm.layers import trunc_normal_
+from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
@@ -18,6 +18,8 @@ class Backbone(nn.Module, abc.ABC):
     """Abstract. A trunk has `patch_embed` (timm's, NHWC), `pos_embed` (an encoding or None) and `num_prefix_tokens`."""
 
     pos_embed: PositionEncoding | None
+    init_linear: Callable[[nn.Module], None]
+    window_size: tuple[int, int] | None = None
     grad_checkpointing: bool = False
 
     @abc.abstractmethod
@@ -29,9 +31,24 @@ class Backbone(nn.Module, abc.ABC):
         (h, w), (ph, pw) = size, self.patch_embed.patch_size
         return Grid(-(-h // ph), -(-w // pw), self.num_prefix_tokens)
 
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Record the size used from now on. Changes no parameter: every size works at forward without this call."""
-        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+        window_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Record the size (h, w) in pixels used from now on. Changes no parameter: every size works at forward without this.
+
+        patch_size, window_size: accepted, as in timm's call, where they are the model's own; else ValueError.
+        """
+        for name, asked, own in (
+            ("patch_size", patch_size, self.patch_embed.patch_size),
+            ("window_size", window_size, self.window_size),
+        ):
+            if asked is not None and to_2tuple(asked) != own:
+                raise ValueError(f"{name} {asked} is not the model's {own}, which stays at every size; build a model with it")
+        if img_size is not None:
+            self.img_size = to_2tuple(img_size)
 
     @property
     def resize_policies(self) -> tuple[str, ...]:
@@ -71,6 +88,24 @@ class Backbone(nn.Module, abc.ABC):
         """Recompute the blocks' activations in the backward pass instead of storing them."""
         self.grad_checkpointing = enable
 
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise all parameters and buffers, e.g. of a model made on the meta device and moved by `to_empty`.
+
+        needs_reset False: the layers have initialised themselves at construction, only linear layers are drawn anew.
+        """
+        if needs_reset:
+            for module in self.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            self.init_non_persistent_buffers()
+        self.apply(self.init_linear)
+
+    def init_non_persistent_buffers(self) -> None:
+        """Refill what no state dict holds: the constants of fixed encodings."""
+        for module in self.modules():
+            if isinstance(module, PositionEncoding) and hasattr(module, "init_non_persistent_buffers"):
+                module.init_non_persistent_buffers()
+
     def embed_patches(self, image: Tensor) -> Tensor:
         """[B, 3, height, width] pixels -> [B, h, w, C]; padded right and below to whole patches. ValueError below one patch."""
         if not torch.compiler.is_compiling():
@@ -88,6 +123,14 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
     if image.shape[2] < patch[0] or image.shape[3] < patch[1]:
         size = f"{image.shape[2]}x{image.shape[3]}"
         raise ValueError(f"image of {size} pixels is smaller than one patch of {patch[0]}x{patch[1]}; enlarge it")
+
+
+def check_pool(global_pool: str, class_token: bool) -> None:
+    """ValueError unless a trunk with or without a class token can pool its features by `global_pool`."""
+    known = ("token", "avg", "max", "avgmax", "") if class_token else ("avg", "max", "avgmax", "")
+    if global_pool not in known:
+        hint = "needs class_token=True" if global_pool == "token" else "is unknown"
+        raise ValueError(f"global_pool={global_pool!r} {hint}; choose one of {', '.join(map(repr, known))}")
 
 
 def init_linear(module: nn.Module, gain: float | None = None) -> None:

@@ -23,29 +23,35 @@ _BUFFERS = re.compile(r"relative_position_index$|attn_mask$|relative_coords_tabl
 _TABLE = "relative_position_bias_table"
 
 
-def load_pretrained(model: nn.Module, source: str | Path | dict[str, Tensor], reset_head: bool = False) -> nn.Module:
+def load_pretrained(
+    model: nn.Module,
+    source: str | Path | dict[str, Tensor],
+    reset_head: bool = False,
+    source_grid: tuple[int, int] | None = None,
+) -> nn.Module:
     """Load a state dict, or a file that holds one, into a vitrel model and return the model.
 
     source: .safetensors, or anything torch.load reads with weights_only=True; a dictionary with the weights under "model" or
     "state_dict" is unwrapped. Layouts: timm ViT and Swin v1, Microsoft Swin v1, vitrel. reset_head: leave the classifier as
-    initialised, for another number of classes. Everything that would stay unused or unset raises RuntimeError and is listed.
+    initialised, for another number of classes. source_grid: (h, w) in tokens that the file's absolute embedding or table was
+    trained on. Without it, one with as many rows as the model's is taken to be of the model's grid, any other of a square one.
+    Everything that would stay unused or unset raises RuntimeError and is listed.
     """
-    state = filter_state_dict(source if isinstance(source, dict) else read_state_dict(source), model)
+    state = filter_state_dict(source if isinstance(source, dict) else read_state_dict(source), model, source_grid)
     own = model.state_dict()
     head = {name for name in own if name.startswith("head.")}
     if reset_head:
         state = {name: value for name, value in state.items() if name not in head} | {name: own[name] for name in head}
     missing, unused = [n for n in own if n not in state], [n for n in state if n not in own]
-    shapes = [f"{n}: {tuple(state[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in own if n in state]
-    shapes = [line for n, line in zip([n for n in own if n in state], shapes, strict=True) if state[n].shape != own[n].shape]
-    if missing or unused or shapes:
-        raise RuntimeError(
-            _mismatch(missing, unused, shapes, any(n.startswith("head.") for n in missing) or "head." in str(shapes))
-        )
+    differ = [n for n in own if n in state and state[n].shape != own[n].shape]
+    if missing or unused or differ:
+        shapes = [f"{n}: {tuple(state[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in differ]
+        raise RuntimeError(_mismatch(missing, unused, shapes, head=not head.isdisjoint([*missing, *differ])))
     bad = [name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
         raise RuntimeError(f"the weights hold NaN or infinity in {', '.join(bad[:5])}; nothing was loaded")
     model.load_state_dict(state)
+    model.init_non_persistent_buffers()  # a model from the meta device has none yet
     return model
 
 
@@ -66,15 +72,17 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     return _unwrap(loaded, str(path))
 
 
-def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def filter_state_dict(
+    state: dict[str, Tensor], model: nn.Module, source_grid: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
     """A foreign state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`."""
     try:
-        return _filter(_unwrap(state, "the state dict"), model)
+        return _filter(_unwrap(state, "the state dict"), model, source_grid)
     except TypeError as error:  # timm would retry with one argument and hide this
         raise RuntimeError(f"cannot read these weights: {error}") from error
 
 
-def _filter(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def _filter(state: dict[str, Tensor], model: nn.Module, source_grid: tuple[int, int] | None) -> dict[str, Tensor]:
     microsoft = "layers.0.downsample.reduction.weight" in state
     patch = state.get("patch_embed.proj.weight")
     if patch is not None and patch.shape[2:] != model.patch_embed.proj.weight.shape[2:]:
@@ -98,38 +106,46 @@ def _filter(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
             name = next((f"{n}.{_TABLE}" for n in found), name)
         owner = encodings.get(name.rpartition(".")[0])
         if isinstance(owner, OffsetTable):
-            value = _fit_table(name, value, owner)
+            value = _fit_table(name, value, owner, source_grid)
         elif isinstance(owner, Absolute):
-            value = _fit_embedding(name, value, owner)
+            value = _fit_embedding(name, value, owner, source_grid)
         out[name] = value
     return out
 
 
-def _fit_table(name: str, value: Tensor, owner: OffsetTable) -> Tensor:
-    extra = 3 if owner.grid.prefix else 0
-    if len(value) == owner.grid.classes():
+def _fit_table(name: str, value: Tensor, owner: OffsetTable, grid: tuple[int, int] | None) -> Tensor:
+    rows = len(value) - (3 if owner.grid.prefix else 0)
+    if grid is None and len(value) == owner.grid.classes():
         return value
-    side = _square(name, len(value) - extra)
-    if side % 2 == 0:
-        raise ValueError(f"{name} has {len(value)} rows, which no square window gives")
-    source = Grid((side + 1) // 2, (side + 1) // 2)
-    rows = len(value) - extra
+    if grid is None:
+        side = _square(name, rows)
+        if side % 2 == 0:
+            raise ValueError(f"{name} has {rows} rows, which no square grid gives; pass source_grid=(h, w)")
+        grid = ((side + 1) // 2, (side + 1) // 2)
+    source = Grid(*grid)
+    if rows != source.offset_classes():
+        raise ValueError(f"{name} has {rows} rows, a {source.h}x{source.w} grid has {source.offset_classes()} offsets")
     return torch.cat((resize_table(value[:rows], source, owner.grid, owner.resize), value[rows:]))
 
 
-def _fit_embedding(name: str, value: Tensor, owner: Absolute) -> Tensor:
-    if value.shape[1] == owner.grid.tokens:
-        return value
+def _fit_embedding(name: str, value: Tensor, owner: Absolute, grid: tuple[int, int] | None) -> Tensor:
     prefix = owner.grid.prefix
-    side = _square(name, value.shape[1] - prefix)
-    grown = resize_embedding(value[0, prefix:].unflatten(0, (side, side)), owner.grid)
-    return torch.cat((value[:, :prefix], grown[None]), 1)
+    if grid is None and value.shape[1] == owner.grid.tokens:
+        return value
+    rows = value.shape[1] - prefix
+    h, w = grid or (_square(name, rows),) * 2
+    if rows != h * w:
+        raise ValueError(f"{name} has {rows} rows beside {prefix} prefix tokens, a {h}x{w} grid has {h * w}")
+    resampled = resize_embedding(value[0, prefix:].unflatten(0, (h, w)), owner.grid)
+    return torch.cat((value[:, :prefix], resampled[None]), 1)
 
 
 def _square(name: str, rows: int) -> int:
     side = round(max(rows, 0) ** 0.5)
     if side < 1 or side * side != rows:
-        raise ValueError(f"{name} has {rows} rows for positions, no square: its grid cannot be told; resize it before loading")
+        raise ValueError(
+            f"{name} has {rows} rows for positions, no square: pass source_grid=(h, w), the grid it was trained on"
+        )
     return side
 
 

@@ -27,14 +27,16 @@ def register_family(
 
 def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str) -> Callable[..., nn.Module]:
     def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
-        stages = len(arguments["depths"]) if "depths" in arguments else arguments["depth"]
+        kwargs = arguments | kwargs
+        depth = len(kwargs["depths"]) if "depths" in kwargs else kwargs["depth"]
+        taps = kwargs.pop("out_indices", _taps(depth))
         return build_model_with_cfg(
             trunk,
             name,
             pretrained,
             pretrained_filter_fn=filter_state_dict,
-            feature_cfg=dict(out_indices=kwargs.pop("out_indices", _taps(stages)), feature_cls="getter"),
-            **{**arguments, **kwargs},
+            feature_cfg=dict(out_indices=taps, feature_cls="getter"),
+            **kwargs,
         )
 
     entry_point.__name__ = entry_point.__qualname__ = name

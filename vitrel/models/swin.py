@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import ClassifierHead, PatchEmbed, calculate_drop_path_rates
+from timm.layers import ClassifierHead, PatchEmbed, calculate_drop_path_rates, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block, PatchMerging
-from vitrel.models.backbone import Backbone, init_linear
+from vitrel.models.backbone import Backbone, check_pool, init_linear
 from vitrel.models.registry import register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
@@ -75,16 +75,18 @@ class Swin(Backbone):
         """
         super().__init__()
         check_options(position, position_args or {})
+        check_pool(global_pool, class_token=False)
         if len(depths) != len(num_heads):
             raise ValueError(f"depths has {len(depths)} stages, num_heads {len(num_heads)}")
         factory = dict(device=device, dtype=dtype)
         self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool, self.output_fmt = num_classes, in_chans, global_pool, "NHWC"
         self.embed_dim, self.num_prefix_tokens = embed_dim, 0
-        self.set_input_size(img_size)
+        self.img_size = to_2tuple(img_size)
         how = dict(norm_layer=nn.LayerNorm, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **how)
-        window = Grid(window_size, window_size) if isinstance(window_size, int) else Grid(*window_size)
+        self.window_size = to_2tuple(window_size)
+        window = Grid(*self.window_size)
         on_tokens, in_attention = split_position(position)
 
         def encoding(key: str, grid: Grid, dim: int, heads: int) -> PositionEncoding:
@@ -113,12 +115,13 @@ class Swin(Backbone):
         self.layers = nn.Sequential(*stages)
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.feature_info = [
-            dict(num_chs=embed_dim * 2**i, reduction=patch_size * 2**i, module=f"layers.{i}") for i in range(len(depths))
+            dict(num_chs=embed_dim * 2**i, reduction=max(self.patch_embed.patch_size) * 2**i, module=f"layers.{i}")
+            for i in range(len(depths))
         ]
         self.norm = nn.LayerNorm(self.num_features, eps=_EPS, **factory)
         self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **factory)
         self.head_hidden_size = self.head.num_features
-        self.apply(self.init_linear)
+        self.init_weights(needs_reset=False)
 
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
@@ -132,7 +135,7 @@ class Swin(Backbone):
         x = self.embed_patches(image)
         if self.pos_embed is not None:
             tokens = self.pos_embed(Grid(x.shape[1], x.shape[2])).tokens
-            x = x + tokens.unflatten(0, x.shape[1:3]).to(x.dtype)
+            x = x + tokens.unflatten(0, x.shape[1:3]).to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
         return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -184,6 +187,8 @@ class Swin(Backbone):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
+        if global_pool is not None:
+            check_pool(global_pool, class_token=False)
         self.num_classes = num_classes
         self.head.reset(num_classes, pool_type=global_pool)
         self.global_pool = self.head.global_pool.pool_type

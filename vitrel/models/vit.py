@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from timm.layers import PatchEmbed, calculate_drop_path_rates, global_pool_nlc
+from timm.layers import PatchEmbed, calculate_drop_path_rates, global_pool_nlc, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
-from vitrel.models.backbone import Backbone, init_linear
+from vitrel.models.backbone import Backbone, check_pool, init_linear
 from vitrel.models.registry import register_family
-from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
+from vitrel.position import POSITIONS, PositionEncoding, Terms, check_options, create_position, select_options, split_position
 
 __all__ = ["ViT"]  # timm appends the entry points
 
@@ -55,14 +55,13 @@ class ViT(Backbone):
         """
         super().__init__()
         check_options(position, position_args or {})
-        if global_pool == "token" and not class_token:
-            raise ValueError("global_pool='token' needs class_token=True; use global_pool='avg'")
+        check_pool(global_pool, class_token)
         factory = dict(device=device, dtype=dtype)
         self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.set_input_size(img_size)
+        self.img_size = to_2tuple(img_size)
         self.patch_embed = PatchEmbed(
             img_size, patch_size, in_chans, embed_dim, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory
         )
@@ -83,17 +82,19 @@ class ViT(Backbone):
 
         self.pos_embed = encoding(on_tokens) if on_tokens else None
         self.blocks = nn.Sequential(*(block(rate) for rate in calculate_drop_path_rates(drop_path_rate, depth)))
-        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size) for i in range(depth)]
+        self.feature_info = [
+            dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=max(self.patch_embed.patch_size)) for i in range(depth)
+        ]
         norm_pooled = global_pool in ("avg", "avgmax", "max")
         self.norm = nn.Identity() if norm_pooled else nn.LayerNorm(embed_dim, eps=_EPS, **factory)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=_EPS, **factory) if norm_pooled else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
-        self.init_weights()
+        self.init_weights(needs_reset=False)
 
-    def init_weights(self) -> None:
-        """Initialise linear layers and the class and register tokens; encodings initialise themselves."""
-        self.apply(self.init_linear)
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise all parameters and buffers; needs_reset False: the layers have done their part at construction."""
+        super().init_weights(needs_reset)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
@@ -115,7 +116,7 @@ class ViT(Backbone):
         prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
         if self.pos_embed is not None:
-            x = x + self.pos_embed(grid).tokens.to(x.dtype)
+            x = x + self.pos_embed(grid).tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
         return x, grid
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -171,8 +172,7 @@ class ViT(Backbone):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
         if global_pool is not None:
-            if global_pool == "token" and self.cls_token is None:
-                raise ValueError("global_pool='token' needs a model with class_token=True; use 'avg'")
+            check_pool(global_pool, self.cls_token is not None)
             self.global_pool = global_pool
         self.num_classes = num_classes
         weight = self.patch_embed.proj.weight
@@ -195,8 +195,8 @@ class ViT(Backbone):
         for block in self.blocks:
             yield block.position, grid
 
-    def _run(self, block: Block, x: Tensor, terms, grid: Grid) -> Tensor:
-        if self.grad_checkpointing and not torch.jit.is_scripting():
+    def _run(self, block: Block, x: Tensor, terms: Terms, grid: Grid) -> Tensor:
+        if self.grad_checkpointing:
             return checkpoint(block, x, terms, grid)
         return block(x, terms, grid)
 

@@ -36,6 +36,9 @@ def attention(
     """
     if not torch.compiler.is_compiling():
         _check_tokens(q, k, v, grid)
+        check_terms(terms, grid, q.shape[-3], q.shape[-1])
+    if mask is not None:
+        mask = _check_mask(mask)
     return _choose(backend, terms, mask, dropout_p).attention(q, k, v, terms, grid, mask, dropout_p)
 
 
@@ -63,6 +66,8 @@ def window_attention(
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}; expected [B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
         )
+    if not torch.compiler.is_compiling():
+        check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
     return _choose(backend, terms, None, dropout_p).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
 
@@ -74,6 +79,36 @@ def _choose(backend: str, terms: Terms, mask: Tensor | None, dropout_p: float) -
     if reason := BACKENDS[backend].refuses(terms, mask, dropout_p):
         raise ValueError(f"backend {backend!r} refuses: {reason}; use backend='auto'")
     return BACKENDS[backend]
+
+
+def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
+    """ValueError unless every term has the rows of `grid`, the heads and the width: a lookup would silently be wrong."""
+    place = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
+    for table in terms.tables:
+        rows = grid.classes(table.axis)
+        for name, value in (("bias", table.bias), ("query", table.query), ("key", table.key), ("value", table.value)):
+            if value is None:
+                continue
+            wanted = (heads, rows) if name == "bias" else (heads, rows, width)
+            if tuple(value.shape) != wanted and (name == "bias" or tuple(value.shape) != (1, rows, width)):
+                raise ValueError(
+                    f"{name} table over {table.axis!r} has shape {tuple(value.shape)}, {place} needs {wanted}: "
+                    "compute the terms on this grid (inside windows, on Grid(*window))"
+                )
+    for angle in terms.rotary or ():
+        if tuple(angle.shape[1:]) != (grid.tokens, width // 2) or angle.shape[0] not in (1, heads):
+            raise ValueError(
+                f"rotary terms have shape {tuple(angle.shape)}, {place} needs {(heads, grid.tokens, width // 2)}: "
+                "compute the terms on this grid (inside windows, on Grid(*window))"
+            )
+
+
+def _check_mask(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"a mask is bool (True = attend) or additive floats, not {mask.dtype}; use mask.bool() for ones and zeros"
+        )
+    return mask if mask.dim() >= 2 else mask.view((1,) * (2 - mask.dim()) + mask.shape)
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> None:

@@ -3,6 +3,7 @@
 Every other backend is held to this one, outputs and all gradients. It refuses nothing.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,8 @@ def attention(
 ) -> Tensor:
     """See vitrel.ops.attention. Any number of leading dimensions before [H, N, D]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    known = torch.amp.is_autocast_available(q.device.type)  # not on the meta device
+    with torch.autocast(q.device.type, enabled=False) if known else contextlib.nullcontext():
         out = _attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid, mask, dropout_p)
     return out.to(v.dtype)
 
@@ -41,7 +43,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: 
     if mask is not None and mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, float("-inf"))
     elif mask is not None:
-        logits = logits + mask
+        logits = logits + mask.to(logits.dtype)
     blind = (logits == float("-inf")).all(-1, keepdim=True)  # a query that sees no key returns 0, not NaN
     p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     p = F.dropout(p, dropout_p)

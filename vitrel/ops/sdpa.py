@@ -30,10 +30,13 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
     blind = hidden.all(-1, keepdim=True)  # backends disagree on a query that sees no key: show it all, then return 0
-    mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(hidden, float("-inf")) if mask.dtype == torch.bool else mask
-    mask = mask.masked_fill(blind, 0.0)
-    bias = mask if bias is None else bias + mask
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), dropout_p=dropout_p, scale=scale)
+    if mask.dtype != torch.bool:
+        bias = mask if bias is None else bias + mask
+    bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
+    bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
+    bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # a finite penalty stays finite in half precision
+    bias = torch.where(hidden, float("-inf"), bias).masked_fill(blind, 0.0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return out.masked_fill(blind, 0.0)
 
 

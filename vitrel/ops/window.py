@@ -3,8 +3,8 @@
 Pad first, then shift (timm and the original roll before they pad, so opposite borders meet; timm issue 2438). The window never
 shrinks: a grid that it does not divide is padded on the right and below, and padding is a region of its own that no token sees.
 So the result equals the same attention on an infinite canvas with everything outside the image masked. Along an axis that fits
-into one window there is no shift. Everything is index arithmetic on tensors, without a branch on the size of the grid, so that
-one exported or compiled graph serves every grid.
+into one window there is no shift. Everything is index arithmetic on tensors, without a branch on the size of the grid: one
+exported graph serves every grid, and a sweep over sizes compiles twice (torch specialises the first size it meets).
 """
 
 from typing import NamedTuple

@@ -96,6 +96,8 @@ def _keys(position: str) -> list[str]:
             raise ValueError(f"unknown position {key!r}{hint} (known: {', '.join(POSITIONS)}; join several with '+')")
     if len(set(keys)) < len(keys):
         raise ValueError(f"position {position!r} names the same encoding twice")
+    if sum(POSITIONS[key].rotates for key in keys) > 1:
+        raise ValueError(f"position {position!r} rotates twice: choose one of its rope_* keys")
     return keys
 
 

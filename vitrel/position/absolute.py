@@ -18,7 +18,15 @@ class Absolute(PositionEncoding):
     site = "tokens"
     policies = ("bicubic",)
 
-    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, device: torch.device | str | None = None, dtype=None):
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.grid, self.resize = grid, "bicubic"
         self.pos_embed = nn.Parameter(torch.empty(1, grid.tokens, num_heads * head_dim, device=device, dtype=dtype))

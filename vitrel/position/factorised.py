@@ -27,7 +27,7 @@ class Factorised(PositionEncoding):
         resize: str = POLICIES[0],
         init_std: float = 0.02,
         device: torch.device | str | None = None,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.grid, self.resize, self.init_std = grid, check_policy(resize), init_std

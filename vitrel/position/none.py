@@ -12,7 +12,15 @@ from vitrel.position.terms import PositionEncoding, Terms
 class NoPosition(PositionEncoding):
     """Adds nothing on any grid."""
 
-    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, device: torch.device | str | None = None, dtype=None):
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
 
     def forward(self, grid: Grid) -> Terms:

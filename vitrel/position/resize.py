@@ -1,8 +1,8 @@
 """Learned tables and embeddings from one grid to another: the only place where a position parameter is interpolated.
 
 An axis of offsets is resampled by a few taps per target row, a gather and a weighted sum: elementwise, so neither autocast nor
-TF32 rounds the table, and without a branch on the size, so one compiled graph serves every grid. An axis that does not grow
-is always read exactly, as the centre of the trained one; the policy decides what happens on an axis that grows.
+TF32 rounds the table, and without a branch on the size, so no size costs a compiled graph of its own. An axis that does not
+grow is always read exactly, as the centre of the trained one; the policy decides what happens on an axis that grows.
 """
 
 import torch
@@ -34,12 +34,13 @@ def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
     taps, weights = _TAPS[check_policy(policy)](source, target, rows.device)  # [K, 2*target-1] each
     exact = torch.arange(1 - target, target, device=rows.device).clamp(1 - source, source - 1) + source - 1
     grows = torch.ones((), dtype=torch.int64, device=rows.device) * target > source
-    out = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    exact_type = torch.promote_types(rows.dtype, torch.float32)  # half-precision rows are rounded once, at the end
+    out = torch.zeros((), dtype=exact_type, device=rows.device)
     for k, (tap, weight) in enumerate(zip(taps, weights, strict=True)):
         tap = torch.where(grows, tap, exact)
-        weight = torch.where(grows, weight.to(rows.dtype), 1.0 if k == 0 else 0.0)
+        weight = torch.where(grows, weight.to(exact_type), 1.0 if k == 0 else 0.0)
         out = out + rows.index_select(-2, tap) * weight[:, None]
-    return out
+    return out.to(rows.dtype)
 
 
 def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
@@ -51,8 +52,8 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 
 
 def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:
-    """An absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm), in float32."""
-    image = embedding.permute(2, 0, 1)[None].float()  # [1, C, h, w]
+    """An absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
+    image = embedding.permute(2, 0, 1)[None].to(torch.promote_types(embedding.dtype, torch.float32))  # [1, C, h, w]
     image = F.interpolate(image, size=(target.h, target.w), mode="bicubic", antialias=True, align_corners=False)
     return image[0].flatten(1).mT.to(embedding.dtype)
 

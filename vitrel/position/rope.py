@@ -20,6 +20,8 @@ from vitrel.position.terms import PositionEncoding, Terms
 class RopeAxial(PositionEncoding):
     """No parameters; one rotation for all heads."""
 
+    rotates = True
+
     def __init__(
         self,
         grid: Grid,
@@ -28,7 +30,7 @@ class RopeAxial(PositionEncoding):
         *,
         base: float = 100.0,
         device: torch.device | str | None = None,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.base = base
@@ -49,6 +51,8 @@ class RopeAxial(PositionEncoding):
 class RopeMixed(PositionEncoding):
     """`freqs` [2, H, D/2], radians per patch: freqs[0] along the rows (y), freqs[1] along the columns (x)."""
 
+    rotates = True
+
     def __init__(
         self,
         grid: Grid,
@@ -57,7 +61,7 @@ class RopeMixed(PositionEncoding):
         *,
         base: float = 10.0,
         device: torch.device | str | None = None,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.base = base

@@ -24,7 +24,7 @@ class SinCos(PositionEncoding):
         *,
         base: float = 10000.0,
         device: torch.device | str | None = None,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         width = num_heads * head_dim

@@ -45,12 +45,14 @@ class Terms(NamedTuple):
 class PositionEncoding(nn.Module, abc.ABC):
     """Abstract: a pure function of the grid. Every subclass is final and is built as (grid, num_heads, head_dim, **options).
 
-    `site` says where the terms act: "attention" (rotary, query_bias, tables) or "tokens" (added to the embedded patches).
+    `site` says where the terms act: "attention" (rotary, query_bias, tables) or "tokens" (added to the embedded patches);
+    `rotates`, whether they hold a rotary term, of which a model can have only one.
     `policies` are the rules, the default first, by which learned parameters can serve a grid they were not trained on, where
     there is such a choice; the attribute `resize` holds the one in use.
     """
 
     site: ClassVar[str] = "attention"
+    rotates: ClassVar[bool] = False
     policies: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod

@@ -1,0 +1,71 @@
+"""Masks together with fewer queries than keys, as a decoder or a layer with memory calls attention."""
+
+import math
+
+import pytest
+import torch
+
+from vitrel import Grid, Table, Terms
+from vitrel.ops import BACKENDS, attention
+
+double = torch.float64
+
+
+def problem(grid=Grid(2, 3, 1), heads=2, dim=4):
+    """q, k, v and terms of every kind that all backends serve, in float64, all requiring gradients."""
+    n = grid.tokens
+    leaves = [torch.randn(2, heads, n, dim, dtype=double, requires_grad=True) for _ in range(3)]
+    angle = torch.randn(heads, n, dim // 2, dtype=double)
+    bias, rows = torch.randn(heads, grid.classes(), dtype=double), torch.randn(2, heads, grid.classes("h"), dim, dtype=double)
+    tables = (Table(bias=bias), Table("h", query=rows[0], key=rows[1]))
+    return leaves, Terms(rotary=(angle.cos(), angle.sin()), query_bias=torch.randn(heads, dim, dtype=double), tables=tables), grid
+
+
+def random_mask(kind, *shape):
+    visible = torch.rand(shape) > 0.4
+    return visible if kind == "bool" else torch.randn(shape, dtype=double).masked_fill(~visible, -math.inf)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("leading", [(), (1, 1), (2, 1), (1, 2), (2, 2), (2,)], ids=str)
+@pytest.mark.parametrize("queries", [1, 3, 7])
+def test_fewer_queries_with_a_mask(queries, leading, kind, backend):
+    """A mask of the last M queries gives the last M rows of the whole; a row that sees nothing is 0. Gradients too."""
+    (q, k, v), terms, grid = problem()
+    mask = random_mask(kind, *leading, grid.tokens, grid.tokens)
+    mask[..., -1, :] = False if kind == "bool" else -math.inf
+    whole = attention(q, k, v, terms, grid, mask, backend="reference")[:, :, -queries:]
+    part = attention(q[:, :, -queries:], k, v, terms, grid, mask[..., -queries:, :], backend=backend)
+    torch.testing.assert_close(part, whole, atol=1e-12, rtol=0)
+    assert (part[:, :, -1] == 0).all()
+    weight = torch.randn_like(whole)
+    for a, b in zip(*(torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (part, whole)), strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_over_keys_alone(backend):
+    """[B, 1, 1, N], as for padded batches: hidden keys and their values have no effect on any query."""
+    (q, k, v), terms, grid = problem()
+    visible = torch.rand(2, 1, 1, grid.tokens) > 0.4
+    visible[..., 0] = True
+    out = attention(q[:, :, -3:], k, v, terms, grid, visible, backend=backend)
+    hidden = ~visible[:, 0, 0, :, None].unsqueeze(1)  # [B, 1, N, 1]
+    other = attention(q[:, :, -3:], k + 9 * hidden, v + 1e3 * hidden, terms, grid, visible, backend=backend)
+    torch.testing.assert_close(out, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_causal_mask_equals_growing_keys(backend):
+    """Query by query with a causal mask: decoding one token at a time gives the same rows as one call."""
+    (q, k, v), terms, grid = problem(Grid(1, 6))
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    whole = attention(q, k, v, terms, grid, causal, backend=backend)
+    changed = k.detach().clone(), v.detach().clone()
+    for t in changed:
+        t[:, :, 4:] = 7.0
+    torch.testing.assert_close(attention(q, *changed, terms, grid, causal, backend=backend)[:, :, :4], whole[:, :, :4])
+    last = attention(q[:, :, 5:], k, v, terms, grid, causal[5:], backend=backend)
+    torch.testing.assert_close(last, whole[:, :, 5:], atol=1e-12, rtol=0)
