@@ -23,12 +23,21 @@ def functions(tree):
 
 
 def imports(tree):
-    """Every module named in an import anywhere in the file."""
+    """Every module named in an import anywhere in the file; a relative one keeps its dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+            yield "." * node.level + (node.module or "")
+
+
+def package_imports(tree):
+    """The two ways to import the whole package, which brings in everything: "import vitrel" and "from vitrel import"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(alias.name == "vitrel" for alias in node.names):
+            yield "import vitrel"
+        elif isinstance(node, ast.ImportFrom) and node.module == "vitrel":
+            yield "from vitrel import"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,7 +60,10 @@ def test_the_core_is_an_afternoon():
 @pytest.mark.parametrize("name", NAMES)
 def test_import_direction(name):
     part = name.split("/")[1].removesuffix(".py") if name.startswith("vitrel/") else "tools"
+    if part not in ("tools", "__init__"):  # above the models, importing the package registers them with timm
+        assert set(package_imports(TREES[name])) <= (set() if part in ORDER else {"import vitrel"}), f"{name}: name the module"
     for module in imports(TREES[name]):
+        assert not module.startswith("."), f"{name} imports {module}: write the whole path"
         words = module.split(".")
         if words[0] in ("lightning", "pytorch_lightning"):
             assert part in ("train", "tools"), f"{name} imports {module}"
@@ -112,8 +124,11 @@ def test_public_names_are_documented_and_typed(name):
             if node.name != "refuses":
                 assert ast.get_docstring(node), f"{name}: {node.name} has no docstring"
             for function in functions(node):
-                arguments = [a for a in function.args.args if a.arg not in ("self", "cls", "dtype", "terms")]
+                arguments = [a for a in function.args.args + function.args.kwonlyargs if a.arg not in ("self", "cls")]
+                arguments += [function.args.vararg] if function.args.vararg else []
                 missing = [a.arg for a in arguments if a.annotation is None]
+                if function.returns is None and function.name != "__init__":
+                    missing.append("return")
                 assert not missing or (function.name.startswith("_") and function.name != "__init__"), (
                     f"{name}: {function.name} {missing}"
                 )

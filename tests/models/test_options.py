@@ -92,6 +92,8 @@ def test_register_tokens():
     image = torch.randn(1, 3, 64, 40)
     tokens, grid = model.embed(image)
     assert tokens.shape == (1, 5 + 8 * 5, 96) and grid == (8, 5, 5)
+    for row, token in enumerate((model.cls_token[0, 0], *model.reg_token[0])):  # the class token first, as pooling takes it
+        torch.testing.assert_close(tokens[0, row], token + model.pos_embed.pos_embed[0, row])
     before = model(image)
     with torch.no_grad():
         model.reg_token.add_(torch.randn_like(model.reg_token))
@@ -164,7 +166,7 @@ def test_groups(name, coarse):
     found = [{layer[n] for n in layer if n.startswith(unit)} for unit in units]
     assert all(len(group) == 1 for group in found)
     order = [next(iter(group)) for group in found]
-    assert order == sorted(set(order)) and 0 < order[0]
+    assert order == sorted(set(order)) and order[0] > 0
     assert {layer[n] for n in layer if n.startswith("head.")} == {max(layer.values())} and order[-1] < max(layer.values())
     modules = group_modules(model, model.group_matcher(coarse=coarse), reverse=True)
     assert all(modules[n.rpartition(".")[0]] == layer[n] for n in layer if "." in n)

@@ -12,13 +12,14 @@ double = torch.float64
 
 
 def problem(grid=Grid(2, 3, 1), heads=2, dim=4):
-    """q, k, v and terms of every kind that all backends serve, in float64, all requiring gradients."""
+    """q, k, v and terms of every kind that all backends serve, in float64; q, k, v require gradients."""
     n = grid.tokens
     leaves = [torch.randn(2, heads, n, dim, dtype=double, requires_grad=True) for _ in range(3)]
     angle = torch.randn(heads, n, dim // 2, dtype=double)
     bias, rows = torch.randn(heads, grid.classes(), dtype=double), torch.randn(2, heads, grid.classes("h"), dim, dtype=double)
     tables = (Table(bias=bias), Table("h", query=rows[0], key=rows[1]))
-    return leaves, Terms(rotary=(angle.cos(), angle.sin()), query_bias=torch.randn(heads, dim, dtype=double), tables=tables), grid
+    query_bias = torch.randn(heads, dim, dtype=double)
+    return leaves, Terms(rotary=(angle.cos(), angle.sin()), query_bias=query_bias, tables=tables), grid
 
 
 def random_mask(kind, *shape):

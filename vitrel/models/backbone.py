@@ -58,7 +58,9 @@ class Backbone(nn.Module, abc.ABC):
         return tuple(dict.fromkeys(p for e in choosing for part in _parts(e) for p in part.policies))
 
     def set_resize_policy(self, policy: str) -> None:
-        """Switch every encoding that has a choice to `policy`. Raises ValueError for one that no encoding here has."""
+        """Switch every encoding that has a choice to `policy`, from now on; `position_args=dict(resize=...)` is what lasts
+        through saving and rebuilding. Raises ValueError for one that no encoding here has.
+        """
         if policy not in self.resize_policies:
             known = ", ".join(self.resize_policies) or "none, since nothing is resized"
             raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")

@@ -8,6 +8,12 @@ from torch import nn
 from vitrel.models.pretrained import filter_state_dict
 
 
+def base_cfg(**own) -> dict:
+    """What the pretrained cfgs of all families share, with the family's own entries."""
+    shared = dict(num_classes=1000, input_size=(3, 224, 224), pool_size=None, crop_pct=0.9, interpolation="bicubic")
+    return shared | dict(fixed_input_size=False, first_conv="patch_embed.proj") | own
+
+
 def register_family(
     trunk: type[nn.Module], rows: dict[str, tuple[dict, dict]], weights: dict[str, str], namespace: dict
 ) -> dict:

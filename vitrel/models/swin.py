@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block, PatchMerging
 from vitrel.models.backbone import Backbone, check_pool, init_linear
-from vitrel.models.registry import register_family
+from vitrel.models.registry import base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
 __all__ = ["Swin"]  # timm appends the entry points
@@ -96,15 +96,8 @@ class Swin(Backbone):
         def block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
             attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, **factory)
-            return Block(
-                dim,
-                attn,
-                encoding(in_attention or "none", window, dim, heads),
-                mlp_ratio,
-                drop_path,
-                _EPS,
-                **factory,
-            )
+            own = encoding(in_attention or "none", window, dim, heads)
+            return Block(dim, attn, own, mlp_ratio, drop_path, _EPS, **factory)
 
         self.pos_embed = encoding(on_tokens, self.token_grid(self.img_size), embed_dim, num_heads[0]) if on_tokens else None
         stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
@@ -220,21 +213,9 @@ class Swin(Backbone):
                 yield block.position, block.window
 
 
-def _cfg(**kwargs) -> dict:
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": (7, 7),
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "fixed_input_size": False,
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head.fc",
-        "license": "mit",
-        **kwargs,
-    }
+def _cfg(**own) -> dict:
+    statistics = dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    return base_cfg(**({"pool_size": (7, 7)} | statistics | own), classifier="head.fc", license="mit")
 
 
 _SIZES = {  # the published shapes; n is for tests and small experiments

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
 from vitrel.models.backbone import Backbone, check_pool, init_linear
-from vitrel.models.registry import register_family
+from vitrel.models.registry import base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, Terms, check_options, create_position, select_options, split_position
 
 __all__ = ["ViT"]  # timm appends the entry points
@@ -201,21 +201,9 @@ class ViT(Backbone):
         return block(x, terms, grid)
 
 
-def _cfg(**kwargs) -> dict:
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "fixed_input_size": False,
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.5, 0.5, 0.5),
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        **kwargs,
-    }
+def _cfg(**own) -> dict:
+    half = (0.5, 0.5, 0.5)
+    return base_cfg(mean=half, std=half, classifier="head", license="apache-2.0", **own)
 
 
 _SIZES = {  # the published shapes; n8 is for tests and small experiments

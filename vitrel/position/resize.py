@@ -45,10 +45,11 @@ def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
 
 def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
     """A table over offsets (dy, dx) without prefix rows, [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H]."""
-    lattice = table.view(2 * source.h - 1, 2 * source.w - 1, table.shape[-1])
+    lattice = table.to(torch.promote_types(table.dtype, torch.float32))  # rounded once, after both axes
+    lattice = lattice.view(2 * source.h - 1, 2 * source.w - 1, table.shape[-1])
     lattice = resize_axis(lattice, source.w, target.w, policy)
     lattice = resize_axis(lattice.flatten(1), source.h, target.h, policy)  # [2h'-1, (2w'-1) H]
-    return lattice.view(-1, table.shape[-1])
+    return lattice.view(-1, table.shape[-1]).to(table.dtype)
 
 
 def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:

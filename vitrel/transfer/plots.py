@@ -4,10 +4,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,15 +29,14 @@ def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     paths = [folder / "accuracy.png", folder / "throughput.png"]
     for figure, path in zip((accuracy, throughput), paths, strict=True):
         figure.savefig(path, dpi=150, bbox_inches="tight")
-        plt.close(figure)
     return paths
 
 
 def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure:
     protocols = list(table["protocol"].unique())
-    figure, panels = plt.subplots(
-        1, len(protocols), figsize=(1.5 + 5.2 * len(protocols), 4.4), sharey=True, squeeze=False, layout="constrained"
-    )
+    # not through pyplot, which would open windows or choose a backend for the whole program
+    figure = Figure(figsize=(1.5 + 5.2 * len(protocols), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
     for axes, protocol in zip(panels[0], protocols, strict=True):
         _panel(axes, table[table["protocol"] == protocol], column)
         if column == "top1":
