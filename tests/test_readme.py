@@ -1,0 +1,32 @@
+"""The README's Python runs as it stands there, and the numbers in its comments are true."""
+
+import re
+
+import pytest
+import timm
+import torch
+
+from helpers import ROOT
+from vitrel import POSITIONS
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_examples():
+    names = {"torch": torch}
+    try:
+        for block in BLOCKS:
+            if "pretrained=True" not in block:  # that one reads files of the user's
+                exec(block, names)
+    finally:
+        POSITIONS.pop("linear_decay", None)  # which the last example adds
+    vit = timm.create_model("vitrel_vit_s16_table", device="meta")
+    assert vit.resized((384, 384)) == {"table geometric": 52488}
+    assert vit.unseen((384, 384)) == pytest.approx(0.67, abs=0.005)
+    assert len(timm.list_models("vitrel*")) == 65
+    assert vit.resize_policies == ("geometric", "clip", "bicubic")
+
+
+def test_its_pictures_and_links_exist():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
