@@ -13,9 +13,16 @@ FILES = sorted(p for folder in ("vitrel", "tools") for p in (ROOT / folder).rglo
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
 ORDER = ["grid", "position", "ops", "layers", "models"]  # each may import those before it
-USERS = {"data": {"data"}, "train": {"data", "train"}, "transfer": {"data", "transfer"}}  # and all of ORDER
-CORE = [  # what one reads to know what the models compute; kernels and the report on a size are not on the way
-    n for n in SOURCES if n.split("/")[1].removesuffix(".py") in ORDER and "triton" not in n and "transfer_report" not in n
+USERS = {
+    "data": {"data"},
+    "train": {"data", "train"},
+    "transfer": {"data", "transfer"},
+    "convert": {"convert"},
+}  # and all of ORDER
+CORE = [  # what one reads to know what the models compute; kernels, the report on a size and anyone's names are not on the way
+    n
+    for n in SOURCES
+    if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(r"triton|transfer_report|models/weights/", n)
 ]
 NAMES = sorted(SOURCES)
 
@@ -52,7 +59,7 @@ def test_lengths(name):
         arguments = [
             a for a in function.args.args + function.args.kwonlyargs if a.arg not in ("self", "cls", "device", "dtype")
         ]
-        assert len(arguments) <= (18 if name.startswith("vitrel/models/") else 12), where
+        assert len(arguments) <= (20 if name.startswith("vitrel/models/") else 12), where
 
 
 def test_the_core_is_an_afternoon():
@@ -109,12 +116,11 @@ def test_no_top_level_name_is_defined_twice():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_text(name):
-    """No square roots of token counts but where a file's side is inferred aloud, no owner-less notes, no addresses."""
+    """No square roots of token counts, no owner-less notes, no addresses."""
     text = SOURCES[name]
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
     assert "https://" not in text and "http://" not in text
-    if name != "vitrel/models/pretrained.py":
-        assert "** 0.5" not in re.sub(r"shape\[-1\] \*\* -0\.5", "", text)
+    assert "** 0.5" not in re.sub(r"shape\[-1\] \*\* -0\.5", "", text)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("vitrel/")])

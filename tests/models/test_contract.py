@@ -236,6 +236,33 @@ def test_compile_and_export_with_a_temperature(position):
         torch.testing.assert_close(program(image), model(image), atol=1e-4, rtol=1e-4)
 
 
+OTHER_TRUNKS = {  # what the weights of other code need
+    "shared table": dict(position="table", share_position=True),
+    "windows": dict(
+        position="absolute+decomposed",
+        class_token=False,
+        global_pool="avg",
+        block_args=dict(window=(4, 3), global_blocks=(1,)),
+    ),
+    "swiglu": dict(
+        position="absolute+rope_axial",
+        position_args=dict(reference=(8, 8), base=1e4),
+        block_args=dict(mlp="swiglu_norm", init_values=0.1),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trunk", OTHER_TRUNKS)
+def test_compile_and_export_other_trunks(trunk):
+    model = build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS[trunk])
+    check_compiled(model, [SIZES[0], *SIZES[2:8:2], SIZES[-1]])
+    program = export(model, (64, 64))
+    for batch, size in [(3, (96, 56)), (1, (40, 88))]:
+        image = torch.randn(batch, 3, *size)
+        torch.testing.assert_close(program(image), model(image), atol=1e-4, rtol=1e-4)
+
+
 def check_compiled(model, sizes):
     counter = CompileCounter()
     torch._dynamo.reset()

@@ -39,12 +39,14 @@ def test_missing_empty_and_cut_off_files_are_named_with_their_size(checkpoint, t
         load_checkpoint(tmp_path)
     empty = tmp_path / "empty.ckpt"
     empty.touch()
-    with pytest.raises(ValueError, match=r"empty\.ckpt is empty \(0 bytes\)"):
+    with pytest.raises(ValueError, match=r"empty\.ckpt \(0 bytes\) is no readable checkpoint: it is empty, the disk"):
         load_checkpoint(empty)
     whole = checkpoint().read_bytes()
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=rf"cut\.ckpt \({len(whole) // 2:,} bytes\) is cut off or no checkpoint"):
+    with pytest.raises(
+        ValueError, match=rf"cut\.ckpt \({len(whole) // 2:,} bytes\) is no .* checkpoint: .*; train or copy it again"
+    ):
         load_checkpoint(cut)
 
 
@@ -56,7 +58,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
     with pytest.raises(ValueError, match="it holds list"):
         load_checkpoint(tmp_path / "list.ckpt")
     torch.save({"vitrel": re.compile("x")}, tmp_path / "object.ckpt")
-    with pytest.raises(ValueError, match="cannot be read as tensors and plain values alone"):
+    with pytest.raises(ValueError, match="was refused: it holds more than tensors and plain values"):
         load_checkpoint(tmp_path / "object.ckpt")
 
 
@@ -69,12 +71,18 @@ def test_weights_that_do_not_fit_are_listed(checkpoint):
     with pytest.raises(ValueError, match="does not fit its model") as caught:
         load_checkpoint(checkpoint(edit=shrink))
     text = str(caught.value)
-    assert "head.weight is 2x96 in the file and 3x96 in the model" in text and "num_classes" in text
-    assert "cls_token is missing" in text and "extra is unknown to the model" in text
+    assert "of another shape: head.weight: (2, 96) in the file, (3, 96) in the model" in text and "number of classes" in text
+    assert "not in the file: cls_token." in text and "not in the model: extra." in text
+
+    def grow(stored):
+        stored["state_dict"]["model.blocks.0.position.relative_position_bias_table"] = torch.zeros(15 * 15 + 3, 3)
+
+    with pytest.raises(ValueError, match=r"does not fit its model: blocks\.0\.position\..* is of another grid \(8x8 -> 4x6"):
+        load_checkpoint(checkpoint(edit=grow))
 
 
 def test_not_a_number_in_the_weights_is_refused(checkpoint):
-    with pytest.raises(ValueError, match=r"holds NaN or infinity in head\.bias"):
+    with pytest.raises(ValueError, match=r"hold NaN or infinity in head\.bias"):
         load_checkpoint(checkpoint(edit=lambda stored: stored["state_dict"]["model.head.bias"].fill_(float("nan"))))
 
 

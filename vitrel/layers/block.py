@@ -1,8 +1,10 @@
 """The transformer block of both trunks and Swin's patch merging."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath, LayerScale, Mlp, SwiGLU
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
@@ -14,7 +16,8 @@ class Block(nn.Module):
     """Pre-norm block (ViT, Swin): x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth.
 
     With `post_norm` (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x + norm2(mlp(x)), where both norms start
-    at zero, so that a new block changes nothing.
+    at zero, so that a new block changes nothing. `init_values`: layer scale (CaiT, arXiv 2103.17239), both branches times a
+    learned vector that starts there. `mlp`: "gelu", or EVA-02's "swiglu" and "swiglu_norm" (arXiv 2303.11331, sec. 2.1).
     `position` is the block's own encoding. The trunk calls it, so that the block receives only tensors, but it lives here: then
     pruning, layer decay and checkpoint names simply work.
     """
@@ -28,19 +31,33 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
         post_norm: bool = False,
+        init_values: float | None = None,
+        mlp: str = "gelu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        """Raises ValueError for an unknown `mlp`, or for layer scale beside `post_norm`, whose norms scale the branches."""
         super().__init__()
+        if mlp not in ("gelu", "swiglu", "swiglu_norm"):
+            raise ValueError(f"mlp={mlp!r} is unknown; choose one of gelu, swiglu, swiglu_norm")
+        if post_norm and init_values is not None:
+            raise ValueError(f"init_values={init_values} (layer scale) and post-norm blocks exclude each other; pass None")
         factory = dict(device=device, dtype=dtype)
         norm = ResidualNorm if post_norm else nn.LayerNorm
+
+        def scale() -> nn.Module:
+            return nn.Identity() if init_values is None else LayerScale(dim, init_values, **factory)
+
         self.norm1 = norm(dim, eps=norm_eps, **factory)
         self.attn = attn
         self.position = position
         self.post_norm = post_norm
+        self.ls1 = scale()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, eps=norm_eps, **factory)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), **factory)
+        inner = partial(nn.LayerNorm, eps=norm_eps) if mlp == "swiglu_norm" else None
+        self.mlp = (Mlp if mlp == "gelu" else SwiGLU)(dim, int(dim * mlp_ratio), norm_layer=inner, **factory)
+        self.ls2 = scale()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     @property
@@ -53,8 +70,8 @@ class Block(nn.Module):
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(self.attn(x, terms, grid)))
             return x + self.drop_path2(self.norm2(self.mlp(x)))
-        x = x + self.drop_path1(self.attn(self.norm1(x), terms, grid))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), terms, grid)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class ResidualNorm(nn.LayerNorm):

@@ -4,9 +4,9 @@ from timm.layers import register_notrace_module
 
 from vitrel.layers import Attention, PatchMerging
 from vitrel.models.backbone import Backbone
-from vitrel.models.pretrained import load_pretrained
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
+from vitrel.models.weights.load import load_pretrained
 from vitrel.position import POSITIONS
 from vitrel.position.terms import Composition
 

@@ -22,8 +22,6 @@ from vitrel.position import POSITIONS, PositionEncoding, check_options, create_p
 
 __all__ = ["Swin"]  # timm appends the entry points
 
-_EPS = 1e-5
-
 
 class Stage(nn.Module):
     """Patch merging (but in the first stage), then blocks that alternate between plain and shifted windows."""
@@ -67,6 +65,7 @@ class Swin(Backbone):
         drop_path_rate: float = 0.1,
         init_gain: float | None = None,
         version: int = 1,
+        norm_eps: float = 1e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -101,13 +100,13 @@ class Swin(Backbone):
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
             attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, cosine=v2, **factory)
             own = encoding(in_attention or "none", window, dim, heads)
-            return Block(dim, attn, own, mlp_ratio, drop_path, _EPS, v2, **factory)
+            return Block(dim, attn, own, mlp_ratio, drop_path, norm_eps, v2, **factory)
 
         self.pos_embed = encoding(on_tokens, self.token_grid(self.img_size), embed_dim, num_heads[0]) if on_tokens else None
         stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         for i, (heads, drop_paths) in enumerate(zip(num_heads, rates, strict=True)):
             dim = embed_dim * 2**i
-            merge = PatchMerging(dim // 2, dim, _EPS, v2, **factory) if i else nn.Identity()
+            merge = PatchMerging(dim // 2, dim, norm_eps, v2, **factory) if i else nn.Identity()
             stages.append(Stage(merge, [block(dim, heads, bool(j % 2), rate) for j, rate in enumerate(drop_paths)]))
         self.layers = nn.Sequential(*stages)
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
@@ -115,7 +114,7 @@ class Swin(Backbone):
             dict(num_chs=embed_dim * 2**i, reduction=max(self.patch_embed.patch_size) * 2**i, module=f"layers.{i}")
             for i in range(len(depths))
         ]
-        self.norm = nn.LayerNorm(self.num_features, eps=_EPS, **factory)
+        self.norm = nn.LayerNorm(self.num_features, eps=norm_eps, **factory)
         self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **factory)
         self.head_hidden_size = self.head.num_features
         self.init_weights(needs_reset=False)
@@ -217,7 +216,7 @@ _SIZES = {  # the published shapes; n is for tests and small experiments
 _V2 = dict(version=2, position="cpb")
 _CFGS = {size: _cfg() for size in "tsbl"} | {"n": _cfg(input_size=(3, 64, 64), pool_size=(8, 8), crop_pct=1.0)}
 _CFGS_V2 = {size: _cfg(input_size=(3, 256, 256), pool_size=(8, 8)) for size in "tsb"} | {"n": _CFGS["n"]}
-_WEIGHTS = {  # weights whose layout vitrel.models.pretrained reads
+_WEIGHTS = {  # weights whose layout vitrel.models.weights reads
     "vitrel_swin_t": "timm/swin_tiny_patch4_window7_224.ms_in1k",
     "vitrel_swin_s": "timm/swin_small_patch4_window7_224.ms_in1k",
     "vitrel_swin_b": "timm/swin_base_patch4_window7_224.ms_in1k",

@@ -3,7 +3,7 @@
 Everything here is arithmetic on sizes, so it costs nothing and works on the meta device too.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -158,10 +158,11 @@ def _checked(size: int | Pair, patch: Pair) -> Pair:
     return pair
 
 
-def _stages(model: "Backbone", grid: Grid) -> Iterator[tuple[nn.Sequential, Grid, Pair]]:
+def _stages(model: "Backbone", grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Pair]]:
     """The blocks of every stage, their grid, and what its merging pads."""
-    if model.window_size is None:
-        yield model.blocks, grid, (0, 0)
+    if model.window_size is None:  # a plain trunk: those blocks that have a window, and the global ones
+        for window in dict.fromkeys(block.window for block in model.blocks):
+            yield [block for block in model.blocks if block.window == window], grid, (0, 0)
         return
     for stage in model.layers:
         odd = (0, 0)
@@ -171,7 +172,7 @@ def _stages(model: "Backbone", grid: Grid) -> Iterator[tuple[nn.Sequential, Grid
         yield stage.blocks, grid, odd
 
 
-def _stage(blocks: nn.Sequential, grid: Grid, odd: Pair) -> StageReport:
+def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Pair) -> StageReport:
     window = blocks[0].window
     if window is None:
         n = grid.tokens

@@ -1,6 +1,7 @@
 """Vision transformer (arXiv 2010.11929) with any position encoding: one trunk, so that only the encoding differs.
 
 Class token, pooling and head are timm's `VisionTransformer`, its weights load unchanged into the `absolute` models.
+`block_args` and `share_position` make it the trunk of DeiT III, BEiT, EVA-02, DINOv3 and SAM, whose weights load too.
 """
 
 from collections.abc import Iterator
@@ -46,15 +47,21 @@ class ViT(Backbone):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         init_gain: float | None = None,
+        share_position: bool = False,
+        block_args: dict | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         """Arguments as in timm. img_size: the size learned encodings are trained at, in pixels.
         position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
-        Raises ValueError for an impossible combination.
+        share_position: one encoding in attention for all blocks (BEiT) instead of one each.
+        block_args: init_values and mlp (see `Block`), norm_eps of every norm, and window, an int or (h, w) in tokens, which
+        confines attention in all blocks but the global_blocks (indices) as in ViTDet and SAM; without prefix tokens only.
+        Raises ValueError for an impossible combination, TypeError for an unknown option.
         """
         super().__init__()
         check_options(position, position_args or {})
+        inside, window, global_blocks = _block_args(block_args or {}, depth)
         check_pool(global_pool, class_token)
         factory = dict(device=device, dtype=dtype)
         self.init_linear = partial(init_linear, gain=init_gain)
@@ -69,25 +76,29 @@ class ViT(Backbone):
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
 
         on_tokens, in_attention = split_position(position)
-        grid = self.token_grid(self.img_size)
+        grid, eps = self.token_grid(self.img_size), inside["norm_eps"]
+        if window is not None and (self.num_prefix_tokens or share_position):
+            raise ValueError("blocks with a window: class_token=False, reg_tokens=0, and an encoding each (no share_position)")
 
-        def encoding(key: str) -> PositionEncoding:
+        def encoding(key: str, grid: Grid) -> PositionEncoding:
             options = select_options(key, position_args or {})
             return create_position(key, grid, num_heads, embed_dim // num_heads, **factory, **options)
 
-        def block(drop_path: float) -> Block:
-            attn = Attention(embed_dim, num_heads, None, (0, 0), qkv_bias, attn_drop_rate, **factory)
-            own = encoding(in_attention or "none")
-            return Block(embed_dim, attn, own, mlp_ratio, drop_path, _EPS, **factory)
+        def block(index: int, drop_path: float) -> Block:
+            own = None if index in global_blocks else window
+            attn = Attention(embed_dim, num_heads, own, (0, 0), qkv_bias, attn_drop_rate, **factory)
+            position = encoding("none" if share_position else in_attention or "none", Grid(*own) if own else grid)
+            return Block(embed_dim, attn, position, mlp_ratio, drop_path, **inside, **factory)
 
-        self.pos_embed = encoding(on_tokens) if on_tokens else None
-        self.blocks = nn.Sequential(*(block(rate) for rate in calculate_drop_path_rates(drop_path_rate, depth)))
+        self.pos_embed = encoding(on_tokens, grid) if on_tokens else None
+        self.shared_position = encoding(in_attention or "none", grid) if share_position else None
+        self.blocks = nn.Sequential(*(block(i, p) for i, p in enumerate(calculate_drop_path_rates(drop_path_rate, depth))))
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=max(self.patch_embed.patch_size)) for i in range(depth)
         ]
         norm_pooled = global_pool in ("avg", "avgmax", "max")
-        self.norm = nn.Identity() if norm_pooled else nn.LayerNorm(embed_dim, eps=_EPS, **factory)
-        self.fc_norm = nn.LayerNorm(embed_dim, eps=_EPS, **factory) if norm_pooled else nn.Identity()
+        self.norm = nn.Identity() if norm_pooled else nn.LayerNorm(embed_dim, eps=eps, **factory)
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=eps, **factory) if norm_pooled else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
@@ -102,8 +113,9 @@ class ViT(Backbone):
     def forward_features(self, image: Tensor) -> Tensor:
         """[B, in_chans, height, width] -> tokens after the last norm, [B, N, C], prefix tokens first."""
         x, grid = self.embed(image)
+        shared = None if self.shared_position is None else self.shared_position(grid)
         for block in self.blocks:
-            x = self._run(block, x, block.position(grid), grid)
+            x = self._run(block, x, shared, grid)
         return self.norm(x)
 
     def embed(self, image: Tensor) -> tuple[Tensor, Grid]:
@@ -137,9 +149,9 @@ class ViT(Backbone):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x)
-        found = []
+        found, shared = [], None if self.shared_position is None else self.shared_position(grid)
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = self._run(block, x, block.position(grid), grid)
+            x = self._run(block, x, shared, grid)
             if i in take:
                 found.append(self.norm(x) if norm else x)
         prefix = [y[:, : grid.prefix] for y in found]
@@ -179,20 +191,37 @@ class ViT(Backbone):
 
     def group_matcher(self, coarse: bool = False) -> dict:
         return dict(
-            stem=r"^cls_token|^reg_token|^pos_embed|^patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]
+            stem=r"^cls_token|^reg_token|^pos_embed|^patch_embed|^shared_position",
+            blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         )
 
     def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
         grid = self.token_grid(size)
         if self.pos_embed is not None:
             yield self.pos_embed, grid
+        if self.shared_position is not None:
+            yield self.shared_position, grid
         for block in self.blocks:
-            yield block.position, grid
+            yield block.position, block.window or grid
 
-    def _run(self, block: Block, x: Tensor, terms: Terms, grid: Grid) -> Tensor:
-        if self.grad_checkpointing:
-            return checkpoint(block, x, terms, grid)
-        return block(x, terms, grid)
+    def _run(self, block: Block, x: Tensor, shared: Terms | None, grid: Grid) -> Tensor:
+        terms = block.position(block.window or grid) if shared is None else shared
+        if block.window is not None:
+            x = x.unflatten(1, (grid.h, grid.w))
+        x = checkpoint(block, x, terms, grid) if self.grad_checkpointing else block(x, terms, grid)
+        return x if block.window is None else x.flatten(1, 2)
+
+
+def _block_args(block_args: dict, depth: int) -> tuple[dict, tuple[int, int] | None, tuple[int, ...]]:
+    """Options of every `Block`, the window of those that have one, and the indices of those that do not."""
+    known = ("init_values", "mlp", "norm_eps", "window", "global_blocks")
+    if unknown := [name for name in block_args if name not in known]:
+        raise TypeError(f"block_args has no option {unknown[0]!r}; it takes {', '.join(known)}")
+    inside = dict(norm_eps=_EPS) | block_args
+    window, global_blocks = inside.pop("window", None), tuple(inside.pop("global_blocks", ()))
+    if wrong := [i for i in global_blocks if window is None or not 0 <= i < depth]:
+        raise ValueError(f"global_blocks names block {wrong[0]}: it needs a window and indices from 0 to {depth - 1}")
+    return inside, None if window is None else to_2tuple(window), global_blocks
 
 
 def _cfg(**own) -> dict:
@@ -208,7 +237,7 @@ _SIZES = {  # the published shapes; n8 is for tests and small experiments
     "l16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
 }
 _CFGS = {size: _cfg() for size in _SIZES} | {"n8": _cfg(input_size=(3, 64, 64), crop_pct=1.0)}
-_WEIGHTS = {  # weights whose layout vitrel.models.pretrained reads
+_WEIGHTS = {  # weights whose layout vitrel.models.weights reads
     "vitrel_vit_ti16_absolute": "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",
     "vitrel_vit_s16_absolute": "timm/vit_small_patch16_224.augreg_in21k_ft_in1k",
     "vitrel_vit_b16_absolute": "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",

@@ -67,7 +67,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
 
 _UNIVERSAL = {"logit_scale"}  # options of create_position itself, for any encoding
 _POSITIVE = {"base", "scale_base", "gamma", "decay", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
-_POSITIVE |= {"pretrained_window", "yarn_turns"}
+_POSITIVE |= {"pretrained_window", "yarn_turns", "reference"}
 
 
 def split_position(position: str) -> tuple[str, str]:

@@ -20,6 +20,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class FIRE(PositionEncoding):
     """`c`, `L` [1], `mlp` Linear(1, 32), ReLU, Linear(32, H); `prefix_bias` [3, H] with a prefix."""
 
+    refers_to_grid = True
+
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, hidden: int = 32, **factory: Unpack[Factory]):
         super().__init__()
         self.grid = grid

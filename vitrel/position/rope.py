@@ -6,6 +6,7 @@ theta_t = base^(-4t/D), t = 0..D/4-1, base 100. mixed: angle = f_y y + f_x x wit
 initialised with base 10 and one random direction per head.
 Peers store pairs interleaved and the column first; loaders permute. Prefix tokens are not rotated. Angles are at least float32.
 A larger grid is evaluated at angles never trained, unless `scaling` slows the frequencies down (vitrel.position.rope_scaling).
+EVA-02 (arXiv 2303.11331, its code) counts positions on a `reference` grid, whatever the grid: y h_ref / h in place of y.
 """
 
 import math
@@ -34,25 +35,38 @@ class RopeAxial(PositionEncoding):
         base: float = 100.0,
         scaling: str = "none",
         yarn_turns: tuple[float, float] = (1.0, 32.0),
+        reference: tuple[int, int] | None = None,
         **factory: Unpack[Factory],
     ):
+        """reference: (h, w) of the grid on which positions are counted; it takes the place of `scaling`."""
         super().__init__()
-        self.grid, self.base = grid, base
+        if reference is not None and (len(reference) != 2 or scaling != "none"):
+            raise ValueError(f"rope_axial needs reference=(h, w) and scaling='none' beside it, not {reference} and {scaling!r}")
+        self.grid, self.base, self.reference = grid, base, reference
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns).checked()
         self.register_count("band", check_bands("rope_axial", head_dim), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         theta = axial_frequencies(self.band, self.base)  # [D/4]
         theta = self.scaling.frequencies(theta.expand(2, -1), self.band, len(self.band), grid)  # [2, D/4]
+        if self.reference is not None:
+            one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
+            theta = theta * torch.stack([one * n / own for n, own in zip(self.reference, grid[:2], strict=True)])[:, None]
         angle = grid.coordinates(self.band.device)[..., None] * theta  # [h*w, 2, D/4]
         scale = self.scaling.temperature(theta, grid)
         return Terms(rotary=rotary_terms(angle.flatten(1)[None], grid), scale=scale)
 
+    @property
+    def refers_to_grid(self) -> bool:
+        return super().refers_to_grid or self.scaling.rule != "none"
+
     def resized(self, grid: Grid) -> dict[str, int]:
+        if self.reference is not None and grid[:2] != self.grid[:2]:
+            return {"rope_axial reference": 0}
         return self.scaling.resized(grid)
 
     def unseen(self, grid: Grid) -> float:
-        return 0.0 if self.scaling.rule == "linear" else super().unseen(grid)
+        return 0.0 if self.scaling.rule == "linear" or self.reference is not None else super().unseen(grid)
 
 
 class RopeMixed(PositionEncoding):
@@ -98,6 +112,10 @@ class RopeMixed(PositionEncoding):
         angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, h*w, D/2]
         scale = self.scaling.temperature(freqs, grid)
         return Terms(rotary=rotary_terms(angle, grid), scale=scale)
+
+    @property
+    def refers_to_grid(self) -> bool:
+        return super().refers_to_grid or self.scaling.rule != "none"
 
     def resized(self, grid: Grid) -> dict[str, int]:
         return self.scaling.resized(grid)

@@ -76,6 +76,11 @@ class PositionEncoding(nn.Module, abc.ABC):
     logit_scale: str = "none"
     _counts: tuple[str, ...] = ()
 
+    @property
+    def refers_to_grid(self) -> bool:
+        """Whether the function itself, not only the size of its tables, depends on the training grid."""
+        return self.logit_scale == "log_n" or self.resize == "renormalise"
+
     @abc.abstractmethod
     def forward(self, grid: Grid) -> Terms:
         """Terms on `grid`, always computed from the trained parameters; changes nothing in the module."""

@@ -23,6 +23,7 @@ class XPos(PositionEncoding):
     """No parameters; queries and keys turn alike and are scaled inversely, and a table of 0 and -inf hides one side."""
 
     rotates = True
+    refers_to_grid = True
 
     def __init__(
         self,

@@ -5,10 +5,12 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
     {"state_dict": {"model.<parameter>": tensor, ...},
      "hyper_parameters": {the arguments of Classifier, plain values},
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
-                "crop_pct": float, "interpolation": str, "data": str, "seed": int, "epoch": epochs done, "step": updates done}}
+                "crop_pct": float, "interpolation": str, "position": {...}, "data": str, "seed": int, "epoch": epochs done,
+                "step": updates done}}
 
 so that `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])` rebuilds the
 model of the entry v. `model_args` leaves out what would only load other weights first (`pretrained`, `checkpoint_path`).
+`position` is what `position_record` tells of the encodings.
 """
 
 import difflib
@@ -28,6 +30,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import vitrel  # noqa: F401  registers the models with timm
+from vitrel.models.weights.record import position_record
 from vitrel.train.optim import Mixing, Optimisation, cosine_with_warmup, create_optimizer
 
 
@@ -159,6 +162,7 @@ class Classifier(LightningModule):
             "model_args": kept,
             "classes": list(data.classes),
             "img_size": list(self.img_size),
+            "position": position_record(self.model),
             **how,
             "data": data.data,
             "seed": self.seed,

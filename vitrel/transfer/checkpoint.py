@@ -1,15 +1,14 @@
 """From a training checkpoint back to its model, with every reason it may be refused."""
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from vitrel.models.weights.load import load_pretrained, plan_weights, read_file
 from vitrel.position import POSITIONS  # importing vitrel registers the models with timm
 
 API = ("resize_policies", "set_resize_policy", "encodings", "resized", "unseen", "saturated", "token_grid")
@@ -45,7 +44,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
     model = _build(about, path)
     if lacking := [name for name in API if not hasattr(model, name)]:
         raise ValueError(f"{path}: {about['model']} is not a vitrel model, it has no {', '.join(lacking)}")
-    _load_weights(model, stored["state_dict"], path)
+    _load_weights(model, stored, path)
     return Trained(
         model=model.eval(),
         name=about["model"],
@@ -76,20 +75,8 @@ def check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
-    size = path.stat().st_size
-    if size == 0:
-        raise ValueError(f"{path} is empty (0 bytes): the disk may have been full when it was saved; train or copy it again")
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path} ({size:,} bytes) cannot be read as tensors and plain values alone: {reason}") from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} ({size:,} bytes) is cut off or no checkpoint: {reason}; train or copy it again") from error
-    if not isinstance(stored, dict) or not {"vitrel", "state_dict"} <= stored.keys():
+    stored = read_file(path)
+    if not isinstance(stored, dict) or not {"vitrel", "state_dict"} <= stored.keys() or "model" not in stored["vitrel"]:
         held = ", ".join(sorted(map(str, stored))[:6]) if isinstance(stored, dict) else type(stored).__name__
         raise ValueError(f"{path} is not a checkpoint of tools/train.py: it needs 'vitrel' and 'state_dict', it holds {held}")
     return stored
@@ -104,25 +91,14 @@ def _build(about: dict[str, Any], path: Path) -> nn.Module:
         raise ValueError(f"{path} asks for {about['model']} with {arguments}, which cannot be built: {error}") from error
 
 
-def _load_weights(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
-    weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
-    wanted = model.state_dict()
-    problems = [f"{name} is missing" for name in wanted if name not in weights]
-    problems += [f"{name} is unknown to the model" for name in weights if name not in wanted]
-    for name in wanted.keys() & weights.keys():
-        if wanted[name].shape != weights[name].shape:
-            problems.append(f"{name} is {_shape(weights[name])} in the file and {_shape(wanted[name])} in the model")
-    if problems:
-        shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        heads = "; the head must have one output (num_classes) per class in the file" if "head" in shown else ""
-        raise ValueError(f"{path} does not fit its model: {shown}{heads}")
-    if broken := [name for name, value in weights.items() if value.is_floating_point() and not torch.isfinite(value).all()]:
-        raise ValueError(f"{path} holds NaN or infinity in {', '.join(broken[:5])}: use an earlier checkpoint")
-    model.load_state_dict(weights)
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
+def _load_weights(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
+    try:
+        resized = [row for row in plan_weights(model, stored).rows if row.resized]
+        if resized:  # its own model has its very grids
+            raise ValueError(f"{resized[0].target} is of another grid ({resized[0].resized})")
+        load_pretrained(model, stored)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} does not fit its model: {error}") from error
 
 
 def encoding_of(model: nn.Module) -> str:

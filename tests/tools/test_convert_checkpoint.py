@@ -1,0 +1,106 @@
+"""tools/convert_checkpoint.py: the report names every tensor, the file written is the model, refusals leave nothing behind."""
+
+import csv
+import importlib.util
+
+import pytest
+import timm
+import torch
+from torchvision.models.swin_transformer import SwinTransformer
+
+import vitrel
+from vitrel.models.weights.load import read_file
+
+SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_size=64)
+
+
+@pytest.fixture(scope="module")
+def tool(request):
+    path = request.config.rootpath / "tools" / "convert_checkpoint.py"
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def torchvision_swin(tmp_path):
+    torch.manual_seed(0)
+    how = dict(patch_size=[4, 4], embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], num_classes=7)
+    model = SwinTransformer(**how, stochastic_depth_prob=0.0).eval()
+    torch.save(model.state_dict(), tmp_path / "swin.pth")
+    return model, tmp_path / "swin.pth"
+
+
+ARGS = "{depths: [2, 2], num_heads: [2, 4], embed_dim: 32, window_size: 4, img_size: 64}"
+
+
+def test_a_file_is_converted_and_every_tensor_reported(tool, torchvision_swin, tmp_path, capsys):
+    theirs, path = torchvision_swin
+    out, report = tmp_path / "out.safetensors", tmp_path / "report.csv"
+    tool.main([str(path), "--to", "vitrel_swin_t", "--model-args", ARGS, "-o", str(out), "--report", str(report)])
+    ours = timm.create_model("vitrel_swin_t", num_classes=7, **SMALL).eval()  # as many classes as the file
+    vitrel.load_pretrained(ours, out)
+    image = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
+
+    rows = list(csv.DictReader(report.open()))
+    assert {name for row in rows for name in row["source"].split(" + ")} == set(theirs.state_dict())
+    assert {row["target"] for row in rows if row["target"]} == set(ours.state_dict())
+    by_source = {row["source"]: row for row in rows}
+    table = by_source["features.1.0.attn.relative_position_bias_table"]
+    assert table["target"] == "layers.0.blocks.0.position.relative_position_bias_table"
+    assert (table["rule"], table["resized"]) == ("renamed", "")
+    assert by_source["features.1.0.attn.relative_position_index"] | dict(target="") == {
+        "source": "features.1.0.attn.relative_position_index", "target": "", "rule": "a buffer, computed anew", "resized": "",
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "features.2.reduction.weight" in printed and "layers.1.downsample.reduction.weight" in printed
+    assert "0 resized" in printed and f"written to {out}" in printed
+
+
+def test_another_window_is_resized_and_says_so(tool, torchvision_swin, tmp_path, capsys):
+    _, path = torchvision_swin
+    arguments = ["--to", "vitrel_swin_t", "--model-args", ARGS.replace("window_size: 4", "window_size: [4, 6]")]
+    tool.main([str(path), *arguments, "-o", str(tmp_path / "wide.safetensors")])
+    printed = capsys.readouterr().out
+    assert "4x4 -> 4x6, geometric" in printed and "4 resized" in printed
+    assert read_file(tmp_path / "wide.safetensors")["vitrel"]["position"]["layers.0.blocks.0.position"]["grid"] == [4, 6, 0]
+
+
+def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
+    _, path = torchvision_swin
+    out = tmp_path / "out.safetensors"
+
+    def error(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            tool.main([*map(str, arguments)])
+        assert not out.exists()
+        assert not list(tmp_path.glob(".*"))
+        return f"{caught.value.code}{capsys.readouterr().err}"
+
+    assert "unknown model 'swin_t'" in error(path, "--to", "swin_t", "-o", out)
+    assert "no checkpoint at" in error(tmp_path / "none.pth", "--to", "vitrel_swin_t", "-o", out)
+    assert "not in the file: layers.0.blocks.0.position" in error(
+        path, "--to", "vitrel_swin_t_rope_mixed", "--model-args", ARGS, "-o", out
+    )
+    no_mapping = error(path, "--to", "vitrel_swin_t", "--model-args", "4", "-o", out)
+    assert "expected a mapping such as '{reg_tokens: 4}'" in no_mapping
+    assert "'a4' is no grid: write rows x columns as 14x20" in error(
+        path, "--to", "vitrel_swin_t", "--source-grid", "a4", "-o", out
+    )
+    assert "weights are saved as .safetensors, not as out.pth" in error(
+        path, "--to", "vitrel_swin_t", "--model-args", ARGS, "-o", tmp_path / "out.pth"
+    )
+    taken = tmp_path / "taken.safetensors"
+    taken.write_bytes(b"precious")
+    assert "exists; name another file or pass --overwrite" in error(path, "--to", "vitrel_swin_t", "-o", taken)
+    assert taken.read_bytes() == b"precious"
+
+
+def test_named_tensors_may_stay(tool, torchvision_swin, tmp_path):
+    _, path = torchvision_swin
+    out = tmp_path / "out.safetensors"
+    names = ["--allow-unused", "*relative_position_bias_table", "--allow-unset", "*position.freqs"]
+    tool.main([str(path), "--to", "vitrel_swin_t_rope_mixed", "--model-args", ARGS, *names, "-o", str(out)])
+    assert "layers.0.blocks.0.position.freqs" in read_file(out)["state_dict"]

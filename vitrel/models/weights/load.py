@@ -1,0 +1,234 @@
+"""One loader for anyone's weights: read a file, rearrange it for a model, refuse what does not fit, report every step."""
+
+import json
+import os
+import pickle
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vitrel.models.weights.differences import differences, other_family
+from vitrel.models.weights.draft import Draft, Row
+from vitrel.models.weights.place import place
+from vitrel.models.weights.record import check_record, position_record
+from vitrel.models.weights.swin_names import read_swin
+from vitrel.models.weights.vit_names import read_vit
+from vitrel.position import POSITIONS, PositionEncoding
+from vitrel.position.terms import Composition
+
+_WRAPPERS = ("model_ema", "model", "state_dict", "module", "teacher")
+
+
+class WeightPlan(NamedTuple):
+    """What a file gives a model. `state` holds the tensors under the model's names, `rows` how each came there."""
+
+    rows: tuple[Row, ...]
+    state: dict[str, Tensor]
+    unused: tuple[str, ...]  # names in the file, of what nothing in the model takes
+    unset: tuple[str, ...]  # names in the model, of what the file does not give; "<encoding>" ones have no parameters
+    differ: tuple[str, ...]  # names in the model, of what has another shape in the file
+    hints: tuple[str, ...]  # what the two models differ in, and the way out
+
+    def __str__(self) -> str:
+        lines = [("source", "target", "rule", "resized")]
+        lines += [(" + ".join(r.source), r.target or "-", r.rule, r.resized or "-") for r in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def load_pretrained(
+    model: nn.Module,
+    source: str | Path | dict[str, Tensor],
+    reset_head: bool = False,
+    source_grid: tuple[int, int] | None = None,
+    key_minus_query: bool = False,
+    allow_unused: Iterable[str] = (),
+    allow_unset: Iterable[str] = (),
+) -> nn.Module:
+    """Load a state dict, or a file that holds one, into a vitrel model and return the model.
+
+    source: .safetensors, or anything torch.load reads with weights_only=True; a dictionary with the weights under "model" or
+    "state_dict" is unwrapped. What `save_pretrained` and tools/train.py save tells the training grids of its encodings too, so
+    that no other function is read from the same numbers.
+    Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
+    ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them.
+    reset_head: leave the classifier as initialised, for another number of classes. source_grid: (h, w) in tokens that the
+    file's absolute embedding or tables were trained on. Without it, one with as many rows as the model's is taken to be of the
+    model's grid, any other of a square one. key_minus_query: the file's tables count offsets as key minus query (T5, MaxViT),
+    ours as query minus key. allow_unused, allow_unset: names, or patterns with *, of tensors in the file that may stay unused
+    and of the model's that may stay as they are, those of another shape in the file too.
+    Everything else that would stay unused or unset raises RuntimeError, is listed, and the model is left as it was; ValueError
+    for another trunk, patch size or rotation, or for a grid that has to be named.
+    """
+    plan = plan_weights(model, source, source_grid, key_minus_query)
+    own, head = model.state_dict(), ["head.*"] if reset_head else []
+    unused, unset = [*allow_unused, *head], [*allow_unset, *head]
+    left = _Refusals(_but(plan.unset, unset), _but(plan.unused, unused), _but(plan.differ, unset))
+    if any(left):
+        raise RuntimeError(_mismatch(plan, own, left))
+    new = {n: value for n, value in plan.state.items() if n in own and n not in plan.differ}
+    if bad := [n for n, value in new.items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise RuntimeError(f"the weights hold NaN or infinity in {', '.join(bad[:5])}; nothing was loaded")
+    model.load_state_dict(own | new)
+    model.init_non_persistent_buffers()  # a model from the meta device has none yet
+    return model
+
+
+class _Refusals(NamedTuple):
+    unset: tuple[str, ...]
+    unused: tuple[str, ...]
+    differ: tuple[str, ...]
+
+
+def plan_weights(
+    model: nn.Module,
+    source: str | Path | dict[str, Tensor],
+    source_grid: tuple[int, int] | None = None,
+    key_minus_query: bool = False,
+) -> WeightPlan:
+    """What `load_pretrained` would do, tensor by tensor, without doing it; arguments as there. print() gives a table."""
+    if not hasattr(model, "patch_embed") or not hasattr(model, "init_non_persistent_buffers"):
+        raise ValueError(f"weights are loaded into a vitrel backbone, not into {type(model).__name__}; see vitrel.relativize")
+    loaded = source if isinstance(source, dict) else read_file(source)
+    record = _record(loaded)
+    draft, own = Draft(_unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))), model.state_dict()
+    check_record(model, record)
+    (read_swin if hasattr(model, "layers") else read_vit)(draft, model)
+    place(draft, model, source_grid, key_minus_query, record)
+    unset = [n for n in own if n not in draft] + _not_trained_with(draft, model)
+    unused = [n for n in draft.items if n not in own]
+    differ = [n for n in own if n in draft and draft[n].shape != own[n].shape]
+    if not other_family(unused, model):
+        _check_patch(draft, model)
+    hints = differences(unset, unused, {n: (draft[n].shape, own[n].shape) for n in differ}, model)
+    names = [n for name in unused for n in draft.items[name].source]
+    rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in draft.rows()]
+    tensors = {n: item.value for n, item in draft.items.items()}
+    return WeightPlan(tuple(rows), tensors, tuple(dict.fromkeys(names)), tuple(unset), tuple(differ), tuple(hints))
+
+
+def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A foreign state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`.
+
+    timm itself refuses what is missing or left over. ValueError and RuntimeError as `load_pretrained`.
+    """
+    try:
+        plan = plan_weights(model, state)
+    except TypeError as error:  # timm would retry with one argument and hide this
+        raise RuntimeError(f"cannot read these weights: {error}") from error
+    if foreign := [name for name in plan.unset if name.endswith(">")]:
+        raise RuntimeError(_mismatch(plan, {}, _Refusals(tuple(foreign), (), ())))
+    return plan.state
+
+
+def save_pretrained(model: nn.Module, path: str | Path) -> None:
+    """Save a vitrel model's weights as .safetensors, with the training grids and options of its encodings in the metadata.
+
+    The file appears whole or not at all. ValueError for another suffix.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"weights are saved as .safetensors, not as {path.name}")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        state = {name: value.contiguous() for name, value in model.state_dict().items()}
+        save_file(state, part, metadata={"format": "pt", "vitrel": json.dumps({"position": position_record(model)})})
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_file(path: str | Path) -> object:
+    """What a .safetensors file or a torch checkpoint of tensors and plain values holds; metadata of the former as "vitrel".
+
+    FileNotFoundError or ValueError with path, size and what is wrong.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
+    size = f"{path.stat().st_size:,} bytes"
+    try:
+        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, OSError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0] or "it is cut off"
+        reason = reason if path.stat().st_size else "it is empty, the disk may have been full"
+        raise ValueError(f"{path} ({size}) is no readable checkpoint: {reason}; train or copy it again") from error
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} ({size}) was refused: it holds more than tensors and plain values ({reason})") from error
+
+
+def _read_torch(path: Path) -> object:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {}).get("vitrel", "{}"))
+        return {"state_dict": {name: file.get_tensor(name) for name in file.keys()}, "vitrel": about}  # noqa: SIM118
+
+
+def _record(loaded: object) -> dict[str, dict[str, Any]]:
+    about = loaded.get("vitrel") if isinstance(loaded, dict) else None
+    return about.get("position", {}) if isinstance(about, dict) else {}
+
+
+def _unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
+    while isinstance(loaded, dict) and (key := next((k for k in _WRAPPERS if isinstance(loaded.get(k), dict)), None)):
+        loaded = loaded[key]
+    if not isinstance(loaded, dict) or not loaded or not all(isinstance(v, Tensor) for v in loaded.values()):
+        raise ValueError(f"{origin} holds no state dict (a dictionary of tensors, perhaps under 'model' or 'state_dict')")
+    if all(name.startswith("model.") for name in loaded):  # a training checkpoint: the classifier around the backbone
+        loaded = {name.removeprefix("model."): value for name, value in loaded.items()}
+    return loaded
+
+
+def _not_trained_with(draft: Draft, model: nn.Module) -> list[str]:
+    """Encodings without parameters that the file's model did not have: nothing in a state dict would miss them."""
+    keys = {encoding: key for key, encoding in POSITIONS.items()}
+    found = []
+    for name, part in model.named_modules():
+        bare = isinstance(part, PositionEncoding) and not isinstance(part, Composition) and not [*part.parameters()]
+        key = keys.get(type(part))
+        if draft.implied and bare and key != "none" and key not in draft.implied:
+            found.append(f"{name} <{key}>")
+    return found
+
+
+def _check_patch(draft: Draft, model: nn.Module) -> None:
+    own = model.patch_embed.proj.weight
+    if "patch_embed.proj.weight" in draft and draft["patch_embed.proj.weight"].shape[2:] != own.shape[2:]:
+        shape = draft["patch_embed.proj.weight"].shape
+        raise ValueError(
+            f"the weights have patches of {shape[2]}x{shape[3]} pixels, the model of {own.shape[2]}x{own.shape[3]}; "
+            "build it with that patch_size"
+        )
+
+
+def _but(names: Iterable[str], patterns: list[str]) -> tuple[str, ...]:
+    """The names that no pattern names."""
+    return tuple(n for n in names if not any(fnmatch(n.partition(" <")[0], pattern) for pattern in patterns))
+
+
+def _mismatch(plan: WeightPlan, own: dict[str, Tensor], left: _Refusals) -> str:
+    parts = ["the weights do not fit the model; nothing was loaded."]
+    shapes = [f"{n}: {tuple(plan.state[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in left.differ]
+    lists = (("not in the file", left.unset), ("not in the model", left.unused), ("of another shape", shapes))
+    for title, names in lists:
+        if names:
+            more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+            parts.append(f"{title}: {', '.join(names[:8])}{more}.")
+    if plan.hints:
+        parts.append(f"What differs: {'; '.join(plan.hints)}.")
+    if any(name.startswith("head.") for name in (*left.unset, *left.differ)):
+        parts.append("For another number of classes pass reset_head=True.")
+    options = [o for o, names in (("allow_unset", left.unset), ("allow_unused", left.unused)) if names]
+    if options:
+        parts.append(f"What may be left so is named: {' and '.join(f'{option}=[...]' for option in options)}.")
+    return " ".join(parts)
