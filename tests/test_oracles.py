@@ -51,7 +51,7 @@ DEFAULTS = {
     "shaw": {"radius": None, "per_head": False, "values": True},
     "deberta": {"radius": None},
     "pape": {"parabolas": 50},
-    "rope_axial": {"base": 100.0, "scaling": "none"},
+    "rope_axial": {"base": 100.0, "scaling": "none", "reference": None},
     "rope_mixed": {"base": 10.0, "scaling": "none"},
     "rope_normalised": {"base": 100.0},
     "xpos": {"base": 100.0, "gamma": 0.4, "scale_base": None},

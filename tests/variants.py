@@ -32,6 +32,7 @@ VARIANTS = [(key, {}) for key in KEYS] + [
     ("shaw", {"per_head": True}),
     ("shaw", {"values": False, "radius": 1}),
     ("deberta", {"radius": (1, 3)}),
+    ("rope_axial", {"reference": (2, 5), "base": 20.0}),
     ("rope_axial", {"scaling": "linear"}),
     ("rope_axial", {"scaling": "ntk"}),
     ("rope_axial", {"scaling": "yarn"}),

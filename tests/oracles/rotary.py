@@ -32,19 +32,21 @@ def content_factor(h, w, trained, scaling):
     return (0.1 * math.log(math.sqrt(s_h * s_w)) + 1) ** 2 if scaling == "yarn" else 1.0
 
 
-def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="none"):
+def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="none", reference=None):
     """RoPE-Axial (2403.13298): theta_t = base^(-4t/d), t < d/4; the first d/4 pairs turn by y*theta, the others by x*theta.
 
     At a larger grid: "none", "linear" (position interpolation, 2306.15595), "ntk", "yarn" (2309.00071), per axis.
+    reference (EVA-02): position y counts as y / h * reference rows, x likewise.
     """
     trained, D = trained or (h, w), q.shape[-1]
+    per_row, per_column = (1, 1) if reference is None else (reference[0] / h, reference[1] / w)
     along = [
         [rescaled(base ** (-4 * t / D), t, D // 4, stretch, length, scaling) for t in range(D // 4)]
         for stretch, length in zip(stretches(h, w, trained), trained, strict=True)
     ]
 
     def angles(n, y, x):
-        return [y * theta for theta in along[0]] + [x * theta for theta in along[1]]
+        return [y * per_row * theta for theta in along[0]] + [x * per_column * theta for theta in along[1]]
 
     return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
 

@@ -33,6 +33,13 @@ from vitrel import Grid, create_position
         ("clipped", dict(radius=-1), r"clipped needs a radius of 0 or more patches, one or \(rows, columns\), not -1"),
         ("shaw", dict(radius=(1, 2, 3)), r"shaw needs a radius of 0 or more patches, one or \(rows, columns\)"),
         ("rope_axial", dict(scaling="pi"), "rope_axial scaling 'pi' is unknown; choose one of none, linear, ntk, yarn"),
+        ("rope_axial", dict(reference=4, scaling="ntk"), "takes a reference grid or scaling='ntk', not both: leave one out"),
+        (
+            "rope_axial",
+            dict(reference=(4,)),
+            r"rope_axial option reference is one side or \(h, w\), in whole patches, not \(4,\)",
+        ),
+        ("cpb", dict(pretrained_window=(8,)), r"cpb option pretrained_window is one side or \(h, w\), in whole patches, not"),
         ("rope_normalised", dict(jitter=0.5), "rope_normalised needs jitter of at least 1, or None for none, not 0.5"),
         ("pape", dict(parabolas=0), "option parabolas=0 of position 'pape' must be greater than 0"),
         ("rope_axial", dict(base=0), "option base=0 of position 'rope_axial' must be greater than 0"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
 from vitrel.position.mlp import run_wide
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix, check_sides
 
 
 class CPB(PositionEncoding):
@@ -38,7 +38,7 @@ class CPB(PositionEncoding):
         super().__init__()
         self.grid, self.resize = grid, check_choice("cpb", "resize", resize, POLICIES)
         m0 = grid[:2] if pretrained_window is None else pretrained_window
-        self.window = (m0, m0) if isinstance(m0, int) else tuple(m0)
+        self.window = check_sides("cpb", "pretrained_window", m0)
         first, second = nn.Linear(2, hidden, **factory), nn.Linear(hidden, num_heads, bias=False, **factory)
         self.cpb_mlp = nn.Sequential(first, nn.ReLU(), second)
         self.prefix_bias = nn.Parameter(torch.empty(3, num_heads, **factory)) if grid.prefix else None

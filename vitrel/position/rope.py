@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position.rope_scaling import Scaling
-from vitrel.position.terms import Factory, PositionEncoding, Terms, wide
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, wide
 
 
 class RopeAxial(PositionEncoding):
@@ -35,14 +35,15 @@ class RopeAxial(PositionEncoding):
         base: float = 100.0,
         scaling: str = "none",
         yarn_turns: tuple[float, float] = (1.0, 32.0),
-        reference: tuple[int, int] | None = None,
+        reference: int | tuple[int, int] | None = None,
         **factory: Unpack[Factory],
     ):
-        """reference: (h, w) of the grid on which positions are counted; it takes the place of `scaling`."""
+        """reference: one side or (h, w) of the grid on which positions are counted; it takes the place of `scaling`."""
         super().__init__()
-        if reference is not None and (len(reference) != 2 or scaling != "none"):
-            raise ValueError(f"rope_axial needs reference=(h, w) and scaling='none' beside it, not {reference} and {scaling!r}")
-        self.grid, self.base, self.reference = grid, base, reference
+        if reference is not None and scaling != "none":
+            raise ValueError(f"rope_axial takes a reference grid or scaling={scaling!r}, not both: leave one out")
+        self.grid, self.base = grid, base
+        self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns).checked()
         self.register_count("band", check_bands("rope_axial", head_dim), factory.get("device"))
 

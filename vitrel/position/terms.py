@@ -164,6 +164,14 @@ def check_choice(key: str, name: str, value: str, known: tuple[str, ...]) -> str
     return value
 
 
+def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int, int]:
+    """(h, w) of a grid given as one side or both; ValueError naming the option for anything else."""
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
+        raise ValueError(f"{key} option {name} is one side or (h, w), in whole patches, not {value!r}")
+    return sides
+
+
 def check_prefix(key: str, trained: Grid, grid: Grid) -> None:
     """ValueError unless both grids have prefix tokens or neither has, for an encoding with learned prefix rows."""
     if bool(grid.prefix) != bool(trained.prefix):
