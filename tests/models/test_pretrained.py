@@ -139,6 +139,14 @@ def test_own_state_dict_round_trip(tmp_path):
     assert torch.equal(model(image), again(image))
 
 
+@pytest.mark.parametrize("wrap", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
+def test_names_of_wrappers_are_taken_off(wrap):
+    model = perturb(timm.create_model("vitrel_vit_n8_table", num_classes=3))
+    again = timm.create_model("vitrel_vit_n8_table", num_classes=3)
+    vitrel.load_pretrained(again, {"state_dict": {f"{wrap}{name}": value for name, value in model.state_dict().items()}})
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
 def test_loading_resamples_into_the_models_grid():
     theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=4))
     ours = timm.create_model("vitrel_vit_ti16_absolute", depth=1, num_classes=4, img_size=(320, 256))
@@ -157,7 +165,7 @@ def test_non_square_sources_are_named():
     vitrel.load_pretrained(ours, wide.state_dict(), source_grid=(4, 16))
     expected = resample_abs_pos_embed(wide.pos_embed.pos_embed, [8, 8], [4, 16])
     torch.testing.assert_close(ours.pos_embed.pos_embed, expected, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"pos_embed has 65 rows, but a 5x5 grid has 25 tokens: pass the source_grid"):
+    with pytest.raises(ValueError, match=r"pos_embed has 65 rows for positions, which is no 5x5 grid: pass the source_grid"):
         vitrel.load_pretrained(ours, wide.state_dict(), source_grid=(5, 5))
     table = perturb(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=(32, 128))).state_dict()
     ours = timm.create_model("vitrel_vit_n8_table", num_classes=4)

@@ -193,3 +193,21 @@ def test_autocast_normalises_in_float32():
     torch.testing.assert_close(q.float().norm(dim=-1), torch.full((2, 30, 2), 10 * math.sqrt(32.0)), atol=0, rtol=2**-9)
     torch.testing.assert_close(k.float().norm(dim=-1), torch.ones(2, 30, 2), atol=0, rtol=2**-9)
     assert (half.float() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_the_window_of_the_bias_is_that_of_each_stage():
+    """Swin V2 at 256 px in windows of 16: the last grid is 8x8, and with it the window of its bias, as in timm."""
+    small = dict(depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), embed_dim=16, window_size=16, img_size=256, num_classes=3)
+    theirs = perturb(timm.create_model("swinv2_tiny_window16_256", **small))
+    ours = vitrel.load_pretrained(timm.create_model("vitrel_swinv2_t", **small).eval(), theirs.state_dict())
+    assert [stage.blocks[0].position.window[0] for stage in ours.layers] == [16, 16, 16, 8]
+    image = torch.randn(1, 3, 256, 256)
+    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
+    tuned = timm.create_model("vitrel_swinv2_t", position_args=dict(pretrained_window=(12, 12, 12, 6)), **small).eval()
+    theirs = perturb(
+        timm.create_model("swinv2_base_window12to16_192to256", **small)
+    )  # it was trained at 192 px in windows of 12
+    vitrel.load_pretrained(tuned, theirs.state_dict())
+    torch.testing.assert_close(tuned(image), theirs(image), atol=2e-5, rtol=0)
+    with pytest.raises(ValueError, match="pretrained_window is one side or"):
+        timm.create_model("vitrel_swinv2_t", position_args=dict(pretrained_window=(12, 12, 6)), **small)

@@ -71,6 +71,8 @@ class Swin(Backbone):
     ):
         """Arguments as in timm. window_size: tokens, an int or (h, w), the grid of the encodings in attention.
         position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
+        Of these, pretrained_window may have one number per stage; unless given it is the window or, where the grid of a stage
+        is smaller at img_size, that grid, as in Swin V2.
         version 2: cosine attention, residual post-norm and norms after merging, as Swin V2, whose own position is "cpb".
         Raises ValueError for an impossible combination.
         """
@@ -92,22 +94,24 @@ class Swin(Backbone):
         window = Grid(*self.window_size)
         on_tokens, in_attention = split_position(position)
 
-        def encoding(key: str, grid: Grid, dim: int, heads: int) -> PositionEncoding:
-            options = select_options(key, position_args or {})
-            return create_position(key, grid, heads, dim // heads, **factory, **options)
+        patches = self.token_grid(self.img_size)
+        args = _stage_args(position_args or {}, window, patches, len(depths))
 
-        def block(dim: int, heads: int, shifted: bool, drop_path: float) -> Block:
+        def encoding(key: str, grid: Grid, dim: int, heads: int, stage: int = 0) -> PositionEncoding:
+            return create_position(key, grid, heads, dim // heads, **factory, **select_options(key, args[stage]))
+
+        def block(dim: int, heads: int, stage: int, shifted: bool, drop_path: float) -> Block:
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
             attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, cosine=v2, **factory)
-            own = encoding(in_attention or "none", window, dim, heads)
+            own = encoding(in_attention or "none", window, dim, heads, stage)
             return Block(dim, attn, own, mlp_ratio, drop_path, norm_eps, v2, **factory)
 
-        self.pos_embed = encoding(on_tokens, self.token_grid(self.img_size), embed_dim, num_heads[0]) if on_tokens else None
+        self.pos_embed = encoding(on_tokens, patches, embed_dim, num_heads[0]) if on_tokens else None
         stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         for i, (heads, drop_paths) in enumerate(zip(num_heads, rates, strict=True)):
             dim = embed_dim * 2**i
             merge = PatchMerging(dim // 2, dim, norm_eps, v2, **factory) if i else nn.Identity()
-            stages.append(Stage(merge, [block(dim, heads, bool(j % 2), rate) for j, rate in enumerate(drop_paths)]))
+            stages.append(Stage(merge, [block(dim, heads, i, bool(j % 2), rate) for j, rate in enumerate(drop_paths)]))
         self.layers = nn.Sequential(*stages)
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.feature_info = [
@@ -197,6 +201,18 @@ class Swin(Backbone):
         for stage in self.layers:
             for block in stage.blocks:
                 yield block.position, block.window
+
+
+def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
+    """The options of each stage's encodings, for an image of `grid` patches."""
+    given, args = position_args.get("pretrained_window"), []
+    for stage in range(stages):
+        trained = (min(window.h, grid.h), min(window.w, grid.w)) if given is None else given
+        if isinstance(given, tuple | list) and len(given) == stages != 2:
+            trained = given[stage]
+        args.append(position_args | {"pretrained_window": trained})
+        grid = Grid((grid.h + 1) // 2, (grid.w + 1) // 2)
+    return args
 
 
 def _cfg(**own) -> dict:

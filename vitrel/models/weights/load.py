@@ -184,8 +184,9 @@ def _unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
         loaded = loaded[key]
     if not isinstance(loaded, dict) or not loaded or not all(isinstance(v, Tensor) for v in loaded.values()):
         raise ValueError(f"{origin} holds no state dict (a dictionary of tensors, perhaps under 'model' or 'state_dict')")
-    if all(name.startswith("model.") for name in loaded):  # a training checkpoint: the classifier around the backbone
-        loaded = {name.removeprefix("model."): value for name, value in loaded.items()}
+    for wrapper in ("module.", "model.", "_orig_mod.", "backbone."):  # DataParallel, a training module, torch.compile, ...
+        if all(name.startswith(wrapper) for name in loaded):
+            loaded = {name.removeprefix(wrapper): value for name, value in loaded.items()}
     return loaded
 
 

@@ -42,13 +42,22 @@ def place(
         target = _own_name(name, own)
         if target != name:
             draft.move(name, target)
-    for module_name, module in model.named_modules():
-        named = source_grid is not None and not _in_plain_window(model, module_name)
-        grid = Grid(*source_grid) if named else recorded_grid(record, module_name)
-        if isinstance(module, OffsetTable | Absolute | Decomposed):
-            for parameter in (f"{module_name}.{n}" for n, _ in module.named_parameters()):
-                if parameter in draft:
-                    _fit(draft, parameter, module, grid, key_minus_query)
+    found = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
+    found = [(name, owner, recorded) for name, owner, recorded in found if name in draft]
+    named = None if source_grid is None else Grid(*source_grid)
+    if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in found):
+        name, owner, _ = (*found, ("the file", None, None))[0]
+        rows = f"has {_rows(draft[name], owner)} rows for positions" if found else "has no table or embedding"
+        raise ValueError(f"{name} {rows}, which is no {_by(named)} grid: pass the source_grid it was trained on")
+    for name, owner, recorded in found:
+        candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, draft[name], owner)
+        source = next((g for g in candidates if _fits(g, name, draft[name], owner)), None)
+        if source is None:
+            raise ValueError(
+                f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), the grid "
+                "it was trained on"
+            )
+        _fit(draft, name, owner, source, key_minus_query)
 
 
 def _own_name(name: str, own: list[str]) -> str:
@@ -64,89 +73,77 @@ def _own_name(name: str, own: list[str]) -> str:
     return next((n for n in own if n.startswith(place) and n.endswith(f".{part[2]}")), name)
 
 
-def _in_plain_window(model: nn.Module, name: str) -> bool:
-    """Whether the encoding is of a windowed block of a plain trunk, whose window is no part of the image's grid."""
-    block = re.match(r"blocks\.\d+", name)
-    return block is not None and model.get_submodule(block[0]).window is not None
+def _learned(owner: nn.Module) -> list[str]:
+    """Parameters with a row per offset or token of the training grid."""
+    return [n for n, _ in owner.named_parameters()] if isinstance(owner, OffsetTable | Absolute | Decomposed) else []
 
 
-def _fit(draft: Draft, name: str, owner: PositionEncoding, grid: Grid | None, key_minus_query: bool) -> None:
-    value, shape = draft[name], owner.state_dict()[name.rpartition(".")[2]].shape
-    reverse = key_minus_query and not isinstance(owner, Absolute)
-    if grid is None and value.shape == shape and not reverse:
-        return
-    rules = ["offsets were key minus query: reversed"] if reverse else []
-    if isinstance(owner, Absolute):
-        value, source, rule = _fit_embedding(name, value, owner, grid)
-    elif isinstance(owner, Decomposed):
-        value, source, rule = _fit_axis(name, value, owner, grid, reverse)
+def _rows(value: Tensor, owner: PositionEncoding) -> int:
+    return value.shape[1] if isinstance(owner, Absolute) else len(value)
+
+
+def _extra(owner: PositionEncoding) -> tuple[int, ...]:
+    """How many rows a file may have beside those of the grid: for prefix tokens of one kind or another."""
+    if isinstance(owner, Absolute):  # for all of them, for none (DeiT III), for the class token (DINOv2)
+        return owner.grid.prefix, 0, 1
+    return (3, 0) if isinstance(owner, OffsetTable) else (0,)
+
+
+def _fits(grid: Grid, name: str, value: Tensor, owner: PositionEncoding) -> bool:
+    """Whether a file's tensor has the rows of `grid`."""
+    axis = name[-1] if isinstance(owner, Decomposed) else "hw"
+    own = grid.h * grid.w if isinstance(owner, Absolute) else grid.offset_classes(axis)
+    return _rows(value, owner) - own in _extra(owner)
+
+
+def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
+    """The square grids that may have as many rows."""
+    sides = []
+    for rows in (_rows(value, owner) - extra for extra in _extra(owner)):
+        side = rows if isinstance(owner, Decomposed) else math.isqrt(max(rows, 0))
+        sides.append(side if isinstance(owner, Absolute) else (side + 1) // 2)
+    return [grid for grid in (Grid(n, n) for n in sides if n > 0) if _fits(grid, name, value, owner)]
+
+
+def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
+    value, own, rules = draft[name], owner.grid, []
+    if key_minus_query and not isinstance(owner, Absolute):
+        rules.append("offsets were key minus query: reversed")
+        rows = source.offset_classes(name[-1] if isinstance(owner, Decomposed) else "hw")
+        value = torch.cat((value[:rows].flip(0), value[rows:]))
+    if isinstance(owner, Decomposed):
+        axis = name[-1]
+        sides = getattr(source, axis), getattr(own, axis)
+        value, rule = resize_axis(value, *sides, owner.resize), ""
+        resized = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.resize}"
     else:
-        value, source, rule = _fit_table(name, value, owner, grid, reverse)
+        value, rule = (_fit_embedding if isinstance(owner, Absolute) else _fit_table)(name, value, owner, source)
+        resized = "" if source[:2] == own[:2] else f"{_by(source)} -> {_by(own)}, {owner.resize}"
     rules += [rule] if rule else []
-    resized = "" if source[:2] == owner.grid[:2] else f"{_by(source)} -> {_by(owner.grid)}, {owner.resize}"
     if rules or resized:
         draft.change(name, value, "; ".join(rules) or "resampled", resized)
 
 
-def _fit_table(name: str, value: Tensor, owner: OffsetTable, grid: Grid | None, reverse: bool) -> tuple[Tensor, Grid, str]:
-    wants, rows = 3 if owner.grid.prefix else 0, len(value)
-    candidates = [grid] if grid is not None else [owner.grid, *(Grid(n, n) for p in (3, 0) if (n := _odd_side(rows - p)))]
-    source = next((g for g in candidates if rows - g.offset_classes() in (0, 3)), None)
-    if source is None:
-        raise ValueError(_unknown_grid(name, rows, grid, "offsets", 0 if grid is None else grid.offset_classes()))
-    prefix = rows - source.offset_classes()
+def _fit_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:
+    wants, rows = owner.grid.classes() - owner.grid.offset_classes(), source.offset_classes()
+    prefix = len(value) - rows
     if prefix and not wants:
         raise ValueError(f"{name} has three rows for prefix tokens, the model has none: class_token=True gives one")
-    lattice = value[: rows - prefix].flip(0) if reverse else value[: rows - prefix]
-    fitted = resize_table(lattice, source, owner.grid, owner.resize)
-    tail = value[rows - prefix :] if prefix else value.new_zeros(wants, value.shape[1])
-    return torch.cat((fitted, tail)), source, "" if prefix == wants else _ZEROS
+    fitted = resize_table(value[:rows], source, owner.grid, owner.resize)
+    tail = value[rows:] if prefix else value.new_zeros(wants, value.shape[1])
+    return torch.cat((fitted, tail)), "" if prefix == wants else _ZEROS
 
 
-def _fit_embedding(name: str, value: Tensor, owner: Absolute, grid: Grid | None) -> tuple[Tensor, Grid, str]:
-    wants, rows = owner.grid.prefix, value.shape[1]
-    counts = dict.fromkeys((wants, 0, 1))  # rows for all prefix tokens, for none (DeiT III), for the class token (DINOv2)
-    candidates = [grid] if grid is not None else [owner.grid, *(Grid(n, n) for p in counts if (n := _side(rows - p)))]
-    source = next((g for g in candidates if rows - g.h * g.w in counts), None)
-    if source is None:
-        raise ValueError(_unknown_grid(name, rows, grid, "tokens", 0 if grid is None else grid.h * grid.w))
-    prefix = rows - source.h * source.w
+def _fit_embedding(name: str, value: Tensor, owner: Absolute, source: Grid) -> tuple[Tensor, str]:
+    wants, prefix = owner.grid.prefix, value.shape[1] - source.h * source.w
     patches = value[:, prefix:]
     if source[:2] != owner.grid[:2]:
         patches = resize_embedding(patches[0].unflatten(0, source[:2]), owner.grid)[None]
     head = value[:, : min(prefix, wants)]
     zeros = value.new_zeros(1, wants - head.shape[1], value.shape[2])
     rule = "" if prefix == wants else _ZEROS if prefix < wants else "row of the class token left out"
-    return torch.cat((head, zeros, patches), 1), source, rule
-
-
-def _fit_axis(name: str, value: Tensor, owner: Decomposed, grid: Grid | None, reverse: bool) -> tuple[Tensor, Grid, str]:
-    axis, rows = name[-1], len(value)
-    if rows % 2 == 0:
-        raise ValueError(f"{name} has {rows} rows, an axis of n patches has 2n-1 offsets: the table is of another kind")
-    source = (rows + 1) // 2
-    if grid is not None and getattr(grid, axis) != source:
-        raise ValueError(_unknown_grid(name, rows, grid, f"offsets along {axis}", 2 * getattr(grid, axis) - 1))
-    fitted = resize_axis(value.flip(0) if reverse else value, source, getattr(owner.grid, axis), owner.resize)
-    return fitted, owner.grid._replace(**{axis: source}), ""
-
-
-def _unknown_grid(name: str, rows: int, grid: Grid | None, what: str, has: int) -> str:
-    if grid is None:
-        return f"{name} has {rows} rows, which no square grid gives: pass source_grid=(h, w), the grid it was trained on"
-    return f"{name} has {rows} rows, but a {_by(grid)} grid has {has} {what}: pass the source_grid it was trained on"
+    return torch.cat((head, zeros, patches), 1), rule
 
 
 def _by(grid: Grid) -> str:
     return f"{grid.h}x{grid.w}"
-
-
-def _odd_side(rows: int) -> int | None:
-    """n where `rows` is (2n-1)(2n-1)."""
-    side = _side(rows)
-    return (side + 1) // 2 if side and side % 2 else None
-
-
-def _side(rows: int) -> int | None:
-    side = math.isqrt(max(rows, 0))
-    return side if side and side * side == rows else None

@@ -57,6 +57,7 @@ _TRANSFORMERS = (
 
 def read_swin(draft: Draft, model: nn.Module) -> None:
     """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
+    draft.rename((r"^module\.", ""))
     draft.leave_out(_BUFFERS)
     if "features.0.0.weight" in draft:
         draft.rename(*_TORCHVISION)
@@ -79,9 +80,10 @@ def _check_window(draft: Draft, model: nn.Module) -> None:
     trained = {}
     for match in draft.find(r"(layers\.\d+\.blocks\.\d+)\.attn\.relative_coords_table"):
         trained[match[1]] = _trained_window(draft[match[0]])
-    way_out = "its stages were trained in windows of several sizes, the model has one"
-    if len(sizes := set(trained.values())) == 1:
-        way_out = f"build it with position_args=dict(pretrained_window={sizes.pop()})"
+    stages = [window for name, window in trained.items() if name.endswith("blocks.0")]
+    way_out = "its stages were trained in windows of several sizes: give pretrained_window one number per stage"
+    if len({*stages}) == 1:
+        way_out = f"build it with position_args=dict(pretrained_window={stages[0]})"
     for name, block in model.named_modules():
         for part in block.modules() if name in trained else ():
             if hasattr(part, "cpb_mlp") and part.resize != "renormalise" and part.window != trained[name]:
