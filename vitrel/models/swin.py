@@ -70,9 +70,8 @@ class Swin(Backbone):
         dtype: torch.dtype | None = None,
     ):
         """Arguments as in timm. window_size: tokens, an int or (h, w), the grid of the encodings in attention.
-        position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
-        Of these, pretrained_window may have one number per stage; unless given it is the window or, where the grid of a stage
-        is smaller at img_size, that grid, as in Swin V2.
+        position: a key of POSITIONS or several joined by '+'; position_args: their options (pretrained_window: one for all
+        stages or one number for each, see `_stage_args`). init_gain: see `init_linear`.
         version 2: cosine attention, residual post-norm and norms after merging, as Swin V2, whose own position is "cpb".
         Raises ValueError for an impossible combination.
         """
@@ -86,15 +85,13 @@ class Swin(Backbone):
         v2, factory = version == 2, dict(device=device, dtype=dtype)
         self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool, self.output_fmt = num_classes, in_chans, global_pool, "NHWC"
-        self.embed_dim, self.num_prefix_tokens = embed_dim, 0
-        self.img_size = to_2tuple(img_size)
+        self.embed_dim, self.num_prefix_tokens, self.img_size = embed_dim, 0, to_2tuple(img_size)
         how = dict(norm_layer=nn.LayerNorm, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **how)
         self.window_size = to_2tuple(window_size)
-        window = Grid(*self.window_size)
+        window, patches = Grid(*self.window_size), self.token_grid(self.img_size)
         on_tokens, in_attention = split_position(position)
 
-        patches = self.token_grid(self.img_size)
         args = _stage_args(position_args or {}, window, patches, len(depths))
 
         def encoding(key: str, grid: Grid, dim: int, heads: int, stage: int = 0) -> PositionEncoding:
@@ -204,7 +201,10 @@ class Swin(Backbone):
 
 
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
-    """The options of each stage's encodings, for an image of `grid` patches."""
+    """The options of each stage's encodings, for an image of `grid` patches.
+
+    Unless given, pretrained_window is the window or, where a stage's grid is smaller, that grid, as in Swin V2.
+    """
     given, args = position_args.get("pretrained_window"), []
     for stage in range(stages):
         trained = (min(window.h, grid.h), min(window.w, grid.w)) if given is None else given
