@@ -1,0 +1,192 @@
+"""block_args and share_position: the options that make a ViT the trunk of DeiT III, BEiT, EVA-02, DINOv3 and SAM."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import LayerScale, SwiGLU
+from torch import nn
+
+import vitrel
+from vitrel.grid import Grid
+from vitrel.layers import Attention
+from vitrel.models import ViT
+
+SMALL = dict(img_size=48, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=5)
+WINDOWED = dict(class_token=False, global_pool="avg", position="absolute+decomposed")
+KINDS = {
+    "scaled": dict(block_args=dict(init_values=0.5, norm_eps=1e-5), reg_tokens=2),
+    "swiglu": dict(block_args=dict(mlp="swiglu"), position="absolute+rope_axial", mlp_ratio=8 / 3),
+    "swiglu_norm": dict(block_args=dict(mlp="swiglu_norm", init_values=0.5), position="rope_mixed"),
+    "windows": dict(WINDOWED, block_args=dict(window=(3, 2), global_blocks=(1,))),
+    "shared": dict(share_position=True, position="absolute+table", block_args=dict(init_values=0.5)),
+}
+EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def build(kind=None, **options):
+    """A model in evaluation whose parameters are all away from their initialisation."""
+    model = ViT(**(SMALL | KINDS.get(kind, {}) | options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.5 if name in model.position_parameters() else 0.1))
+    return model
+
+
+def gradients(model, image):
+    model.zero_grad()
+    out = model(image)
+    out.square().sum().backward()
+    return out.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@EVERY
+def test_forward_and_backward_at_any_size(kind):
+    for size in ((48, 48), (40, 72), (8, 8)):
+        out, grads = gradients(build(kind), torch.randn(2, 3, *size))
+        assert out.shape == (2, 5) and out.isfinite().all()
+        assert all(g.isfinite().all() for g in grads.values())
+        zero = [n for n, g in grads.items() if not g.any()]
+        assert zero == [] or size == (8, 8), zero  # one token: most position has nothing to tell
+
+
+def test_where_the_options_go():
+    model = ViT(**SMALL, block_args=dict(init_values=0.25, mlp="swiglu_norm", norm_eps=1e-3), reg_tokens=1)
+    assert {norm.eps for norm in model.modules() if isinstance(norm, nn.LayerNorm)} == {1e-3}
+    scales = [scale for scale in model.modules() if isinstance(scale, LayerScale)]
+    assert len(scales) == 6 and all((scale.gamma == 0.25).all() for scale in scales)
+    assert all(isinstance(block.mlp, SwiGLU) and isinstance(block.mlp.norm, nn.LayerNorm) for block in model.blocks)
+    assert ViT(**SMALL, block_args=dict(norm_eps=1e-3), global_pool="avg").fc_norm.eps == 1e-3
+    plain = ViT(**SMALL)
+    assert {norm.eps for norm in plain.modules() if isinstance(norm, nn.LayerNorm)} == {1e-6}
+    assert plain.shared_position is None and all(block.window is None for block in plain.blocks)
+
+
+def test_impossible_options():
+    with pytest.raises(
+        TypeError, match=r"block_args has no option 'windows'; it takes init_values, mlp, norm_eps, window, glo"
+    ):
+        ViT(**SMALL, block_args=dict(windows=3))
+    with pytest.raises(ValueError, match="mlp='relu' is unknown; choose one of gelu, swiglu, swiglu_norm"):
+        ViT(**SMALL, block_args=dict(mlp="relu"))
+    words = r"blocks with a window: class_token=False, reg_tokens=0, and an encoding each \(no share_position\)"
+    for own in (dict(), dict(WINDOWED, reg_tokens=1), dict(WINDOWED, share_position=True)):
+        with pytest.raises(ValueError, match=words):
+            ViT(**SMALL | own, block_args=dict(window=3))
+    for index in (3, -1):
+        with pytest.raises(ValueError, match=rf"global_blocks names block {index}: it needs a window and indices from 0 to 2"):
+            ViT(**SMALL | WINDOWED, block_args=dict(window=3, global_blocks=(1, index)))
+    with pytest.raises(ValueError, match="global_blocks names block 0: it needs a window"):
+        ViT(**SMALL | WINDOWED, block_args=dict(global_blocks=(0,)))
+
+
+@pytest.mark.parametrize("position", ["decomposed", "table", "rope_mixed"])
+@pytest.mark.parametrize("size", [(48, 48), (56, 40), (16, 8)])
+def test_windows_are_windows(position, size):
+    """Equal to attention in every window apart; what is left at the edge is a smaller window, no padding is seen."""
+    options = dict(
+        WINDOWED, position=position, global_pool="", num_classes=0, block_args=dict(window=(3, 2), global_blocks=(1,))
+    )
+    model, image = build(**options), torch.randn(2, 3, *size)
+    assert [block.window for block in model.blocks] == [(3, 2, 0), None, (3, 2, 0)]
+    x, grid = model.embed(image)
+    x = x.unflatten(1, (grid.h, grid.w))
+    for block in model.blocks:
+        step = block.window or grid
+        attn = Attention(32, 2)
+        attn.load_state_dict(block.attn.state_dict())
+        y, out = block.norm1(x), torch.zeros_like(x)
+        for i in range(0, grid.h, step.h):
+            for j in range(0, grid.w, step.w):
+                part = y[:, i : i + step.h, j : j + step.w]
+                own = Grid(*part.shape[1:3])
+                out[:, i : i + step.h, j : j + step.w] = attn(part.flatten(1, 2), block.position(own), own).view(part.shape)
+        x = x + out
+        x = x + block.mlp(block.norm2(x))
+    torch.testing.assert_close(model(image), model.norm(x.flatten(1, 2)), atol=2e-6, rtol=1e-5)
+
+
+def test_report_of_windows():
+    """Windows keep their grid at every size; only the global block and the embedding are resampled."""
+    model = build("windows")
+    report = model.transfer_report((56, 72))
+    windows, everywhere = report.stages
+    assert (windows.blocks, windows.grid, windows.window, windows.windows) == (2, (7, 9), (3, 2), (3, 5))
+    assert windows.padding == (2, 1) and windows.attended == (1, pytest.approx((9 + 9 + 1) * (4 * 4 + 1) / 63), 6)
+    assert (everywhere.blocks, everywhere.window, everywhere.attended) == (1, None, (63, 63.0, 63))
+    by_grid = {(line.key, line.trained): line for line in report.encodings}
+    assert by_grid["decomposed", (3, 2)].layers == 2 and by_grid["decomposed", (3, 2)].resized == {}
+    assert by_grid["decomposed", (6, 6)].resized == {"decomposed linear": 2 * 11 * 16}
+    assert model.resized((56, 72)) == {"absolute bicubic": 36 * 32, "decomposed linear": 2 * 11 * 16}
+    assert model.resized((48, 48)) == {} and "3x2" in str(report)
+
+
+def test_one_encoding_for_all_blocks():
+    """Equal to one each with the same values; its gradient is the sum of theirs."""
+    shared, each = build("shared"), build("shared", share_position=False)
+    name = "shared_position.relative_position_bias_table"
+    state = shared.state_dict()
+    copies = {f"blocks.{i}.position.relative_position_bias_table": state[name] for i in range(3)}
+    each.load_state_dict({n: t for n, t in state.items() if n != name} | copies)
+    assert name in shared.position_parameters() and name in shared.no_weight_decay()
+    for size in ((48, 48), (56, 40)):
+        image = torch.randn(2, 3, *size)
+        (a, own), (b, theirs) = gradients(shared, image), gradients(each, image)
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        torch.testing.assert_close(own.pop(name), sum(theirs.pop(n) for n in copies), atol=1e-4, rtol=1e-4)
+        assert own.keys() == theirs.keys()
+    assert [(line.key, line.layers) for line in shared.transfer_report(56).encodings] == [("absolute", 1), ("table", 1)]
+    assert sum("relative_position_bias_table" in n for n in state) == 1
+
+
+@EVERY
+def test_state_dict_round_trip(tmp_path, kind):
+    model, image = build(kind), torch.randn(1, 3, 64, 40)
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    again = ViT(**SMALL | KINDS[kind]).eval()
+    again.load_state_dict(load_file(tmp_path / "own.safetensors"), strict=True)
+    loaded = vitrel.load_pretrained(ViT(**SMALL | KINDS[kind]).eval(), tmp_path / "own.safetensors")
+    assert torch.equal(again(image), model(image)) and torch.equal(loaded(image), model(image))
+
+
+@EVERY
+def test_initialised_after_the_meta_device(kind):
+    """As at construction: the same constants, the same spread of what is drawn, and nothing left uninitialised."""
+    model = ViT(**SMALL | KINDS[kind], device="meta").to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+    model.init_weights()
+    built = ViT(**SMALL | KINDS[kind])
+    for (name, a), b in zip(model.state_dict().items(), built.state_dict().values(), strict=True):
+        assert a.isfinite().all(), name
+        if b.std(unbiased=False) == 0:
+            assert torch.equal(a, b), name
+        elif b.numel() >= 500:
+            torch.testing.assert_close(a.std(), b.std(), rtol=0.25, atol=0, msg=name)
+    assert model(torch.randn(1, 3, 40, 56)).isfinite().all()
+
+
+@EVERY
+def test_gradient_checkpointing_changes_nothing(kind):
+    model, image = build(kind).train(), torch.randn(2, 3, 40, 56)
+    expected = gradients(model, image)
+    model.set_grad_checkpointing()
+    out, grads = gradients(model, image)
+    assert model.grad_checkpointing and torch.equal(out, expected[0])
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient, expected[1][name], msg=name)
+
+
+@EVERY
+def test_intermediates_end_in_the_features(kind):
+    model, image = build(kind), torch.randn(2, 3, 40, 56)
+    features = model.forward_features(image)
+    last, found = model.forward_intermediates(image, norm=True, output_fmt="NLC")
+    assert len(found) == 3 and torch.equal(last, features)
+    assert torch.equal(found[-1], features[:, model.num_prefix_tokens :])
+    (image_like,) = model.forward_intermediates(image, indices=[2], norm=True, intermediates_only=True)
+    assert torch.equal(image_like, found[-1].mT.unflatten(2, (5, 7)))
+    early = model.forward_intermediates(image, indices=[0], intermediates_only=True, stop_early=True, output_fmt="NLC")
+    assert torch.equal(early[0], model.forward_intermediates(image, output_fmt="NLC", intermediates_only=True)[0])
+    model.prune_intermediate_layers(1)
+    assert model(image).isfinite().all()
