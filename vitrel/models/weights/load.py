@@ -227,7 +227,9 @@ def _mismatch(plan: WeightPlan, own: dict[str, Tensor], left: _Refusals) -> str:
             parts.append(f"{title}: {', '.join(names[:8])}{more}.")
     if plan.hints:
         parts.append(f"What differs: {'; '.join(plan.hints)}.")
-    if any(name.startswith("head.") for name in (*left.unset, *left.differ)):
+    if any(name.startswith("head.") for name in left.unset):
+        parts.append("The file has no classifier: build the model with num_classes=0, or pass reset_head=True.")
+    if any(name.startswith("head.") for name in left.differ):
         parts.append("For another number of classes pass reset_head=True.")
     options = [o for o, names in (("allow_unset", left.unset), ("allow_unused", left.unused)) if names]
     if options:
