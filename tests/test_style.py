@@ -19,10 +19,10 @@ USERS = {
     "transfer": {"data", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
-CORE = [  # what one reads to know what the models compute; kernels, the report on a size and anyone's names are not on the way
+CORE = [  # what one reads to know what the models compute; not on the way: kernels, reports, batches of mixed sizes, foreign names
     n
     for n in SOURCES
-    if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(r"triton|transfer_report|models/weights/", n)
+    if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(r"triton|transfer_report|models/mixed|models/weights/", n)
 ]
 NAMES = sorted(SOURCES)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.ops import attention, window_attention
+from vitrel.ops.mixed import Mixed
 from vitrel.ops.window import check_window
 from vitrel.position import Terms, create_position, split_position
 from vitrel.position.terms import wide
@@ -19,7 +20,8 @@ _MAX_LOG_SCALE = math.log(100.0)
 class Attention(nn.Module):
     """Self-attention over tokens, globally or in windows: (x, terms, grid) -> x.
 
-    Global (`window` None): x [B, N, C], N = grid.tokens, terms on `grid`. Windowed: x [B, h, w, C], terms on Grid(*window).
+    Global (`window` None): x [B, N, C], N = grid.tokens, terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on
+    Grid(*window).
     Cosine (Swin V2, arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head, at most 100, and
     keys have no bias. All that position does to q and k (rotation, query and key tables, query_bias) meets k of unit length
     and q of length scale * sqrt(D), in place of the projected ones.
@@ -65,18 +67,30 @@ class Attention(nn.Module):
                 if bias is not None:
                     nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
-        """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive."""
-        dropout_p = self.attn_drop if self.training else 0.0
+    def forward(self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed, mask: Tensor | None = None) -> Tensor:
+        """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive.
+
+        grid Mixed: images of several grids, padded; then `terms` holds those of each of its grids.
+        """
+        if mask is not None and self.window is not None:
+            raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
         qkv = self._cosine(self.qkv(x)) if self.cosine else self.qkv(x)
+        if isinstance(grid, Mixed):
+            out = grid.map(qkv, lambda part, g: self._attend(part, terms[g], grid.grids[g], None))
+        else:
+            out = self._attend(qkv, terms, grid, mask)
+        return self.proj_drop(self.proj(out))
+
+    def _attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> Tensor:
+        """[B, N, 3C] -> [B, N, C], windowed [B, h, w, 3C] or [B, h * w, 3C] likewise."""
+        dropout_p = self.attn_drop if self.training else 0.0
         if self.window is None:
             q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
-            out = attention(q, k, v, terms, grid, mask, dropout_p, self.backend).transpose(1, 2).flatten(2)
-        elif mask is None:
-            out = window_attention(qkv, terms, grid, self.window, self.shift, self.num_heads, dropout_p, self.backend)
-        else:
-            raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
-        return self.proj_drop(self.proj(out))
+            return attention(q, k, v, terms, grid, mask, dropout_p, self.backend).transpose(1, 2).flatten(2)
+        raster = qkv.dim() == 3
+        qkv = qkv.unflatten(1, (grid.h, grid.w)) if raster else qkv
+        out = window_attention(qkv, terms, grid, self.window, self.shift, self.num_heads, dropout_p, self.backend)
+        return out.flatten(1, 2) if raster else out
 
     def _cosine(self, qkv: Tensor) -> Tensor:
         """[..., 3C] -> [..., 3C] with biases, k of length 1 and q of length scale * sqrt(D): the logits' D**-0.5 cancels."""
@@ -145,7 +159,4 @@ class RelativeAttention(nn.Module):
             raise ValueError(
                 f"x has {x.shape[-2]} tokens, the {grid.h}x{grid.w} grid with {grid.prefix} prefix has {grid.tokens}"
             )
-        if self.attn.window is None:
-            return self.attn(x, self.position(grid), grid, mask)
-        x = self.attn(x.unflatten(-2, (grid.h, grid.w)), self.position(Grid(*self.attn.window)), grid, mask)
-        return x.flatten(1, 2)
+        return self.attn(x, self.position(grid if self.attn.window is None else Grid(*self.attn.window)), grid, mask)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
 from vitrel.models.backbone import Backbone, check_pool, init_linear
+from vitrel.models.mixed import vit_mixed
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, Terms, check_options, create_position, select_options, split_position
 
@@ -122,11 +123,17 @@ class ViT(Backbone):
         """Image -> prefix and patch tokens [B, N, C] with what position adds to them, and their grid."""
         x = self.embed_patches(image)  # [B, h, w, C]
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
+        return self.add_tokens(x, grid), grid
+
+    def add_tokens(self, x: Tensor, grid: Grid) -> Tensor:
+        """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C] with what position adds to them."""
         prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
         if self.pos_embed is not None:
             x = x + self.pos_embed(grid).tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
-        return x, grid
+        return x
+
+    mixed = vit_mixed
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, N, C] -> logits, or the pooled features [B, C] before the classifier."""
@@ -206,10 +213,7 @@ class ViT(Backbone):
 
     def _run(self, block: Block, x: Tensor, shared: Terms | None, grid: Grid) -> Tensor:
         terms = block.position(block.window or grid) if shared is None else shared
-        if block.window is not None:
-            x = x.unflatten(1, (grid.h, grid.w))
-        x = checkpoint(block, x, terms, grid) if self.grad_checkpointing else block(x, terms, grid)
-        return x if block.window is None else x.flatten(1, 2)
+        return checkpoint(block, x, terms, grid) if self.grad_checkpointing else block(x, terms, grid)
 
 
 def _block_args(block_args: dict, depth: int) -> tuple[dict, tuple[int, int] | None, tuple[int, ...]]:
