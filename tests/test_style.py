@@ -19,7 +19,7 @@ USERS = {
     "transfer": {"data", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
-CORE = [  # what one reads to know what the models compute; not on the way: kernels, reports, batches of mixed sizes, foreign names
+CORE = [  # what one reads to know what the models compute; without kernels, reports, batches of mixed sizes, foreign names
     n
     for n in SOURCES
     if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(r"triton|transfer_report|models/mixed|models/weights/", n)

@@ -87,10 +87,9 @@ class Attention(nn.Module):
         if self.window is None:
             q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
             return attention(q, k, v, terms, grid, mask, dropout_p, self.backend).transpose(1, 2).flatten(2)
-        raster = qkv.dim() == 3
-        qkv = qkv.unflatten(1, (grid.h, grid.w)) if raster else qkv
-        out = window_attention(qkv, terms, grid, self.window, self.shift, self.num_heads, dropout_p, self.backend)
-        return out.flatten(1, 2) if raster else out
+        if qkv.dim() == 3:
+            return self._attend(qkv.unflatten(1, (grid.h, grid.w)), terms, grid, None).flatten(1, 2)
+        return window_attention(qkv, terms, grid, self.window, self.shift, self.num_heads, dropout_p, self.backend)
 
     def _cosine(self, qkv: Tensor) -> Tensor:
         """[..., 3C] -> [..., 3C] with biases, k of length 1 and q of length scale * sqrt(D): the logits' D**-0.5 cancels."""

@@ -43,8 +43,7 @@ class Backbone(nn.Module, abc.ABC):
         image: [B, in_chans, height, width]; sizes: (h, w) in pixels of each image, whose pixels are those in the upper left.
         """
         check_sizes(image, sizes, self.patch_embed.patch_size)
-        x = self.embed_patches(without_padding(image, sizes))
-        return self.mixed(x, [self.token_grid(size) for size in sizes])
+        return self.mixed(self.embed_patches(without_padding(image, sizes)), [self.token_grid(size) for size in sizes])
 
     def forward_mixed(self, image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
         """Logits [B, num_classes] of images of several sizes in one padded batch; arguments as `features_mixed`."""
