@@ -3,6 +3,11 @@
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
 
+import difflib
+
+import timm
+from torch import nn
+
 from vitrel.convert import relativize
 from vitrel.grid import Grid
 from vitrel.layers import RelativeAttention
@@ -18,8 +23,17 @@ __all__ = [
     "Table",
     "Terms",
     "combine",
+    "create_model",
     "create_position",
     "load_pretrained",
     "relativize",
     "save_pretrained",
 ]
+
+
+def create_model(name: str, **kwargs) -> nn.Module:
+    """timm.create_model, after this package has registered its models; ValueError with the nearest name for an unknown one."""
+    if not (timm.is_model(name) or ":" in name or "/" in name):  # local-dir:folder, hf-hub:repository
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
+    return timm.create_model(name, **kwargs)

@@ -5,9 +5,11 @@ import timm
 import timm.optim
 import torch
 import torch.fx.experimental._config as fx_config
+from timm.layers import get_notrace_modules
 from timm.models import FeatureListNet
 from timm.models._features_fx import create_feature_extractor
 from torch._dynamo.testing import CompileCounter
+from torchvision.models import feature_extraction
 
 from vitrel import POSITIONS
 from vitrel.layers import Block
@@ -194,6 +196,19 @@ def test_fx_features_are_exact(name):
     extractor = create_feature_extractor(model, {model.feature_info[1]["module"]: "mid", "norm": "last"})
     out = extractor(image)
     assert torch.equal(out["last"], model.forward_features(image))
+
+
+@pytest.mark.parametrize("name", TRIO)
+def test_torchvision_feature_extraction(name):
+    """With timm's list of leaves, torchvision's extractor is exact at sizes it was not traced at."""
+    model, leaves = build(name), dict(leaf_modules=[*get_notrace_modules()])
+    _, nodes = feature_extraction.get_graph_node_names(model, tracer_kwargs=leaves)
+    middle = model.feature_info[1]["module"] + (".blocks.1.drop_path2" if "swin" in name else ".drop_path2")
+    extractor = feature_extraction.create_feature_extractor(model, {nodes[-1]: "out", middle: "middle"}, tracer_kwargs=leaves)
+    for size in ((64, 64), (40, 88)):
+        image = torch.randn(2, 3, *size)
+        out = extractor(image)
+        assert torch.equal(out["out"], model(image)) and out["middle"].shape[0] == 2
 
 
 def test_feature_classes():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from timm.optim import param_groups_weight_decay
 
 import vitrel
@@ -195,6 +196,17 @@ def test_rectangular_patches_and_other_depths():
     [
         (dict(position="tabel"), ValueError, "did you mean 'table'"),
         (dict(position_args=dict(bse=1)), TypeError, "has no option 'bse'"),
+        (
+            dict(embed_dimm=96),
+            TypeError,
+            "vitrel_vit_n8_table: .*unexpected keyword argument 'embed_dimm'; did you mean 'embed_dim'",
+        ),
+        (dict(positions="table"), TypeError, "did you mean 'position'"),
+        (
+            dict(position="rope_axial", num_heads=16),
+            ValueError,
+            "rope_axial needs a head width divisible by 4 .*, not 6; choose",
+        ),
         (dict(embed_dim=98), ValueError, "dim 98 is not divisible by num_heads 3"),
         (dict(class_token=False), ValueError, "global_pool='token' needs class_token=True; choose one of 'avg'"),
         (dict(global_pool="map"), ValueError, "global_pool='map' is unknown; choose one of 'token', 'avg'"),
@@ -203,6 +215,25 @@ def test_rectangular_patches_and_other_depths():
 def test_construction_errors(keywords, error, text):
     with pytest.raises(error, match=text):
         timm.create_model("vitrel_vit_n8_table", **keywords)
+
+
+@pytest.mark.parametrize("window", [0, -3, (4, 0)])
+def test_windows_must_be_positive(window):
+    with pytest.raises(ValueError, match="window (height|width) must be at least 1 token, not"):
+        timm.create_model("vitrel_swin_n", window_size=window)
+
+
+def test_create_model_imports_and_delegates(tmp_path):
+    torch.manual_seed(0)
+    model = vitrel.create_model("vitrel_swin_n", num_classes=3, position="rope_mixed")
+    assert type(model).__name__ == "Swin" and model.num_classes == 3
+    assert vitrel.create_model("resnet18", num_classes=2).num_classes == 2
+    save_for_hf(model, tmp_path)
+    assert vitrel.create_model(f"local-dir:{tmp_path}").num_classes == 3
+    with pytest.raises(
+        ValueError, match=r"unknown model 'vitrel_swin_tt'; nearest: vitrel_swin_t, .* \(timm\.list_models lists all"
+    ):
+        vitrel.create_model("vitrel_swin_tt")
 
 
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])

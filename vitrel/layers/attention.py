@@ -20,8 +20,7 @@ _MAX_LOG_SCALE = math.log(100.0)
 class Attention(nn.Module):
     """Self-attention over tokens, globally or in windows: (x, terms, grid) -> x.
 
-    Global (`window` None): x [B, N, C], N = grid.tokens, terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on
-    Grid(*window).
+    Global (`window` None): x [B, N, C], terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on Grid(*window).
     Cosine (Swin V2, arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head, at most 100, and
     keys have no bias. All that position does to q and k (rotation, query and key tables, query_bias) meets k of unit length
     and q of length scale * sqrt(D), in place of the projected ones.

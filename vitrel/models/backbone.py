@@ -10,7 +10,7 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.models.mixed import check_sizes, without_padding
+from vitrel.models.mixed import check_valid_sizes, without_padding
 from vitrel.models.transfer_report import TransferReport, report
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
@@ -42,7 +42,7 @@ class Backbone(nn.Module, abc.ABC):
 
         image: [B, in_chans, height, width]; sizes: (h, w) in pixels of each image, whose pixels are those in the upper left.
         """
-        check_sizes(image, sizes, self.patch_embed.patch_size)
+        check_valid_sizes(image, sizes, self.patch_embed.patch_size)
         return self.mixed(self.embed_patches(without_padding(image, sizes)), [self.token_grid(size) for size in sizes])
 
     def forward_mixed(self, image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:

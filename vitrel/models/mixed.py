@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vitrel.models.vit import ViT
 
 
-def check_sizes(image: Tensor, sizes: list[tuple[int, int]], patch: tuple[int, int]) -> None:
+def check_valid_sizes(image: Tensor, sizes: list[tuple[int, int]], patch: tuple[int, int]) -> None:
     """ValueError unless there is a size (h, w) in pixels for every image, at least one patch and within the batch."""
     if len(sizes) != image.shape[0]:
         raise ValueError(f"{len(sizes)} sizes for {image.shape[0]} images: pass one (height, width) in pixels for each")

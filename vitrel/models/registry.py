@@ -1,5 +1,7 @@
 """Registration with timm: variants are rows of a table, entry points are made from them."""
 
+import difflib
+import inspect
 from collections.abc import Callable
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -19,10 +21,9 @@ def base_cfg(**own) -> dict:
 def register_family(
     trunk: type[nn.Module], rows: dict[str, tuple[dict, dict]], weights: dict[str, str], namespace: dict
 ) -> dict:
-    """Register an entry point in timm for every row {name: (constructor arguments, pretrained cfg)}.
+    """Register an entry point in timm for every row {name: (constructor arguments, pretrained cfg)}; returns `default_cfgs`.
 
-    weights: {name: hub repository} of public weights that load into the model. namespace: globals() of the module that defines
-    the trunk, which becomes the entry points' module. Returns its `default_cfgs`, which timm wants to find there.
+    weights: {name: hub repository} of public weights. namespace: globals() of the trunk's module, where timm looks for both.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
@@ -37,15 +38,15 @@ def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str
     def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
         kwargs = arguments | kwargs
         depth = len(kwargs["depths"]) if "depths" in kwargs else kwargs["depth"]
-        taps = kwargs.pop("out_indices", _taps(depth))
-        return build_model_with_cfg(
-            trunk,
-            name,
-            pretrained,
-            pretrained_filter_fn=filter_state_dict,
-            feature_cfg=dict(out_indices=taps, feature_cls="getter"),
-            **kwargs,
-        )
+        how = dict(out_indices=kwargs.pop("out_indices", _taps(depth)), feature_cls="getter")
+        try:
+            return build_model_with_cfg(
+                trunk, name, pretrained, pretrained_filter_fn=filter_state_dict, feature_cfg=how, **kwargs
+            )
+        except TypeError as error:
+            unknown = str(error).partition("unexpected keyword argument ")[2].strip("'")
+            near = difflib.get_close_matches(unknown, inspect.signature(trunk).parameters, n=1)
+            raise TypeError(f"{name}: {error}{f'; did you mean {near[0]!r}?' if unknown and near else ''}") from error
 
     entry_point.__name__ = entry_point.__qualname__ = name
     entry_point.__module__ = module

@@ -1,0 +1,81 @@
+"""Half precision from 224 to 1024 px: no NaN, logits near float32, positions computed in float32; channels_last images."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+from variants import IN_ATTENTION, KEYS
+
+MODELS = [("vitrel_vit_ti16_none", key) for key in KEYS] + [("vitrel_swin_t", key) for key in IN_ATTENTION]
+SMALL = {
+    "vitrel_vit_ti16_none": dict(embed_dim=32, num_heads=2, depth=2),
+    "vitrel_swin_t": dict(embed_dim=16, depths=(2, 2), num_heads=(2, 2)),
+}
+BOUNDS = {"autocast bfloat16": 0.04, "autocast float16": 0.006, "bfloat16": 0.06, "float16": 0.006}  # times the logits' spread
+
+
+def build(name, key):
+    torch.manual_seed(0)
+    model = timm.create_model(name, position=key, num_classes=64, init_gain=1.0, **SMALL[name]).eval()
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if "position" in part and parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def outputs(model, image):
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            yield f"autocast {dtype}".replace("torch.", ""), model(image)
+        yield str(dtype).removeprefix("torch."), copy.deepcopy(model).to(dtype)(image.to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(224, 224), (1024, 1024)], ids=["224", "1024"])
+@pytest.mark.parametrize(("name", "key"), MODELS, ids=[f"{name}-{key}" for name, key in MODELS])
+def test_half_precision_at_any_size(name, key, size):
+    """Trained at 224 px. The bounds are about three times the largest error over these models, at either size."""
+    model = build(name, key)
+    image = torch.randn(1, 3, *size)
+    with torch.inference_mode():
+        exact = model(image)
+        for mode, out in outputs(model, image):
+            assert out.isfinite().all(), mode
+            error = (out.float() - exact).abs().max() / exact.std()
+            assert error <= BOUNDS[mode], f"{mode}: {error:.4f}"
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_ti16_none", "vitrel_swin_t"])
+def test_channels_last_images(name):
+    model, image = build(name, "table" if "swin" in name else "rope_mixed"), torch.randn(2, 3, 96, 160)
+    torch.testing.assert_close(model(image.to(memory_format=torch.channels_last)), model(image), atol=1e-5, rtol=1e-5)
+    model = model.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(model(image.to(memory_format=torch.channels_last)), model(image), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "key", ["rope_axial", "rope_mixed", "rope_normalised", "alibi", "log_decay", "cpb", "fire", "transformer_xl"]
+)
+def test_positions_are_computed_in_float32(key):
+    """In bfloat16 a position at 1024 px would be off by whole patches: the terms are those of float32, rounded at the end."""
+    exact = build("vitrel_vit_ti16_none", key)
+    half = copy.deepcopy(exact).bfloat16()
+    restored = copy.deepcopy(half).float()
+    (encoding, grid), *_ = half.encodings((1024, 1024))
+    (same, _), *_ = restored.encodings((1024, 1024))
+    terms, expected = encoding(grid), same(grid)
+
+    def tensors(item):
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, tuple):
+            for part in item:
+                yield from tensors(part)
+
+    pairs = [*zip(tensors(terms), tensors(expected), strict=True)]
+    assert pairs
+    for a, b in pairs:
+        assert (a.float() - b).abs().max() <= 2**-7 * b.abs().max()
