@@ -9,7 +9,7 @@ import pytest
 
 from helpers import ROOT
 
-FILES = sorted(p for folder in ("vitrel", "tools") for p in (ROOT / folder).rglob("*.py"))
+FILES = sorted(p for folder in ("vitrel", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
 ORDER = ["grid", "position", "ops", "layers", "models"]  # each may import those before it

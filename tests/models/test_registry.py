@@ -219,7 +219,7 @@ def test_construction_errors(keywords, error, text):
 
 @pytest.mark.parametrize("window", [0, -3, (4, 0)])
 def test_windows_must_be_positive(window):
-    with pytest.raises(ValueError, match="window (height|width) must be at least 1 token, not"):
+    with pytest.raises(ValueError, match=r"window (height|width) must be at least 1 token, not"):
         timm.create_model("vitrel_swin_n", window_size=window)
 
 

@@ -1,0 +1,120 @@
+"""A torchvision RetinaNet on the features of a vitrel model, at any height and width, trained on made-up boxes for a few steps.
+
+    python examples/detection.py                                          # a nano Swin at 200x333, on a CPU
+    python examples/detection.py --model vitrel_vit_n8_rope_mixed         # the last map of a ViT, made into three
+    python examples/detection.py --model vitrel_swin_t --size 800 1333 --channels 256
+
+torchvision pads a batch with zeros, below and on the right, to its largest image and on to a multiple of 32 (1333 columns
+become 1344). Zeros after normalisation are the mean colour, and image to any backbone: our windows leave out the padding they
+add themselves, not this. torchvision needs the multiple because its anchors take image // map for the stride, 7 instead of 8
+for 167 columns of 1333 px. Here they are told the strides, and an image stays as large as it is (size_divisible=1).
+"""
+
+import argparse
+
+import timm
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelP6P7
+
+import vitrel  # noqa: F401  registers the models with timm
+
+COLOURS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # of the classes 1, 2, 3
+
+
+class Pyramid(nn.Module):
+    """Image [B, 3, h, w] -> five maps [B, channels, ceil(h / s), ceil(w / s)], one for each s of `strides` (pixels).
+
+    Three are the last of a timm model, joined by an FPN, two more come from strided convolutions. A ViT has one stride: its
+    last map is brought to twice, once and half its resolution first, as in ViTDet (arXiv 2203.16527).
+    """
+
+    def __init__(self, name: str, channels: int):
+        super().__init__()
+        self.body = timm.create_model(name, features_only=True, out_indices=(-3, -2, -1), drop_path_rate=0.0)
+        widths, strides = self.body.feature_info.channels(), self.body.feature_info.reduction()
+        self.rescale = None
+        if len(set(strides)) == 1:
+            double = nn.ConvTranspose2d(widths[-1], widths[-1], kernel_size=2, stride=2)
+            self.rescale = nn.ModuleList([double, nn.Identity(), nn.MaxPool2d(2, ceil_mode=True)])
+            strides = [strides[-1] // 2, strides[-1], strides[-1] * 2]
+        self.fpn = FeaturePyramidNetwork(widths, channels, LastLevelP6P7(channels, channels))
+        self.out_channels, self.strides = channels, [*strides, strides[-1] * 2, strides[-1] * 4]
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        maps, (h, w) = self.body(image), image.shape[2:]
+        if self.rescale is not None:
+            maps = [rescale(maps[-1]) for rescale in self.rescale]
+        # doubling a map whose size was rounded up can add a row or a column beyond the image
+        maps = [x[:, :, : -(-h // s), : -(-w // s)] for x, s in zip(maps, self.strides, strict=False)]
+        return self.fpn({str(level): x for level, x in enumerate(maps)})
+
+
+class Anchors(AnchorGenerator):
+    """RetinaNet's nine anchors for each cell, those of cell (i, j) around the pixel (i * stride, j * stride)."""
+
+    def __init__(self, strides: list[int]):
+        sizes = tuple(tuple(4 * s * 2 ** (octave / 3) for octave in range(3)) for s in strides)
+        super().__init__(sizes, ((0.5, 1.0, 2.0),) * len(strides))
+        self.strides = strides
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        """The anchors of each image, [n, 4] as x1, y1, x2, y2 in pixels, level after level."""
+        self.set_cell_anchors(feature_maps[0].dtype, feature_maps[0].device)
+        anchors = self.grid_anchors([x.shape[-2:] for x in feature_maps], [(s, s) for s in self.strides])
+        return [torch.cat(anchors)] * len(image_list.image_sizes)
+
+
+def detector(name: str, size: tuple[int, int], channels: int) -> RetinaNet:
+    """A RetinaNet for three classes that does not resize images of `size` (h, w)."""
+    pyramid = Pyramid(name, channels)
+    data = timm.data.resolve_model_data_config(pyramid.body)
+    how = dict(anchor_generator=Anchors(pyramid.strides), image_mean=data["mean"], image_std=data["std"], size_divisible=1)
+    return RetinaNet(pyramid, len(COLOURS) + 1, min(size), max(size), **how)
+
+
+def scene(size: tuple[int, int], count: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
+    """Noise [3, h, w] in 0..1 with coloured rectangles, and their boxes [count, 4] (x1, y1, x2, y2 in pixels) and labels."""
+    image, boxes = torch.rand(3, *size) * 0.3, []
+    labels = torch.arange(count) % len(COLOURS) + 1
+    for label in labels.tolist():
+        high, wide = (int(n * (0.2 + 0.3 * torch.rand(()))) for n in size)
+        y, x = (int(torch.randint(n - side, ())) for n, side in zip(size, (high, wide), strict=True))
+        image[:, y : y + high, x : x + wide] = COLOURS[label - 1, :, None, None]
+        boxes.append([x, y, x + wide, y + high])
+    return image, {"boxes": torch.tensor(boxes, dtype=torch.float32), "labels": labels}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vitrel_swin_n", help="any of timm's with features_only; default vitrel_swin_n")
+    parser.add_argument("--size", type=int, nargs=2, default=(200, 333), metavar=("H", "W"), help="pixels; default 200 333")
+    parser.add_argument("--steps", type=int, default=30, help="updates on one image; default 30")
+    parser.add_argument("--channels", type=int, default=64, help="width of the pyramid; default 64 (256 in the papers)")
+    args = parser.parse_args(argv)
+    if min(args.size) < 32:
+        parser.error(f"--size must be at least 32 32, not {args.size[0]} {args.size[1]}")
+    torch.manual_seed(0)
+    model, (image, target) = detector(args.model, args.size, args.channels), scene(args.size)
+    with torch.no_grad():
+        for stride, x in zip(model.backbone.strides, model.backbone(image[None]).values(), strict=True):
+            print(f"stride {stride:3}: {x.shape[2]} x {x.shape[3]} cells, {x.shape[1]} channels")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for step in range(args.steps + 1):
+        losses = model([image], [target])
+        print(f"after {step} steps:", ", ".join(f"{name} {loss.item():.3f}" for name, loss in losses.items()))
+        if step < args.steps:
+            optimizer.zero_grad()
+            sum(losses.values()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    with torch.no_grad():
+        print(f"{len(model.eval()([image])[0]['boxes'])} boxes with a score above {model.score_thresh}")
+
+
+if __name__ == "__main__":
+    main()
