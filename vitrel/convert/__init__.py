@@ -1,6 +1,7 @@
-"""From a trained model with an absolute embedding to one with relative position: `relativize` and what goes with it."""
+"""From a trained model with an absolute embedding to one with relative position: `relativize`, `absolute_to_relative`."""
 
+from vitrel.convert.absolute_to_relative import ConversionReport, absolute_to_relative
 from vitrel.convert.fade import absolute_scale, drop_absolute
 from vitrel.convert.relativize import relativize
 
-__all__ = ["absolute_scale", "drop_absolute", "relativize"]
+__all__ = ["ConversionReport", "absolute_scale", "absolute_to_relative", "drop_absolute", "relativize"]

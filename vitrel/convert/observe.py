@@ -1,0 +1,79 @@
+"""What a transformer block computes on its way, read from outside: q, k and the tokens between its two branches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitrel.convert.fit import mean_logits
+
+_WATCHED = ("norm1", "attn.proj", "norm2", "mlp.fc2")
+
+
+class Observed(NamedTuple):
+    """What one block computed; None where it has no such place (a block that is not pre-norm has no tokens in between)."""
+
+    q: Tensor  # [B, H, N, D]
+    k: Tensor
+    bias: Tensor | None  # added to scale * q . k, broadcastable to [B, H, N, N]
+    scale: float
+    attended: Tensor | None  # input of the attention's last linear layer, [B, N, C]
+    between: Tensor | None  # tokens after attention
+    hidden: Tensor | None  # input of the MLP's last linear layer
+    out: Tensor
+
+    def logits(self) -> Tensor:
+        """Attention logits, mean over images, [H, N, N] float32."""
+        logits = mean_logits(self.q.float(), self.k.float(), self.scale)
+        if self.bias is None:
+            return logits
+        return logits + self.bias.expand(-1, *logits.shape).mean(0)
+
+
+def observe(block: nn.Module, args: tuple, kwargs: dict) -> Observed:
+    """Run a block without its hooks and return what it computed. ValueError where attention runs another way than SDPA."""
+    inputs: dict[str, Tensor] = {}
+    watched = {name: module for name, module in block.named_modules() if name in _WATCHED}
+    hooks = [m.register_forward_pre_hook(lambda _, given, n=n: inputs.update({n: given[0]})) for n, m in watched.items()]
+    try:
+        with _Attention() as seen:
+            out = block.forward(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if seen.call is None:
+        raise ValueError(
+            "a block's attention does not run through scaled_dot_product_attention, so its logits cannot be seen: leave out "
+            "encodings that add to values or scale keys (shaw, xpos)"
+        )
+    between = inputs.get("norm2") if inputs.get("norm1") is args[0] else None
+    return Observed(*seen.call, inputs.get("attn.proj"), between, inputs.get("mlp.fc2"), out)
+
+
+@contextmanager
+def before_blocks(blocks: nn.Sequential, call: Callable[[int, nn.Module, tuple, dict], tuple | None]) -> Iterator[None]:
+    """While it lasts, `call(i, block, args, kwargs)` comes before block i and may return (args, kwargs) to run it with."""
+    hooks = [
+        block.register_forward_pre_hook(lambda block, args, kwargs, i=i: call(i, block, args, kwargs), with_kwargs=True)
+        for i, block in enumerate(blocks)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Attention(TorchFunctionMode):
+    """Notes what scaled_dot_product_attention is called with: there position has met content, whatever the model."""
+
+    call: tuple[Tensor, Tensor, Tensor | None, float] | None = None
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.call = (*args[:2], kwargs["attn_mask"], kwargs["scale"])
+        return func(*args, **kwargs)
