@@ -14,12 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import timm
-import yaml
-from torch import nn
-
 import vitrel  # noqa: F401  registers the models with timm
-from vitrel.models.weights.load import WeightPlan, load_pretrained, plan_weights, read_file, save_pretrained
+from vitrel.models.weights.build import model_arguments, model_for
+from vitrel.models.weights.load import WeightPlan, load_pretrained, read_file, save_pretrained
 from vitrel.transfer.evaluate import parse_size
 
 
@@ -31,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"{args.out} exists; name another file or pass --overwrite")
         how = dict(source_grid=args.source_grid, key_minus_query=args.key_minus_query)
         loaded = read_file(args.file)
-        model, plan = _model(args.to, args.model_args, loaded, how)
+        model, plan = model_for(args.to, args.model_args, loaded, **how)
         load_pretrained(model, loaded, **how, allow_unused=args.allow_unused, allow_unset=args.allow_unset)
         save_pretrained(model, args.out)
         if args.report:
@@ -39,21 +36,6 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, RuntimeError, TypeError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{plan}\n\n{_summary(plan)}\nwritten to {args.out}{f', report to {args.report}' if args.report else ''}")
-
-
-def _model(name: str, model_args: dict[str, Any], loaded: object, how: dict[str, Any]) -> tuple[nn.Module, WeightPlan]:
-    """The model with as many classes as the file, unless model_args decides, and what the file gives it."""
-    if not timm.is_model(name) or not name.startswith("vitrel_"):
-        raise ValueError(f"unknown model {name!r}; --to takes one of timm.list_models('vitrel*')")
-    model = timm.create_model(name, **model_args)
-    source = loaded if isinstance(loaded, dict) else {}
-    plan = plan_weights(model, source, **how)
-    classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
-    classes = 0 if classifier is None else len(classifier)
-    if "num_classes" not in model_args and classes != model.num_classes:
-        model = timm.create_model(name, num_classes=classes, **model_args)
-        plan = plan_weights(model, source, **how)
-    return model, plan
 
 
 def _summary(plan: WeightPlan) -> str:
@@ -100,12 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _mapping(text: str) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"no YAML: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a mapping such as '{{reg_tokens: 4}}', got {text!r}")
-    return value
+        return model_arguments(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _grid(text: str) -> tuple[int, int]:

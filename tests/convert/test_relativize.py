@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from relativize_models import MODELS, build, image, position_parameters, randomise
 from torch import nn
 
+from relativize_models import MODELS, build, image, position_parameters, randomise
 from vitrel.convert.relativize import relativize
 from vitrel.position import POSITIONS
 

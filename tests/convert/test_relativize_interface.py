@@ -6,7 +6,6 @@ import io
 import pytest
 import timm
 import torch
-from relativize_models import MODELS, TINY, build, image, position_parameters, randomise
 from timm.models._features import FeatureGetterNet
 from timm.models._features_fx import create_feature_extractor
 from timm.models._input import get_model_input_config
@@ -15,6 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental import _config as fx_config
 
+from relativize_models import MODELS, TINY, build, image, position_parameters, randomise
 from vitrel.convert.fade import absolute_scale
 from vitrel.convert.relativize import relativize
 

@@ -5,13 +5,13 @@ import warnings
 import pytest
 import timm
 import torch
-from relativize_models import TINY, build, image
 from timm.layers import PatchEmbed
 from timm.models.naflexvit import NaFlexVit
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
+from relativize_models import TINY, build, image
 from vitrel.convert.fade import absolute_scale
 from vitrel.convert.relativize import relativize
 from vitrel.models.vit import ViT

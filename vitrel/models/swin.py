@@ -208,10 +208,7 @@ class Swin(Backbone):
 
 
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
-    """The options of each stage's encodings, for an image of `grid` patches.
-
-    Unless given, pretrained_window is the window or, where a stage's grid is smaller, that grid, as in Swin V2.
-    """
+    """Options of each stage's encodings; pretrained_window is, unless given, the window or a stage's smaller grid (Swin V2)."""
     given, args = position_args.get("pretrained_window"), []
     for stage in range(stages):
         trained = (min(window.h, grid.h), min(window.w, grid.w)) if given is None else given

@@ -98,7 +98,9 @@ def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tenso
     total = []
     for table in terms.tables:
         index = window.index(table.axis, q.device)  # [N, N]
-        if table.bias is not None:  # looked up for one window, then repeated by whole rows
+        if table.bias is not None and torch.compiler.is_compiling():  # inductor 2.15 fails at what is quicker below
+            total.append(gather_bias(table.bias, index.index_select(0, slot)))
+        elif table.bias is not None:  # looked up for one window, then repeated by whole rows
             total.append(gather_bias(table.bias, index).index_select(1, slot))
         if table.query is None and table.gated is None and table.key is None:
             continue

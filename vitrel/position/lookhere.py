@@ -41,7 +41,8 @@ class LookHere(PositionEncoding):
         views = _views(offsets, self.fov)  # [V, R] bool
         directed = len(self.head) - max(1, min(4, len(self.head) // 3))
         round_, view = self.head // len(views), self.head % len(views)
-        slopes = torch.where(self.head < directed, 2.0 ** (-1.0 - round_), 4.0 ** (directed - 1.0 - self.head))  # [H]
+        # Tensors come first: ONNX does not take a number minus whole numbers.
+        slopes = torch.where(self.head < directed, 2.0 ** -(round_ + 1.0), 4.0 ** -(self.head + (1.0 - directed)))  # [H]
         bias = -self.slope * slopes[:, None] * distances(offsets, "euclidean")  # [H, R]
         seen = views.index_select(0, view) | (self.head >= directed)[:, None]
         return Terms(tables=(Table("hw", bias=pad_prefix(bias.masked_fill(~seen, float("-inf")), grid)),))

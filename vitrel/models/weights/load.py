@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from vitrel.models.weights.differences import differences, other_family
@@ -138,7 +138,8 @@ def save_pretrained(model: nn.Module, path: str | Path) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         state = {name: value.contiguous() for name, value in model.state_dict().items()}
-        save_file(state, part, metadata={"format": "pt", "vitrel": json.dumps({"position": position_record(model)})})
+        about = {"format": "pt", "vitrel": json.dumps({"position": position_record(model)})}
+        part.write_bytes(save(state, metadata=about))  # save_file would make a file that only its owner can read
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

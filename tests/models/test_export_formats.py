@@ -1,0 +1,217 @@
+"""Models outside of eager PyTorch: ONNX at any size, torch.compile both ways, nothing made on the CPU, files of a hub."""
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vitrel import POSITIONS
+from vitrel.export import export_model
+
+FAMILIES = {
+    "absolute": ("vitrel_vit_n8_absolute", {}),
+    "table": ("vitrel_vit_n8_table", {}),
+    "rope_mixed": ("vitrel_vit_n8_rope_mixed", {}),
+    "swin": ("vitrel_swin_n", {}),
+    "swinv2": ("vitrel_swinv2_n", {}),
+    "decomposed": ("vitrel_vit_n8_decomposed", {}),
+    "decomposed in windows": ("vitrel_swin_n_decomposed", {}),
+    "temperature": ("vitrel_vit_n8_table", {"position": "rope_mixed+table", "position_args": {"logit_scale": "log_n"}}),
+    "SAM's windows": (
+        "vitrel_vit_n8_none",
+        dict(
+            position="absolute+decomposed",
+            class_token=False,
+            block_args=dict(window=(4, 3), global_blocks=(1,)),
+        ),
+    ),
+}
+EVERY = [f"vitrel_vit_n8_{key}" for key in POSITIONS]
+EVERY += [f"vitrel_swin_n_{key}" for key, encoding in POSITIONS.items() if encoding.site == "attention"]
+EVERY += ["vitrel_swinv2_n", "vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n_absolute_rope_mixed"]
+# Down to two tokens in the last stage; non-square, and divisible neither by the patch nor by the window.
+SIZES = [(1, (64, 64)), (3, (96, 96)), (2, (72, 112)), (1, (56, 40)), (3, (100, 53)), (1, (192, 128)), (2, (9, 17))]
+
+
+def build(name, **keywords):
+    """A small model in evaluation with parameters far from their initialisation."""
+    model = timm.create_model(name, **({"num_classes": 5} | keywords)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def shallow(name, depth=2, **keywords):
+    """As `build`, with few blocks, for what takes long; a Swin always has two stages of two.
+
+    Pooled over all tokens: the class token of a single block would never meet the tables of offsets.
+    """
+    few = {"depth": depth} if "_vit_" in name else {"depths": (2, 2), "num_heads": (1, 2)}
+    return build(name, **({"global_pool": "avg"} | few | keywords))
+
+
+def check_onnx(model, folder, sizes=SIZES):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    export_model(model, folder / "model.onnx", "onnx", size=(64, 48), dynamic_size=True)
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    for batch, size in sizes:
+        image = torch.randn(batch, 3, *size)
+        (logits,) = session.run(None, {"image": image.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(image), atol=1e-4, rtol=1e-4)
+
+
+def test_onnx(tmp_path):
+    check_onnx(shallow("vitrel_vit_n8_table", depth=1), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_onnx_of_every_family(family, tmp_path):
+    """Traced at 64x48, run at other batches and sizes."""
+    name, keywords = FAMILIES[family]
+    check_onnx(shallow(name, **keywords), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", POSITIONS)
+def test_onnx_of_every_encoding(key, tmp_path):
+    check_onnx(shallow(f"vitrel_vit_n8_{key}", depth=1), tmp_path, SIZES[2:5])
+
+
+SWIN_SLOWLY = pytest.param("vitrel_swin_n", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", SWIN_SLOWLY])
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (None, 2), (False, 4)])
+def test_compile_dynamic_or_not(name, dynamic, graphs):
+    """dynamic=False is one graph for each size, as asked for; the other two are at most two graphs for all of them."""
+    model, counter = shallow(name, depth=1), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for size in ((64, 64), (56, 40), (40, 88), (100, 52)):
+            image = torch.randn(2, 3, *size)
+            torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
+    assert counter.frame_count == graphs if dynamic is False else counter.frame_count <= graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+def test_compile_reduce_overhead(name):
+    """Inductor's code in training and inference; on a CPU the mode has no CUDA graphs to make."""
+    model, image, gradients = shallow(name, depth=1), torch.randn(2, 3, 40, 88), []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for run in (model, compiled):
+        model.zero_grad()
+        logits = run(image)
+        logits.square().sum().backward()
+        gradients.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    with torch.no_grad():  # another graph
+        torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
+
+
+class MadeOnTheCPU(TorchDispatchMode):
+    """Operators that returned a tensor on the CPU: with a model and images elsewhere, each is a copy in every forward pass,
+    and one of them in a graph keeps CUDA graphs from being used at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in tree_leaves(out)):
+            self.found.add(str(operator))
+        return out
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_forward_makes_nothing_on_the_cpu(name):
+    model, image = timm.create_model(name, device="meta"), torch.empty(2, 3, 50, 72, device="meta")
+    for mode in (model.eval(), model.train()):
+        with MadeOnTheCPU() as made:
+            mode(image)
+        assert made.found == set()
+
+
+def test_what_is_made_on_the_cpu_is_found():
+    with MadeOnTheCPU() as made:
+        torch.empty(3, device="meta") * torch.tensor(2.0)
+    assert made.found
+    with MadeOnTheCPU() as made:
+        torch.arange(3)
+    assert made.found == {"aten.arange.default"}
+
+
+def constants_on_the_cpu(model, image):
+    """Nodes of the graph that torch.export captures with model and image on one device which are on another."""
+    program = torch.export.export(model, (image,), dynamic_shapes=({i: torch.export.Dim.DYNAMIC for i in (0, 2, 3)},))
+    values = [(node.name, leaf) for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
+    return [name for name, value in values if isinstance(value, torch.Tensor) and value.device != image.device]
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_vit_n8_rope_mixed", SWIN_SLOWLY])
+def test_captured_graphs_are_of_one_device(name):
+    """The way taken under compilation differs from the eager one in places."""
+    model = shallow(name, depth=1, device="meta")
+    assert constants_on_the_cpu(model, torch.empty(2, 3, 64, 48, device="meta")) == []
+
+
+HUB = {
+    "absolute": ("vitrel_vit_n8_absolute", dict(img_size=(48, 64), reg_tokens=2)),
+    "table": ("vitrel_vit_n8_table", dict(img_size=(48, 64), position_args=dict(resize="clip", logit_scale="log_n"))),
+    "composition": ("vitrel_vit_n8_none", dict(position="absolute+rope_mixed", position_args=dict(base=50.0, scaling="ntk"))),
+    "swin": ("vitrel_swin_n", dict(window_size=(4, 6), position="t5", position_args=dict(mode="sum"))),
+    "swinv2": ("vitrel_swinv2_n", dict(position_args=dict(pretrained_window=(3, 3, 2)))),
+}
+
+
+@pytest.fixture(params=HUB)
+def hub(request, tmp_path):
+    """A model with options of its own and two folders with it, one file format in each."""
+    name, keywords = HUB[request.param]
+    model, folders = build(name, **keywords), [tmp_path / "safetensors", tmp_path / "bin"]
+    model.set_input_size((96, 80))  # a size in use is not one to be built at
+    for folder in folders:
+        save_for_hf(model, folder, safe_serialization=folder.name == "safetensors")
+    assert [(folder / "model.safetensors").exists() for folder in folders] == [True, False]
+    return model, [f"local-dir:{folder}" for folder in folders]
+
+
+def test_hub_round_trip(hub):
+    model, sources = hub
+    image = torch.randn(2, 3, 72, 88)
+    for source in sources:
+        again = timm.create_model(source, pretrained=True).eval()
+        assert torch.equal(again(image), model(image))
+        untrained = timm.create_model(source)  # the same model, without the weights
+        assert {n: p.shape for n, p in untrained.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+def test_hub_other_head_and_channels(hub):
+    model, sources = hub
+    image = torch.randn(2, 3, 72, 88)
+    for source in sources:
+        other = timm.create_model(source, pretrained=True, num_classes=3).eval()
+        assert other(image).shape == (2, 3) and torch.equal(other.forward_features(image), model.forward_features(image))
+        bare = timm.create_model(source, pretrained=True, num_classes=0).eval()
+        assert torch.equal(bare(image), model.forward_head(model.forward_features(image), pre_logits=True))
+        grey = timm.create_model(source, pretrained=True, in_chans=1).eval()
+        torch.testing.assert_close(grey(image[:, :1]), model(image[:, :1].expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
+
+
+def test_hub_backbone(hub):
+    model, sources = hub
+    image = torch.randn(1, 3, 72, 88)
+    for source in sources:
+        backbone = timm.create_model(source, pretrained=True, features_only=True, out_indices=(0, 2)).eval()
+        expected = model.forward_intermediates(image, indices=[0, 2], intermediates_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(backbone(image), expected, strict=True))

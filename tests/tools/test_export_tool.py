@@ -1,0 +1,208 @@
+"""tools/export.py: what it writes computes what the checkpoint does and carries its metadata; refusals leave nothing behind."""
+
+import importlib.util
+import json
+
+import pytest
+import timm
+import torch
+
+import vitrel
+from vitrel import export
+from vitrel.export import check_sizes, export_model
+from vitrel.models.weights.load import read_file
+
+CLASSES = ["left", "right", "above"]
+# Pooled over all tokens: the class token of a single block never meets the tables of offsets.
+SMALL = dict(depth=1, embed_dim=48, num_heads=3, reg_tokens=1, global_pool="avg")
+SIZES = [(1, (32, 48)), (3, (32, 48)), (2, (57, 41)), (1, (16, 80))]
+
+
+@pytest.fixture(scope="module")
+def tool(request):
+    spec = importlib.util.spec_from_file_location("export_tool", request.config.rootpath / "tools" / "export.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def small(name="vitrel_vit_n8_table", **keywords):
+    """A model whose parameters are far from their initialisation."""
+    model = timm.create_model(name, **(dict(num_classes=3, img_size=(32, 48)) | SMALL | keywords)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """The path of a file as tools/train.py writes it, and its model."""
+    model = small()
+    about = dict(model="vitrel_vit_n8_table", model_args=SMALL, classes=CLASSES, img_size=[32, 48], mean=[0.4, 0.5, 0.6])
+    about |= dict(std=[0.2, 0.3, 0.1], crop_pct=0.875, interpolation="bilinear", data="shapes", seed=7, epoch=1, step=3)
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state, "vitrel": about}, tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt", model
+
+
+def assert_serves(run, model, sizes=SIZES):
+    for batch, size in sizes:
+        image = torch.randn(batch, 3, *size)
+        torch.testing.assert_close(run(image), model(image), atol=1e-4, rtol=1e-4)
+
+
+def test_a_program_serves_any_size(tool, checkpoint, capsys):
+    path, model = checkpoint
+    tool.main([str(path), "--format", "exported", "--dynamic-size"])
+    files = {"vitrel.json": ""}
+    program = torch.export.load(path.with_suffix(".pt2"), extra_files=files)
+    assert_serves(program.module(), model)
+    about = json.loads(files["vitrel.json"])
+    assert about["classes"] == CLASSES and about["mean"] == [0.4, 0.5, 0.6] and about["std"] == [0.2, 0.3, 0.1]
+    assert (about["model"], about["encoding"]) == ("vitrel_vit_n8_table", "table")
+    assert about["img_size"] == about["size"] == [32, 48] and about["dynamic_size"] is True
+    printed = capsys.readouterr().out
+    assert "1 of 32x48" in printed and f"written to {path.with_suffix('.pt2')}: any batch, any size" in printed
+    assert sorted(item.name for item in path.parent.iterdir()) == ["last.ckpt", "last.pt2"]
+
+
+def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
+    """It takes any batch, and refuses another size instead of a wrong answer."""
+    path, model = checkpoint
+    tool.main([str(path), "--format", "exported", "--size", "40x24", "-o", str(tmp_path / "one.pt2")])
+    run = torch.export.load(tmp_path / "one.pt2").module()
+    assert_serves(run, model, [(1, (40, 24)), (5, (40, 24))])
+    with pytest.raises(AssertionError, match=r"size\(\)\[2\] == 40"):
+        run(torch.randn(1, 3, 24, 40))
+    assert "this size alone" in capsys.readouterr().out
+
+
+def test_onnx_serves_any_size(tool, checkpoint, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    path, model = checkpoint
+    tool.main([str(path), "--format", "onnx", "--dynamic-size"])
+    session = onnxruntime.InferenceSession(path.with_suffix(".onnx"), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == ["batch", 3, "height", "width"] and session.get_inputs()[0].name == "image"
+    assert [output.name for output in session.get_outputs()] == ["logits"]
+    assert_serves(lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0]), model)
+    about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+    assert about["classes"] == CLASSES and about["img_size"] == [32, 48] and about["crop_pct"] == 0.875
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "last.onnx"]
+
+
+def test_a_folder_for_timm(tool, checkpoint):
+    path, model = checkpoint
+    tool.main([str(path), "--format", "safetensors"])
+    folder = path.with_suffix("")
+    again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    for batch, size in SIZES:
+        image = torch.randn(batch, 3, *size)
+        assert torch.equal(again(image), model(image))
+    assert list(again.pretrained_cfg["label_names"]) == CLASSES
+    expected = dict(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.1), crop_pct=0.875, interpolation="bilinear", input_size=(3, 32, 48))
+    found = timm.data.resolve_model_data_config(again)
+    assert {key: tuple(found[key]) if isinstance(found[key], list) else found[key] for key in expected} == expected
+    grids = read_file(folder / "model.safetensors")["vitrel"]["position"]
+    assert grids["blocks.0.position"]["grid"] == [4, 6, 2]  # which timm's own file would not tell
+
+
+def test_a_bare_weights_file(tool, tmp_path):
+    """The number of classes is the file's."""
+    model = small("vitrel_vit_n8_rope_mixed")
+    vitrel.save_pretrained(model, tmp_path / "weights.safetensors")
+    arguments = ["--model", "vitrel_vit_n8_rope_mixed", "--model-args", json.dumps(SMALL | {"img_size": [32, 48]})]
+    tool.main([str(tmp_path / "weights.safetensors"), *arguments, "--format", "safetensors", "-o", str(tmp_path / "folder")])
+    again = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
+    image = torch.randn(2, 3, 40, 72)
+    assert torch.equal(again(image), model(image)) and again.img_size == (32, 48)
+
+
+def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
+    path, model = checkpoint
+    command = [str(path), "--format", "safetensors", "-o"]
+    taken = tmp_path / "taken"
+    tool.main([*command, str(taken)])
+    (taken / "config.json").write_text("precious")
+    with pytest.raises(SystemExit, match="taken exists; name another or pass --overwrite"):
+        tool.main([*command, str(taken)])
+    assert (taken / "config.json").read_text() == "precious"
+    tool.main([*command, str(taken), "--overwrite"])
+    assert torch.equal(timm.create_model(f"local-dir:{taken}", pretrained=True).head.weight, model.head.weight)
+    (taken / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=r"holds notes.txt, which is not of an export, and stays"):
+        tool.main([*command, str(taken), "--overwrite"])
+    with pytest.raises(SystemExit, match=r"last.ckpt is a file and stays"):
+        tool.main([*command, str(path), "--overwrite"])
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "taken"] and path.stat().st_size > 1000
+
+
+def test_what_differs_is_not_written(tmp_path, monkeypatch):
+    """A policy set on a running model does not survive rebuilding: the folder would compute something else at other sizes."""
+    model = small()
+    model.set_resize_policy("clip")
+    with pytest.raises(RuntimeError, match=r"safetensors file differs from the model at batch 3, 43x25 pixels by .*nothing"):
+        export_model(model, tmp_path / "folder", "safetensors")
+    (tmp_path / "kept.pt2").write_bytes(b"precious")
+    program = torch.export.export(small(), (torch.randn(2, 3, 32, 48),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    monkeypatch.setattr(torch.export, "load", lambda path: program)
+    with pytest.raises(RuntimeError, match=r"exported file differs from the model at batch 1, 32x48 pixels by"):
+        export_model(model, tmp_path / "kept.pt2", "exported", overwrite=True)
+    monkeypatch.setattr(export, "TOLERANCE", 1e9)
+    with pytest.raises(RuntimeError, match=r"exported file fails at batch 1, 17x37 pixels: AssertionError: Guard failed"):
+        export_model(model, tmp_path / "kept.pt2", "exported", dynamic_size=True, overwrite=True)
+    assert [item.name for item in tmp_path.iterdir()] == ["kept.pt2"] and (tmp_path / "kept.pt2").read_bytes() == b"precious"
+
+
+def test_what_onnx_cannot_express_is_refused(tmp_path, monkeypatch):
+    """With the reason at the bottom of the exporter's, which tells of many others first."""
+    pytest.importorskip("onnxscript")
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a page of advice") from ValueError("no operator aten.frobnicate\nand more")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(
+        RuntimeError, match=r"the exporter has no ONNX for this model: ValueError: no operator aten.frobnicate$"
+    ):
+        export_model(small(), tmp_path / "x.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
+    path, model = checkpoint
+
+    def error(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            tool.main([*map(str, arguments)])
+        assert [item.name for item in tmp_path.iterdir()] == ["last.ckpt"]
+        return f"{caught.value.code}{capsys.readouterr().err}"
+
+    assert "no checkpoint at" in error(tmp_path / "none.ckpt", "--format", "onnx")
+    assert "writes a .pt2 file, not x.onnx" in error(path, "--format", "exported", "-o", tmp_path / "x.onnx")
+    assert "is no folder; make it first" in error(path, "--format", "exported", "-o", tmp_path / "no" / "x.pt2")
+    assert "size 7x32 is smaller than one patch of 8x8" in error(path, "--format", "exported", "--size", "7x32")
+    one = error(path, "--format", "exported", "--size", "8", "--dynamic-size")
+    assert "size 8x8 leaves one token, which says nothing on other sizes: trace above 8 pixels along a side" in one
+    assert "unknown model 'swin_t'" in error(path, "--format", "onnx", "--model", "swin_t")
+    assert "expected a mapping" in error(path, "--format", "onnx", "--model", "vitrel_swin_t", "--model-args", "4")
+    monkeypatch.setattr(export, "_ONNX", ("onnx", "onnxruntime_of_nobody"))
+    lacking = "format 'onnx' needs onnxruntime_of_nobody: pip install onnxruntime_of_nobody"
+    assert lacking in error(path, "--format", "onnx")
+
+    for given, words in [
+        (torch.nn.Linear(2, 2), "vitrel models are exported, not Linear"),
+        (small().train(), r"call model.eval\(\) first"),
+        (small().double(), r"in float32 on the CPU, cls_token is torch.float64 on cpu"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            export_model(given, tmp_path / "x.pt2", "exported", size=32)
+    with pytest.raises(ValueError, match="unknown format 'tflite'; choose exported, onnx, safetensors"):
+        export_model(model, tmp_path / "x.tflite", "tflite")
+
+
+def test_checks_reach_both_orientations():
+    sizes = {size for _, size in check_sizes(timm.create_model("vitrel_swin_n", device="meta"), (224, 160), True)}
+    assert any(h < w for h, w in sizes) and any(h > w for h, w in sizes) and any(h % 7 and w % 7 for h, w in sizes)
+    assert {batch for batch, _ in check_sizes(small(), (64, 64), False)} == {1, 2, 3}

@@ -1,0 +1,236 @@
+"""Files that run a model elsewhere: torch.export programs, ONNX graphs, and folders that timm reads.
+
+Each is written beside its place, read back, and held to the eager model at several batches and sizes; only then it appears.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.fx.experimental._config as fx_config
+from timm.layers import to_2tuple
+from timm.models import save_for_hf
+from torch import Tensor
+
+import vitrel
+
+TOLERANCE = 1e-4  # of the logits, relative to the largest where that is above 1
+METADATA = "vitrel.json"  # its name among the extra files of a torch.export program
+FOLDER = {"config.json", "model.safetensors"}
+SUFFIXES = {"exported": ".pt2", "onnx": ".onnx", "safetensors": ""}
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
+
+Run = Callable[[Tensor], Tensor]
+
+
+class Check(NamedTuple):
+    """A batch and a size (h, w) in pixels at which the file was run, and its largest difference from the eager logits,
+    relative to the largest logit where that is above 1."""
+
+    batch: int
+    size: tuple[int, int]
+    error: float
+
+
+def export_model(
+    model: vitrel.models.Backbone,
+    path: str | Path,
+    format: str,
+    size: int | tuple[int, int] | None = None,
+    dynamic_size: bool = False,
+    about: dict[str, Any] | None = None,
+    overwrite: bool = False,
+) -> list[Check]:
+    """Write a vitrel model in evaluation mode, in float32 on the CPU, and return how the file read back was checked.
+
+    format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), run in onnxruntime;
+    "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub. The first two take any batch of
+    images of `size` pixels, an int or (h, w), img_size unless given; with dynamic_size, any height and width that leave two
+    tokens or more. A folder serves every size. about: plain values that go along: the extra file "vitrel.json", one entry of
+    metadata_props each (both as JSON), or config.json, which takes classes, img_size, mean, std, crop_pct and interpolation
+    alone. The model's own preprocessing stands where it says nothing.
+    Raises ValueError for what cannot be asked, FileExistsError for a path that exists without `overwrite`, ImportError without
+    onnx, onnxscript and onnxruntime, and RuntimeError where tracing or a check fails; then nothing is written.
+    """
+    path, size = Path(path), to_2tuple(model.img_size if size is None else size)
+    _check_model(model)
+    _check_path(path, format, overwrite)
+    _check_size(model, size, dynamic_size and format != "safetensors")
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    about = _own(model) | (about or {}) | {"size": size, "dynamic_size": dynamic_size}
+    try:
+        run = _WRITERS[format](model, part, size, dynamic_size, about)
+        checks = [_check(model, run, format, *at) for at in check_sizes(model, size, dynamic_size or format == "safetensors")]
+        _move(part, path)
+    finally:
+        _remove(part)
+    return checks
+
+
+def check_sizes(
+    model: vitrel.models.Backbone, size: tuple[int, int], dynamic_size: bool
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Batches and sizes at which an export is checked: its own at three batches, and smaller and larger, wide and tall ones."""
+    h, w = size
+    yield from ((1, size), (2, size), (3, size))
+    if dynamic_size:
+        least = _reduction(model) + 1  # two tokens along each side, after the last stage
+        yield 1, (max(h // 2 + 1, least), max(w - w // 4 + 1, least))
+        yield 3, (h + h // 4 + 3, max(w // 2 + 1, least))
+        yield 1, (least, w + w // 2)
+
+
+def _own(model: vitrel.models.Backbone) -> dict[str, Any]:
+    cfg = model.pretrained_cfg
+    names = ("mean", "std", "crop_pct", "interpolation")
+    return {"model": cfg["architecture"], "img_size": model.img_size} | {name: cfg[name] for name in names}
+
+
+def _check_model(model: vitrel.models.Backbone) -> None:
+    if not isinstance(model, vitrel.models.Backbone):
+        raise ValueError(f"vitrel models are exported, not {type(model).__name__}")
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    if wrong := [n for n, p in model.named_parameters() if p.dtype != torch.float32 or p.device.type != "cpu"]:
+        p = model.get_parameter(wrong[0])
+        raise ValueError(f"exports are made and checked in float32 on the CPU, {wrong[0]} is {p.dtype} on {p.device}")
+
+
+def _check_path(path: Path, format: str, overwrite: bool) -> None:
+    if format not in SUFFIXES:
+        raise ValueError(f"unknown format {format!r}; choose {', '.join(SUFFIXES)}")
+    if path.suffix != SUFFIXES[format] and SUFFIXES[format]:
+        raise ValueError(f"format {format!r} writes a {SUFFIXES[format]} file, not {path.name}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder; make it first")
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; name another or pass overwrite")
+    if path.exists() and path.is_dir() != (format == "safetensors"):
+        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a file'} and stays; name another")
+    if path.is_dir() and (other := sorted(item.name for item in path.iterdir() if item.name not in FOLDER)):
+        raise ValueError(f"{path} holds {other[0]}, which is not of an export, and stays; name another folder")
+    if format == "onnx" and (missing := [name for name in _ONNX if importlib.util.find_spec(name) is None]):
+        raise ImportError(f"format 'onnx' needs {', '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def _check_size(model: vitrel.models.Backbone, size: tuple[int, int], traced_for_others: bool) -> None:
+    (h, w), least = size, _reduction(model)
+    patch = model.patch_embed.patch_size
+    if h < patch[0] or w < patch[1]:
+        raise ValueError(f"size {h}x{w} is smaller than one patch of {patch[0]}x{patch[1]} pixels")
+    if traced_for_others and h <= least and w <= least:
+        raise ValueError(
+            f"size {h}x{w} leaves one token, which says nothing on other sizes: trace above {least} pixels along a side"
+        )
+
+
+def _reduction(model: vitrel.models.Backbone) -> int:
+    """Pixels per token along a side after the last stage."""
+    return max(info["reduction"] for info in model.feature_info)
+
+
+def _check(model: vitrel.models.Backbone, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
+    where = f"batch {batch}, {size[0]}x{size[1]} pixels"
+    image = torch.randn(batch, model.in_chans, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(image)
+    try:
+        logits = run(image)
+    except Exception as error:  # whatever the runtime raises
+        raise RuntimeError(f"the {format} file fails at {where}: {_first_line(error)}; nothing was written") from error
+    error = torch.inf
+    if logits.shape == expected.shape:
+        error = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
+    if not error <= TOLERANCE:  # nor NaN
+        raise RuntimeError(
+            f"the {format} file differs from the model at {where} by {error:.1e}, above {TOLERANCE:.0e}; nothing was written"
+        )
+    return Check(batch, size, error)
+
+
+def _trace(model: vitrel.models.Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
+    free, image = torch.export.Dim.DYNAMIC, torch.randn(2, model.in_chans, *size)
+    shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
+    try:
+        # Sizes stay free, also where the example's happens to be 1 or to equal another.
+        with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
+            return torch.export.export(model, (image,), dynamic_shapes=(shapes,))
+    except Exception as error:
+        raise RuntimeError(f"torch.export cannot trace this model at {size[0]}x{size[1]}: {_first_line(error)}") from error
+
+
+def _write_program(
+    model: vitrel.models.Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]
+) -> Run:
+    program = _trace(model, size, dynamic_size)
+    torch.export.save(program, part, extra_files={METADATA: json.dumps(about)})
+    run = torch.export.load(part).module()
+    return lambda image: run(image).detach()
+
+
+def _write_onnx(
+    model: vitrel.models.Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]
+) -> Run:
+    import onnxruntime
+
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it tells of every constant that it does not fold
+    program = _trace(model, size, dynamic_size)
+    try:
+        with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
+            graph = torch.onnx.export(program, verbose=False, input_names=["image"], output_names=["logits"])
+    except Exception as error:
+        raise RuntimeError(f"the exporter has no ONNX for this model: {_first_line(_origin(error))}") from error
+    axes = zip(graph.model.graph.inputs[0].shape, ("batch", "", "height", "width"), strict=True)
+    graph.rename_axes({axis: name for axis, name in axes if not isinstance(axis, int)})
+    graph.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
+    graph.save(part, external_data=False)  # one file
+    session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
+    return lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0])
+
+
+def _write_folder(
+    model: vitrel.models.Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]
+) -> Run:
+    data = {key: about[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    data["input_size"] = (model.in_chans, *about["img_size"])
+    labels = {"label_names": list(about["classes"])} if "classes" in about else {}
+    save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)
+    vitrel.save_pretrained(model, part / "model.safetensors")  # with the training grids, as timm does not
+    return timm.create_model(f"local-dir:{part}", pretrained=True).eval().requires_grad_(False)
+
+
+_WRITERS = {"exported": _write_program, "onnx": _write_onnx, "safetensors": _write_folder}
+
+
+def _move(part: Path, path: Path) -> None:
+    if part.is_dir() and path.exists():  # a folder cannot replace another at once
+        old = part.with_name(f"{part.name}.old")
+        path.replace(old)
+        part.replace(path)
+        _remove(old)
+    else:
+        part.replace(path)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part)
+    else:
+        part.unlink(missing_ok=True)
+
+
+def _origin(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

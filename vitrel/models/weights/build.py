@@ -1,0 +1,43 @@
+"""A model for a file of weights, as the command lines need it: named, with YAML arguments and as many classes as the file."""
+
+from typing import Any
+
+import timm
+import yaml
+from torch import nn
+
+from vitrel.models.weights.load import WeightPlan, plan_weights
+
+
+def model_for(
+    name: str,
+    model_args: dict[str, Any],
+    loaded: object,
+    source_grid: tuple[int, int] | None = None,
+    key_minus_query: bool = False,
+) -> tuple[nn.Module, WeightPlan]:
+    """The model `name` and what the file gives it; with as many classes as the file, unless model_args has num_classes.
+
+    loaded: what `read_file` gives; the other arguments as `load_pretrained`. ValueError for a name that is not ours.
+    """
+    if not timm.is_model(name) or not name.startswith("vitrel_"):
+        raise ValueError(f"unknown model {name!r}; name one of timm.list_models('vitrel*')")
+    model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
+    plan = plan_weights(model, source, source_grid, key_minus_query)
+    classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
+    classes = 0 if classifier is None else len(classifier)
+    if "num_classes" not in model_args and classes != model.num_classes:
+        model = timm.create_model(name, num_classes=classes, **model_args)
+        plan = plan_weights(model, source, source_grid, key_minus_query)
+    return model, plan
+
+
+def model_arguments(text: str) -> dict[str, Any]:
+    """Arguments of a model written as a YAML mapping; ValueError with an example for anything else."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no YAML ({str(error).partition(chr(10))[0]}); write e.g. '{{reg_tokens: 4}}'") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping such as '{{reg_tokens: 4}}', got {text!r}")
+    return value
