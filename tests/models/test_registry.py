@@ -68,6 +68,31 @@ def test_config_and_construction_on_meta(name):
     assert bool(model.position_parameters()) == learned
 
 
+PUBLISHED = r"vitrel_(vit_\w+?_(absolute|table|rope_mixed)|swin_[a-z]|swinv2_[a-z])"  # every size; SMALL has every encoding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", dict.fromkeys([*SMALL, *(n for n in NAMES if re.fullmatch(PUBLISHED, n))]))
+def test_shapes_of_every_size_and_encoding(name):
+    """On the meta device, at a size nothing was told about: logits, features, intermediates, the pyramid and its channels."""
+    model = timm.create_model(name, device="meta").eval()
+    image = torch.empty(2, 3, 96, 160, device="meta")
+    assert model(image).shape == (2, 1000)
+    features = model.forward_features(image)
+    final, found = model.forward_intermediates(image)
+    assert final.shape == features.shape and features.shape[-1] == model.num_features
+    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
+    sides = [(-(-96 // info["reduction"]), -(-160 // info["reduction"])) for info in model.feature_info]
+    assert [f.shape[1:] for f in found] == [(info["num_chs"], *s) for info, s in zip(model.feature_info, sides, strict=True)]
+    if model.pretrained_cfg["pool_size"] is not None:
+        native = model.forward_features(torch.empty(1, *model.pretrained_cfg["input_size"], device="meta"))
+        assert tuple(native.shape[1:3]) == tuple(model.pretrained_cfg["pool_size"])
+    pyramid = timm.create_model(name, device="meta", features_only=True).eval()
+    assert len(pyramid.feature_info) >= 3
+    for feature, info in zip(pyramid(image), pyramid.feature_info.get_dicts(), strict=True):
+        assert feature.shape[1:] == (info["num_chs"], -(-96 // info["reduction"]), -(-160 // info["reduction"]))
+
+
 def test_positions_of_position_parameters():
     swin = timm.create_model("vitrel_swin_n")
     assert "layers.1.blocks.0.position.relative_position_bias_table" in swin.position_parameters()
