@@ -16,7 +16,7 @@ from typing import Any
 
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.weights.build import model_arguments, model_for
-from vitrel.models.weights.load import WeightPlan, load_pretrained, read_file, save_pretrained
+from vitrel.models.weights.load import WeightPlan, apply_plan, read_file, save_pretrained
 from vitrel.transfer.evaluate import parse_size
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         how = dict(source_grid=args.source_grid, key_minus_query=args.key_minus_query)
         loaded = read_file(args.file)
         model, plan = model_for(args.to, args.model_args, loaded, **how)
-        load_pretrained(model, loaded, **how, allow_unused=args.allow_unused, allow_unset=args.allow_unset)
+        apply_plan(model, plan, allow_unused=args.allow_unused, allow_unset=args.allow_unset)
         save_pretrained(model, args.out)
         if args.report:
             _write(plan, args.report)

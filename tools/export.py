@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import nn
 
-import vitrel
 from vitrel.export import SUFFIXES, TOLERANCE, export_model
 from vitrel.models.weights.build import model_arguments, model_for
-from vitrel.models.weights.load import read_file
+from vitrel.models.weights.load import apply_plan, read_file
 from vitrel.transfer.checkpoint import encoding_of, load_checkpoint
 from vitrel.transfer.evaluate import parse_size
 
@@ -45,9 +44,8 @@ def _trained(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 def _named(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """The model that --model names, with as many classes as the file unless --model-args decides, and its weights."""
-    model, _ = model_for(args.model, args.model_args, read_file(args.checkpoint))
-    vitrel.load_pretrained(model.eval(), args.checkpoint)
-    return model, {"encoding": encoding_of(model)}
+    model, plan = model_for(args.model, args.model_args, read_file(args.checkpoint))
+    return apply_plan(model.eval(), plan), {"encoding": encoding_of(model)}
 
 
 def _serves(args: argparse.Namespace) -> str:

@@ -59,8 +59,8 @@ def export_model(
     Raises ValueError for what cannot be asked, FileExistsError for a path that exists without `overwrite`, ImportError without
     onnx, onnxscript and onnxruntime, and RuntimeError where tracing or a check fails; then nothing is written.
     """
-    path, size = Path(path), to_2tuple(model.img_size if size is None else size)
     _check_model(model)
+    path, size = Path(path), to_2tuple(model.img_size if size is None else size)
     _check_path(path, format, overwrite)
     _check_size(model, size, dynamic_size and format != "safetensors")
     part = path.with_name(f".{os.getpid()}.{path.name}")
@@ -96,6 +96,8 @@ def _own(model: vitrel.models.Backbone) -> dict[str, Any]:
 def _check_model(model: vitrel.models.Backbone) -> None:
     if not isinstance(model, vitrel.models.Backbone):
         raise ValueError(f"vitrel models are exported, not {type(model).__name__}")
+    if not hasattr(model, "pretrained_cfg"):
+        raise ValueError(f"this {type(model).__name__} has no configuration: build it by timm.create_model, with its arguments")
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
     if wrong := [n for n, p in model.named_parameters() if p.dtype != torch.float32 or p.device.type != "cpu"]:

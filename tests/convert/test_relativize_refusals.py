@@ -102,3 +102,15 @@ def test_errors_of_use():
         model(image())
     with pytest.raises(ValueError, match="Linear has no pos_embed: pass the model that relativize returned"):
         absolute_scale(nn.Linear(1, 1))
+
+
+def test_a_vitrel_vit_with_a_shared_encoding_has_position_already():
+    with pytest.raises(ValueError, match="this vitrel ViT has position in attention already"):
+        relativize(timm.create_model("vitrel_vit_n8_table", share_position=True), "rope_mixed")
+
+
+def test_windows_of_a_vitrel_vit_are_the_grids_of_their_encodings():
+    options = dict(class_token=False, global_pool="avg", block_args=dict(window=(4, 3), global_blocks=(1,)))
+    model = relativize(timm.create_model("vitrel_vit_n8_absolute", depth=2, **options), "table")
+    assert [tuple(block.position.grid) for block in model.blocks] == [(4, 3, 0), (8, 8, 0)]
+    assert model.resized((64, 64)) == {}

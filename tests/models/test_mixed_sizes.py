@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 
+import vitrel
 from variants import IN_ATTENTION, KEYS
 
 SIZES = [(64, 64), (40, 88), (72, 57), (64, 64), (8, 96)]
@@ -90,6 +91,28 @@ def test_autocast(name):
         together = model.forward_mixed(padded, SIZES)
         alone = torch.cat([model(image[None]) for image in images])
     torch.testing.assert_close(together, alone, atol=2e-2, rtol=2e-2)
+
+
+def test_sizes_of_any_kind():
+    model = build("vitrel_swin_n")
+    _, padded = batch()
+    expected = model.forward_mixed(padded, SIZES)
+    for sizes in (torch.tensor(SIZES), [[*size] for size in SIZES]):
+        assert torch.equal(model.forward_mixed(padded, sizes), expected)
+    with pytest.raises(ValueError, match="0 sizes for 0 images"):
+        model.forward_mixed(padded[:0], [])
+    model.reset_classifier(0, "")
+    with pytest.raises(
+        ValueError, match=r"without pooling .* the outputs have several sizes: use features_mixed"
+    ):
+        model.forward_mixed(padded, SIZES)
+
+
+def test_a_fading_embedding():
+    model = vitrel.relativize(build("vitrel_vit_n8_absolute"), "table", absolute="fade", fade_steps=4)
+    check(model)
+    with pytest.raises(ValueError, match="an embedding that fades counts forward passes"):
+        model.train().forward_mixed(batch()[1], SIZES)
 
 
 def test_errors():

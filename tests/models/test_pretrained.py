@@ -233,3 +233,34 @@ def test_imagenet_weights_predict_as_in_timm():
             right += (a.argmax(1) == classes[label]).sum().item()
     assert agree == len(data) == 500
     assert right / 500 == pytest.approx(0.698, abs=0.0005)
+
+
+def test_timms_route_refuses_for_another_task_too(tmp_path):
+    """With other classes, or as a backbone, timm loads what fits and only logs the rest."""
+    scaled = timm.create_model("vitrel_vit_n8_absolute", block_args=dict(init_values=0.1))
+    save_file(scaled.state_dict(), tmp_path / "scaled.safetensors")
+    short = timm.create_model("vitrel_vit_n8_absolute", depth=3)
+    save_file(short.state_dict(), tmp_path / "short.safetensors")
+    for how in (dict(num_classes=10), dict(features_only=True), dict(in_chans=1)):
+        for file, text in (("scaled", "layer scale"), ("short", "fewer blocks in the file")):
+            overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / f"{file}.safetensors")))
+            with pytest.raises(RuntimeError, match=text):
+                timm.create_model("vitrel_vit_n8_absolute", **overlay, **how)
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "short.safetensors")))
+    for how in (dict(num_classes=10), dict(features_only=True), dict(in_chans=1)):
+        timm.create_model("vitrel_vit_n8_absolute", depth=3, **overlay, **how)
+
+
+def test_one_name_and_other_slips():
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=3)
+    with pytest.raises(RuntimeError, match=r"not in the file: patch_embed\.proj\.weight"):
+        vitrel.load_pretrained(model, {"cls_token": model.cls_token.data}, allow_unset="*position*")
+    vitrel.load_pretrained(model, {**model.state_dict(), "extra": torch.zeros(1)}, allow_unused="extra")
+    flat = model.state_dict() | {"blocks.0.position.relative_position_bias_table": torch.zeros(228)}
+    with pytest.raises(ValueError, match="a tensor of the file has a shape that no known layout has"):
+        vitrel.load_pretrained(model, flat)
+    vitrel.load_pretrained(model, model.state_dict(), source_grid=8)
+    for key in ("t5", "rope_axial"):
+        other = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=3)
+        with pytest.raises(ValueError, match="key_minus_query reverses `table` and `decomposed`, not"):
+            vitrel.load_pretrained(other, other.state_dict(), key_minus_query=True)

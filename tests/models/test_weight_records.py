@@ -59,14 +59,17 @@ def test_grids_of_tables_need_no_naming(saved):
             r"position \(fire\) refers to its training grid, 8x8, which is 12x12 here",
         ),
         ("vit_n8_xpos", dict(img_size=96), r"scale_base=4\.0, the model has 6\.0"),
-        ("vit_n8_cpb", dict(img_size=96), r"window=\[8, 8\], the model has \[12, 12\]"),
+        (
+            "vit_n8_cpb",
+            dict(img_size=96),
+            r"the model has \[12, 12\]: position_args=dict\(pretrained_window=\[8, 8\]\)",
+        ),
         ("vit_n8_rope_axial", dict(position="rope_normalised"), r"trained as 'rope_axial', the model has 'rope_normalised'"),
         (
             "vit_n8_rope_axial",
             dict(position_args=dict(base=50.0)),
             r"base=100\.0, the model has 50\.0: position_args=dict\(base",
         ),
-        ("vit_n8_alibi", dict(position_args=dict(logit_scale="log_n")), r"logit_scale='none', the model has 'log_n'"),
         ("vit_n8_lookhere", dict(position="alibi"), r"trained as 'lookhere', the model has 'alibi'"),
     ],
 )
@@ -81,6 +84,7 @@ def test_policies_and_scaling_are_the_users_choice(saved):
     load_pretrained(build("vit_n8_table", position_args=dict(resize="clip")), path)
     path = saved(build("vit_n8_rope_axial"))
     load_pretrained(build("vit_n8_rope_axial", position_args=dict(scaling="ntk")), path)
+    load_pretrained(build("vit_n8_rope_axial", position_args=dict(logit_scale="log_n")), path)
     load_pretrained(build("vit_n8_rope_axial", img_size=96), path)  # the grid is no part of the function
     with pytest.raises(ValueError, match="refers to its training grid, 8x8, which is 12x12 here"):
         load_pretrained(build("vit_n8_rope_axial", img_size=96, position_args=dict(scaling="ntk")), path)

@@ -59,7 +59,8 @@ def relativize(
         raise ValueError(f"fade_steps={fade_steps!r} needs absolute='fade', not {absolute!r}")
     fade = Fade(fade_steps, model.blocks[0].attn.proj.weight.device) if absolute == "fade" else None
     trained = Grid(*_trained_grid(model, grid), model.num_prefix_tokens)
-    encodings = [_encoding(block.attn, position, trained, args, zero_init) for block in model.blocks]
+    grids = [getattr(block, "window", None) or trained for block in model.blocks]  # SAM's windows, in a vitrel ViT
+    encodings = [_encoding(block.attn, position, g, args, zero_init) for block, g in zip(model.blocks, grids, strict=True)]
     if isinstance(model, ViT):
         for block, encoding in zip(model.blocks, encodings, strict=True):
             block.position = encoding
@@ -159,7 +160,8 @@ def _check_model(model: nn.Module) -> None:
             "position_args"
         )
     if isinstance(model, ViT):
-        if any(not isinstance(block.position, POSITIONS["none"]) for block in model.blocks):
+        shared = model.shared_position is not None
+        if shared or any(not isinstance(block.position, POSITIONS["none"]) for block in model.blocks):
             raise ValueError(
                 "this vitrel ViT has position in attention already: build it with the position wanted, e.g. "
                 "position='absolute+table'"

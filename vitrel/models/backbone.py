@@ -10,7 +10,7 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.models.mixed import check_valid_sizes, without_padding
+from vitrel.models.mixed import mixed_logits, valid_sizes, without_padding
 from vitrel.models.transfer_report import TransferReport, report
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
@@ -42,12 +42,10 @@ class Backbone(nn.Module, abc.ABC):
 
         image: [B, in_chans, height, width]; sizes: (h, w) in pixels of each image, whose pixels are those in the upper left.
         """
-        check_valid_sizes(image, sizes, self.patch_embed.patch_size)
+        sizes = valid_sizes(image, sizes, self.patch_embed.patch_size)
         return self.mixed(self.embed_patches(without_padding(image, sizes)), [self.token_grid(size) for size in sizes])
 
-    def forward_mixed(self, image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
-        """Logits [B, num_classes] of images of several sizes in one padded batch; arguments as `features_mixed`."""
-        return torch.cat([self.forward_head(x[None]) for x in self.features_mixed(image, sizes)])
+    forward_mixed = mixed_logits
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
         """Tokens after patch embedding of an image of `size` (h, w) pixels; a last partial patch counts."""

@@ -14,13 +14,22 @@ from vitrel.grid import Grid
 from vitrel.ops.mixed import Mixed
 
 if TYPE_CHECKING:
+    from vitrel.models.backbone import Backbone
     from vitrel.models.swin import Swin
     from vitrel.models.vit import ViT
 
 
-def check_valid_sizes(image: Tensor, sizes: list[tuple[int, int]], patch: tuple[int, int]) -> None:
-    """ValueError unless there is a size (h, w) in pixels for every image, at least one patch and within the batch."""
-    if len(sizes) != image.shape[0]:
+def mixed_logits(model: "Backbone", image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+    """Logits [B, num_classes] of images of several sizes in one padded batch; arguments as `features_mixed`."""
+    if not model.global_pool:
+        raise ValueError("without pooling (global_pool='') the outputs have several sizes: use features_mixed")
+    return torch.cat([model.forward_head(x[None]) for x in model.features_mixed(image, sizes)])
+
+
+def valid_sizes(image: Tensor, sizes: list[tuple[int, int]], patch: tuple[int, int]) -> list[tuple[int, int]]:
+    """Sizes (h, w) in pixels as ints; ValueError unless there is one for every image, of a patch or more, within the batch."""
+    sizes = [(int(h), int(w)) for h, w in sizes]
+    if len(sizes) != image.shape[0] or not sizes:
         raise ValueError(f"{len(sizes)} sizes for {image.shape[0]} images: pass one (height, width) in pixels for each")
     for b, (h, w) in enumerate(sizes):
         if not (patch[0] <= h <= image.shape[2] and patch[1] <= w <= image.shape[3]):
@@ -28,6 +37,7 @@ def check_valid_sizes(image: Tensor, sizes: list[tuple[int, int]], patch: tuple[
                 f"size {h}x{w} of image {b} must be at least one patch of {patch[0]}x{patch[1]} and at most the "
                 f"{image.shape[2]}x{image.shape[3]} pixels of the batch"
             )
+    return sizes
 
 
 def without_padding(image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
@@ -40,6 +50,8 @@ def without_padding(image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
 
 def vit_mixed(model: "ViT", x: Tensor, grids: list[Grid]) -> list[Tensor]:
     """Patches [B, h, w, C] -> features after the last norm of every image, [N, C] each."""
+    if model.training and getattr(model, "absolute_fade", None) is not None:
+        raise ValueError("an embedding that fades counts forward passes, and this is one per grid: train with one size a batch")
     mixed = Mixed.of(grids, x.device)
     x = mixed.map(x, lambda part, g: model.add_tokens(part, mixed.grids[g]), (max(grid.tokens for grid in grids),))
     shared = None if model.shared_position is None else tuple(model.shared_position(grid) for grid in mixed.grids)

@@ -8,7 +8,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from vitrel.models.weights.load import load_pretrained, plan_weights, read_file
+from vitrel.models.weights.load import apply_plan, plan_weights, read_file
 from vitrel.position import POSITIONS  # importing vitrel registers the models with timm
 
 API = ("resize_policies", "set_resize_policy", "encodings", "resized", "unseen", "saturated", "token_grid")
@@ -93,10 +93,11 @@ def _build(about: dict[str, Any], path: Path) -> nn.Module:
 
 def _load_weights(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
     try:
-        resized = [row for row in plan_weights(model, stored).rows if row.resized]
+        plan = plan_weights(model, stored)
+        resized = [row for row in plan.rows if row.resized]
         if resized:  # its own model has its very grids
             raise ValueError(f"{resized[0].target} is of another grid ({resized[0].resized})")
-        load_pretrained(model, stored)
+        apply_plan(model, plan)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not fit its model: {error}") from error
 

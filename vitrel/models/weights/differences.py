@@ -45,6 +45,7 @@ _TELLING = (
     ("unused", r".*attn\.gate\..*", "gated attention", _RELATIVIZE),
     ("unused", r"norm_pre\..*", "a norm before the blocks (CLIP)", _RELATIVIZE),
     ("unused", r"attn_pool\..*", "attention pooling", _RELATIVIZE),
+    ("unused", r"absolute_fade\..*", "an embedding that fades", "save it after vitrel.convert.drop_absolute"),
     ("unused", r"neck\..*", "a neck in place of the last norm (SAM)", "allow_unused=['*neck.*'], allow_unset=['norm.*']"),
     (
         "unused",

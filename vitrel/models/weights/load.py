@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.models.weights.differences import differences, other_family
@@ -54,21 +55,32 @@ def load_pretrained(
     """Load a state dict, or a file that holds one, into a vitrel model and return the model.
 
     source: .safetensors, or anything torch.load reads with weights_only=True; a dictionary with the weights under "model" or
-    "state_dict" is unwrapped. What `save_pretrained` and tools/train.py save tells the training grids of its encodings too, so
-    that no other function is read from the same numbers.
+    "state_dict" is unwrapped, averaged ones ("model_ema", "teacher") before others. What `save_pretrained` and tools/train.py
+    save tells the training grids of its encodings too, so that no other function is read from the same numbers.
     Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
     ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them.
     reset_head: leave the classifier as initialised, for another number of classes. source_grid: (h, w) in tokens that the
     file's absolute embedding or tables were trained on. Without it, one with as many rows as the model's is taken to be of the
-    model's grid, any other of a square one. key_minus_query: the file's tables count offsets as key minus query (T5, MaxViT),
+    model's grid, any other of a square one. key_minus_query: the file's tables count offsets as key minus query (MaxViT),
     ours as query minus key. allow_unused, allow_unset: names, or patterns with *, of tensors in the file that may stay unused
     and of the model's that may stay as they are, those of another shape in the file too.
     Everything else that would stay unused or unset raises RuntimeError, is listed, and the model is left as it was; ValueError
     for another trunk, patch size or rotation, or for a grid that has to be named.
     """
-    plan = plan_weights(model, source, source_grid, key_minus_query)
+    return apply_plan(model, plan_weights(model, source, source_grid, key_minus_query), reset_head, allow_unused, allow_unset)
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: "WeightPlan",
+    reset_head: bool = False,
+    allow_unused: Iterable[str] = (),
+    allow_unset: Iterable[str] = (),
+) -> nn.Module:
+    """Load what `plan_weights` has planned for this model; the rest of `load_pretrained`."""
     own, head = model.state_dict(), ["head.*"] if reset_head else []
-    unused, unset = [*allow_unused, *head], [*allow_unset, *head]
+    unused, unset = ([names] if isinstance(names, str) else [*names] for names in (allow_unused, allow_unset))
+    unused, unset = unused + head, unset + head
     left = _Refusals(_but(plan.unset, unset), _but(plan.unused, unused), _but(plan.differ, unset))
     if any(left):
         raise RuntimeError(_mismatch(plan, own, left))
@@ -99,8 +111,11 @@ def plan_weights(
     record = _record(loaded)
     draft, own = Draft(_unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))), model.state_dict()
     check_record(model, record)
-    (read_swin if hasattr(model, "layers") else read_vit)(draft, model)
-    place(draft, model, source_grid, key_minus_query, record)
+    try:
+        (read_swin if hasattr(model, "layers") else read_vit)(draft, model)
+        place(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(f"a tensor of the file has a shape that no known layout has: {error}") from error
     unset = [n for n in own if n not in draft] + _not_trained_with(draft, model)
     unused = [n for n in draft.items if n not in own]
     differ = [n for n in own if n in draft and draft[n].shape != own[n].shape]
@@ -116,14 +131,17 @@ def plan_weights(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """A foreign state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`.
 
-    timm itself refuses what is missing or left over. ValueError and RuntimeError as `load_pretrained`.
+    ValueError and RuntimeError as `load_pretrained`, but for the classifier and the number of channels, which timm adapts: with
+    another number of classes it would not refuse anything.
     """
     try:
         plan = plan_weights(model, state)
     except TypeError as error:  # timm would retry with one argument and hide this
         raise RuntimeError(f"cannot read these weights: {error}") from error
-    if foreign := [name for name in plan.unset if name.endswith(">")]:
-        raise RuntimeError(_mismatch(plan, {}, _Refusals(tuple(foreign), (), ())))
+    adapted = ["head.*", "head_dist.*", model.pretrained_cfg["first_conv"] + ".*"]
+    left = _Refusals(_but(plan.unset, adapted), _but(plan.unused, adapted), _but(plan.differ, adapted))
+    if any(left):
+        raise RuntimeError(_mismatch(plan, model.state_dict(), left))
     return plan.state
 
 

@@ -49,6 +49,12 @@ def place(
         name, owner, _ = (*found, ("the file", None, None))[0]
         rows = f"has {_rows(draft[name], owner)} rows for positions" if found else "has no table or embedding"
         raise ValueError(f"{name} {rows}, which is no {_by(named)} grid: pass the source_grid it was trained on")
+    if key_minus_query:
+        reversible = {name for name, owner, _ in found if not isinstance(owner, Absolute)}
+        other = [name for name in draft.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
+        if other or not reversible:
+            what = other[0] if other else "the file, which has neither"
+            raise ValueError(f"key_minus_query reverses `table` and `decomposed`, not {what}: reverse its offsets yourself")
     for name, owner, recorded in found:
         candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, draft[name], owner)
         source = next((g for g in candidates if _fits(g, name, draft[name], owner)), None)

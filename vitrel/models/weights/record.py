@@ -13,7 +13,9 @@ from vitrel.grid import Grid
 from vitrel.position import POSITIONS, PositionEncoding
 from vitrel.position.terms import Composition
 
-_FREE = {"training", "grid", "resize", "init_std", "scaling"}  # the grid has a rule of its own, the rest is the user's choice
+# The grid has a rule of its own; policies, temperature and what acts in training only are the user's choice.
+_FREE = {"training", "grid", "resize", "init_std", "scaling", "logit_scale", "shift", "jitter", "rescale"}
+_OPTIONS = {"window": "pretrained_window"}  # attributes that have another name as options
 
 
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -24,7 +26,7 @@ def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
             key = keys.get(type(part), type(part).__name__)
             options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in _FREE}
-            found[name] = {"key": key, "grid": part.grid, "logit_scale": part.logit_scale, **options}
+            found[name] = {"key": key, "grid": part.grid, **options}
     return json.loads(json.dumps(found, default=str))
 
 
@@ -50,7 +52,7 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
             if ours[option] != theirs[option]:
                 raise ValueError(
                     f"{name} was trained with {option}={theirs[option]!r}, the model has {ours[option]!r}: "
-                    f"position_args=dict({option}={theirs[option]!r})"
+                    f"position_args=dict({_OPTIONS.get(option, option)}={theirs[option]!r})"
                 )
         if part.refers_to_grid and ours["grid"] != theirs["grid"]:
             raise ValueError(

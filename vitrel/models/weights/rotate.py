@@ -45,7 +45,7 @@ def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:
     """[3C] or [3C, C] with q and k in the order of `rotation` -> the same in ours."""
     rows = qkv.unflatten(0, (3, heads, -1))  # [3, H, D, ...]
     width = rows.shape[2]
-    order = torch.arange(width)
+    order = torch.arange(width, device=qkv.device)
     if rotation.interleaved:
         order = order.view(-1, 2).T.flatten()
     if rotation.x_first:
