@@ -102,9 +102,7 @@ def test_sizes_of_any_kind():
     with pytest.raises(ValueError, match="0 sizes for 0 images"):
         model.forward_mixed(padded[:0], [])
     model.reset_classifier(0, "")
-    with pytest.raises(
-        ValueError, match=r"without pooling .* the outputs have several sizes: use features_mixed"
-    ):
+    with pytest.raises(ValueError, match=r"without pooling .* the outputs have several sizes: use features_mixed"):
         model.forward_mixed(padded, SIZES)
 
 
