@@ -1,7 +1,9 @@
 """What several tests share: the repository root, golden files, and optional real data beside the checkout."""
 
+import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,6 +16,14 @@ def golden(key: str) -> dict:
     path = GOLDEN / f"{key}.json"
     assert path.is_file(), f"encoding {key!r} has no golden file: add its oracle and run tests/golden/make.py"
     return json.loads(path.read_text())
+
+
+def script(path: str) -> ModuleType:
+    """A file outside the package as a module, e.g. "tools/compare.py"."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def shared(name: str) -> Path:

@@ -1,17 +1,13 @@
 """The detection example: strides and anchors against their definitions, boxes in pixels, and a step that trains all of it."""
 
-import importlib.util
-
 import pytest
 import torch
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 
-from helpers import ROOT
+from helpers import script
 
-SPEC = importlib.util.spec_from_file_location("detection_example", ROOT / "examples" / "detection.py")
-example = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(example)
+example = script("examples/detection.py")
 SIZE = (70, 109)  # neither patches nor windows divide it, and each doubling of the stride rounds up
 STRIDES = {"vitrel_swin_n": [2, 4, 8, 16, 32], "vitrel_vit_n8_rope_mixed": [4, 8, 16, 32, 64]}
 NAMES = list(STRIDES)

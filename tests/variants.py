@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -58,6 +59,11 @@ def perturbed(module: nn.Module, std: float = 0.5) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * std)
     return module
+
+
+def small_model(name: str, **keywords) -> nn.Module:
+    """A small model in evaluation with parameters far from their initialisation."""
+    return perturbed(timm.create_model(name, **({"num_classes": 5} | keywords)).eval(), 0.2)
 
 
 def serving(terms) -> list[str]:

@@ -11,6 +11,7 @@ from timm.models._features_fx import create_feature_extractor
 from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
 
+from variants import small_model as build
 from vitrel import POSITIONS
 from vitrel.layers import Block
 
@@ -19,15 +20,6 @@ SMALL += [f"vitrel_swin_n_{key}" for key, encoding in POSITIONS.items() if encod
 SMALL += ["vitrel_swinv2_n", *(f"vitrel_{trunk}_absolute_rope_mixed" for trunk in ("vit_n8", "swin_n"))]
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
 TRIO = [*PAIR, "vitrel_swinv2_n"]
-
-
-def build(name, **keywords):
-    """A small model in evaluation with parameters far from their initialisation."""
-    model = timm.create_model(name, **({"num_classes": 5} | keywords)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from variants import small_model as build
 from vitrel import POSITIONS
 from vitrel.export import export_model
 
@@ -34,15 +35,6 @@ EVERY += [f"vitrel_swin_n_{key}" for key, encoding in POSITIONS.items() if encod
 EVERY += ["vitrel_swinv2_n", "vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n_absolute_rope_mixed"]
 # Down to two tokens in the last stage; non-square, and divisible neither by the patch nor by the window.
 SIZES = [(1, (64, 64)), (3, (96, 96)), (2, (72, 112)), (1, (56, 40)), (3, (100, 53)), (1, (192, 128)), (2, (9, 17))]
-
-
-def build(name, **keywords):
-    """A small model in evaluation with parameters far from their initialisation."""
-    model = timm.create_model(name, **({"num_classes": 5} | keywords)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
 
 
 def shallow(name, depth=2, **keywords):

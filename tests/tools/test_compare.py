@@ -1,10 +1,11 @@
-import importlib.util
 import shutil
 
 import pandas as pd
 import pytest
 import torch
 import yaml
+
+from helpers import script
 
 CONFIG = {
     "name": "trial",
@@ -21,12 +22,8 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def tool(request):
-    path = request.config.rootpath / "tools" / "compare.py"
-    spec = importlib.util.spec_from_file_location("compare", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool():
+    return script("tools/compare.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """tools/convert_checkpoint.py: the report names every tensor, the file written is the model, refusals leave nothing behind."""
 
 import csv
-import importlib.util
 
 import pytest
 import timm
@@ -9,18 +8,15 @@ import torch
 from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
+from helpers import script
 from vitrel.models.weights.load import read_file
 
 SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_size=64)
 
 
 @pytest.fixture(scope="module")
-def tool(request):
-    path = request.config.rootpath / "tools" / "convert_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool():
+    return script("tools/convert_checkpoint.py")
 
 
 @pytest.fixture

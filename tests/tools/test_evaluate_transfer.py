@@ -1,20 +1,15 @@
-import importlib.util
-
 import pandas as pd
 import pytest
 import timm
 import torch
 
+from helpers import script
 from vitrel.data import class_names
 
 
 @pytest.fixture(scope="module")
-def tool(request):
-    path = request.config.rootpath / "tools" / "evaluate_transfer.py"
-    spec = importlib.util.spec_from_file_location("evaluate_transfer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool():
+    return script("tools/evaluate_transfer.py")
 
 
 @pytest.fixture

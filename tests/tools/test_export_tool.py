@@ -1,6 +1,5 @@
 """tools/export.py: what it writes computes what the checkpoint does and carries its metadata; refusals leave nothing behind."""
 
-import importlib.util
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import timm
 import torch
 
 import vitrel
+from helpers import script
 from vitrel import export
 from vitrel.export import check_sizes, export_model
 from vitrel.models.weights.load import read_file
@@ -19,11 +19,8 @@ SIZES = [(1, (32, 48)), (3, (32, 48)), (2, (57, 41)), (1, (16, 80))]
 
 
 @pytest.fixture(scope="module")
-def tool(request):
-    spec = importlib.util.spec_from_file_location("export_tool", request.config.rootpath / "tools" / "export.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool():
+    return script("tools/export.py")
 
 
 def small(name="vitrel_vit_n8_table", **keywords):

@@ -15,8 +15,9 @@ from timm.models.eva import Eva
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
+from vitrel.models.backbone import Backbone
 from vitrel.ops import attention
-from vitrel.position import PositionEncoding, Terms, combine
+from vitrel.position import Terms, combine
 
 
 @register_notrace_module  # a leaf of fx graphs, which notes the grid when the graph runs
@@ -71,9 +72,7 @@ class RelativeTrunk(Derived):
 
     def no_weight_decay(self) -> set[str]:
         """timm's names and those of the position parameters."""
-        encodings = [name for name, module in self.named_modules() if isinstance(module, PositionEncoding)]
-        own = {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
-        return set(super().no_weight_decay()) | own
+        return set(super().no_weight_decay()) | Backbone.position_parameters(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass, each on the grid of its own forward pass."""

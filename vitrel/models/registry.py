@@ -38,7 +38,8 @@ def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str
     def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
         kwargs = arguments | kwargs
         depth = len(kwargs["depths"]) if "depths" in kwargs else kwargs["depth"]
-        how = dict(out_indices=kwargs.pop("out_indices", _taps(depth)), feature_cls="getter")
+        taps = tuple(range(0 if depth <= 4 else depth - 3, depth))  # all stages of a pyramid, the last three blocks else
+        how = dict(out_indices=kwargs.pop("out_indices", taps), feature_cls="getter")
         try:
             return build_model_with_cfg(
                 trunk, name, pretrained, pretrained_filter_fn=filter_state_dict, feature_cfg=how, **kwargs
@@ -52,8 +53,3 @@ def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str
     entry_point.__module__ = module
     entry_point.__doc__ = f"{trunk.__name__} with {', '.join(f'{k}={v}' for k, v in arguments.items())}."
     return entry_point
-
-
-def _taps(depth: int) -> tuple[int, ...]:
-    """Every stage of a hierarchical trunk; the last three blocks of a plain one."""
-    return tuple(range(depth)) if depth <= 4 else (depth - 3, depth - 2, depth - 1)

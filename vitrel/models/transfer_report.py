@@ -13,7 +13,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position import POSITIONS
+from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import Composition, sum_counts
 
@@ -196,12 +196,11 @@ def _attended(grid: Grid, window: Grid, shift: Pair) -> tuple[int, float, int]:
 
 
 def _encodings(model: "Backbone", size: Pair, trained_size: Pair) -> Iterator[EncodingReport]:
-    keys = {encoding: key for key, encoding in POSITIONS.items()}
     for (encoding, grid), (_, trained) in zip(model.encodings(size), model.encodings(trained_size), strict=True):
         factor = float(temperature(trained, grid)) if encoding.logit_scale == "log_n" else None
         for part in encoding.parts.values() if isinstance(encoding, Composition) else (encoding,):
             yield EncodingReport(
-                key=keys.get(type(part), type(part).__name__),
+                key=key_of(part),
                 site=part.site,
                 layers=1,
                 grid=grid[:2],

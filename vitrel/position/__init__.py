@@ -37,6 +37,7 @@ __all__ = [
     "check_options",
     "combine",
     "create_position",
+    "key_of",
     "select_options",
     "split_position",
 ]
@@ -110,6 +111,11 @@ def create_position(
         built[key] = POSITIONS[key](grid, num_heads, head_dim, device=device, dtype=dtype, **own)
     encoding = next(iter(built.values())) if len(built) == 1 else Composition(built)
     return apply_logit_scale(encoding, logit_scale, grid)
+
+
+def key_of(encoding: PositionEncoding) -> str:
+    """The key of POSITIONS that an encoding is registered under, or the name of its class where it is not."""
+    return next((key for key, known in POSITIONS.items() if known is type(encoding)), type(encoding).__name__)
 
 
 def select_options(position: str, options: dict) -> dict:

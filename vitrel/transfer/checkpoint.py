@@ -9,7 +9,7 @@ import timm
 from torch import nn
 
 from vitrel.models.weights.load import apply_plan, plan_weights, read_file
-from vitrel.position import POSITIONS  # importing vitrel registers the models with timm
+from vitrel.position import POSITIONS, key_of  # importing vitrel registers the models with timm
 
 API = ("resize_policies", "set_resize_policy", "encodings", "resized", "unseen", "saturated", "token_grid")
 
@@ -104,6 +104,6 @@ def _load_weights(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
 
 def encoding_of(model: nn.Module) -> str:
     """The keys of the position encodings in a model, joined by '+'; "none" where there is none."""
-    keys = {encoding: key for key, encoding in POSITIONS.items()}
-    found = dict.fromkeys(keys[type(module)] for module in model.modules() if type(module) in keys)
+    known = set(POSITIONS.values())
+    found = dict.fromkeys(key_of(module) for module in model.modules() if type(module) in known)
     return "+".join(key for key in found if key != "none") or "none"

@@ -59,11 +59,9 @@ _TELLING = (
 )
 
 
-def differences(unset: Iterable[str], unused: Iterable[str], differ: dict, model: nn.Module) -> list[str]:
+def differences(unset: Iterable[str], unused: Iterable[str], differ: dict) -> list[str]:
     """One phrase for everything that the names tell, e.g. "layer scale (build the model with ...)"."""
     names = {"unset": [*unset], "unused": [*unused]}
-    if family := other_family(names["unused"], model):
-        return [family]
     found = _depth(names)
     for where, pattern, what, way_out in _TELLING:
         if any(re.fullmatch(pattern, name) for name in names[where]):

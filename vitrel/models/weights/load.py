@@ -20,7 +20,7 @@ from vitrel.models.weights.place import place
 from vitrel.models.weights.record import check_record, position_record
 from vitrel.models.weights.swin_names import read_swin
 from vitrel.models.weights.vit_names import read_vit
-from vitrel.position import POSITIONS, PositionEncoding
+from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 
 _WRAPPERS = ("model_ema", "model", "state_dict", "module", "teacher")
@@ -119,9 +119,11 @@ def plan_weights(
     unset = [n for n in own if n not in draft] + _not_trained_with(draft, model)
     unused = [n for n in draft.items if n not in own]
     differ = [n for n in own if n in draft and draft[n].shape != own[n].shape]
-    if not other_family(unused, model):
+    if family := other_family(unused, model):
+        hints = [family]
+    else:
         _check_patch(draft, model)
-    hints = differences(unset, unused, {n: (draft[n].shape, own[n].shape) for n in differ}, model)
+        hints = differences(unset, unused, {n: (draft[n].shape, own[n].shape) for n in differ})
     names = [n for name in unused for n in draft.items[name].source]
     rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in draft.rows()]
     tensors = {n: item.value for n, item in draft.items.items()}
@@ -211,13 +213,11 @@ def _unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
 
 def _not_trained_with(draft: Draft, model: nn.Module) -> list[str]:
     """Encodings without parameters that the file's model did not have: nothing in a state dict would miss them."""
-    keys = {encoding: key for key, encoding in POSITIONS.items()}
     found = []
     for name, part in model.named_modules():
         bare = isinstance(part, PositionEncoding) and not isinstance(part, Composition) and not [*part.parameters()]
-        key = keys.get(type(part))
-        if draft.implied and bare and key != "none" and key not in draft.implied:
-            found.append(f"{name} <{key}>")
+        if draft.implied and bare and key_of(part) not in {"none", *draft.implied}:
+            found.append(f"{name} <{key_of(part)}>")
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.models.weights.draft import Draft
-from vitrel.models.weights.record import recorded_grid
+from vitrel.models.weights.record import by, recorded_grid
 from vitrel.position import PositionEncoding
 from vitrel.position.absolute import Absolute
 from vitrel.position.decomposed import Decomposed
@@ -48,7 +48,7 @@ def place(
     if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in found):
         name, owner, _ = (*found, ("the file", None, None))[0]
         rows = f"has {_rows(draft[name], owner)} rows for positions" if found else "has no table or embedding"
-        raise ValueError(f"{name} {rows}, which is no {_by(named)} grid: pass the source_grid it was trained on")
+        raise ValueError(f"{name} {rows}, which is no {by(named)} grid: pass the source_grid it was trained on")
     if key_minus_query:
         reversible = {name for name, owner, _ in found if not isinstance(owner, Absolute)}
         other = [name for name in draft.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
@@ -124,7 +124,7 @@ def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_min
         resized = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.resize}"
     else:
         value, rule = (_fit_embedding if isinstance(owner, Absolute) else _fit_table)(name, value, owner, source)
-        resized = "" if source[:2] == own[:2] else f"{_by(source)} -> {_by(own)}, {owner.resize}"
+        resized = "" if source[:2] == own[:2] else f"{by(source)} -> {by(own)}, {owner.resize}"
     rules += [rule] if rule else []
     if rules or resized:
         draft.change(name, value, "; ".join(rules) or "resampled", resized)
@@ -149,7 +149,3 @@ def _fit_embedding(name: str, value: Tensor, owner: Absolute, source: Grid) -> t
     zeros = value.new_zeros(1, wants - head.shape[1], value.shape[2])
     rule = "" if prefix == wants else _ZEROS if prefix < wants else "row of the class token left out"
     return torch.cat((head, zeros, patches), 1), rule
-
-
-def _by(grid: Grid) -> str:
-    return f"{grid.h}x{grid.w}"

@@ -5,12 +5,13 @@ Kept in the metadata of the files that `save_pretrained` writes and in training 
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position import POSITIONS, PositionEncoding
+from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 
 # The grid has a rule of its own; policies, temperature and what acts in training only are the user's choice.
@@ -20,13 +21,11 @@ _OPTIONS = {"window": "pretrained_window"}  # attributes that have another name 
 
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     """{module name of every encoding: its key, training grid [h, w, prefix] and options}, as plain values for JSON."""
-    keys = {encoding: key for key, encoding in POSITIONS.items()}
     found = {}
     for name, part in model.named_modules():
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
-            key = keys.get(type(part), type(part).__name__)
             options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in _FREE}
-            found[name] = {"key": key, "grid": part.grid, **options}
+            found[name] = {"key": key_of(part), "grid": part.grid, **options}
     return json.loads(json.dumps(found, default=str))
 
 
@@ -56,10 +55,11 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
                 )
         if part.refers_to_grid and ours["grid"] != theirs["grid"]:
             raise ValueError(
-                f"{name} ({ours['key']}) refers to its training grid, {_by(theirs['grid'])}, which is {_by(ours['grid'])} "
+                f"{name} ({ours['key']}) refers to its training grid, {by(theirs['grid'])}, which is {by(ours['grid'])} "
                 "here: build the model with the img_size (in windows, the window_size) of training; it runs at every size"
             )
 
 
-def _by(grid: list[int]) -> str:
+def by(grid: Sequence[int]) -> str:
+    """(4, 6) -> "4x6"."""
     return f"{grid[0]}x{grid[1]}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.models.weights.draft import Draft
-from vitrel.position import POSITIONS, PositionEncoding
+from vitrel.position import POSITIONS, PositionEncoding, key_of
 from vitrel.position.terms import Composition
 
 
@@ -59,8 +59,7 @@ def _check_encoding(model: nn.Module, rotation: Rotation) -> None:
     wrong = next((part for part in own if type(part) is not POSITIONS[rotation.key] or _differs(part, rotation)), None)
     if own and wrong is None:
         return
-    keys = {encoding: key for key, encoding in POSITIONS.items()}
-    has = "none that rotates" if not own else keys.get(type(wrong), type(wrong).__name__)
+    has = key_of(wrong) if own else "none that rotates"
     if own and rotation.options and has == rotation.key:
         has += f" with {', '.join(f'{name}={getattr(wrong, name)!r}' for name in rotation.options)}"
     options = ", ".join(f"{name}={value!r}" for name, value in rotation.options.items())

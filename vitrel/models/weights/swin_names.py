@@ -57,7 +57,6 @@ _TRANSFORMERS = (
 
 def read_swin(draft: Draft, model: nn.Module) -> None:
     """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
-    draft.rename((r"^module\.", ""))
     draft.leave_out(_BUFFERS)
     if "features.0.0.weight" in draft:
         draft.rename(*_TORCHVISION)

@@ -19,7 +19,7 @@ _DINOV3 = "DINOv3"
 _EVA = dict(base=10000.0, reference=(16, 16))
 _BUFFERS = r".*(relative_position_index|attn\.k_bias|(height|width)_lookup|rope(_embed)?\.(?!freqs$).*|freqs_t_[xy])"
 _NAMES = (
-    (r"^(module|(backbone\.)?net|image_encoder|visual\.trunk)\.", ""),
+    (r"^((backbone\.)?net|image_encoder|visual\.trunk)\.", ""),
     (r"\.gamma_([12])$", r".ls\1.gamma"),
     (r"^(storage_tokens|register_tokens)$", "reg_token"),
     (r"\.attn\.([qv])_bias$", r".attn.\1_proj.bias"),
