@@ -19,6 +19,7 @@ from vitrel.position.log_n import apply_logit_scale
 from vitrel.position.lookhere import LookHere
 from vitrel.position.none import NoPosition
 from vitrel.position.pape import PaPE
+from vitrel.position.perturb import STRENGTHS
 from vitrel.position.rope import RopeAxial, RopeMixed
 from vitrel.position.rope_normalised import RopeNormalised
 from vitrel.position.shaw import Shaw
@@ -67,6 +68,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
 }
 
 _UNIVERSAL = {"logit_scale"}  # options of create_position itself, for any encoding
+_PERTURBED = {"absolute", "rope_axial", "rope_mixed", "rope_normalised"}  # which take STRENGTHS
 _POSITIVE = {"base", "scale_base", "gamma", "decay", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
 _POSITIVE |= {"pretrained_window", "yarn_turns", "reference"}
 
@@ -99,6 +101,7 @@ def create_position(
     num_heads, head_dim: of the attention it serves; token embeddings are num_heads * head_dim wide. Each option goes to every
     part that takes it (`resize` to those that have the policy); one that none takes is a TypeError. A composition adds up all
     its terms (`combine`). logit_scale: the temperature at another grid, "none" or "log_n" (vitrel.position.log_n), for any key.
+    shift, jitter, rescale: how far training perturbs coordinates (vitrel.position.perturb), of absolute and the rope_* keys.
     """
     check_options(position, options)
     grid, built = Grid(*grid), {}
@@ -106,9 +109,11 @@ def create_position(
         raise ValueError(f"no position {position!r} for {grid}, {num_heads} heads of width {head_dim}: sides start at 1")
     for key in _keys(position):
         own = select_options(key, options)
-        if own.get("resize") not in POSITIONS[key].policies:
-            own.pop("resize", None)  # it is another part's
+        common = {name: own.pop(name) for name in ("resize", *STRENGTHS) if name in own}  # attributes of every encoding
         built[key] = POSITIONS[key](grid, num_heads, head_dim, device=device, dtype=dtype, **own)
+        for name, value in common.items():
+            if name != "resize" or value in built[key].policies:  # else it is another part's
+                setattr(built[key], name, value)
     encoding = next(iter(built.values())) if len(built) == 1 else Composition(built)
     return apply_logit_scale(encoding, logit_scale, grid)
 
@@ -133,6 +138,8 @@ def check_options(position: str, options: dict) -> None:
         numbers = value if isinstance(value, tuple | list) else (value,)
         if name in _POSITIVE and any(n is not None and not n > 0 for n in numbers):
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
+        if name in STRENGTHS and value is not None and not STRENGTHS[name] <= value < float("inf"):
+            raise ValueError(f"{position} needs {name} of at least {STRENGTHS[name]}, or None for none, not {value}")
         if name == "resize" and value not in policies:
             raise ValueError(f"resize policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
 
@@ -152,5 +159,8 @@ def _keys(position: str) -> list[str]:
 
 
 def _options(position: str) -> set[str]:
-    parameters = [p for key in _keys(position) for p in inspect.signature(POSITIONS[key]).parameters.values()]
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}
+    keys = _keys(position)
+    parameters = [p for key in keys for p in inspect.signature(POSITIONS[key]).parameters.values()]
+    common = {"resize"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
+    common |= STRENGTHS.keys() if _PERTURBED & set(keys) else set()
+    return common | {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

@@ -2,6 +2,8 @@
 
 P has one row per token of the training grid, so any other grid needs interpolation: bicubic, antialiased, always from the
 trained P (DeiT, timm `resample_abs_pos_embed`). Prefix tokens have rows of their own, which are never resampled.
+Coordinates perturbed in training (vitrel.position.perturb) count in patches of the grid at hand, from its middle: there the
+rows are read bilinearly, beyond the border those of the edge.
 """
 
 from typing import Unpack
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.resize import resize_embedding
+from vitrel.position.resize import resize_embedding, sample_embedding
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
@@ -23,7 +25,7 @@ class Absolute(PositionEncoding):
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, **factory: Unpack[Factory]):
         super().__init__()
-        self.grid, self.resize = grid, "bicubic"
+        self.grid = grid
         self.pos_embed = nn.Parameter(torch.empty(1, grid.tokens, num_heads * head_dim, **factory))
         self.reset_parameters()
 
@@ -31,9 +33,13 @@ class Absolute(PositionEncoding):
         if grid.prefix != self.grid.prefix:
             raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, the grid has {grid.prefix}")
         rows = self.pos_embed[0]  # [P + h*w, C]
-        if torch.compiler.is_compiling() or grid != self.grid:  # compiled: no branch on the size; same grid: the identity
-            prefix, rows = rows[: grid.prefix], rows[grid.prefix :]
-            rows = torch.cat((prefix, resize_embedding(rows.unflatten(0, self.grid[:2]), grid)))
+        if torch.compiler.is_compiling() or grid != self.grid or self.perturbs:  # compiled: no branch on the size
+            prefix, rows = rows[: grid.prefix], resize_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)
+            if self.perturbs:
+                at = grid.coordinates(rows.device).float()  # [h*w, 2]
+                middle = at[-1] / 2
+                rows = sample_embedding(rows.unflatten(0, grid[:2]), self._augmented(at - middle) + middle)
+            rows = torch.cat((prefix, rows))
         return Terms(tokens=rows)
 
     def resized(self, grid: Grid) -> dict[str, int]:

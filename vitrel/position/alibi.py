@@ -31,14 +31,12 @@ class Alibi(PositionEncoding):
         distance: str = "euclidean",
         learnable: bool = False,
         directional: bool = False,
-        resize: str = "keep",
         **factory: Unpack[Factory],
     ):
-        """distance: "euclidean", "l1" or "squared". resize: "keep" (patches) or "renormalise" (as on the training grid)."""
+        """distance: "euclidean", "l1" or "squared"; in patches, or with resize="renormalise" as on the training grid."""
         super().__init__()
         self.grid, self.distance = grid, check_choice("alibi", "distance", distance, DISTANCES)
-        self.resize = check_choice("alibi", "resize", resize, POLICIES)
-        self.register_count("head", num_heads, factory.get("device"))
+        self.register_integers("head", range(num_heads), factory.get("device"))
         self.slopes = nn.Parameter(torch.empty(num_heads, **factory)) if learnable else None
         self.direction = nn.Parameter(torch.empty(4, num_heads, **factory)) if directional else None
         self.reset_parameters()

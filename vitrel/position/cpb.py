@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
 from vitrel.position.mlp import run_wide
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix, check_sides
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides
 
 
 class CPB(PositionEncoding):
@@ -31,12 +31,11 @@ class CPB(PositionEncoding):
         *,
         hidden: int = 512,
         pretrained_window: int | tuple[int, int] | None = None,
-        resize: str = "keep",
         **factory: Unpack[Factory],
     ):
         """pretrained_window: M0 in tokens, one or (h, w), for weights trained in another window than `grid`."""
         super().__init__()
-        self.grid, self.resize = grid, check_choice("cpb", "resize", resize, POLICIES)
+        self.grid = grid
         m0 = grid[:2] if pretrained_window is None else pretrained_window
         self.window = check_sides("cpb", "pretrained_window", m0)
         first, second = nn.Linear(2, hidden, **factory), nn.Linear(hidden, num_heads, bias=False, **factory)

@@ -13,7 +13,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.resize import resize_axis, resized_axes
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, wide
 
 
 class Decomposed(PositionEncoding):
@@ -22,18 +22,9 @@ class Decomposed(PositionEncoding):
     behaviour = "resized"
     policies = ("linear", "clip", "geometric", "bicubic")
 
-    def __init__(
-        self,
-        grid: Grid,
-        num_heads: int,
-        head_dim: int,
-        *,
-        resize: str = "linear",
-        init_std: float = 0.02,
-        **factory: Unpack[Factory],
-    ):
+    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
         super().__init__()
-        self.grid, self.resize, self.init_std = grid, check_choice("decomposed", "resize", resize, self.policies), init_std
+        self.grid, self.init_std = grid, init_std
         self.rel_pos_h = nn.Parameter(torch.empty(grid.offset_classes("h"), head_dim, **factory))
         self.rel_pos_w = nn.Parameter(torch.empty(grid.offset_classes("w"), head_dim, **factory))
         self.reset_parameters()

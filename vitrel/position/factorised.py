@@ -12,7 +12,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.resize import POLICIES, resize_axis, resized_axes
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
 
 
 class Factorised(PositionEncoding):
@@ -21,18 +21,9 @@ class Factorised(PositionEncoding):
     behaviour = "resized"
     policies = POLICIES
 
-    def __init__(
-        self,
-        grid: Grid,
-        num_heads: int,
-        head_dim: int,
-        *,
-        resize: str = POLICIES[0],
-        init_std: float = 0.02,
-        **factory: Unpack[Factory],
-    ):
+    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
         super().__init__()
-        self.grid, self.resize, self.init_std = grid, check_choice("factorised", "resize", resize, POLICIES), init_std
+        self.grid, self.init_std = grid, init_std
         self.table_h = nn.Parameter(torch.empty(grid.classes("h"), num_heads, **factory))
         self.table_w = nn.Parameter(torch.empty(grid.offset_classes("w"), num_heads, **factory))
         self.reset_parameters()

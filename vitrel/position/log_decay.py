@@ -30,18 +30,16 @@ class LogDecay(PositionEncoding):
         decay: float | None = None,
         distance: str = "euclidean",
         directional: bool = False,
-        resize: str = "keep",
         **factory: Unpack[Factory],
     ):
-        """decay: a fixed lambda for all heads instead of a and b. distance: "euclidean" or "l1". resize: as in alibi."""
+        """decay: a fixed lambda for all heads instead of a and b. distance: "euclidean" or "l1", resized as in alibi."""
         super().__init__()
         self.grid, self.decay = grid, decay
         self.distance = check_choice("log_decay", "distance", distance, ("euclidean", "l1"))
-        self.resize = check_choice("log_decay", "resize", resize, POLICIES)
         self.log_a = nn.Parameter(torch.empty(num_heads, **factory)) if decay is None else None
         self.log_b = nn.Parameter(torch.empty(num_heads, **factory)) if decay is None else None
         self.direction = nn.Parameter(torch.empty(4, num_heads, **factory)) if directional else None
-        self.register_count("head", num_heads, factory.get("device"))
+        self.register_integers("head", range(num_heads), factory.get("device"))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ class LookHere(PositionEncoding):
         if fov not in FIELDS_OF_VIEW:
             raise ValueError(f"lookhere has fields of view of {', '.join(map(str, FIELDS_OF_VIEW))} degrees, not {fov}")
         self.grid, self.fov, self.slope = grid, fov, slope
-        self.register_count("head", num_heads, factory.get("device"))
+        self.register_integers("head", range(num_heads), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         offsets = grid.offsets(device=self.head.device).float()

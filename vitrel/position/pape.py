@@ -22,8 +22,6 @@ class PaPE(PositionEncoding):
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, parabolas: int = 50, **factory: Unpack[Factory]):
         """parabolas: M of each head."""
         super().__init__()
-        if parabolas < 1:
-            raise ValueError(f"pape needs at least one parabola, not {parabolas}")
         self.grid = grid
         self.position = nn.Parameter(torch.empty(num_heads, parabolas, 2, **factory))
         self.a = nn.Parameter(torch.empty(num_heads, parabolas, head_dim, **factory))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
+from vitrel.position.clip import clipped_rows
 from vitrel.position.terms import check_choice, wide
 
 POLICIES = ("geometric", "clip", "bicubic")
@@ -25,10 +26,10 @@ def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
     """
     if not torch.compiler.is_compiling() and source == target:
         return rows
-    taps, weights = _TAPS[check_choice("resize_axis", "policy", policy, tuple(_TAPS))](
-        source, target, rows.device
-    )  # [K, 2*target-1] each
-    exact = torch.arange(1 - target, target, device=rows.device).clamp(1 - source, source - 1) + source - 1
+    exact = clipped_rows(target, source - 1, rows.device)
+    if check_choice("resize_axis", "policy", policy, ("clip", *_TAPS)) == "clip":
+        return rows.index_select(-2, exact)
+    taps, weights = _TAPS[policy](source, target, rows.device)  # [K, 2*target-1] each
     grows = torch.ones((), dtype=torch.int64, device=rows.device) * target > source
     exact_type = torch.promote_types(rows.dtype, torch.float32)  # half-precision rows are rounded once, at the end
     out = torch.zeros((), dtype=exact_type, device=rows.device)
@@ -62,16 +63,24 @@ def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:
     return image[0].flatten(1).mT.to(embedding.dtype)
 
 
-def _clip(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    tap = torch.arange(1 - target, target, device=device).clamp(1 - source, source - 1) + source - 1
-    return tap[None], torch.ones_like(tap, dtype=torch.float32)[None]
+def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
+    """An absolute embedding [h, w, C] at (y, x) [n, 2], in patches -> [n, C], bilinear; beyond the border, its edge."""
+    (h, w, _), rows, out = embedding.shape, wide(embedding).flatten(0, 1), 0
+    for y, down in zip(*_between(at[:, 0], h), strict=True):
+        for x, right in zip(*_between(at[:, 1], w), strict=True):
+            out = out + rows.index_select(0, y * w + x) * (down * right)[:, None]
+    return out.to(embedding.dtype)
 
 
 def _linear(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
     at = (torch.arange(2 * target - 1, device=device) + 0.5) * ((2 * source - 1) / (2 * target - 1)) - 0.5
-    at = at.clamp(0, 2 * source - 2)
+    return _between(at, 2 * source - 1)
+
+
+def _between(at: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    at = at.clamp(0, length - 1)
     below = at.floor()
-    taps = torch.stack((below.long(), (below.long() + 1).clamp(max=2 * source - 2)))
+    taps = torch.stack((below, below + 1)).long().clamp(max=length - 1)
     return taps, torch.stack((1 - (at - below), at - below))
 
 
@@ -109,4 +118,4 @@ def _geometric(source: int, target: int, device: torch.device) -> tuple[Tensor, 
     return taps, torch.stack((1 - weight, weight))
 
 
-_TAPS = {"geometric": _geometric, "clip": _clip, "bicubic": _bicubic, "linear": _linear}
+_TAPS = {"geometric": _geometric, "bicubic": _bicubic, "linear": _linear}

@@ -45,7 +45,7 @@ class RopeAxial(PositionEncoding):
         self.grid, self.base = grid, base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns).checked()
-        self.register_count("band", check_bands("rope_axial", head_dim), factory.get("device"))
+        self.register_integers("band", check_bands("rope_axial", head_dim), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         theta = axial_frequencies(self.band, self.base)  # [D/4]
@@ -53,7 +53,7 @@ class RopeAxial(PositionEncoding):
         if self.reference is not None:
             one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
             theta = theta * torch.stack([one * n / own for n, own in zip(self.reference, grid[:2], strict=True)])[:, None]
-        angle = grid.coordinates(self.band.device)[..., None] * theta  # [h*w, 2, D/4]
+        angle = self._augmented(grid.coordinates(self.band.device))[..., None] * theta  # [h*w, 2, D/4]
         scale = self.scaling.temperature(theta, grid)
         return Terms(rotary=rotary_terms(angle.flatten(1)[None], grid), scale=scale)
 
@@ -108,7 +108,7 @@ class RopeMixed(PositionEncoding):
         bands = freqs.shape[-1] // 2
         band = torch.arange(bands, device=freqs.device).repeat(2)  # as initialised: two directions of equal magnitudes
         freqs = self.scaling.frequencies(freqs, band, bands, grid)
-        y, x = grid.coordinates(freqs.device).to(freqs.dtype).unbind(-1)  # [h*w] each
+        y, x = self._augmented(grid.coordinates(freqs.device).to(freqs.dtype)).unbind(-1)  # [h*w] each
         # Written out, not as a matrix product: autocast would round the angles.
         angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, h*w, D/2]
         scale = self.scaling.temperature(freqs, grid)
@@ -136,11 +136,11 @@ def axial_frequencies(band: Tensor, base: float) -> Tensor:
     return base ** (-band.float() / len(band))
 
 
-def check_bands(key: str, head_dim: int) -> int:
-    """Number of bands per axis, D/4, or ValueError where D is not divisible by 4."""
+def check_bands(key: str, head_dim: int) -> range:
+    """The bands of one axis, 0..D/4-1, or ValueError where D is not divisible by 4."""
     if head_dim % 4:
         raise ValueError(
             f"{key} needs a head width divisible by 4 (pairs of channels over two axes), not {head_dim}; "
             "choose num_heads so that embed_dim / num_heads is a multiple of 4"
         )
-    return head_dim // 4
+    return range(head_dim // 4)

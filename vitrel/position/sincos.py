@@ -24,7 +24,7 @@ class SinCos(PositionEncoding):
         if width % 4:
             raise ValueError(f"sincos needs a width divisible by 4 (sine and cosine of two axes), not {width}")
         self.grid, self.base = grid, base
-        self.register_count("band", width // 4, factory.get("device"))
+        self.register_integers("band", range(width // 4), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         frequency = self.base ** (-self.band.float() / len(self.band))  # [C/4]

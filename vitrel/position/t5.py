@@ -40,28 +40,22 @@ class T5(PositionEncoding):
         super().__init__()
         self.grid, self.bidirectional, self.init_std = grid, bidirectional, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
-        self._first = {a: _first(n, num_buckets, max_distance, bidirectional) for a, n in zip("hw", grid[:2], strict=True)}
-        # An axis trained at offset 0 alone has one bucket: a second one, for a sign never met, would stay untrained.
-        self._signs = dict.fromkeys("hw", 1)
-        for (axis, first), n in zip(self._first.items(), grid[:2], strict=True):
-            self._signs[axis] += bidirectional and (n > 1 or num_buckets is not None)
-            self.register_count(f"first_{axis}", len(first), factory.get("device"))
-        self.init_non_persistent_buffers()
-        n_h, n_w = (len(self._first[axis]) * self._signs[axis] for axis in "hw")
-        extra = 3 if grid.prefix else 0
+        self._buckets = {}
+        for axis, n in zip("hw", grid[:2], strict=True):
+            first = _first(n, num_buckets, max_distance, bidirectional)
+            self.register_integers(f"first_{axis}", first, factory.get("device"))
+            # An axis trained at offset 0 alone has one bucket: a second one, for a sign never met, would stay untrained.
+            self._buckets[axis] = len(first) * (2 if bidirectional and (n > 1 or num_buckets is not None) else 1)
+        (n_h, n_w), extra = self._buckets.values(), 3 if grid.prefix else 0
         product = {"relative_attention_bias": n_h * n_w + extra}
         for name, rows in (product if mode == "product" else {"table_h": n_h + extra, "table_w": n_w}).items():
             self.register_parameter(name, nn.Parameter(torch.empty(rows, num_heads, **factory)))
         self.reset_parameters()
 
-    def init_non_persistent_buffers(self) -> None:
-        for axis, first in self._first.items():
-            getattr(self, f"first_{axis}").copy_(torch.tensor(first))
-
     def forward(self, grid: Grid) -> Terms:
         check_prefix("t5", self.grid, grid)
         rows, columns = self.bucket("h", grid), self.bucket("w", grid)
-        n_h, n_w = (len(self._first[axis]) * self._signs[axis] for axis in "hw")
+        n_h, n_w = self._buckets.values()
         if self.mode == "sum":
             bias = torch.cat((self.table_h.index_select(0, rows), self.table_h[n_h:]))
             zeros = self.table_w.new_zeros(len(self.table_h) - n_h, self.table_w.shape[1])
@@ -76,12 +70,12 @@ class T5(PositionEncoding):
         offset = grid.offsets(axis, first.device)
         distance = offset.abs() if self.bidirectional else offset.clamp(min=0)
         bucket = (distance[:, None] >= first).sum(1) - 1
-        return bucket + len(first) * (offset < 0) if self._signs[axis] == 2 else bucket
+        return bucket + len(first) * (offset < 0) if self._buckets[axis] > len(first) else bucket
 
     def saturated(self, grid: Grid) -> float:
         served = 1.0
         for axis in "hw":
-            first = torch.tensor(self._first[axis], device="cpu")  # the module itself may be on the meta device
+            first = torch.tensor(self._integers[f"first_{axis}"], device="cpu")  # the module itself may be on the meta device
             trained = self.bucket(axis, self.grid, first)
             served *= torch.isin(self.bucket(axis, grid, first), trained).double().mean().item()
         return max(served - (1 - unseen_share(self.grid, grid)), 0.0)
@@ -92,7 +86,7 @@ def _first(length: int, num_buckets: int | None, max_distance: int | None, bidir
     reach = max_distance if max_distance is not None else length - 1
     if num_buckets is None:
         choices = (_boundaries(count, reach) for count in range(min(16, length // 2 + 1), 0, -1) if reach >= count // 2)
-        return next(first for first in choices if _all_hit(first, length))
+        return next(first for first in choices if sorted({*first, length}) == [*first, length])  # each holds a distance
     count = num_buckets // 2 if bidirectional else num_buckets
     if count < 1 or (bidirectional and num_buckets % 2):
         raise ValueError(f"t5 needs an even number of buckets, one half for each sign, not {num_buckets}")
@@ -115,7 +109,3 @@ def _boundaries(count: int, max_distance: int) -> list[int]:
             d += 1
         first.append(d)
     return first
-
-
-def _all_hit(first: list[int], length: int) -> bool:
-    return all(a < b for a, b in zip(first, [*first[1:], length], strict=True))

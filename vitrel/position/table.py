@@ -12,7 +12,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.resize import POLICIES, resize_table
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
 
 
 class OffsetTable(PositionEncoding):
@@ -21,18 +21,9 @@ class OffsetTable(PositionEncoding):
     behaviour = "resized"
     policies = POLICIES
 
-    def __init__(
-        self,
-        grid: Grid,
-        num_heads: int,
-        head_dim: int,
-        *,
-        resize: str = POLICIES[0],
-        init_std: float = 0.02,
-        **factory: Unpack[Factory],
-    ):
+    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
         super().__init__()
-        self.grid, self.resize, self.init_std = grid, check_choice("table", "resize", resize, POLICIES), init_std
+        self.grid, self.init_std = grid, init_std
         table = torch.empty(grid.classes(), num_heads, **factory)
         self.relative_position_bias_table = nn.Parameter(table)
         self.reset_parameters()

@@ -7,7 +7,8 @@ place where position meets content.
 
 import abc
 import contextlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple, TypedDict
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrel.grid import Grid, clip_saturated, unseen_share
+from vitrel.position.perturb import perturb
 
 
 class Factory(TypedDict, total=False):
@@ -62,7 +64,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     `behaviour` is the claim about a grid never trained on: "nothing changes" (every row read there was trained), "evaluated" (a
     function, at arguments never trained), "resized" (parameters are resampled), or "nothing" (there is no position at all).
     `policies` are the rules, the default first, by which it can serve such a grid, where there is a choice; the attribute
-    `resize` holds the one in use, `grid` the training grid, `logit_scale` the temperature ("log_n", see vitrel.position.log_n).
+    `resize` holds the one in use, `grid` the training grid, `logit_scale` the temperature ("log_n", see vitrel.position.log_n);
+    `shift`, `jitter`, `rescale` how far training perturbs coordinates (vitrel.position.perturb), where the encoding has any.
     """
 
     site: ClassVar[str] = "attention"
@@ -74,12 +77,24 @@ class PositionEncoding(nn.Module, abc.ABC):
     radius: tuple[int, int] | None = None  # beyond which offsets are clipped
     init_std: float = 0.02
     logit_scale: str = "none"
-    _counts: tuple[str, ...] = ()
+    shift: float | None = None
+    jitter: float | None = None
+    rescale: float | None = None
+    _integers: ClassVar[dict[str, Sequence[int]]] = {}  # replaced, never changed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resize = next(iter(self.policies), "")
 
     @property
     def refers_to_grid(self) -> bool:
         """Whether the function itself, not only the size of its tables, depends on the training grid."""
         return self.logit_scale == "log_n" or self.resize == "renormalise"
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether forward draws: in training, with some of `shift`, `jitter` and `rescale`."""
+        return self.training and (self.shift, self.jitter, self.rescale) != (None, None, None)
 
     @abc.abstractmethod
     def forward(self, grid: Grid) -> Terms:
@@ -105,15 +120,18 @@ class PositionEncoding(nn.Module, abc.ABC):
         for parameter in self.parameters(recurse=False):
             nn.init.trunc_normal_(parameter, std=self.init_std)
 
-    def register_count(self, name: str, n: int, device: torch.device | str | None = None) -> None:
-        """Buffer 0..n-1, outside the state dict: it says the device, and model.bfloat16() does not round integers."""
-        self.register_buffer(name, torch.arange(n, device=device), persistent=False)
-        self._counts += (name,)
+    def _augmented(self, coordinates: Tensor) -> Tensor:
+        return perturb(coordinates, self.shift, self.jitter, self.rescale) if self.perturbs else coordinates
+
+    def register_integers(self, name: str, values: Sequence[int], device: torch.device | str | None = None) -> None:
+        """Buffer of `values`, outside the state dict: it says the device, and model.bfloat16() does not round integers."""
+        self.register_buffer(name, torch.tensor(values, device=device), persistent=False)
+        self._integers = self._integers | {name: values}
 
     def init_non_persistent_buffers(self) -> None:
-        """Refill the buffers no state dict holds, after `to_empty`: here those of `register_count`."""
-        for buffer in (getattr(self, name) for name in self._counts):
-            buffer.copy_(torch.arange(len(buffer)))
+        """Refill the buffers no state dict holds, after `to_empty`: those of `register_integers`."""
+        for name, values in self._integers.items():
+            getattr(self, name).copy_(torch.tensor(values))
 
 
 class Composition(PositionEncoding):
@@ -197,11 +215,10 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
 
 def sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     """Merge {rule: count} dictionaries, adding the counts of equal rules."""
-    total: dict[str, int] = {}
+    total = Counter()
     for count in counts:
-        for rule, n in count.items():
-            total[rule] = total.get(rule, 0) + n
-    return total
+        total.update(count)
+    return dict(total)
 
 
 def _sum(tensors: Iterable[Tensor | None]) -> Tensor | None:

@@ -44,8 +44,8 @@ class XPos(PositionEncoding):
             raise ValueError(f"xpos cannot be bidirectional: {why}; keep one_sided=True, or take rope_axial+log_decay")
         self.grid, self.base, self.gamma = grid, base, gamma
         self.scale_base = max(grid.h, grid.w) / 2 if scale_base is None else scale_base
-        self.register_count("band", check_bands("xpos", head_dim), factory.get("device"))
-        self.register_count("head", num_heads, factory.get("device"))
+        self.register_integers("band", check_bands("xpos", head_dim), factory.get("device"))
+        self.register_integers("head", range(num_heads), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         at = grid.coordinates(self.band.device).float()  # [h*w, 2]
