@@ -1,7 +1,6 @@
 """One loader for anyone's weights: read a file, rearrange it for a model, refuse what does not fit, report every step."""
 
 import json
-import os
 import pickle
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -14,6 +13,7 @@ from safetensors.torch import save
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from vitrel.files import whole
 from vitrel.models.weights.differences import differences, other_family
 from vitrel.models.weights.draft import Draft, Row
 from vitrel.models.weights.place import place
@@ -155,14 +155,10 @@ def save_pretrained(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"weights are saved as .safetensors, not as {path.name}")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        state = {name: value.contiguous() for name, value in model.state_dict().items()}
-        about = {"format": "pt", "vitrel": json.dumps({"position": position_record(model)})}
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    about = {"format": "pt", "vitrel": json.dumps({"position": position_record(model)})}
+    with whole(path) as part:
         part.write_bytes(save(state, metadata=about))  # save_file would make a file that only its owner can read
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read_file(path: str | Path) -> object:
