@@ -1,86 +1,282 @@
+import pickle
+import random
 import subprocess
 import sys
+from collections import Counter
 
+import jsonargparse
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from vitrel.data import Augmentation, Augmenter, Folder, create_dataset
-from vitrel.train.datamodule import EpochSampler
+from vitrel.data import create_dataset
+from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.folder import Prepare
 
 HALF = (0.5, 0.5, 0.5)
+LIBRARIES = ("albumentations", "torchvision", "timm")
+PLAIN = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "jitter": 0.0}
+EVERYTHING = {"policy": "rand-m9-mstd0.5-inc1", "jitter": 0.3, "erase": 0.5, "gray_prob": 0.2, "blur_prob": 0.2}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(8):
-                Image.fromarray(rng.integers(0, 256, (48, 40, 3), dtype=np.uint8)).save(root / split / name / f"{i}.png")
-    return root
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return request.param
 
 
-def augmenter(size=(32, 32), seed=0, **settings):
-    return Augmenter(Augmentation(**settings), size, HALF, HALF, seed)
+def augmenter(size=(32, 32), seed=0, crop_pct=1.0, **settings):
+    return Augmenter(Augmentation(**settings), size, HALF, HALF, seed, crop_pct)
 
 
-def test_sixteen_of_sixteen_draws_are_distinct():
-    image = torch.randint(0, 256, (3, 48, 48), dtype=torch.uint8)
-    augment = augmenter(size=(24, 40))
+def noise(h=48, w=48, seed=0):
+    return torch.randint(0, 256, (3, h, w), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def ramp(h=48, w=48):
+    """Brighter from left to right."""
+    return torch.linspace(0, 255, w).to(torch.uint8).expand(3, h, w)
+
+
+def levels(out):
+    """Back to grey levels."""
+    return (out * 0.5 + 0.5) * 255
+
+
+class Views(Dataset):
+    """16 images, each view of which names its augmentation."""
+
+    def __init__(self, augment):
+        self.augment = augment
+
+    def __getitem__(self, place):
+        epoch, index = place
+        return self.augment(noise(seed=index), epoch, index)
+
+
+def batches(augment, workers, epochs=(0, 1), first=0):
+    order = [(epoch, (5 * i) % 16) for epoch in epochs for i in range(16)][first:]
+    return list(DataLoader(Views(augment), 4, sampler=order, num_workers=workers))
+
+
+def test_sixteen_of_sixteen_draws_are_distinct(library):
+    augment = augmenter(size=(24, 40), library=library)
+    image = noise()
     draws = {augment(image, 0, index).numpy().tobytes() for index in range(16)}
     draws |= {augment(image, epoch, 0).numpy().tobytes() for epoch in range(1, 16)}
-    assert len(draws) == 31
+    draws |= {augment(image, 0, 0, repeat).numpy().tobytes() for repeat in range(1, 16)}
+    assert len(draws) == 46
     assert augment(image, 0, 0).shape == (3, 24, 40) and augment(image, 0, 0).dtype == torch.float32
-    assert torch.equal(augment(image, 3, 5), augmenter(size=(24, 40))(image, 3, 5))
-    assert not torch.equal(augment(image, 3, 5), augmenter(size=(24, 40), seed=1)(image, 3, 5))
+    assert torch.equal(augment(image, 3, 5, 2), augmenter(size=(24, 40), library=library)(image, 3, 5, 2))
+    assert not torch.equal(augment(image, 3, 5), augmenter(size=(24, 40), library=library, seed=1)(image, 3, 5))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_batches_are_the_same_for_any_number_of_workers(root, persistent):
-    def epochs(workers):
-        data = create_dataset(str(root), "train", (32, 32), mean=HALF, std=HALF, augment=Augmentation(erase=0.5), seed=3)
-        sampler = EpochSampler(data, seed=3)
-        loader = DataLoader(data, 4, sampler=sampler, num_workers=workers, persistent_workers=persistent and workers > 0)
-        seen = []
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            seen.append(torch.cat([images for images, _ in loader]))
-        return torch.stack(seen)
-
-    alone = epochs(0)
-    assert len({image.numpy().tobytes() for image in alone.flatten(0, 1)}) == 48  # 16 images, 3 epochs, no repeat
-    for workers in (1, 2):
-        assert torch.equal(epochs(workers), alone)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_batches_are_the_same_for_any_number_of_workers(library):
+    augment = augmenter(library=library, **EVERYTHING)
+    alone = batches(augment, 0)
+    assert len({view.numpy().tobytes() for batch in alone for view in batch}) == 32  # no view twice over two epochs
+    for workers in (1, 3):
+        assert all(map(torch.equal, batches(augment, workers), alone))
 
 
-def test_transforms_draw_independently():
-    """albumentations hands one seed to every transform: mirroring, erasing and crop would then move together."""
-    ramp = torch.arange(48, dtype=torch.uint8).mul(5).expand(3, 48, 48)
-    augment = augmenter(scale=(1.0, 1.0), ratio=(1.0, 1.0), jitter=0.0, erase=0.5)
-    counts = {(mirrored, erased): 0 for mirrored in (False, True) for erased in (False, True)}
+def test_starting_in_the_middle_goes_on_as_the_whole_run(library):
+    whole = batches(augmenter(library=library, **EVERYTHING), 0)
+    late = batches(augmenter(library=library, **EVERYTHING), 0, first=20)
+    assert len(late) == 3 and all(map(torch.equal, late, whole[5:]))
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "augmix-m3-w3", "3a"])
+def test_a_pickled_augmenter_draws_the_same(library, policy):
+    """Loader processes that are spawned get it by pickle."""
+    augment = augmenter(library=library, policy=policy, erase=0.5)
+    again = pickle.loads(pickle.dumps(augment))
+    assert all(torch.equal(augment(noise(), 0, i), again(noise(), 0, i)) for i in range(4))
+
+
+def test_a_view_is_independent_of_the_global_state_and_leaves_it_alone(library):
+    def streams():
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()  # noqa: NPY002
+
+    augment = augmenter(library=library, **EVERYTHING)
+    seen, views = [], []
+    for between in (0, 3):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+        streams()  # the odd normal draw leaves a second one behind in the state
+        views.append([augment(noise(), 0, index) for index in range(between)])
+        seen.append(streams())
+    assert seen[0] == seen[1]
+    assert all(torch.equal(view, augment(noise(), 0, index)) for index, view in enumerate(views[1]))
+
+
+def test_the_global_state_is_put_back_after_an_error(library):
+    before = random.getstate()
+    with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):
+        augmenter(library=library)(torch.zeros(5, dtype=torch.uint8), 0, 0)
+    assert random.getstate() == before
+
+
+def test_transforms_draw_independently(library):
+    """albumentations hands one seed to every transform: mirroring, greying and crop would then move together."""
+    image = ramp().clone()
+    image[2] //= 2
+    augment = augmenter(library=library, **PLAIN | {"flip": True}, gray_prob=0.5, erase=0.5)
+    counts = Counter()
     for index in range(200):
-        out = augment(ramp, 0, index)[0]
-        rows = out.diff(dim=1).sign().sum(1)
-        erased = bool((out.std(0) > 1e-3).any())
-        counts[bool(rows.median() < 0), erased] += 1
-    assert min(counts.values()) > 25
+        out = augment(image, 0, index)
+        mirrored = out[0].diff(dim=1).sign().sum(1).median() < 0
+        erased = out[0].std(0).max() > 1e-3
+        counts[bool(mirrored), bool(erased), torch.equal(out[0], out[2])] += 1
+    assert len(counts) == 8 and min(counts.values()) > 10
 
 
-def test_labels_of_direction_survive_without_flip():
-    ramp = torch.arange(48, dtype=torch.uint8).mul(5).expand(3, 48, 48)
-    augment = augmenter(flip=False)
-    assert all(augment(ramp, 0, index)[0].diff(dim=1).mean() > 0 for index in range(50))
+def test_labels_of_direction_survive_without_flip(library):
+    augment = augmenter(library=library, flip=False)
+    assert all(augment(ramp(), 0, index)[0].diff(dim=1).mean() > 0 for index in range(50))
 
 
-def test_shrinking_is_antialiased():
-    board = (torch.arange(128)[:, None] + torch.arange(128)) % 2 * 255
-    out = augmenter(scale=(1.0, 1.0), ratio=(1.0, 1.0), jitter=0.0)(board.to(torch.uint8).expand(3, 128, 128), 0, 0)
-    assert out.abs().max() < 0.02  # mid grey; point samples would be black and white
+def test_vertical_mirroring(library):
+    augment = augmenter(library=library, **PLAIN | {"vflip": True})
+    down = sum(bool(augment(ramp().mT, 0, index)[0].diff(dim=0).mean() > 0) for index in range(100))
+    assert 25 < down < 75
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_shrinking_is_antialiased(library, interpolation):
+    """16 pixels make one: black and white noise turns grey, where sampling 2 by 2 of them would keep half its deviation."""
+    image = (noise(128, 128) > 127).to(torch.uint8) * 255
+    for crop in ("random_resized", "simple", "center"):
+        out = augmenter(library=library, **PLAIN | {"crop": crop, "interpolation": interpolation})(image, 0, 0)
+        assert 0.15 < out.std() < 0.36, crop
+
+
+@pytest.mark.parametrize("size", [None, (40, 20), (20, 60)])
+def test_crops_keep_the_shape_of_the_target(library, size):
+    """Red grows with x and green with y: what a crop spans of both is its width and height."""
+    image = torch.stack([ramp(256, 256)[0], ramp(256, 256)[0].T, ramp(256, 256)[0]])
+    augment = augmenter(size=(32, 64), library=library, **PLAIN | {"scale": (0.1, 0.3)})
+    h, w = size or (32, 64)
+    for index in range(10):
+        out = levels(augment(image, 0, index, size=size))
+        assert out.shape == (3, h, w)
+        wide = (out[0, :, -1] - out[0, :, 0]).mean() * w / (w - 1)
+        tall = (out[1, -1] - out[1, 0]).mean() * h / (h - 1)
+        assert float(wide / tall) == pytest.approx(w / h, rel=0.12)
+        assert 0.08 < wide * tall / 255**2 < 0.32  # the share of the area
+
+
+def test_ratio_is_relative_to_the_target(library):
+    image = torch.stack([ramp(256, 256)[0], ramp(256, 256)[0].T, ramp(256, 256)[0]])
+    settings = PLAIN | {"scale": (0.1, 0.1), "ratio": (2.0, 2.0)}
+    out = levels(augmenter(size=(64, 32), library=library, **settings)(image, 0, 0))  # 2 times 32 / 64: square in the image
+    assert float((out[0, :, -1] - out[0, :, 0]).mean() / (out[1, -1] - out[1, 0]).mean()) == pytest.approx(1, rel=0.1)
+
+
+def test_a_size_for_one_image_does_not_change_the_next(library):
+    augment, other = (augmenter(library=library) for _ in range(2))
+    assert augment(noise(), 0, 0, size=(16, 48)).shape == (3, 16, 48)
+    assert torch.equal(augment(noise(), 0, 1), other(noise(), 0, 1))
+    assert torch.equal(augment(noise(), 0, 1, size=(32, 32)), other(noise(), 0, 1))
+
+
+def test_center_is_the_view_of_evaluation(library):
+    image = noise(90, 70)
+    augment = augmenter((32, 48), crop_pct=0.875, library=library, **PLAIN | {"crop": "center"})
+    assert torch.equal(augment(image, 0, 0), Prepare((32, 48), HALF, HALF, 0.875)(image))
+
+
+def test_simple_crops_lie_within_the_padded_image(library):
+    """The image covers 32×48 as it is, so every crop is a window of it after reflecting 4 pixels."""
+    image = noise(40, 48)
+    padded = torch.nn.functional.pad(image[None].float(), (4, 4, 4, 4), mode="reflect")[0]
+    windows = padded.unfold(1, 32, 1).unfold(2, 48, 1)  # [3, 17, 9, 32, 48]
+    augment = augmenter((32, 48), library=library, **PLAIN | {"crop": "simple"})
+    places = set()
+    for index in range(40):
+        out = levels(augment(image, 0, index)).round()
+        found = (windows == out[:, None, None]).flatten(3).all(3).all(0).nonzero()
+        assert len(found) == 1
+        places.add(tuple(found[0].tolist()))
+    assert len(places) > 25 and len({y for y, _ in places}) > 8 and len({x for _, x in places}) > 5
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_erasing(library, mode):
+    augment = augmenter(library=library, **PLAIN, erase=1.0, erase_mode=mode)
+    white = torch.full((3, 32, 32), 255, dtype=torch.uint8)
+    shares = []
+    for index in range(20):
+        out = augment(white, 0, index)
+        gone = (out != 1).all(0)
+        shares.append(float(gone.float().mean()))
+        colours = out[:, gone]
+        if mode == "const":
+            assert (colours == 0).all()  # the mean colour
+        elif mode == "rand":
+            assert (colours == colours[:, :1]).all() and len(colours[:, 0].unique()) == 3
+        else:
+            assert len(colours.unique()) > 0.9 * colours.numel()
+    assert min(shares) > 0.01 and max(shares) < 0.36 and max(shares) > 2 * min(shares)
+
+
+def test_several_rectangles_are_erased():
+    augment = augmenter((64, 64), **PLAIN, erase=1.0, erase_mode="rand", erase_count=3)
+    white = torch.full((3, 64, 64), 255, dtype=torch.uint8)
+    colours = [len(augment(white, 0, index)[0].unique()) - 1 for index in range(30)]
+    assert min(colours) == 1 and max(colours) == 3
+
+
+def test_probabilities_are_kept(library):
+    image = noise()
+    share = {
+        "gray_prob": lambda out: (out == out[:1]).all(),
+        "blur_prob": lambda out: out.diff(dim=2).abs().mean() < 0.6,
+        "jitter_prob": lambda out: not torch.equal(out, augmenter((48, 48), library=library, **PLAIN)(image, 0, 0)),
+    }
+    for name, holds in share.items():
+        settings = PLAIN | {name: 0.3} | ({"jitter": 0.9} if name == "jitter_prob" else {})
+        augment = augmenter((48, 48), library=library, **settings)
+        assert 30 - 18 <= sum(bool(holds(augment(image, 0, index))) for index in range(100)) <= 30 + 18, name
+
+
+def test_jitter_of_each_kind(library):
+    grey = torch.full((3, 32, 32), 100, dtype=torch.uint8)
+    brightness = augmenter(library=library, **PLAIN | {"jitter": (0.5, 0.0, 0.0)})
+    seen = [float(levels(brightness(grey, 0, index)).mean()) for index in range(50)]
+    assert 49 <= min(seen) < 60 and 140 < max(seen) <= 151
+    others = levels(augmenter(library=library, **PLAIN | {"jitter": (0.0, 0.5, 0.5)})(grey, 0, 0))
+    assert (others - 100).abs().max() < 1.01  # contrast and saturation leave a grey area as it is
+    red = torch.tensor([200, 50, 50], dtype=torch.uint8)[:, None, None].expand(3, 32, 32)
+    hues = [levels(augmenter(library=library, **PLAIN | {"jitter": (0, 0, 0, 0.5)})(red, 0, i))[:, 0, 0] for i in range(20)]
+    assert {int(hue.argmax()) for hue in hues} == {0, 1, 2}
+
+
+def test_jitter_gives_way_to_a_policy_as_in_timm():
+    assert Augmentation().jitter_ranges == (0.3, 0.3, 0.3, 0.075)
+    assert Augmentation(policy="3a").jitter_ranges == (0.3, 0.3, 0.3, 0.075)
+    assert Augmentation(policy="rand-m9-inc1").jitter_ranges == (0, 0, 0, 0)
+    assert Augmentation(policy="rand-m9-inc1", jitter=0.4).jitter_ranges == (0.4, 0.4, 0.4, 0.1)
+    assert Augmentation(jitter=(0.1, 0.2, 0.3)).jitter_ranges == (0.1, 0.2, 0.3, 0)
+
+
+def test_jitter_asked_for_beside_a_policy_is_drawn(library):
+    augment = augmenter((48, 48), library=library, **PLAIN | {"jitter": 0.5}, policy="rand-p0-inc1")
+    assert (augment(noise(), 0, 0) - augmenter((48, 48), library=library, **PLAIN)(noise(), 0, 0)).abs().mean() > 0.05
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "random"])
+def test_interpolation(library, interpolation):
+    """Enlarging a step overshoots with bicubic weights only."""
+    step = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    step[..., :4], step[..., 4:] = 50, 200
+    kinds = set()
+    for crop in ("random_resized", "simple"):
+        augment = augmenter((64, 64), library=library, **PLAIN | {"interpolation": interpolation, "crop": crop})
+        kinds |= {bool(levels(augment(step, 0, index)).max() > 201) for index in range(12)}
+    assert kinds == {"bicubic": {True}, "bilinear": {False}, "random": {True, False}}[interpolation]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +285,17 @@ def test_shrinking_is_antialiased():
         ({"scale": (0.0, 1.0)}, "augment.scale is a range of area shares"),
         ({"scale": (0.8, 0.5)}, "augment.scale is a range of area shares"),
         ({"ratio": (2.0, 1.0)}, "augment.ratio is a range"),
-        ({"erase": 1.5}, "augment.erase"),
-        ({"jitter": -0.1}, "augment.jitter"),
+        ({"erase": 1.5}, "augment.erase is a probability, 0 to 1, not 1.5"),
+        ({"gray_prob": -1}, "augment.gray_prob is a probability"),
+        ({"jitter": -0.1}, "augment.jitter lies between 0 and 1"),
+        ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "its hue between 0 and 0.5"),
+        ({"jitter": (0.1, 0.1)}, r"one number or \[brightness, contrast, saturation"),
+        ({"erase_count": 0}, "augment.erase_count is at least 1"),
+        ({"library": "albumentation"}, "unknown augment.library 'albumentation'; nearest: albumentations"),
+        ({"library": "kornia"}, "unknown augment.library 'kornia'"),
+        ({"crop": "centre"}, "unknown augment.crop 'centre'; nearest: center"),
+        ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; nearest: rand"),
+        ({"interpolation": "lanczos"}, "unknown augment.interpolation 'lanczos'"),
     ],
 )
 def test_settings_are_checked(settings, text):
@@ -98,17 +303,58 @@ def test_settings_are_checked(settings, text):
         Augmentation(**settings)
 
 
-def test_albumentations_is_imported_only_to_augment(root):
-    code = (
-        "import sys, vitrel.data as d\n"
-        f"d.create_dataset({str(root)!r}, 'val', (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)[0]\n"
-        "print(sorted({'albumentations', 'cv2', 'lightning'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+def test_settings_are_read_from_a_config():
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--augment", type=Augmentation | None)
+    for text, jitter in (("0.3", 0.3), ("[0.4, 0.4, 0.4]", (0.4, 0.4, 0.4)), ("null", None)):
+        read = parser.parse_args([f"--augment={{library: timm, policy: 3a, jitter: {text}, scale: [0.1, 1.0]}}"])
+        settings = parser.instantiate_classes(read).augment
+        assert (settings.library, settings.policy, settings.scale) == ("timm", "3a", (0.1, 1.0))
+        assert settings.jitter == jitter
+    with pytest.raises(jsonargparse.ArgumentError, match="libary"):
+        parser.parse_args(["--augment={libary: timm}"])
 
 
-def test_folder_without_augmentation_ignores_the_epoch(root):
-    data = Folder(root, "train", lambda image: image)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(4):
+                Image.fromarray(noise(seed=i).permute(1, 2, 0).numpy()).save(root / split / name / f"{i}.png")
+    return str(root)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_processes_see_the_epoch(root, persistent):
+    def views(workers):
+        data = create_dataset(root, "train", (32, 32), mean=HALF, std=HALF, augment=Augmentation(erase=0.5), seed=3)
+        loader = DataLoader(data, 4, num_workers=workers, persistent_workers=persistent and workers > 0)
+        seen = []
+        for epoch in range(3):
+            data.set_epoch(epoch)
+            seen += [images for images, _ in loader]
+        return torch.cat(seen)
+
+    alone = views(0)
+    assert len({view.numpy().tobytes() for view in alone}) == 24  # 8 images, 3 epochs, no repeat
+    assert torch.equal(views(2), alone)
+
+
+def test_without_augmentation_the_epoch_does_not_matter(root):
+    data = create_dataset(root, "train", (32, 32), mean=HALF, std=HALF)
     before = data[0][0]
     data.set_epoch(5)
     assert torch.equal(before, data[0][0])
+
+
+def test_albumentations_is_imported_only_to_augment(tmp_path):
+    Image.new("RGB", (40, 40)).save(tmp_path / "0.png")
+    code = (
+        "import sys, vitrel.data as d\n"
+        "a = d.Augmenter(d.Augmentation(library='torchvision', policy='3a'), (32, 32), (0.5,) * 3, (0.5,) * 3)\n"
+        f"a(d.decode({str(tmp_path / '0.png')!r}), 0, 0)\n"
+        "print(sorted({'albumentations', 'cv2', 'lightning'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -47,5 +47,7 @@ def test_what_does_not_apply_is_refused(tmp_path):
         create_dataset(str(tmp_path), "val", (64, 64), **CFG, augment=Augmentation())
     with pytest.raises(ValueError, match="unknown split 'test'"):
         create_dataset("shapes", "test", (64, 64), **CFG)
+    with pytest.raises(TypeError, match="protocl"):
+        create_dataset("shapes", "val", (64, 64), **CFG, protocl="canvas")
     with pytest.raises(ValueError, match="data is 'shapes' or a folder"):
         create_dataset(str(tmp_path / "shape"), "train", (64, 64), **CFG)

@@ -3,8 +3,9 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
-from vitrel.data import Folder, Prepare, decode, folder_classes
+from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, folder_classes
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -143,11 +144,93 @@ def test_val_alone_is_enough_to_evaluate(root):
     assert Folder(root, "val", identity).classes == ["cat", "dog"]
 
 
-@pytest.mark.parametrize("fault", ["truncated", "empty", "html"])
-def test_an_undecodable_file_is_named(tmp_path, fault):
-    path = tmp_path / "bad.jpg"
-    Image.fromarray(picture(64, 64)).save(path)
-    whole = path.read_bytes()
-    path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "html": b"<html>not found</html>"}[fault])
-    with pytest.raises(ValueError, match=r"cannot decode .*bad.jpg: "):
-        decode(path)
+@pytest.fixture
+def damaged(root):
+    """The same folder; of its training images 0 to 5, number 1 is empty and 2 is cut off."""
+    files = sorted((root / "train" / "cat").iterdir())
+    files[1].write_bytes(b"")
+    files[2].write_bytes(files[2].read_bytes()[:200])
+    return root
+
+
+def plain(size=(24, 32)):
+    return Prepare(size, **RAW)
+
+
+def test_an_unreadable_image_stops_by_default(damaged):
+    data = Folder(damaged, "train", plain())
+    data[0]
+    with pytest.raises(BadImage, match=r"cannot decode .*train/cat/1.png: the file is empty; repair or remove it"):
+        data[1]
+    assert data.bad_indices() == []
+
+
+def test_an_unreadable_image_is_replaced_by_the_next_with_its_label(damaged):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace"))
+    image, label = data[1]
+    assert label == 1 and torch.equal(image, data[3][0])  # over number 2 and into the next class
+    assert data.bad_indices() == [1, 2]
+    assert [data.name(i).split("train")[1] for i in data.bad_indices()] == ["/cat/1.png", "/cat/2.png"]
+    (damaged / "train" / "dog" / "2.png").write_bytes(b"")
+    assert torch.equal(data[5][0], data[0][0])  # the last is followed by the first
+
+
+def test_a_replaced_image_is_augmented_as_the_one_asked_for(damaged):
+    asked = []
+
+    def augment(image, epoch, index, repeat, size):
+        asked.append((epoch, index, repeat, size))
+        return image
+
+    data = Folder(damaged, "train", plain(), augment, reading=Reading(on_bad="replace"))
+    data.set_epoch(7)
+    data[1], data[Draw(1, (16, 48), 2)], data[np.int64(4)]
+    assert asked == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
+
+
+def test_too_many_in_a_row_stop(damaged):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace", bad_limit=2))
+    with pytest.raises(BadImage, match=r"2 images in a row cannot be read, .* the last: cannot decode .*2.png"):
+        data[1]
+    assert data[2][1] == 1
+
+
+def test_evaluation_can_leave_an_unreadable_image_out(damaged):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="leave_out"))
+    for index, size in ((1, (24, 32)), (Draw(2, (8, 40)), (8, 40))):
+        image, label = data[index]
+        assert label == -1 and image.shape == (3, *size) and not image.any()
+    assert [data[i][1] for i in range(6)] == [0, -1, -1, 1, 1, 1]
+    assert data.bad_indices() == [1, 2]
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_loader_processes_report_what_they_could_not_read(damaged, start):
+    data = Folder(damaged, "train", plain(), reading=Reading(on_bad="replace"))
+    loader = DataLoader(data, num_workers=2, multiprocessing_context=start)
+    assert [label.item() for _, label in loader] == [0, 1, 1, 1, 1, 1]
+    assert data.bad_indices() == [1, 2]
+
+
+def test_a_large_image_is_refused_by_the_reading(root):
+    data = Folder(root, "train", plain(), reading=Reading(max_pixels=700))
+    with pytest.raises(BadImage, match=r"train/cat/0.png has 24x32 \(H x W\) pixels, more than max_pixels=700"):
+        data[0]
+
+
+def test_a_draw_is_prepared_at_its_size(root):
+    how = {"mean": MEAN, "std": STD, "crop_pct": 0.9, "interpolation": "bilinear"}
+    small, large = (Folder(root, "val", Prepare(size, **how)) for size in ((16, 24), (40, 32)))
+    assert torch.equal(small[Draw(3, (40, 32))][0], large[3][0])
+    assert torch.equal(small[Draw(3)][0], small[3][0])
+    canvas = Prepare((16, 24), **how, protocol="canvas", base_size=(16, 24)).at((32, 48))
+    assert canvas.cover == (17, 26) and canvas.size == (32, 48)
+
+
+def test_counts_and_the_end(root):
+    (root / "train" / "cat" / "0.png").unlink()
+    data = Folder(root, "train", plain())
+    assert data.class_counts() == [2, 3] and sum(1 for _ in data) == 5
+    assert sum(Folder(root, "train", plain(), n=4).class_counts()) == 4
+    with pytest.raises(IndexError, match="index -1 of 5 images"):
+        data[-1]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitrel.data import Draw
 from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, Shapes
 
 N = 2000
@@ -41,6 +42,25 @@ def test_batches_are_bit_identical_to_single_images(kwargs):
     for i, (image, label) in enumerate(batch):
         alone, label_alone = dataset[i]
         assert torch.equal(image, alone) and label == label_alone
+
+
+@pytest.mark.parametrize("how", [{}, {"protocol": "canvas", "region": (0.0, 0.0, 0.75, 1.0)}])
+def test_draws_of_several_sizes_are_those_of_sets_of_that_size(how):
+    dataset, large = Shapes(20, seed=3, **how), Shapes(20, size=(96, 80), seed=3, **how)
+    batch = dataset.__getitems__([Draw(3), Draw(5, (96, 80)), 7, Draw(5, (96, 80), repeat=2), Draw(9, (64, 64))])
+    expected = [dataset[3], large[5], dataset[7], large[5], dataset[9]]
+    for (image, label), (again, label_again) in zip(batch, expected, strict=True):
+        assert torch.equal(image, again) and label == label_again
+    assert torch.equal(dataset[Draw(5, (96, 80))][0], large[5][0])
+
+
+def test_it_has_what_other_data_sets_have():
+    dataset = Shapes(500, seed=3)
+    dataset.set_epoch(4)
+    assert torch.equal(dataset[3][0], Shapes(500, seed=3)[3][0])
+    labels = [label for _, label in dataset.__getitems__(range(500))]
+    assert dataset.class_counts() == np.bincount(labels, minlength=4).tolist()
+    assert dataset.name(17) == "shapes (seed 3): 17" and dataset.bad_indices() == [] and not dataset.bad.any()
 
 
 def test_works_in_a_loader():

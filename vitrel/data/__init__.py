@@ -1,19 +1,36 @@
-"""Data sets: `shapes`, drawn by the package itself, and any folder of images in class folders."""
+"""Data sets: `shapes`, drawn by the package itself, folders of images, tar shards, and torchvision's sets."""
 
+import re
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from vitrel.data.augment import Augmentation, Augmenter
-from vitrel.data.folder import Folder, Prepare, Split, decode, folder_classes, normalise
+from vitrel.data.base import ImageSet
+from vitrel.data.decode import BadImage, Reading, decode
+from vitrel.data.draw import Draw
+from vitrel.data.folder import Folder, Prepare, Split, folder_classes, normalise
+from vitrel.data.sets import SETS, TorchvisionSet, set_classes
 from vitrel.data.shapes import Shapes
+from vitrel.data.shards import INDEX, Shards, shard_index
+from vitrel.data.stream import Batch, ShardBatches
 
 __all__ = [
     "Augmentation",
     "Augmenter",
+    "BadImage",
+    "Batch",
+    "Draw",
     "Folder",
+    "ImageSet",
     "Prepare",
+    "Reading",
     "Shapes",
+    "ShardBatches",
+    "Shards",
+    "TorchvisionSet",
     "class_names",
     "create_dataset",
     "create_shapes",
@@ -32,47 +49,75 @@ def create_dataset(
     *,
     mean: tuple[float, ...],
     std: tuple[float, ...],
-    crop_pct: float = 1.0,
-    interpolation: str = "bicubic",
-    protocol: str = "scale",
-    base_size: tuple[int, int] | None = None,
     augment: Augmentation | None = None,
     n: int | None = None,
     seed: int = 0,
+    reading: Reading = Reading(),
+    download: bool = False,
+    **view: Any,
 ) -> Dataset:
     """A data set of (float32 [3, H, W] normalised, class index) with `.classes: list[str]`.
 
     Args:
-        data: "shapes", or a folder that holds `train/<class>/` and `val/<class>/`.
+        data: "shapes"; a folder that holds `train/<class>/` and `val/<class>/`; a folder of shards (it has `index.json`); or
+            a set of torchvision's and its root, "food101:/path" (`vitrel.data.sets.SETS`).
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
-        mean, std, crop_pct, interpolation: from the model's `pretrained_cfg`.
-        protocol: "scale" (the same field of view at every size) or "canvas" (objects keep their pixels).
-        base_size: (H, W) of training, which `canvas` needs.
-        augment: what is drawn for each training image of a folder; None prepares them as for evaluation.
-        n: number of images: for `shapes` 10,000 to train and 1,000 to evaluate by default, for a folder all.
+        mean, std: from the model's `pretrained_cfg`.
+        augment: what is drawn for each training image; None prepares them as for evaluation. Not for `shapes`.
+        n: number of images: for `shapes` 10,000 to train and 1,000 to evaluate by default, for all else all.
         seed: of the shapes, of the augmentation, and of the choice of n.
+        reading: decoder, pixel limit, and what happens to unreadable images.
+        download: let torchvision fetch a set that is not at its root; nothing uses the network otherwise.
+        view: `crop_pct` and `interpolation` from the model's `pretrained_cfg`, `protocol` ("scale": the same field of view at
+            every size, or "canvas": objects keep their pixels) and `base_size`, (H, W) of training, which `canvas` needs; as
+            `Prepare` takes them.
 
     Raises:
-        ValueError: for an unknown split, a folder of another layout, or settings that do not apply to `data`.
+        ValueError: for an unknown split, data of another layout or from elsewhere, or settings that do not apply to `data`.
     """
     if split not in ("train", "val"):
         raise ValueError(f"unknown split {split!r}; use 'train' or 'val'")
+    prepare = Prepare(size, mean, std, **view)
     if data == "shapes":
         if augment is not None:
             raise ValueError("shapes vary in place, size and colour by themselves, and mirroring changes the label: no augment")
-        base = {} if base_size is None else {"base": base_size}
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, protocol=protocol, **base)
+        base = {} if prepare.base_size is None else {"base": prepare.base_size}
+        return create_shapes(split, n, seed, size=size, mean=mean, std=std, protocol=prepare.protocol, **base)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
-    prepare = Prepare(size, mean, std, crop_pct, interpolation, protocol, base_size)
-    augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed)
-    return Folder(data, split, prepare, augmenter, n, seed)
+    augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, view.get("crop_pct", 1.0))
+    named = _torchvision_set(data)
+    if named:
+        return TorchvisionSet(*named, split, prepare, augmenter, n, seed, reading, download)
+    kind = Shards if (Path(data) / INDEX).is_file() else Folder
+    return kind(data, split, prepare, augmenter, n, seed, reading)
 
 
-def class_names(data: str) -> list[str]:
+def class_names(data: str, download: bool = False) -> list[str]:
     """The classes of a data set to train on, without building it."""
-    return list(Shapes(1).classes) if data == "shapes" else folder_classes(data)
+    if data == "shapes":
+        return list(Shapes(1).classes)
+    named = _torchvision_set(data)
+    if named:
+        return set_classes(*named, download)
+    return shard_index(data)["classes"] if (Path(data) / INDEX).is_file() else folder_classes(data)
+
+
+def _torchvision_set(data: str) -> tuple[str, str] | None:
+    """(name, root) of "name:root"; None for a path. ValueError for what is neither."""
+    name, colon, root = data.partition(":")
+    if name in SETS and root:
+        return name, root
+    if not colon or Path(data).exists() or not re.fullmatch(r"[\w+.-]{2,}", name):
+        return None
+    near = get_close_matches(name, SETS, n=1)
+    hint = f"did you mean {near[0]}:{root}? " if near else ""
+    raise ValueError(
+        f"data {data!r} is neither a folder nor a set by name: {hint}The sets are {', '.join(SETS)}, as <set>:<root>. "
+        "Addresses such as pipe:, http: or s3: are not read, because they run commands or use the network: copy "
+        "the data to a disk first"
+    )
 
 
 def create_shapes(split: Split, n: int | None = None, seed: int = 0, **how: Any) -> Shapes:

@@ -1,37 +1,74 @@
-"""Training augmentation by albumentations: the only file that imports it.
+"""Training augmentation: what is drawn, and from which random state.
 
-The random state of every image is drawn from (seed, epoch, index) alone: batches are the same for any number of workers, and a
-resumed run augments as an uninterrupted one would have.
+The random state of every view of an image is drawn from (seed, epoch, index, repeat) alone, whichever library draws: batches
+are the same for any number of workers, and a resumed run augments as an uninterrupted one would have.
 """
 
-import os
+import difflib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torchvision.transforms.functional import center_crop, resize
+from torchvision.transforms.v2 import RandomCrop
 
-from vitrel.data.folder import normalise
+from vitrel.data.folder import INTERPOLATIONS, Prepare, normalise
+from vitrel.data.rand_augment import Policy, parse_policy
+
+Library = Literal["albumentations", "torchvision", "timm"]
+Crop = Literal["random_resized", "simple", "center"]
+Interpolation = Literal["bicubic", "bilinear", "random"]
+EraseMode = Literal["const", "rand", "pixel"]
 
 
 @dataclass
 class Augmentation:
-    """What is drawn for each training image.
+    """What is drawn for each training image, in this order: crop, flips, policy, colour jitter, grey, blur, erasing.
 
     Args:
-        scale: range of the crop's share of the image area.
-        ratio: range of the crop's width / height, times that of the target size.
+        scale: range of the crop's share of the image area; of the random-resized crop.
+        ratio: range of that crop's width / height, times that of the target size.
         flip: mirror left and right with probability one half; off where labels tell left from right.
-        jitter: strength of brightness, contrast and saturation jitter, 0 for none; hue gets a quarter of it.
-        erase: probability of filling a rectangle (2-33 % of the area) with the mean colour.
+        jitter: strength of brightness, contrast and saturation jitter, 0 for none; hue gets a quarter of it. Or
+            [brightness, contrast, saturation] or [brightness, contrast, saturation, hue], hue at most 0.5. null: 0.3, and none
+            beside a policy other than "3a", as in timm.
+        erase: probability of erasing rectangles (2-33 % of the area together), by timm, after normalisation.
+        library: what draws; the same settings mean the same in each, its own pixels.
+        policy: "rand-m9-mstd0.5-inc1" (RandAugment), "augmix-m3-w3" (AugMix), both in timm's spelling, "3a" (3-Augment: grey,
+            solarised or blurred), "trivial" (TrivialAugment, torchvision only) or null.
+        vflip: mirror top and bottom with probability one half.
+        crop: "random_resized"; "simple" (DeiT III: the image just covers the size, is padded by 4 pixels reflected, and cropped
+            anywhere); "center" (the view of evaluation, for tuning at the test size).
+        interpolation: of resizing, and of the policy's geometric operations where the library can; "random" draws one.
+        jitter_prob, gray_prob, blur_prob: probability of colour jitter, grey and Gaussian blur (deviation 0.1 to 2 pixels).
+        erase_mode: fill with the mean colour ("const"), one random colour ("rand") or random pixels ("pixel").
+        erase_count: most rectangles at once.
+
+    Raises:
+        ValueError: values out of range, an unknown policy, or one that the library does not have.
     """
 
     scale: tuple[float, float] = (0.35, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool = True
-    jitter: float = 0.3
+    jitter: float | tuple[float, ...] | None = None
     erase: float = 0.0
+    library: Library = "albumentations"
+    policy: str | None = None
+    vflip: bool = False
+    crop: Crop = "random_resized"
+    interpolation: Interpolation = "bicubic"
+    jitter_prob: float = 1.0
+    gray_prob: float = 0.0
+    blur_prob: float = 0.0
+    erase_mode: EraseMode = "const"
+    erase_count: int = 1
 
     def __post_init__(self) -> None:
         low, high = self.scale
@@ -39,60 +76,135 @@ class Augmentation:
             raise ValueError(f"augment.scale is a range of area shares, 0 < low <= high <= 1, not {self.scale}")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"augment.ratio is a range of width / height, 0 < low <= high, not {self.ratio}")
-        if not 0 <= self.jitter <= 1 or not 0 <= self.erase <= 1:
-            raise ValueError(f"augment.jitter ({self.jitter}) and augment.erase ({self.erase}) lie between 0 and 1")
+        for name, known in (("library", Library), ("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode)):
+            _check_choice(name, getattr(self, name), get_args(known))
+        for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"augment.{name} is a probability, 0 to 1, not {getattr(self, name)}")
+        if self.erase_count < 1:
+            raise ValueError(f"augment.erase_count is at least 1, not {self.erase_count}; augment.erase: 0 erases nothing")
+        *spans, hue = self.jitter_ranges
+        if not all(0 <= span <= 1 for span in spans) or not 0 <= hue <= 0.5:
+            raise ValueError(f"augment.jitter lies between 0 and 1, its hue between 0 and 0.5, not {self.jitter}")
+        if self.policy is not None:
+            _check_policy(self.policy, parse_policy(self.policy), self.library)
+
+    @property
+    def jitter_ranges(self) -> tuple[float, float, float, float]:
+        """Strength of brightness, contrast, saturation and hue jitter."""
+        jitter = self.jitter
+        if jitter is None:
+            jitter = 0.3 if self.policy in (None, "3a") else 0.0
+        if isinstance(jitter, int | float):
+            return jitter, jitter, jitter, jitter / 4
+        if len(jitter) not in (3, 4):
+            raise ValueError(f"augment.jitter is one number or [brightness, contrast, saturation(, hue)], not {jitter}")
+        return (*jitter, 0.0)[:4]
+
+    def crop_ratio(self, size: tuple[int, int]) -> tuple[float, float]:
+        """Range of the crop's width / height for a target (H, W)."""
+        aspect = size[1] / size[0]
+        return self.ratio[0] * aspect, self.ratio[1] * aspect
 
 
 class Augmenter:
-    """Random-resized crop, flip, colour jitter, erasing; then normalisation.
+    """Draws one view of an image and normalises it.
 
     Args:
         settings: what is drawn.
         size: (H, W) of the result, pixels.
         mean, std: per channel, in units of the full range (0 to 1).
         seed: of the run.
+        crop_pct: share of the resized image that the "center" crop keeps, as in evaluation.
     """
 
     def __init__(
-        self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...], std: tuple[float, ...], seed: int = 0
+        self,
+        settings: Augmentation,
+        size: tuple[int, int],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        seed: int = 0,
+        crop_pct: float = 1.0,
     ) -> None:
-        self.mean, self.std, self.seed = mean, std, seed
-        self.pipeline = _pipeline(settings, size, mean)
+        self.settings, self.size, self.mean, self.std, self.seed = settings, tuple(size), mean, std, seed
+        self.crop_pct = crop_pct if settings.crop == "center" else 1.0
+        erase = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
+        self.erase = RandomErasing(settings.erase, **erase) if settings.erase else None
+        self.pipelines = {self.size: _pipeline(settings, self.size, mean)}
 
-    def __call__(self, image: Tensor, epoch: int, index: int) -> Tensor:
-        """uint8 [3, h, w] to normalised float32 [3, H, W]."""
-        state = np.random.SeedSequence((self.seed, epoch, index))
-        # Not set_random_seed: it gives every transform the same stream, so that e.g. only mirrored images would be erased.
-        # One shared pair of generators keeps the draws independent.
-        self.pipeline.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
-        array = self.pipeline(image=image.permute(1, 2, 0).contiguous().numpy())["image"]  # [H, W, 3]
-        return normalise(torch.from_numpy(array).permute(2, 0, 1), self.mean, self.std)
+    def __call__(self, image: Tensor, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
+        """uint8 [3, h, w] to normalised float32 [3, H, W]; `size` (H, W) takes the place of the own size, for this image only.
+
+        `repeat` numbers the views of one image within an epoch.
+        """
+        size = self.size if size is None else tuple(size)
+        if size not in self.pipelines:
+            self.pipelines[size] = _pipeline(self.settings, size, self.mean)
+        # the sequence pads with zeros: view 0 draws as (seed, epoch, index) alone
+        state = np.random.SeedSequence((self.seed, epoch, index, repeat))
+        with _seeded(state):
+            if self.settings.crop != "random_resized":
+                image = self._covered(image, size)
+            image = normalise(self.pipelines[size](image, state), self.mean, self.std)
+            return image if self.erase is None else self.erase(image)
+
+    def _covered(self, image: Tensor, size: tuple[int, int]) -> Tensor:
+        """The "simple" and the "center" crop, the same in every library."""
+        interpolation = self.settings.interpolation
+        if interpolation == "random":
+            interpolation = random.choice(list(INTERPOLATIONS))
+        view = Prepare(size, self.mean, self.std, self.crop_pct, interpolation)
+        image = resize(image, view.resized(*image.shape[-2:]), INTERPOLATIONS[interpolation], antialias=True)
+        if self.settings.crop == "center":
+            return center_crop(image, list(size))
+        return RandomCrop(size, padding=4, padding_mode="reflect")(image)
+
+
+@contextmanager
+def _seeded(state: np.random.SeedSequence) -> Iterator[None]:
+    """The global generators of python and torch draw from `state` inside, and go on after as if nothing had been drawn."""
+    before = random.getstate(), torch.get_rng_state()
+    seeds = state.generate_state(3).tolist()  # the first is albumentations' own
+    random.seed(seeds[1])
+    torch.default_generator.manual_seed(seeds[2])  # torch.manual_seed would also set the accelerators' generators
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
 
 
 def _pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]):
-    # albumentations asks the network for its newest version unless told not to before it is imported;
-    # imported here because evaluation and the built-in data need neither it nor OpenCV
-    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
-    import albumentations as A
-    import cv2
+    # imported here because evaluation and the built-in data need neither albumentations nor OpenCV
+    if settings.library == "albumentations":
+        from vitrel.data.aug_albumentations import AlbumentationsPipeline as Pipeline
+    elif settings.library == "timm":
+        from vitrel.data.aug_timm import TimmPipeline as Pipeline
+    else:
+        from vitrel.data.aug_torchvision import TorchvisionPipeline as Pipeline
+    return Pipeline(settings, size, mean)
 
-    cv2.setNumThreads(0)  # the loader's workers are the parallelism
-    aspect = size[1] / size[0]
-    steps = [
-        A.RandomResizedCrop(
-            size=size,
-            scale=settings.scale,
-            ratio=(settings.ratio[0] * aspect, settings.ratio[1] * aspect),
-            interpolation=cv2.INTER_CUBIC,
-            area_for_downscale="image",  # cubic alone aliases when it shrinks
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.3)
+        hint = f"nearest: {near[0]}" if near else f"use one of {', '.join(known)}"
+        raise ValueError(f"unknown augment.{name} {value!r}; {hint}")
+
+
+def _check_policy(text: str, policy: Policy, library: str) -> None:
+    if policy.kind == "trivial" and library != "torchvision":
+        raise ValueError(f"{library} has no TrivialAugment: set augment.library to torchvision or use 'rand-m9-mstd0.5-inc1'")
+    if library != "torchvision":
+        return
+    if policy.kind == "rand" and not policy.increasing:
+        raise ValueError(
+            f"augment.policy {text!r}: torchvision's operations all do more as the magnitude rises: add '-inc1', "
+            "or set augment.library to albumentations or timm"
         )
-    ]
-    if settings.flip:
-        steps.append(A.HorizontalFlip(p=0.5))
-    if settings.jitter:
-        span = (1 - settings.jitter, 1 + settings.jitter)
-        hue = (-settings.jitter / 4, settings.jitter / 4)
-        steps.append(A.ColorJitter(brightness=span, contrast=span, saturation=span, hue=hue, p=1.0))
-    if settings.erase:
-        steps.append(A.Erasing(fill=tuple(round(255 * m) for m in mean), p=settings.erase))
-    return A.Compose(steps)
+    if policy.maximum > 10 or (policy.kind == "augmix" and policy.std != float("inf")):
+        part = "mmax above 10" if policy.maximum > 10 else "mstd in AugMix"
+        raise ValueError(f"augment.policy {text!r}: torchvision has no {part}: leave it out, or use albumentations or timm")
+    if policy.kind == "augmix" and not 1 <= policy.magnitude <= 10:
+        raise ValueError(f"augment.policy {text!r}: torchvision's AugMix takes m1 to m10, or use albumentations or timm")

@@ -1,4 +1,4 @@
-"""Images in class folders, decoded and prepared for evaluation by torchvision.
+"""Images in class folders, and their preparation for evaluation by torchvision.
 
 Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names.
 """
@@ -8,14 +8,14 @@ from math import floor
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
+
+from vitrel.data.base import ImageSet, subset
+from vitrel.data.decode import Reading, decode
 
 Split = Literal["train", "val"]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
@@ -26,14 +26,6 @@ def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) ->
     """uint8 [3, h, w] to (x / 255 - mean) / std, float32 [3, h, w]."""
     mean, std = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
     return image.float().div_(255).sub_(mean).div_(std)
-
-
-def decode(path: str | Path) -> Tensor:
-    """uint8 RGB [3, h, w] of an image file; ValueError with the path when it cannot be decoded whole."""
-    try:
-        return decode_image(str(path), mode=ImageReadMode.RGB)
-    except RuntimeError as error:
-        raise ValueError(f"cannot decode {path}: {str(error).splitlines()[0]}; repair or remove the file") from error
 
 
 class Prepare:
@@ -73,14 +65,19 @@ class Prepare:
             raise ValueError(f"crop_pct is the share of the image that is kept, 0 < crop_pct <= 1, not {crop_pct}")
         if protocol == "canvas" and base_size is None:
             raise ValueError("the canvas protocol keeps objects at their training size: give base_size=(H, W) of training")
-        self.size, self.mean, self.std = size, mean, std
-        self.interpolation = INTERPOLATIONS[interpolation]
+        self.size, self.mean, self.std = tuple(size), mean, std
+        self.crop_pct, self.protocol, self.base_size = crop_pct, protocol, base_size
+        self.interpolation = interpolation
         view = size if protocol == "scale" else base_size
         self.cover = tuple(floor(side / crop_pct) for side in view)
 
+    def at(self, size: tuple[int, int]) -> "Prepare":
+        """The same preparation for another (H, W)."""
+        return Prepare(size, self.mean, self.std, self.crop_pct, self.interpolation, self.protocol, self.base_size)
+
     def __call__(self, image: Tensor) -> Tensor:
         """uint8 [3, h, w] to normalised float32 [3, H, W]."""
-        image = resize(image, self.resized(*image.shape[-2:]), self.interpolation, antialias=True)
+        image = resize(image, self.resized(*image.shape[-2:]), INTERPOLATIONS[self.interpolation], antialias=True)
         image = center_crop(image, [min(have, want) for have, want in zip(image.shape[-2:], self.size, strict=True)])
         image = normalise(image, self.mean, self.std)
         if tuple(image.shape[-2:]) == self.size:
@@ -95,16 +92,17 @@ class Prepare:
         return [max(tall, wide * h // w), wide]
 
 
-class Folder(Dataset):
+class Folder(ImageSet):
     """One split of an image folder: items are (float32 [3, H, W] normalised, class index).
 
     Args:
         root: folder that holds `train/` and `val/`.
         split: "train" or "val".
         prepare: uint8 [3, h, w] to the item's image, when nothing is augmented.
-        augment: (uint8 [3, h, w], epoch, index) to the item's image; takes the place of `prepare`.
+        augment: (uint8 [3, h, w], epoch, index, repeat, size) to the item's image; takes the place of `prepare`.
         n: take only n images, drawn by `seed`; all by default.
         seed: of that draw.
+        reading: decoder, pixel limit, and what happens to unreadable images.
 
     Raises:
         ValueError: where the folders are missing, empty, or the classes of `val/` are not those of `train/`.
@@ -115,34 +113,29 @@ class Folder(Dataset):
         root: str | Path,
         split: Split,
         prepare: Callable[[Tensor], Tensor],
-        augment: Callable[[Tensor, int, int], Tensor] | None = None,
+        augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,
+        reading: Reading = Reading(),
     ) -> None:
-        self.classes = folder_classes(root, split)
-        self.samples = _samples(Path(root) / split)
-        if n is not None:
-            if not 0 < n <= len(self.samples):
-                raise ValueError(f"{Path(root) / split} holds {len(self.samples)} images, {n} were asked for")
-            chosen = np.random.default_rng(seed).permutation(len(self.samples))[:n]
-            self.samples = [self.samples[i] for i in sorted(chosen)]
-        self.prepare, self.augment = prepare, augment
-        # in shared memory: loader processes that outlive an epoch see the new one
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        classes = folder_classes(root, split)
+        folder = Path(root) / split
+        samples = _samples(folder)
+        self.samples = [samples[i] for i in subset(len(samples), n, seed, str(folder))]
+        super().__init__(classes, len(self.samples), prepare, augment, reading)
 
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch whose augmentations are drawn from now on, in loader processes too."""
-        self._epoch.fill_(epoch)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
         path, label = self.samples[index]
-        image = decode(path)
-        if self.augment is None:
-            return self.prepare(image), label
-        return self.augment(image, int(self._epoch), index), label
+        return decode(path, self.reading.max_pixels, self.reading.decoder), label
+
+    def label(self, index: int) -> int:
+        """The label of an image, without decoding it."""
+        return self.samples[index][1]
+
+    def name(self, index: int) -> str:
+        """The path of an image."""
+        return self.samples[index][0]
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
@@ -152,7 +145,7 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
     if not names.get(split):
         raise ValueError(
             f"no class folders in {root / split}: data is 'shapes' or a folder laid out as "
-            f"{root}/train/<class>/*.jpg and {root}/val/<class>/*.jpg"
+            f"{root}/train/<class>/*.jpg and {root}/val/<class>/*.jpg, a folder of shards with index.json, or '<set>:<root>'"
         )
     if len(names) == 2 and names["train"] != names["val"]:
         missing, extra = set(names["train"]) - set(names["val"]), set(names["val"]) - set(names["train"])

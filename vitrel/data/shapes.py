@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vitrel.data.draw import Draw
+
 CLASSES: tuple[str, ...] = ("left", "right", "above", "below")
 FIELD = 64.0
 PATCH = 8.0
@@ -86,6 +88,9 @@ class Shapes(Dataset):
         if protocol not in ("scale", "canvas"):
             raise ValueError(f"unknown protocol {protocol!r}; use 'scale' or 'canvas'")
         self.classes = list(CLASSES)
+        self.bad = torch.zeros(n, dtype=torch.uint8)  # as other data sets have it; nothing drawn is unreadable
+        self._settings = {"protocol": protocol, "base": base, "region": region, "mean": mean, "std": std}
+        self._sizes: dict[tuple[int, int], Shapes] = {}
         self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
         if protocol == "scale":
             self.pixels = min(self.size) / FIELD  # per unit
@@ -100,11 +105,47 @@ class Shapes(Dataset):
     def __len__(self) -> int:
         return self.n
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int | Draw) -> tuple[Tensor, int]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """The items of `indices`, drawn together: many times faster than, and bit-identical to, one by one."""
+    def __getitems__(self, indices: Sequence[int | Draw]) -> list[tuple[Tensor, int]]:
+        """The items of `indices`, drawn together: many times faster than, and bit-identical to, one by one.
+
+        A `Draw` with a size is drawn at it, by the set's own protocol; all views of an image (`repeat`) are the same.
+        """
+        draws = [i if isinstance(i, Draw) else Draw(i) for i in indices]
+        items: list = [None] * len(draws)
+        for size in dict.fromkeys(draw.size for draw in draws):
+            at = [i for i, draw in enumerate(draws) if draw.size == size]
+            drawn = self._of_size(size)._items([draws[i].index for i in at])
+            for i, item in zip(at, drawn, strict=True):
+                items[i] = item
+        return items
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the images of every epoch are the same."""
+
+    def name(self, index: int) -> str:
+        """What messages call an image."""
+        return f"shapes (seed {self.seed}): {self._check(index)}"
+
+    def class_counts(self) -> list[int]:
+        """Number of images of each class; draws the label of each."""
+        labels = [int(len(CLASSES) * _uniform(self.seed, i)[0]) for i in range(self.n)]
+        return np.bincount(labels, minlength=len(CLASSES)).tolist()
+
+    def bad_indices(self) -> list[int]:
+        """None: every image can be drawn."""
+        return []
+
+    def _of_size(self, size: tuple[int, int] | None) -> "Shapes":
+        if size is None or tuple(size) == self.size:
+            return self
+        if size not in self._sizes:
+            self._sizes[size] = Shapes(self.n, size, self.seed, **self._settings)
+        return self._sizes[size]
+
+    def _items(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         scenes = self._scenes(indices)
         images = torch.from_numpy(self._draw(scenes))
         return list(zip(images.unbind(), scenes.label.tolist(), strict=True))

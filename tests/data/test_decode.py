@@ -1,0 +1,222 @@
+"""One rule for every kind of file, the same from both decoders; what is damaged or too large is named and not decoded."""
+
+import io
+import random
+import struct
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrel.data import BadImage, Reading, decode
+from vitrel.data.decode import HARD_LIMIT
+
+DECODERS = ("torchvision", "pillow")
+H, W = 24, 32
+rng = np.random.default_rng(0)
+RGB = rng.integers(0, 256, (H, W, 3), dtype=np.uint8)
+ALPHA = rng.integers(0, 256, (H, W, 1), dtype=np.uint8)
+DEEP = rng.integers(0, 65536, (H, W, 4), dtype=np.uint16)
+SMOOTH = np.asarray(Image.fromarray(RGB[:4, :5]).resize((W, H), Image.BICUBIC))
+ROTATED = Image.Exif()
+ROTATED[0x112] = 6  # orientation: turn by 90 degrees
+
+
+def encoded(array, kind, **how):
+    file = io.BytesIO()
+    (array if isinstance(array, Image.Image) else Image.fromarray(array)).save(file, kind, **how)
+    return file.getvalue()
+
+
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(h, w, bits, colour, stream):
+    """A PNG of rows already filtered and compressed."""
+    header = struct.pack(">IIBBBBB", w, h, bits, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", stream) + chunk(b"IEND", b"")
+
+
+def deep(channels, colour):
+    rows = DEEP[..., channels].astype(">u2")
+    return png(H, W, 16, colour, zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+
+
+def grey(array):
+    return np.repeat(array.reshape(H, W, 1), 3, 2)
+
+
+PALETTE = Image.fromarray(RGB).quantize(16)
+COLOURS = np.asarray(PALETTE.convert("RGB"))
+CMYK = Image.merge("CMYK", [Image.fromarray(SMOOTH[..., i % 3]) for i in range(4)])
+FRAMES = {"save_all": True, "append_images": [Image.fromarray(RGB)], "lossless": True}
+HIGH = (DEEP >> 8).astype(np.uint8)
+EXACT = {
+    "png": (encoded(RGB, "PNG"), RGB),
+    "png grey": (encoded(RGB[..., 0], "PNG"), grey(RGB[..., 0])),
+    "png black and white": (encoded(RGB[..., 0] > 99, "PNG"), grey(RGB[..., 0] > 99) * np.uint8(255)),
+    "png grey and alpha": (encoded(np.concatenate([RGB[..., :1], ALPHA], 2), "PNG"), grey(RGB[..., 0])),
+    "png alpha": (encoded(np.concatenate([RGB, ALPHA], 2), "PNG"), RGB),
+    "png palette": (encoded(PALETTE, "PNG"), COLOURS),
+    "png palette, one transparent": (encoded(PALETTE, "PNG", transparency=3), COLOURS),
+    "png palette, many transparent": (encoded(PALETTE, "PNG", transparency=bytes(range(0, 160, 10))), COLOURS),
+    "png transparent colour": (encoded(RGB, "PNG", transparency=tuple(RGB[0, 0].tolist())), RGB),
+    "png 16-bit grey": (deep([0], 0), grey(HIGH[..., 0])),
+    "png 16-bit grey and alpha": (deep([0, 1], 4), grey(HIGH[..., 0])),
+    "png 16-bit": (deep([0, 1, 2], 2), HIGH[..., :3]),
+    "png 16-bit alpha": (deep([0, 1, 2, 3], 6), HIGH[..., :3]),
+    "png rotated by exif": (encoded(RGB, "PNG", exif=ROTATED), RGB),
+    "webp": (encoded(RGB, "WEBP", lossless=True), RGB),
+    "webp alpha": (encoded(np.concatenate([RGB, ALPHA], 2), "WEBP", lossless=True, exact=True), RGB),
+    "webp animated": (encoded(SMOOTH, "WEBP", **FRAMES), SMOOTH),
+    "bmp": (encoded(RGB, "BMP"), RGB),
+    "gif": (encoded(PALETTE, "GIF"), COLOURS),
+}
+SMOOTH_GREY = np.asarray(Image.fromarray(SMOOTH).convert("L"))
+LOSSY = {
+    "jpg": (encoded(SMOOTH, "JPEG", quality=95, subsampling=0), SMOOTH),
+    "jpg subsampled": (encoded(SMOOTH, "JPEG", quality=90), SMOOTH),
+    "jpg progressive": (encoded(SMOOTH, "JPEG", quality=95, progressive=True), SMOOTH),
+    "jpg grey": (encoded(SMOOTH_GREY, "JPEG", quality=95), grey(SMOOTH_GREY)),
+    "jpg cmyk": (encoded(CMYK, "JPEG", quality=95), np.asarray(CMYK.convert("RGB"))),
+    "jpg rotated by exif": (encoded(SMOOTH, "JPEG", quality=95, exif=ROTATED), SMOOTH),
+    "webp lossy": (encoded(SMOOTH, "WEBP", quality=95), SMOOTH),
+}
+
+
+def as_array(image):
+    assert image.dtype == torch.uint8 and image.is_contiguous()
+    return image.permute(1, 2, 0).numpy()
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # Pillow warns of palettes with transparency
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", EXACT)
+def test_lossless_kinds_by_the_rule(kind, decoder):
+    data, expected = EXACT[kind]
+    assert np.array_equal(as_array(decode(data, decoder=decoder)), expected)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_lossy_kinds_by_the_rule(kind):
+    """Both decoders within 1 grey level of each other (other builds of libjpeg may round otherwise), near what was encoded."""
+    data, expected = LOSSY[kind]
+    by_torchvision, by_pillow = (as_array(decode(data, decoder=decoder)).astype(int) for decoder in DECODERS)
+    assert by_torchvision.shape == (H, W, 3)  # not turned
+    assert np.abs(by_torchvision - by_pillow).max() <= 1
+    assert np.abs(by_torchvision - expected).mean() < 6
+
+
+def test_paths_and_bytes_are_the_same(tmp_path):
+    path = tmp_path / "picture.JPEG"
+    path.write_bytes(EXACT["png"][0])  # the content tells, not the name; ImageNet has such a file
+    assert torch.equal(decode(path), decode(str(path))) and torch.equal(decode(path), decode(path.read_bytes()))
+
+
+def cut(kind, share):
+    data = {**EXACT, **LOSSY}[kind][0]
+    return data[: int(len(data) * share)]
+
+
+BROKEN_STREAM = bytearray(zlib.compress(b"".join(b"\0" + row.tobytes() for row in RGB)))
+BROKEN_STREAM[-2] ^= 255
+DAMAGED = {
+    "jpg cut": (cut("jpg", 0.6), "[Tt]runcated"),
+    "jpg without its end": (LOSSY["jpg"][0][:-2], "[Tt]runcated"),
+    "progressive jpg cut": (cut("jpg progressive", 0.7), "[Tt]runcated"),
+    "cmyk jpg cut": (cut("jpg cmyk", 0.6), "[Tt]runcated"),
+    "png cut": (cut("png", 0.6), "[Tt]runcated"),
+    "webp cut": (cut("webp lossy", 0.6), "."),
+    "png with a broken stream": (png(H, W, 8, 2, bytes(BROKEN_STREAM)), "broken data stream"),  # torchvision: SIGSEGV
+    "empty": (b"", "the file is empty"),
+    "html": (b"<html>not found</html>", r"not a JPEG, PNG, .* image, it begins with b'<html>not found<'"),
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged_files_are_named(tmp_path, fault, decoder):
+    data, text = DAMAGED[fault]
+    path = tmp_path / "bad.jpg"
+    path.write_bytes(data)
+    for source, name in ((path, str(path)), (data, "val/00003.tar: 17")):
+        with pytest.raises(BadImage, match=f"cannot decode {name}: .*{text}.*; repair or remove it"):
+            decode(source, decoder=decoder, name=name)
+
+
+def test_a_folder_or_nothing_in_the_place_of_a_file(tmp_path):
+    (tmp_path / "folder.jpg").mkdir()
+    with pytest.raises(BadImage, match=r"cannot decode .*folder.jpg: Is a directory"):
+        decode(tmp_path / "folder.jpg")
+    with pytest.raises(BadImage, match=r"cannot decode .*gone.jpg: No such file"):
+        decode(tmp_path / "gone.jpg")
+
+
+@pytest.mark.parametrize("kind", ["jpg", "jpg progressive", "webp lossy", "webp", "png", "png palette"])
+def test_any_damage_is_an_image_or_a_bad_image(kind):
+    """Flipped bytes never end the process, and raise nothing else."""
+    data, draw = {**EXACT, **LOSSY}[kind][0], random.Random(0)
+    refused = 0
+    for _ in range(150):
+        flipped = bytearray(data)
+        for _ in range(draw.randint(1, 6)):
+            flipped[draw.randrange(len(data))] = draw.randrange(256)
+        try:
+            assert decode(bytes(flipped), max_pixels=10_000).shape[0] == 3
+        except BadImage:
+            refused += 1
+    assert refused > 10
+
+
+@pytest.fixture
+def nothing_decodes(monkeypatch):
+    """Fails where anything is decoded."""
+
+    def fail(*args, **how):
+        raise AssertionError("decoded")
+
+    module = sys.modules["vitrel.data.decode"]  # the attribute of vitrel.data is the function
+    monkeypatch.setattr(module, "decode_image", fail)
+    monkeypatch.setattr(module, "_by_pillow", fail)
+    monkeypatch.setattr(Image.Image, "load", fail)
+
+
+def test_four_hundred_megapixels_are_refused_by_the_header(tmp_path, nothing_decodes):
+    path = tmp_path / "bomb.png"
+    path.write_bytes(png(20_000, 20_000, 1, 0, zlib.compress(bytes(20_000 * 2501))))
+    assert path.stat().st_size < 60_000
+    for decoder in DECODERS:
+        with pytest.raises(
+            BadImage, match=r"bomb.png has 400,000,000 pixels, more than max_pixels=89,478,485, so it was not decoded; make"
+        ):
+            decode(path, decoder=decoder)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "gif"])
+def test_the_limit_names_the_sides(kind, nothing_decodes):
+    with pytest.raises(BadImage, match=r"cat has 24x32 \(H x W\) pixels, more than max_pixels=767"):
+        decode({**EXACT, **LOSSY}[kind][0], max_pixels=H * W - 1, name="cat")
+    with pytest.raises(BadImage, match="cannot decode") as caught:
+        decode({**EXACT, **LOSSY}[kind][0], max_pixels=H * W)  # which the limit allows
+    assert isinstance(caught.value.__cause__, AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"decoder": "opencv"}, "unknown decoder 'opencv'; use one of torchvision, pillow"),
+        ({"on_bad": "skip"}, "unknown on_bad 'skip'; use one of raise, replace, leave_out"),
+        ({"max_pixels": HARD_LIMIT + 1}, "max_pixels lies between 1 and 178,956,970"),
+        ({"bad_limit": 0}, "bad_limit is at least 1"),
+    ],
+)
+def test_settings_are_checked(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Reading(**settings)
+    if "decoder" in settings:
+        with pytest.raises(ValueError, match=text):
+            decode(EXACT["png"][0], **settings)

@@ -1,0 +1,144 @@
+"""tools/pack_shards.py: the bytes of the folder in shards, an index only when all went well, nothing overwritten."""
+
+import hashlib
+import json
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers import script
+from vitrel.data import Prepare, Shards, decode
+
+PREPARE = Prepare((8, 8), (0.0,) * 3, (1.0,) * 3)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return script("tools/pack_shards.py")
+
+
+@pytest.fixture
+def source(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 9), ("val", 3)):
+        for name in ("cat", "dog"):
+            (tmp_path / "in" / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
+                image.save(tmp_path / "in" / split / name / f"{i}.{'png' if i % 2 else 'JPEG'}")
+    return tmp_path / "in"
+
+
+def members(path):
+    with tarfile.open(path) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}
+
+
+def test_original_bytes_are_kept_and_the_index_is_right(tool, source, tmp_path, capsys):
+    out = tmp_path / "out"
+    tool.main([str(source), str(out), "--images-per-shard", "7"])
+    assert "train: 18 images in 3 shards" in capsys.readouterr().out
+    index = json.loads((out / "index.json").read_text())
+    assert index["classes"] == ["cat", "dog"] and index["splits"]["val"]["counts"] == [3, 3]
+    assert [shard["images"] for shard in index["splits"]["train"]["shards"]] == [7, 7, 4]
+    packed = {}
+    for shard in index["splits"]["train"]["shards"]:
+        path = out / "train" / shard["name"]
+        assert path.stat().st_size == shard["bytes"]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"]
+        packed |= members(path)
+    assert sorted({name.split(".")[1] for name in packed}) == ["cls", "jpeg", "png"]
+    images = {content for name, content in packed.items() if not name.endswith("cls")}
+    assert images == {path.read_bytes() for path in (source / "train").rglob("*.*")}
+    for name, content in packed.items():
+        if not name.endswith("cls"):
+            [label] = [
+                i for i, c in enumerate(index["classes"]) for p in (source / "train" / c).iterdir() if p.read_bytes() == content
+            ]
+            assert packed[name.split(".")[0] + ".cls"] == str(label).encode()
+
+
+def test_the_same_seed_writes_the_same_bytes(tool, source, tmp_path):
+    def checksums(out, *options):
+        tool.main([str(source), str(tmp_path / out), *options])
+        index = json.loads((tmp_path / out / "index.json").read_text())
+        return [shard["sha256"] for split in index["splits"].values() for shard in split["shards"]]
+
+    first = checksums("a")
+    assert first == checksums("b", "--workers", "2") != checksums("c", "--seed", "1")
+
+
+def test_shards_end_by_size_and_splits_can_be_chosen(tool, source, tmp_path):
+    tool.main([str(source), str(tmp_path / "out"), "--shard-size", "20KB", "--splits", "train"])
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert list(index["splits"]) == ["train"] and len(index["splits"]["train"]["shards"]) > 2
+    assert not (tmp_path / "out" / "val").exists()
+
+
+def test_resizing(tool, source, tmp_path):
+    Image.new("RGB", (30, 20), (10, 200, 30)).save(source / "train" / "cat" / "small.png")
+    tool.main([str(source), str(tmp_path / "out"), "--resize", "24", "--splits", "train"])
+    packed = members(tmp_path / "out" / "train" / "00000.tar")
+    shapes = sorted(tuple(decode(data).shape[1:]) for name, data in packed.items() if not name.endswith("cls"))
+    assert shapes == [(20, 30), *[(24, 36)] * 18]
+    assert sum(name.endswith("png") for name in packed) == 1  # the small one, as it was
+
+
+def test_unreadable_images_are_all_named_and_no_index_is_left(tool, source, tmp_path):
+    (source / "train" / "cat" / "0.JPEG").write_bytes(b"<html>")
+    (source / "val" / "dog" / "1.png").write_bytes(b"")
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as caught:
+        tool.main([str(source), str(out)])
+    text = str(caught.value)
+    assert (
+        "2 images cannot be packed" in text and "train/cat/0.JPEG: not a JPEG" in text and "val/dog/1.png: the file is" in text
+    )
+    assert not (out / "index.json").exists()
+    with pytest.raises(ValueError, match=r"index\.json is missing"):
+        Shards(out, "train", PREPARE)
+    with pytest.raises(SystemExit, match=r"out exists and is not empty: nothing is overwritten"):
+        tool.main([str(source), str(out)])
+    tool.main([str(source), str(tmp_path / "unchecked"), "--no-check"])
+    assert len(Shards(tmp_path / "unchecked", "train", PREPARE)) == 18
+
+
+def test_a_failure_while_writing_leaves_no_index(tool, source, tmp_path, monkeypatch):
+    def full(self, sample):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("webdataset.ShardWriter.write", full)
+    with pytest.raises(SystemExit, match="No space left on device"):
+        tool.main([str(source), str(tmp_path / "out")])
+    assert not list((tmp_path / "out").glob("index*"))
+
+
+def test_verify(tool, source, tmp_path, capsys):
+    out = tmp_path / "out"
+    tool.main([str(source), str(out)])
+    tool.main(["--verify", str(out)])
+    assert "train: 18 images in 1 shards are as they were packed" in capsys.readouterr().out
+    path = out / "val" / "00000.tar"
+    path.write_bytes(path.read_bytes().replace(b"IDAT", b"IDAX"))
+    with pytest.raises(SystemExit, match=r"val/00000.tar has changed since it was packed"):
+        tool.main(["--verify", str(out)])
+
+
+def test_bad_usage_and_bad_folders(tool, source, tmp_path, capsys):
+    for arguments, text in (
+        ([str(source)], "name SOURCE and OUT"),
+        ([str(source), "o", "--shard-size", "many"], "'many' is no size: write 100MB"),
+        ([str(source), "o", "--images-per-shard", "0"], "'0' is no count"),
+        ([str(source), "o", "--shard-size", "1MB", "--images-per-shard", "5"], "not allowed with"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            tool.main(arguments)
+        assert caught.value.code == 2 and text in capsys.readouterr().err
+    (source / "val" / "cat").rename(source / "val" / "cow")
+    with pytest.raises(SystemExit, match=r"shift the labels: missing \['cat'\]"):
+        tool.main([str(source), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="no class folders in"):
+        tool.main([str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,234 @@
+"""Augmentation by albumentations: the only file that imports it and OpenCV.
+
+albumentations has no RandAugment: its operations are written out here on uint8 [h, w, 3]. Colour operations give what PIL and
+so timm give, here and there one grey level off; geometric ones differ in rounding, and at the rim, which OpenCV blends with the
+fill colour.
+"""
+
+import os
+import random
+
+# albumentations asks the network for its newest version unless told not to before it is imported
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
+
+import albumentations as A
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrel.data.augment import Augmentation
+from vitrel.data.rand_augment import Policy, parse_policy
+
+cv2.setNumThreads(0)  # the loader's workers are the parallelism
+
+FLAGS = {
+    "bicubic": (cv2.INTER_CUBIC,),
+    "bilinear": (cv2.INTER_LINEAR,),
+    "random": (cv2.INTER_LINEAR, cv2.INTER_CUBIC),
+}
+SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's SMOOTH, which sharpening starts from
+
+
+class AlbumentationsPipeline:
+    """uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
+
+    Args:
+        settings: what is drawn.
+        size: (H, W), pixels.
+        mean: fill colour, in units of the full range (0 to 1).
+    """
+
+    def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
+        fill = tuple(round(255 * m) for m in mean)
+        flags = FLAGS[settings.interpolation]
+        steps = []
+        if settings.crop == "random_resized":
+            steps.append(_one_of([_resized_crop(settings, size, flag) for flag in flags]))
+        if settings.flip:
+            steps.append(A.HorizontalFlip(p=0.5))
+        if settings.vflip:
+            steps.append(A.VerticalFlip(p=0.5))
+        if settings.policy is not None:
+            steps.append(_policy_step(parse_policy(settings.policy), fill, flags))
+        if any(settings.jitter_ranges):
+            *spans, hue = settings.jitter_ranges
+            factors = ((1 - span, 1 + span) for span in spans)
+            steps.append(A.ColorJitter(*factors, hue=(-hue, hue), p=settings.jitter_prob))
+        if settings.gray_prob:
+            steps.append(A.ToGray(p=settings.gray_prob))
+        if settings.blur_prob:
+            steps.append(A.GaussianBlur(sigma_limit=(0.1, 2.0), p=settings.blur_prob))
+        self.steps = A.Compose(steps)
+
+    def __call__(self, image: Tensor, state: np.random.SeedSequence) -> Tensor:
+        """Draws from `state` alone."""
+        # Not set_random_seed: it gives every transform the same stream, so that e.g. only mirrored images would be blurred.
+        # One shared pair of generators keeps the draws independent.
+        self.steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
+        array = self.steps(image=image.permute(1, 2, 0).contiguous().numpy())["image"]  # [H, W, 3]
+        return torch.from_numpy(array).permute(2, 0, 1)
+
+
+def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A.RandomResizedCrop:
+    return A.RandomResizedCrop(
+        size=size,
+        scale=settings.scale,
+        ratio=settings.crop_ratio(size),
+        interpolation=flag,
+        area_for_downscale="image",  # cubic alone aliases when it shrinks
+        p=1.0,
+    )
+
+
+def _one_of(steps: list[A.BasicTransform]) -> A.BasicTransform | A.OneOf:
+    return steps[0] if len(steps) == 1 else A.OneOf(steps, p=1.0)
+
+
+def _policy_step(policy: Policy, fill: tuple[int, ...], flags: tuple[int, ...]) -> A.BasicTransform | A.OneOf:
+    if policy.kind == "3a":
+        solarize = A.Solarize(threshold_range=(128 / 255, 128 / 255), p=1.0)
+        return _one_of([A.ToGray(p=1.0), solarize, A.GaussianBlur(sigma_limit=(0.1, 2.0), p=1.0)])
+    return (_RandAugment if policy.kind == "rand" else _AugMix)(policy, fill, flags)
+
+
+class _Drawn(A.ImageOnlyTransform):
+    """Operations drawn from the random state of the Compose it stands in."""
+
+    def __init__(self, policy: Policy, colour: tuple[int, ...], flags: tuple[int, ...]) -> None:
+        super().__init__(p=1.0)
+        self.policy, self.colour, self.flags = policy, colour, flags
+
+    def operation(self, image: np.ndarray) -> np.ndarray:
+        rng, levels = self.py_random, self.policy.levels
+        name = rng.choice(list(levels))
+        argument = levels[name](self.policy.draw(rng) / 10, rng.choice((-1, 1)))
+        return operate(name, image, argument, self.colour, rng.choice(self.flags))
+
+
+class _RandAugment(_Drawn):
+    def apply(self, img: np.ndarray, **params) -> np.ndarray:
+        for _ in range(self.policy.layers):
+            if self.py_random.random() < self.policy.prob:
+                img = self.operation(img)
+        return img
+
+
+class _AugMix(_Drawn):
+    def apply(self, img: np.ndarray, **params) -> np.ndarray:
+        shares = self.random_generator.dirichlet([self.policy.alpha] * self.policy.width)
+        share = self.random_generator.beta(self.policy.alpha, self.policy.alpha)
+        mixed = np.float32(1 - share) * img
+        for part in shares:
+            chain = img
+            for _ in range(self.policy.depth if self.policy.depth > 0 else self.py_random.randint(1, 3)):
+                chain = self.operation(chain)
+            mixed += np.float32(share * part) * chain
+        return mixed.clip(0, 255).astype(np.uint8)
+
+
+def operate(
+    name: str, image: np.ndarray, argument: float, fill: tuple[int, ...] = (128, 128, 128), flag: int = cv2.INTER_LINEAR
+) -> np.ndarray:
+    """One operation of RandAugment.
+
+    Args:
+        name: a key of `vitrel.data.rand_augment.RAND`.
+        image: uint8 [h, w, 3].
+        argument: degrees of "Rotate" (counter-clockwise), tangent of a shear, share of the side of a translation (to the left,
+            to the top), bits kept by "Posterize", threshold of "Solarize", grey levels of "SolarizeAdd", factor of "Color",
+            "Contrast", "Brightness", "Sharpness" (1 changes nothing); the others ignore it.
+        fill: colour of what a geometric operation uncovers.
+        flag: OpenCV's interpolation of geometric operations.
+
+    Returns:
+        uint8 [h, w, 3].
+    """
+    if name in MATRICES:
+        matrix = np.array(MATRICES[name](argument, *image.shape[:2]), np.float64)
+        how = {"borderMode": cv2.BORDER_CONSTANT, "borderValue": fill}
+        return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=flag | cv2.WARP_INVERSE_MAP, **how)
+    if name in TABLES:
+        return cv2.LUT(image, _grey_levels(TABLES[name](argument)))
+    return IMAGES[name](image, argument)
+
+
+def _rotation(degrees: float, h: int, w: int) -> tuple[tuple[float, ...], ...]:
+    cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+    y, x = (h - 1) / 2, (w - 1) / 2
+    return (cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y)
+
+
+def _grey_levels(table: np.ndarray) -> np.ndarray:
+    return table.clip(0, 255).astype(np.uint8)  # cut off like PIL, not rounded
+
+
+def _per_channel(image: np.ndarray, tables: list[np.ndarray]) -> np.ndarray:
+    return cv2.LUT(image, _grey_levels(np.stack(tables, 1))[None])  # [1, 256, 3]
+
+
+def _autocontrast(image: np.ndarray, _: float) -> np.ndarray:
+    tables = []
+    for low, high in zip(image.min((0, 1)).tolist(), image.max((0, 1)).tolist(), strict=True):
+        scale, low = (255 / (high - low), low) if high > low else (1.0, 0)
+        tables.append(RAMP * scale - low * scale)
+    return _per_channel(image, tables)
+
+
+def _equalize(image: np.ndarray, _: float) -> np.ndarray:
+    tables = []
+    for channel in range(3):
+        counts = np.bincount(image[..., channel].ravel(), minlength=256)
+        step = (counts.sum() - counts[counts > 0][-1]) // 255
+        tables.append((step // 2 + counts.cumsum() - counts) // step if step else RAMP)
+    return _per_channel(image, tables)
+
+
+def _blend(start: np.ndarray, image: np.ndarray, factor: float) -> np.ndarray:
+    return cv2.addWeighted(image, factor, start, 1 - factor, -0.499)  # OpenCV rounds, PIL cuts off
+
+
+def _blend_table(grey: int, factor: float) -> np.ndarray:
+    return grey + np.float32(factor) * (RAMP.astype(np.float32) - grey)  # single precision, as PIL
+
+
+def _color(image: np.ndarray, factor: float) -> np.ndarray:
+    grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
+    return _blend(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB), image, factor)
+
+
+def _contrast(image: np.ndarray, factor: float) -> np.ndarray:
+    grey = int(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).mean() + 0.5)
+    return cv2.LUT(image, _grey_levels(_blend_table(grey, factor)))
+
+
+def _sharpness(image: np.ndarray, factor: float) -> np.ndarray:
+    smooth = image.copy()  # the border stays as it is
+    smooth[1:-1, 1:-1] = cv2.filter2D(image, -1, SMOOTH)[1:-1, 1:-1]
+    return _blend(smooth, image, factor)
+
+
+RAMP = np.arange(256.0)
+# rows of the map from the result to the image, pixel centres on whole numbers
+MATRICES = {
+    "Rotate": _rotation,
+    "ShearX": lambda v, h, w: ((1, v, v / 2), (0, 1, 0)),
+    "ShearY": lambda v, h, w: ((1, 0, 0), (v, 1, v / 2)),
+    "TranslateX": lambda v, h, w: ((1, 0, v * w), (0, 1, 0)),
+    "TranslateY": lambda v, h, w: ((1, 0, 0), (0, 1, v * h)),
+}
+# grey level to grey level
+TABLES = {
+    "Invert": lambda v: 255 - RAMP,
+    "Posterize": lambda v: RAMP.astype(int) & (256 - (1 << (8 - min(8, max(0, int(v)))))),
+    "Solarize": lambda v: np.where(v > RAMP, RAMP, 255 - RAMP),
+    "SolarizeAdd": lambda v: np.where(RAMP < 128, RAMP + v, RAMP),
+    "Brightness": lambda v: _blend_table(0, v),
+}
+IMAGES = {
+    "AutoContrast": _autocontrast,
+    "Equalize": _equalize,
+    "Color": _color,
+    "Contrast": _contrast,
+    "Sharpness": _sharpness,
+}

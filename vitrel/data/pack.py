@@ -1,0 +1,130 @@
+"""Writing image folders as shards: the other side of `shards.py`."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.functional import resize, to_pil_image
+
+from vitrel.data.decode import MAX_PIXELS, BadImage, decode
+from vitrel.data.folder import INTERPOLATIONS, Folder
+from vitrel.data.shards import FORMAT, INDEX, sha256
+from vitrel.files import whole
+
+QUALITY = 95
+
+
+class Encode(Dataset):
+    """Image files as (ending, bytes, label, error): checked, and made smaller where asked.
+
+    Args:
+        samples: (path, label) of each.
+        short_side: pixels that a longer shorter side is resized to (bicubic, antialiased), as JPEG of quality 95 without chroma
+            subsampling; None keeps the original bytes.
+        check: decode every image; an unreadable one has an error text, "" otherwise.
+        max_pixels: larger images are errors.
+    """
+
+    def __init__(self, samples: Sequence[tuple[str, int]], short_side: int | None, check: bool, max_pixels: int) -> None:
+        self.samples, self.short_side, self.check, self.max_pixels = samples, short_side, check, max_pixels
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[str, bytes, int, str]:
+        path, label = Path(self.samples[index][0]), self.samples[index][1]
+        ending, data = path.suffix[1:].lower(), path.read_bytes()
+        if self.check or self.short_side:
+            try:
+                image = decode(data, self.max_pixels, name=str(path))
+            except BadImage as error:
+                return ending, data, label, str(error)
+            if self.short_side and min(image.shape[-2:]) > self.short_side:
+                small = resize(image, [self.short_side], INTERPOLATIONS["bicubic"], antialias=True)
+                file = BytesIO()
+                to_pil_image(small).save(file, "JPEG", quality=QUALITY, subsampling=0)
+                return "jpg", file.getvalue(), label, ""
+        return ending, data, label, ""
+
+
+def pack(
+    source: Path,
+    out: Path,
+    splits: Sequence[str] | None = None,
+    *,
+    shard_bytes: float = 100e6,
+    images_per_shard: int | None = None,
+    short_side: int | None = None,
+    seed: int = 0,
+    check: bool = True,
+    max_pixels: int = MAX_PIXELS,
+    workers: int = 0,
+    advance: Callable[[str, int, int], None] = lambda split, done, total: None,
+) -> dict[str, Any]:
+    """Writes `out/{train,val}/00000.tar`, ... and, last, `out/index.json`, which is returned.
+
+    Args:
+        source: folder that holds `train/<class>/` and `val/<class>/`.
+        out: folder that does not exist yet, or is empty.
+        splits: "train", "val" or both; those that source has by default.
+        shard_bytes: a shard ends once it holds so many bytes of images.
+        images_per_shard: or so many images, whatever their bytes.
+        short_side, check, max_pixels: as `Encode` takes them.
+        seed: of the order, which mixes the classes of each split.
+        workers: processes that read and check images.
+        advance: called with (split, images done, images in all) after each image.
+
+    Raises:
+        ValueError: where `out` holds something, or images cannot be decoded: all of them are named, and no index is written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty: nothing is overwritten; name another folder or delete it")
+    splits = splits or [name for name in ("train", "val") if (source / name).is_dir()] or ["train"]
+    folders = {split: Folder(source, split, prepare=lambda image: image) for split in splits}
+    limits = {"maxcount": images_per_shard or 10**12, "maxsize": np.inf if images_per_shard else shard_bytes}
+    index: dict[str, Any] = {"format": FORMAT, "classes": folders[splits[0]].classes, "splits": {}}
+    bad: list[str] = []
+    for split, folder in folders.items():
+        order = np.random.default_rng(seed).permutation(len(folder))
+        encode = Encode([folder.samples[i] for i in order], short_side, check, max_pixels)
+        images = DataLoader(encode, batch_size=None, num_workers=workers)
+        shards = _write(out / split, _good(images, bad, lambda done, s=split, n=len(folder): advance(s, done, n)), limits)
+        index["splits"][split] = {"counts": folder.class_counts(), "shards": shards}
+    if bad:
+        shown = "\n".join(bad[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
+        raise ValueError(f"{len(bad)} images cannot be packed, so {out} has no index and is not used; delete it:\n{shown}")
+    with whole(out / INDEX) as part:
+        part.write_text(json.dumps(index, indent=1) + "\n")
+    return index
+
+
+def _good(images: DataLoader, bad: list[str], advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    """webdataset's samples of the images without an error; the other errors go to `bad`."""
+    for done, (ending, data, label, error) in enumerate(images, 1):
+        if error:
+            bad.append(error)
+        else:
+            yield {"__key__": f"{done - 1:08d}", ending: data, "cls": str(label).encode()}
+        advance(done)
+
+
+def _write(folder: Path, samples: Iterator[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """The shards written, as the index lists them."""
+    from webdataset import ShardWriter
+
+    shards: list[dict[str, Any]] = []
+
+    def closed(name: str) -> None:
+        path = Path(name)
+        shards.append({"name": path.name, "images": writer.count, "bytes": path.stat().st_size, "sha256": sha256(path)})
+
+    folder.mkdir(parents=True)
+    pattern = str(folder.resolve()).replace("%", "%%") + "/%05d.tar"
+    with ShardWriter(pattern, post=closed, verbose=0, encoder=False, mtime=0, **limits) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return shards
