@@ -15,8 +15,11 @@ def test_wilson_agrees_with_published_intervals(hits, n, low, high):
 
 
 def test_wilson_stays_within_0_and_100_and_refuses_impossible_counts():
-    assert wilson(5, 5)[1] == 100.0
-    assert wilson(0, 5)[0] == 0.0
+    for n in range(1, 1001):
+        assert wilson(n, n)[1] == 100.0 and wilson(0, n)[0] == 0.0
+        for hits in range(0, n + 1, max(1, n // 7)):
+            low, high = wilson(hits, n)
+            assert 0 <= low <= 100 * hits / n <= high <= 100
     with pytest.raises(ValueError, match="0 <= hits <= n"):
         wilson(6, 5)
     with pytest.raises(ValueError, match="n > 0"):

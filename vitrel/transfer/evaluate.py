@@ -2,10 +2,10 @@
 
 Each row proves what was done to the model: the rules that resampled something and on how many values, the shares of
 offsets never trained and served by a trained edge, and a hash of the state dict before and after. Images of one size and
-protocol are decoded once and shown to every model.
+protocol are decoded once and shown to every model. Over several processes (vitrel.transfer.split) each sees its share of them,
+and a row counts all.
 """
 
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitrel.data import create_dataset
+from vitrel.data import Reading, create_dataset
 from vitrel.transfer.checkpoint import Trained, check_classes
 from vitrel.transfer.metrics import Tally, state_hash
 from vitrel.transfer.policies import policies_at, resize_policy
 from vitrel.transfer.runner import Runner, peak_mb, reset_peak
+from vitrel.transfer.split import device_name, on_all, own_device, own_share
 
 PROTOCOLS = ("scale", "canvas")
 CACHE_BYTES = 2 << 30
+_COMBINED = dict.fromkeys(("n", "hits1", "hits5", "nll_sum", "left_out", "infer_samples_per_sec"), sum)  # over processes
+_COMBINED |= {"unchanged": all, "peak_memory_mb": max, "batch_size": min, "oom": max}
 Size = tuple[int, int]
 Row = dict[str, Any]
 
@@ -32,7 +35,7 @@ Row = dict[str, Any]
 class Sweep:
     """What to evaluate on: `sizes` are (height, width) in pixels, `policies` keeps only those resize policies (None: all; a
     model with none of them keeps its own), `n` and `data_seed` go to the dataset, `dtype` is "float32" or, on a GPU, "bfloat16"
-    (autocast)."""
+    (autocast). on_bad_image: an image that cannot be read ends the evaluation ("raise"), or is left out and counted."""
 
     data: str
     sizes: tuple[Size, ...]
@@ -44,6 +47,7 @@ class Sweep:
     workers: int = 0
     device: str = "auto"
     dtype: str = "float32"
+    on_bad_image: str = "raise"
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.protocols if name not in PROTOCOLS]:
@@ -52,14 +56,14 @@ class Sweep:
             raise ValueError(f"dtype is float32 or bfloat16, got {self.dtype!r}")
         if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
+        if self.on_bad_image not in ("raise", "count"):
+            raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
     @property
     def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        return own_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -125,17 +129,19 @@ def evaluate(
 ) -> Iterator[Row]:
     """Yields the rows of `plan(models, sweep)` in its order, each once its model has seen all images.
 
-    Rows in `done` that were made from the same weights, data and settings are passed on instead of being made again.
-    `advance(task, share)` is called as images are seen; the shares of a task add up to 1.
+    Rows in `done` (of process 0) that were made from the same weights, data and settings are passed on instead of being made
+    again. `advance(task, share)` is called as images are seen; the shares of a task add up to 1.
     """
-    kept = {row_key(row): row for row in done}
-    hashes = {id(trained): state_hash(trained.model) for trained in models}
+    (rows, hashes), *others = on_all(lambda: ([*done], [state_hash(trained.model) for trained in models]))
+    if any(other != hashes for _, other in others):
+        raise ValueError("the processes hold different weights: give all of them the same checkpoints")
+    kept, hashes = {row_key(row): row for row in rows}, dict(zip(map(id, models), hashes, strict=True))
     reference: dict[tuple[int, str], float] = {}
     images = _Images(sweep)
     for task in plan(models, sweep):
         key = _settings(task, sweep) | {"state_hash_before": hashes[id(task.trained)]}
         row = kept.get(row_key(key))
-        if row is None:
+        if row is None or (row["left_out"] and sweep.on_bad_image == "raise"):
             row = key | _measure(task, sweep, images, advance)
         else:
             row = row | _geometry(task)  # which an earlier version may lack or have counted otherwise
@@ -180,49 +186,55 @@ def row_key(row: Row) -> tuple[str, ...]:
     )
 
 
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's architecture with the number of threads in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{device.type} {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
 def _measure(task: Task, sweep: Sweep, images: "_Images", advance: Callable[[Task, float], None]) -> Row:
+    parts = on_all(lambda: _measure_share(task, sweep, images, advance))
+    row = parts[0] | {name: combined(part[name] for part in parts) for name, combined in _COMBINED.items()}
+    tally = Tally()
+    for name in vars(tally):
+        setattr(tally, name, row.pop(name))
+    if not tally.n:
+        raise ValueError(f"none of the {row['left_out']} images of {sweep.data} can be read")
+    count = sum(parameter.numel() for parameter in task.trained.model.parameters())
+    row["infer_samples_per_sec"] = round(row["infer_samples_per_sec"], 2)
+    return row | tally.columns() | _geometry(task) | {"param_count": round(count / 1e6, 2), "params": count}
+
+
+def _measure_share(task: Task, sweep: Sweep, images: "_Images", advance: Callable[[Task, float], None]) -> Row:
+    """What this process counted and measured on its share of the images."""
     trained, device = task.trained, sweep.torch_device
     model = trained.model.to(device)
-    dataset = images.dataset(trained, task)
+    own = own_share(images.dataset(trained, task))
     before, parameters = state_hash(model), list(model.parameters())
-    tally, runner = Tally(), Runner(model, device, sweep.batch_size, sweep.dtype)
+    tally, runner, left_out = Tally(), Runner(model, device, sweep.batch_size, sweep.dtype), 0
     reset_peak(device)
     with resize_policy(model, task.policy):
         for pixels, labels in images.batches(trained, task):
+            read = labels >= 0
+            if not read.all():  # else no copy
+                left_out += int((~read).sum())
+                pixels, labels = pixels[read], labels[read]
             try:
-                tally.update(runner(pixels), labels)
+                if len(labels):
+                    tally.update(runner(pixels), labels)
             except (FloatingPointError, MemoryError) as error:
                 raise type(error)(
                     f"{trained.label} at {format_size(task.size)} ({task.protocol}, {task.policy}): {error}"
                 ) from error
-            advance(task, len(labels) / len(dataset))
+            advance(task, len(read) / len(own))
     peak, kind = peak_mb(device)
     after = state_hash(model)
-    same = after == before and [*map(id, parameters)] == [*map(id, model.parameters())]
-    count = sum(parameter.numel() for parameter in model.parameters())
-    row = tally.columns() | _geometry(task)
-    row |= {
+    trained.model.cpu()
+    return vars(tally) | {
+        "left_out": left_out,
         "state_hash_before": before,
         "state_hash_after": after,
-        "unchanged": same,
-        "param_count": round(count / 1e6, 2),
-        "params": count,
-        "infer_samples_per_sec": round(runner.seen / runner.seconds, 2),
+        "unchanged": after == before and [*map(id, parameters)] == [*map(id, model.parameters())],
+        "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
         "peak_memory_mb": round(peak, 1),
         "memory_kind": kind,
         "batch_size": runner.batch_size,
         "oom": runner.oom,
     }
-    trained.model.cpu()
-    return row
 
 
 def _geometry(task: Task) -> Row:
@@ -260,15 +272,16 @@ class _Images:
         key = self._key(trained)
         if key not in self._datasets:
             mean, std, crop_pct, interpolation, base_size = key
+            reading = {"reading": Reading(on_bad="leave_out")} if self.sweep.on_bad_image == "count" else {}
             self._datasets[key] = create_dataset(
                 self.sweep.data, "val", task.size, mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation,
-                protocol=task.protocol, base_size=base_size, n=self.sweep.n, seed=self.sweep.data_seed,
+                protocol=task.protocol, base_size=base_size, n=self.sweep.n, seed=self.sweep.data_seed, **reading,
             )  # fmt: skip
         check_classes(trained, self._datasets[key].classes, self.sweep.data)
         return self._datasets[key]
 
     def batches(self, trained: Trained, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
-        dataset, key = self.dataset(trained, task), self._key(trained)
+        dataset, key = own_share(self.dataset(trained, task)), self._key(trained)
         if key in self._decoded:
             yield from self._decoded[key]
             return

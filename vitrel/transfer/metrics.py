@@ -25,7 +25,8 @@ def wilson(hits: int, n: int) -> tuple[float, float]:
     share, z2 = hits / n, Z95 * Z95
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
+    # exactly 0 and 100 at the ends, where rounding would put a bound beyond the share itself
+    return 100 * (centre - half) * (hits > 0), 100.0 if hits == n else 100 * (centre + half)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:

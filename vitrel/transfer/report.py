@@ -1,11 +1,11 @@
 """Rows of an evaluation as CSV, as Markdown tables, and aggregated over seeds."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
+from vitrel.files import whole
 from vitrel.transfer.evaluate import Row, parse_size
 from vitrel.transfer.metrics import t_interval, wilson
 
@@ -27,6 +27,7 @@ COLUMNS = {
     "top5_err": "100 - top5",
     "nll": "mean negative log-likelihood, nats",
     "n": "images",
+    "left_out": "images left out, since they cannot be read",
     "retention": "top1 / top1 at the training size under the same protocol",
     "tokens": "patch tokens, class tokens not counted",
     "resized": "what forward resamples or reads other than as trained at this size, and how",
@@ -84,14 +85,13 @@ DETAILS = {
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Writes all rows with the columns of COLUMNS; the file is replaced whole, so an interruption leaves the old one."""
-    part = path.with_name(path.name + ".part")
-    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(part, index=False)
-    os.replace(part, path)
+    with whole(path) as part:
+        pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(part, index=False)
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a CSV written by `write_csv`, of this version or before the column `saturated`; none if there is no such
-    file. ValueError when other columns are missing.
+    """The rows of a CSV written by `write_csv`, of this version or before the columns `saturated` and `left_out`; none if
+    there is no such file. ValueError when other columns are missing.
     """
     if not path.exists():
         return []
@@ -102,6 +102,8 @@ def read_csv(path: Path) -> list[Row]:
     if "saturated" not in frame and {"unseen", "resized"} <= set(frame):
         # in files without the column only clipped tables read a trained edge, and at every unseen offset
         frame["saturated"] = frame["unseen"].where(frame["resized"].str.contains("clip"), 0.0)
+    if "n" in frame and "left_out" not in frame:
+        frame["left_out"] = 0  # such an image ended the evaluation
     if lacking := [name for name in COLUMNS if name not in frame]:
         raise ValueError(f"{path} is not a results file of this version (no column {lacking[0]!r}): move it away and run again")
     return frame.to_dict("records")
