@@ -1,6 +1,7 @@
 """Train a model: `python tools/train.py fit --config configs/train_imagefolder.yaml`.
 
-`--ckpt_path RUN/checkpoints/last.ckpt` goes on with an interrupted run; `--KEY VALUE` overrides a key of the file.
+`--ckpt_path auto` goes on with an interrupted run, `--KEY VALUE` overrides a key of the file, and `--profile_data` measures
+whether loading or training is the limit.
 """
 
 from vitrel.train import run

@@ -1,10 +1,16 @@
+import csv
+import itertools
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
@@ -21,16 +27,83 @@ SHORT = [
 ]
 
 
-def train(*args):
-    command = [sys.executable, str(ROOT / "tools" / "train.py"), "fit", *args]
+def train(*args, before=()):
+    command = [sys.executable, *before, str(ROOT / "tools" / "train.py"), "fit", *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+OFFLINE = """
+import runpy, socket, sys
+def refuse(*args, **kwargs):
+    raise AssertionError("the network was asked for " + repr(args[-1]))
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_shapes_from_the_command_line(tmp_path):
-    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}")
+    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}", before=("-c", OFFLINE))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoints" / "best.ckpt").is_file() and (tmp_path / "metrics.csv").is_file()
-    assert "images/s" in done.stdout and "top1" in done.stdout
+    seen = r"images/s \d+  data wait \d+%  memory \S+ MiB  eta 0:00:00"
+    assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}\n", done.stdout)
+
+
+@pytest.mark.slow
+def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, label in itertools.product(("train", "val"), "ab"):
+        (tmp_path / split / label).mkdir(parents=True)
+        for i in range(8):
+            Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / split / label / f"{i}.png")
+    folder = [f"--data.data={tmp_path}", "--data.augment={}", "--data.size=32", "--data.n_train=16", "--data.n_val=8"]
+    done = train(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}", before=("-c", OFFLINE))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypatch):
+    """Another that starts later would find the checkpoint that the first has begun to write."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from vitrel.train import cli
+
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    started = []
+    monkeypatch.setattr(cli.TrainCLI, "fit", lambda self, **_: started.append(self.trainer.global_rank))
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for rank in "10":
+        for name, value in {**torchrun, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "x"}.items():
+            monkeypatch.setenv(name, value)
+        arguments = ["fit", *SHORT, f"--trainer.default_root_dir={tmp_path}", "--trainer.devices=2", "--trainer.strategy=ddp"]
+        if rank == "1":
+            cli.run(arguments)
+        else:
+            with pytest.raises(FileExistsError, match="holds a run already"):
+                cli.run(arguments)
+    assert started == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["lightning", "torchrun"])
+def test_two_processes_leave_one_folder(tmp_path, how):
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if how == "torchrun" else ()
+    two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=2", "--run.predictions=4"]
+    done = train(*SHORT, *two, f"--trainer.default_root_dir={tmp_path}", before=before)
+    assert done.returncode == 0, done.stderr
+    assert [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
+    names = {"checkpoints", "config.yaml", "curves.png", "metrics.csv", "predictions.png", "summary.json", "tensorboard"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["status"], found["epochs"], found["updates"]) == ("finished", 2, 2)  # 16 images in batches of 2 × 8
+    assert found["hardware"].startswith("2 × ")
+    with (tmp_path / "metrics.csv").open() as file:
+        assert sum(row["val/top1"] != "" for row in csv.DictReader(file)) == 2
+    again = train(*SHORT, *two, f"--trainer.default_root_dir={tmp_path}", before=before)
+    assert again.returncode != 0 and "holds a run already" in again.stderr
 
 
 @pytest.mark.slow
@@ -42,9 +115,12 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"trainer": {"max_epoch": 3}}, "does not accept option 'trainer.max_epoch'"),
-        ({"model": {"optim": {"warmup": 3}}}, "does not accept option 'model.optim.warmup'"),
+        ({"trainer": {"max_epoch": 3}}, "unknown key trainer.max_epoch: did you mean trainer.max_epochs?"),
+        ({"model": {"optim": {"warmup": 3}}}, "unknown key model.optim.warmup: did you mean model.optim.warmup_epochs?"),
+        ({"data": {"size": "big"}}, 'Parser key "data.size"'),
         ({"data": {"size": "big"}}, "Given value: big"),
+        ({"model": {"optim": {"lr": "fast"}}}, 'Parser key "model.optim.lr"'),
+        ({"run": {"save_every": 0.5}}, 'Parser key "run.save_every"'),
         ({"data": {"seed": 3}}, "leave out data.seed, it follows from seed_everything"),
         ({"model": {"num_classes": 3}}, "leave out model.num_classes, it follows from data.data"),
         ({"seed_everything": True}, "seed_everything is the seed of the run, a number"),
@@ -55,7 +131,7 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
 
     config = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
     for key, value in change.items():
-        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     with pytest.raises(SystemExit) as stopped:
@@ -68,12 +144,16 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
 def test_abbreviated_options_are_refused(capsys):
     from vitrel.train import run
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         run(["fit", *SHORT, "--trainer.max_epoch=3"])
-    assert "--trainer.max_epoch=3" in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "unknown key trainer.max_epoch: did you mean trainer.max_epochs?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("train_*.yaml")), ids=lambda path: path.name)
+TRAINING = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "trainer" in yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_example_configs_parse(path, capsys):
     from vitrel.train import run
 

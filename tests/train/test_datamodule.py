@@ -1,29 +1,6 @@
 import pytest
 
-from vitrel.train.datamodule import EpochSampler, ImageData, pair
-
-
-def test_order_is_a_function_of_seed_and_epoch():
-    def order(seed, epoch):
-        sampler = EpochSampler(range(50), seed)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    assert sorted(order(0, 0)) == list(range(50))
-    assert order(0, 4) == order(0, 4)
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-
-
-def test_the_epoch_reaches_the_data():
-    class Data(list):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    data = Data(range(4))
-    sampler = EpochSampler(data, 0)
-    assert data.epoch == 0
-    sampler.set_epoch(7)
-    assert data.epoch == 7
+from vitrel.train.datamodule import ImageData, pair
 
 
 def test_sizes_are_h_before_w():

@@ -1,82 +1,12 @@
 """Whole runs through the command line's own function, in this process."""
 
-import csv
-
-import numpy as np
 import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
 
+from runs import EVERYTHING, assert_same_run, read, rows
 from vitrel.train import Classifier, run
-
-EVERYTHING = (
-    "--data.augment={flip: false, erase: 0.2}",
-    "--model.mixing.mixup=0.2",
-    "--model.mixing.cutmix=1.0",
-    "--model.label_smoothing=0.1",
-    "--trainer.accumulate_grad_batches=2",
-    "--trainer.gradient_clip_val=1.0",
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Steps this small only wait for each other on more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Four classes, noise brightened in no, the first, the second or the third channel: 24 to train, 8 to evaluate each."""
-    root = tmp_path_factory.mktemp("colours")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 24), ("val", 8)):
-        for label, name in enumerate(("grey", "red", "green", "blue")):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                array = rng.integers(0, 100, (32, 32, 3))
-                array[..., label - 1 : label] += 120  # nothing for label 0
-                Image.fromarray(array.astype(np.uint8)).save(root / split / name / f"{i}.png")
-    return root
-
-
-@pytest.fixture
-def command(folder, tmp_path):
-    """Arguments of a run of seconds: a two-block ViT on the folder, whatever is given added."""
-
-    def build(name, *extra, epochs=3):
-        return [
-            "fit",
-            "--model.model=vitrel_vit_n8_table",
-            "--model.model_args={depth: 2, embed_dim: 32, num_heads: 2, drop_path_rate: 0.2}",
-            "--model.optim.warmup_epochs=0.5",
-            "--model.optim.lr=3e-3",
-            f"--data.data={folder}",
-            "--data.size=32",
-            "--data.batch_size=16",
-            f"--trainer.default_root_dir={tmp_path / name}",
-            f"--trainer.max_epochs={epochs}",
-            "--trainer.accelerator=cpu",
-            "--trainer.enable_progress_bar=false",
-            "--seed_everything=3",
-            *extra,
-        ]
-
-    return build
-
-
-def read(path):
-    return torch.load(path, weights_only=True)
-
-
-def rows(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture
@@ -152,12 +82,7 @@ def test_resuming_at_an_epoch_border_is_bit_exact(command, tmp_path, interrupt, 
     assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 1
     run(command("cut", *extra, f"--ckpt_path={tmp_path}/cut/checkpoints/last.ckpt"))
     run(command("whole", *extra))
-    cut, whole = (read(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("cut", "whole"))
-    assert cut["vitrel"] == whole["vitrel"] and cut["lr_schedulers"] == whole["lr_schedulers"]
-    assert all(torch.equal(cut["state_dict"][k], v) for k, v in whole["state_dict"].items())
-    logs = [rows(tmp_path / name / "metrics.csv") for name in ("cut", "whole")]
-    for a, b in zip(*logs, strict=True):
-        assert {k: v for k, v in a.items() if k != "images_per_s"} == {k: v for k, v in b.items() if k != "images_per_s"}
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_the_seed_decides(command, tmp_path):
@@ -184,7 +109,7 @@ def test_another_model_cannot_resume(command, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
     with pytest.raises(
-        FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped; .* Lower optim.lr"
+        FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped\. .* Lower optim.lr"
     ):
         run(command("run", "--model.optim.lr=1e30", "--model.optim.warmup_epochs=0"))
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):

@@ -1,10 +1,18 @@
+import inspect
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.nn import functional as F
 
+from small_runs import Batches, Tensors, fit, small
 from vitrel.train import Classifier
+from vitrel.train.ema import Ema
+from vitrel.train.means import EpochMeans
 
 
 class At:
@@ -49,3 +57,78 @@ def test_non_square_sizes():
 def test_cfg_is_overlaid_from_the_arguments():
     classifier = Classifier("vitrel_vit_n8_table", 4, 32, {"depth": 1, "pretrained_cfg_overlay": {"crop_pct": 0.75}})
     assert classifier.preprocessing["crop_pct"] == 0.75
+
+
+def test_labels_of_minus_one_count_nowhere():
+    def evaluated(labels, images):
+        torch.manual_seed(0)
+        data = Tensors(num_classes=7)
+        data.val_dataloader = lambda: Batches(images, labels, 4)
+        metrics = fit(small(num_classes=7), data, max_epochs=1).callback_metrics
+        return {name: metrics[name] for name in ("val/loss", "val/top1", "val/top5")}
+
+    images, labels = torch.randn(5, 3, 32, 32), torch.arange(5)
+    filled = torch.cat([images[:2], torch.zeros(2, 3, 32, 32), images[2:], torch.zeros(5, 3, 32, 32)])
+    some = torch.cat([labels[:2], torch.tensor([-1, -1]), labels[2:], torch.full((5,), -1)])  # one batch of -1 alone
+    plain, padded = evaluated(labels, images), evaluated(some, filled)
+    assert padded["val/top1"] == plain["val/top1"] and padded["val/top5"] == plain["val/top5"]
+    assert float(padded["val/loss"]) == pytest.approx(float(plain["val/loss"]), abs=1e-6)
+    assert float(plain["val/top5"]) > 0 and plain["val/top1"] <= plain["val/top5"]
+
+
+def test_top5_is_of_more_than_five_classes():
+    assert "val/top5" not in fit(small(num_classes=5), max_epochs=1).callback_metrics
+
+
+def test_evaluation_counts_images_not_batches():
+    data, module = Tensors(), small()
+    metrics = fit(module, data, max_epochs=1).callback_metrics
+    with torch.no_grad():
+        logits = module.eval()(data.images[:6])  # a batch of 4 and one of 2
+    assert float(metrics["val/loss"]) == pytest.approx(float(F.cross_entropy(logits, data.labels[:6])), abs=1e-6)
+    assert float(metrics["val/top1"]) == pytest.approx(float((logits.argmax(-1) == data.labels[:6]).float().mean()))
+
+
+def test_the_epochs_mean_is_that_of_its_images():
+    steps = []
+
+    class Steps(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            steps.append((float(outputs["loss"]), len(batch[0])))
+
+    data = Tensors()
+    data.train_dataloader = lambda: Batches(data.images[:22], data.labels[:22], 4)
+    metrics = fit(small(), data, max_epochs=2, callbacks=[Steps()]).callback_metrics
+    assert len(steps) == 12 and steps[-1][1] == 2
+    mean = sum(loss * count for loss, count in steps[6:]) / 22
+    assert float(metrics["train/loss_epoch"]) == pytest.approx(mean, rel=1e-5)
+    assert float(metrics["train/loss_step"]) == pytest.approx(steps[-1][0], rel=1e-5)
+
+
+def test_epoch_means_continue_from_a_checkpoint():
+    values = [{"train/loss": torch.rand(4), "train/top1": torch.rand(4).round()} for _ in range(4)]
+    whole, first, second = (EpochMeans("train/loss", "train/top1") for _ in range(3))
+    for i, value in enumerate(values):
+        whole.add(3, value)
+        (first if i < 2 else second).add(3, value)
+        if i == 1:
+            second.restore(first.saved(SingleDeviceStrategy("cpu")), rank=0)
+    assert all(torch.equal(whole[name].compute(), second[name].compute()) for name in whole)
+    assert not whole.state_dict()
+    second.add(4, values[0])  # the first step of the next epoch
+    torch.testing.assert_close(second["train/loss"].compute(), values[0]["train/loss"].mean())
+    second.restore(whole.saved(SingleDeviceStrategy("cpu")), rank=1)
+    assert float(second["train/loss"].weight) == 0  # the first rank has it
+
+
+def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
+    data = Tensors()
+    data.train_set = SimpleNamespace(class_counts=lambda: [6, 6, 6, 6])
+    fit(small(ema=Ema(0.9)), data, max_epochs=1).save_checkpoint(tmp_path / "run.ckpt")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    assert checkpoint["vitrel"]["class_counts"] == [6, 6, 6, 6] and checkpoint["vitrel"]["ema"]
+    held = checkpoint["hyper_parameters"]
+    assert held["tuning"] == {"init_from": None, "reset_head": False, "trainable": None}
+    assert held["optim"]["schedule"]["sched"] == "cosine" and held["objective"]["loss"] == "ce"
+    assert held["execution"]["compile"] is False and held["ema"]["decay"] == 0.9
+    assert set(held) == set(inspect.signature(Classifier).parameters)

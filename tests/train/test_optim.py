@@ -1,12 +1,11 @@
-import math
-
 import pytest
 import timm
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import vitrel  # noqa: F401
-from vitrel.train.optim import Mixing, Optimisation, cosine_with_warmup, create_optimizer, parameter_groups
+from vitrel.train.optim import Optimisation, create_optimizer, layer_of, parameter_groups
+from vitrel.train.schedule import Schedule
 
 MODELS = ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_mixed", "vitrel_vit_n8_none", "vitrel_swin_n"]
 
@@ -15,19 +14,30 @@ def model(name, **kwargs):
     return timm.create_model(name, num_classes=4, **kwargs)
 
 
+def rates(optimizer, updates, **schedule):
+    """{group: rate} at every update."""
+    scheduler = LambdaLR(optimizer, Schedule(**schedule).factor(updates, per_epoch=updates, warmup_epochs=0.2))
+    for _ in range(updates):
+        yield {group["name"]: group["lr"] for group in optimizer.param_groups}
+        optimizer.step()
+        scheduler.step()
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_no_position_parameter_is_decayed_and_none_is_lost(name):
+@pytest.mark.parametrize("layer_decay", [None, 0.7])
+def test_no_position_parameter_is_decayed_and_none_is_lost(name, layer_decay):
     net = model(name)
-    groups = {group["name"]: group for group in parameter_groups(net, 1e-3, 0.05)}
-    names = [n for group in groups.values() for n in group["names"]]
+    groups = parameter_groups(net, 1e-3, 0.05, layer_decay=layer_decay)
+    names = [n for group in groups for n in group["names"]]
     assert sorted(names) == sorted(n for n, _ in net.named_parameters())
-    decayed = set(groups["decayed"]["names"])
-    assert groups["decayed"]["weight_decay"] == 0.05 and all(
-        g["weight_decay"] == 0 for k, g in groups.items() if k != "decayed"
-    )
-    assert not decayed & (set(net.no_weight_decay()) | set(net.position_parameters()))
-    assert set(groups.get("position", {"names": []})["names"]) == set(net.position_parameters())
-    assert all(p.ndim > 1 for p in groups["decayed"]["params"])
+    kinds = {
+        kind: {n for g in groups if g["name"].split(".")[0] == kind for n in g["names"]} for kind in ("decayed", "position")
+    }
+    assert {g["weight_decay"] for g in groups if g["name"].startswith("decayed")} == {0.05}
+    assert {g["weight_decay"] for g in groups if not g["name"].startswith("decayed")} == {0.0}
+    assert not kinds["decayed"] & (set(net.no_weight_decay()) | set(net.position_parameters()))
+    assert kinds["position"] == set(net.position_parameters())
+    assert all(net.get_parameter(n).ndim > 1 for n in kinds["decayed"])
 
 
 def test_timm_models_without_position_parameters_train_too():
@@ -45,15 +55,11 @@ def test_frozen_parameters_stay_out():
 
 def test_position_lr_scale_holds_under_the_schedule():
     optimizer = create_optimizer(model("vitrel_vit_n8_table", depth=1), Optimisation(lr=1e-3, position_lr_scale=10.0))
-    schedule = LambdaLR(optimizer, cosine_with_warmup(20, 4))
-    rates = []
-    for _ in range(20):
-        rate = {group["name"]: group["lr"] for group in optimizer.param_groups}
-        assert rate["position"] == pytest.approx(10 * rate["decayed"]) and rate["undecayed"] == rate["decayed"]
-        rates.append(rate["decayed"])
-        optimizer.step()
-        schedule.step()
-    assert max(rates) == pytest.approx(1e-3) and rates[0] == pytest.approx(2.5e-4) and rates[-1] < 2e-5
+    seen = list(rates(optimizer, 20))
+    assert all(rate["position"] == pytest.approx(10 * rate["decayed"]) for rate in seen)
+    assert all(rate["undecayed"] == rate["decayed"] for rate in seen)
+    decayed = [rate["decayed"] for rate in seen]
+    assert max(decayed) == pytest.approx(1e-3) and decayed[0] == pytest.approx(2.5e-4) and decayed[-1] < 2e-5
 
 
 def test_position_parameters_really_move_faster():
@@ -75,28 +81,110 @@ def test_position_lr_scale_without_position_parameters_is_refused():
         parameter_groups(model("vitrel_vit_n8_none", depth=1), 1e-3, 0.05, 2.0)
 
 
-def test_schedule_rises_and_falls_per_update():
-    factor = cosine_with_warmup(100, 10, final=0.1)
-    assert [factor(i) for i in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
-    assert factor(55) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
-    assert factor(100) == factor(1000) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match=r"warm-up of 10 updates in a run of 10: lower optim.warmup_epochs"):
-        cosine_with_warmup(10, 10)
+@pytest.mark.parametrize(
+    ("name", "args", "layers"),
+    [
+        ("vitrel_vit_ti16_table", {}, 13),  # the stem, 12 blocks, the head: 13 steps between the first and the last
+        ("vit_tiny_patch16_224", {}, 13),
+        ("vitrel_swin_n", {}, 7),
+    ],
+)
+def test_layer_decay_holds_at_every_update(name, args, layers):
+    net = model(name, **args)
+    optimizer = create_optimizer(net, Optimisation(layer_decay=0.75, position_lr_scale=1.0))
+    stem, head = next(iter(net.patch_embed.proj.parameters())), net.get_classifier().weight
+    group = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}
+    assert max(layer_of(net).values()) == layers
+    for rate in rates(optimizer, 10):
+        assert rate[group[id(stem)]] / rate[group[id(head)]] == pytest.approx(0.75**layers)
+    assert layers != 13 or 0.75**layers == pytest.approx(0.024, abs=5e-4)
 
 
-@pytest.mark.parametrize("settings", [{"lr": 0.0}, {"position_lr_scale": -1.0}, {"warmup_epochs": -1.0}, {"final_lr": 1.5}])
-def test_settings_are_checked(settings):
-    with pytest.raises(ValueError, match=f"optim.{next(iter(settings))}"):
+def test_layer_decay_moves_the_layers_by_that_much():
+    torch.manual_seed(0)
+    net = model("vitrel_vit_n8_none")
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    optimizer = create_optimizer(net, Optimisation(lr=1e-3, weight_decay=0.0, layer_decay=0.5))
+    torch.nn.functional.cross_entropy(net(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    moved = {n: float((p.detach() - before[n]).abs().median()) for n, p in net.named_parameters()}
+    layers = layer_of(net)  # the first step of Adam moves every weight by its rate
+    for name in ("head.weight", "blocks.3.mlp.fc1.weight", "blocks.0.mlp.fc1.weight", "patch_embed.proj.weight"):
+        assert moved[name] == pytest.approx(1e-3 * 0.5 ** (5 - layers[name]), rel=0.01), name
+
+
+def test_layer_decay_and_position_rate_multiply():
+    net = model("vitrel_vit_n8_table")
+    optimizer = create_optimizer(net, Optimisation(lr=1e-3, layer_decay=0.5, position_lr_scale=10.0))
+    rate = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rate["position.4"] == pytest.approx(5e-3) and rate["position.1"] == pytest.approx(10 * rate["decayed.1"])
+    assert optimizer.param_groups[0]["name"] == "decayed.5"  # whose rate is logged
+
+
+def test_layer_decay_needs_layers():
+    with pytest.raises(ValueError, match=r"optim.layer_decay: Linear has no group_matcher"):
+        parameter_groups(torch.nn.Linear(2, 2), 1e-3, 0.05, layer_decay=0.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["sgd", "lamb", "adan", "lion", "muon", "adafactor", "lookahead_adamw", "nadamw", "radam", "lars"]
+)
+def test_other_optimisers_by_name(name):
+    torch.manual_seed(0)
+    net = model("vitrel_vit_n8_table", depth=1)
+    optimizer = create_optimizer(net, Optimisation(name=name, layer_decay=0.9))
+    before = net.head.weight.detach().clone()
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(net(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
+        optimizer.step()
+    assert not torch.equal(before, net.head.weight) and net.head.weight.isfinite().all()
+    assert next(g["lr"] for g in optimizer.param_groups if g["name"] == "position.1") == pytest.approx(0.9e-3)
+
+
+def test_what_the_optimiser_is_given():
+    net = model("vitrel_vit_n8_none", depth=1)
+    sgd = create_optimizer(net, Optimisation(name="sgd", momentum=0.8, opt_args={"nesterov": False}))
+    assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["momentum"] == 0.8 and not sgd.defaults["nesterov"]
+    adam = create_optimizer(net, Optimisation(betas=(0.8, 0.9), eps=1e-6, opt_args={"amsgrad": True, "fused": False}))
+    assert adam.defaults["betas"] == (0.8, 0.9) and adam.defaults["eps"] == 1e-6 and adam.defaults["amsgrad"]
+    assert not adam.defaults["fused"]
+    own = create_optimizer(net, Optimisation()).defaults
+    assert own["betas"] == (0.9, 0.999) and own["fused"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"name": "adamv"}, r"optim.name: timm has no optimiser 'adamv'; nearest: .*adam"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, r"optim.betas: the optimiser sgd has no betas; leave it out"),
+        ({"name": "lion", "eps": 1e-8}, r"optim.eps: the optimiser lion has no eps"),
+        ({"momentum": 0.9}, r"optim.momentum: the optimiser adamw has no momentum"),
+        ({"name": "adan", "betas": (0.9, 0.99)}, r"optim.betas: adan takes 3, not 2"),
+        ({"opt_args": {"nesterov": True}}, r"optim.opt_args: adamw has no nesterov .* it has amsgrad"),
+        ({"opt_args": {"lr": 1.0}}, r"optim.opt_args: adamw has no lr to be set here"),
+        ({"lr": 0.0}, r"optim.lr \(0.0\) .* must be positive"),
+        ({"position_lr_scale": -1.0}, r"optim.position_lr_scale \(-1.0\) must be positive"),
+        ({"warmup_epochs": -1.0}, r"optim.warmup_epochs \(-1.0\) is >= 0"),
+        ({"final_lr": 1.5}, r"optim.final_lr \(1.5\) within 0..1"),
+        ({"layer_decay": 1.5}, r"optim.layer_decay is a factor, 0 < factor <= 1, not 1.5"),
+        ({"lr_base_size": 0}, r"optim.lr_base_size is a number of images per update, not 0"),
+    ],
+)
+def test_settings_are_checked(settings, text):
+    with pytest.raises(ValueError, match=text):
         Optimisation(**settings)
 
 
-def test_other_optimisers_by_name():
-    settings = Optimisation(name="sgd", betas=None)
-    assert isinstance(create_optimizer(model("vitrel_vit_n8_none", depth=1), settings), torch.optim.SGD)
+def test_second_order_optimisers_are_refused():
+    with pytest.raises(ValueError, match="adahessian needs second derivatives"):
+        create_optimizer(model("vitrel_vit_n8_none", depth=1), Optimisation(name="adahessian"))
 
 
-def test_mixing_smooths_once():
-    assert Mixing().build(4, 0.1) is None
-    mixup = Mixing(mixup=0.2, prob=0.0).build(4, 0.1)
-    _, target = mixup(torch.zeros(2, 3, 8, 8), torch.tensor([1, 2]))
-    torch.testing.assert_close(target[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
+def test_lr_is_given_for_a_number_of_images():
+    linear = Optimisation(lr=1e-3, lr_base_size=1024)
+    assert linear.scaled_lr(256) == pytest.approx(2.5e-4) and linear.scaled_lr(4096) == pytest.approx(4e-3)
+    root = Optimisation(lr=1e-3, lr_base_size=1024, lr_base_scale="sqrt")
+    assert root.scaled_lr(256) == pytest.approx(5e-4)
+    assert Optimisation(lr=1e-3).scaled_lr(256) == 1e-3
+    optimizer = create_optimizer(model("vitrel_vit_n8_none", depth=1), linear, images=512)
+    assert {group["lr"] for group in optimizer.param_groups} == {5e-4}

@@ -6,7 +6,25 @@ Nothing else in the package imports Lightning. Other code reads a run through it
 
 from vitrel.train.cli import run
 from vitrel.train.datamodule import ImageData
+from vitrel.train.distill import Distillation
+from vitrel.train.ema import Ema
+from vitrel.train.execution import Execution
 from vitrel.train.module import Classifier
-from vitrel.train.optim import Mixing, Optimisation
+from vitrel.train.objective import Mixing, Objective
+from vitrel.train.optim import Optimisation
+from vitrel.train.schedule import Schedule
+from vitrel.train.tuning import Tuning
 
-__all__ = ["Classifier", "ImageData", "Mixing", "Optimisation", "run"]
+__all__ = [
+    "Classifier",
+    "Distillation",
+    "Ema",
+    "Execution",
+    "ImageData",
+    "Mixing",
+    "Objective",
+    "Optimisation",
+    "Schedule",
+    "Tuning",
+    "run",
+]

@@ -1,32 +1,40 @@
 """The command line: LightningCLI with fixed classes and one folder per run.
 
-The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `checkpoints/best.ckpt` (highest
-`val/top1`) and `checkpoints/last.ckpt`.
+The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`, `curves.png`,
+`checkpoints/best.ckpt` (highest `val/top1`) and `checkpoints/last.ckpt`. `--ckpt_path FILE` goes on from a checkpoint,
+`--ckpt_path auto` from the folder's `last.ckpt` if there is one.
 """
 
 import logging
+import shlex
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from vitrel.train.callbacks import CSVLog, FiniteLoss, Progress, Speed
+from vitrel.models.weights.load import read_file
+from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
+from vitrel.train.faults import BadImages, FiniteLoss
+from vitrel.train.log import CSVLog
 from vitrel.train.module import Classifier
+from vitrel.train.profile import DataProfile
+from vitrel.train.progress import Speed, progress_of
+from vitrel.train.saving import AtomicIO, Best, Saving
+from vitrel.train.summary import Predictions, Summary
 
-USAGE = "train.py fit --config FILE [--ckpt_path RUN/checkpoints/last.ckpt] [--KEY VALUE ...]"
+USAGE = "train.py fit --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
 LINKED = {
-    ("data", "seed"): "seed_everything",
-    ("model", "seed"): "seed_everything",
-    ("model", "img_size"): "data.size",
-    ("model", "num_classes"): "data.data",
+    "data.seed": "seed_everything",
+    "model.seed": "seed_everything",
+    "model.img_size": "data.size",
+    "model.num_classes": "data.data",
 }
 DEFAULTS = {
     "default_root_dir": "runs/train",
@@ -37,27 +45,61 @@ DEFAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a run does besides training.
+
+    Args:
+        save_every: updates between two writes of `last.ckpt` inside an epoch; it is also written before every evaluation, at
+            the end of every epoch and on SIGTERM.
+        predictions: validation images shown with the last evaluation's answers in `predictions.png`.
+        profile_data: measure loading against training, say which is the limit, and stop; also `--profile_data`.
+    """
+
+    save_every: int = 0
+    predictions: int = 0
+    profile_data: bool = False
+
+    def __post_init__(self) -> None:
+        if self.save_every < 0 or self.predictions < 0:
+            raise ValueError(f"run.save_every ({self.save_every}) and run.predictions ({self.predictions}) are at least 0")
+
+
+class PlainParser(LightningArgumentParser):
+    """Takes no file in the place of a value: `--config` alone reads files, which are checked."""
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """As jsonargparse's, without `sub_configs`."""
+        return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+
+
 class TrainCLI(LightningCLI):
     """`fit` alone, with the run's folder, logs, checkpoints and seed decided in one place."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {"fit": LightningCLI.subcommands()["fit"]}
+        return {"fit": LightningCLI.subcommands()["fit"] | {"weights_only"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """One seed, one image size and one class count for data and model."""
+        """The group `run`; one seed, one image size and one class count for data and model."""
+        parser.add_class_arguments(Run, "run")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_seed)
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
         parser.link_arguments("data.size", "model.img_size")
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; SystemExit when a file sets a key that follows from another, which would be ignored without a word."""
-        given = sys.argv[1:] if args is None else args
-        for path in _config_files(given):
-            for (group, key), source in LINKED.items():
-                if key in (_read(path).get(group) or {}):
-                    parser.error(f"{path}: leave out {group}.{key}, it follows from {source}")
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+        """Check, then parse; SystemExit 2 with the reason on stderr when a key, a value or a class is not allowed."""
+        args = sys.argv[1:] if args is None else args
+        args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args]
+        self.command = shlex.join(args)
+        keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
+        keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
+        guard.restrict_imports()
+        try:
+            guard.check(args, keys, LINKED)
+        except ValueError as error:
+            self._subcommand_parsers["fit"].error(str(error))
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
@@ -67,22 +109,50 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """A Trainer with the run's folder; bf16-mixed on a GPU unless a precision is given."""
-        config = self._get(self.config_init, "trainer")
-        resume = self._get(self.config_init, "ckpt_path") is not None
+        config, settings = self._get(self.config_init, "trainer"), self._get(self.config_init, "run")
         folder = Path(config["default_root_dir"])
-        if not resume and (folder / "checkpoints" / "last.ckpt").exists():
-            raise FileExistsError(
-                f"{folder} holds a run already: go on with --ckpt_path {folder}/checkpoints/last.ckpt, "
-                "choose another trainer.default_root_dir, or remove the folder"
-            )
+        last = folder / "checkpoints" / "last.ckpt"
+        checkpoint = self._get(self.config_init, "ckpt_path")
+        if checkpoint == "auto":
+            # no rank writes before all have come this far
+            checkpoint = self.config_init[self.subcommand]["ckpt_path"] = str(last) if last.exists() else None
+        if checkpoint is not None and not Path(checkpoint).is_dir():  # a sharded one is a folder
+            read_file(checkpoint)  # says what is wrong with it
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
-        if config["logger"] in (None, True):
-            kwargs["logger"] = _loggers(folder, resume)
-        given = config["callbacks"] or []
-        given = given if isinstance(given, list) else [given]
-        kwargs["callbacks"] = [*given, *_callbacks(folder, config["enable_progress_bar"] is not False)]
-        return super().instantiate_trainer(**kwargs)
+        if settings.profile_data:
+            self.save_config_callback = None
+            nothing = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            return super().instantiate_trainer(**kwargs, **nothing, callbacks=[DataProfile()])
+        log = CSVLog(folder, resume=checkpoint is not None)
+        given, plugins = config["callbacks"] or [], config["plugins"] or []
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO()]
+        kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
+        kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
+        kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *self._callbacks(log)]
+        trainer = super().instantiate_trainer(**kwargs)
+        # by the rank that writes: another rank that starts later would find what this one has begun
+        if trainer.is_global_zero and checkpoint is None and last.exists():
+            raise FileExistsError(
+                f"{folder} holds a run already: go on with --ckpt_path {last} (or auto), choose another "
+                "trainer.default_root_dir, or remove the folder"
+            )
+        return trainer
+
+    def _callbacks(self, log: CSVLog) -> list[Callback]:
+        settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
+        about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
+        summary = Summary(log, speed, about, resumed=self._get(self.config_init, "ckpt_path") is not None)
+        shown = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
+        drawn = [Predictions(folder, settings.predictions)] if settings.predictions else []
+        # FiniteLoss first: it must speak before anything is logged or saved
+        faults = [FiniteLoss(folder), BadImages(folder)]
+        checkpoints = folder / "checkpoints"
+        return [*faults, speed, *shown, *drawn, summary, Best(checkpoints), Saving(checkpoints, log, settings.save_every)]
+
+    def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
+        """Train; a checkpoint to resume is read as tensors and plain values alone."""
+        self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
 
 
 def run(args: list[str] | None = None) -> TrainCLI:
@@ -92,9 +162,10 @@ def run(args: list[str] | None = None) -> TrainCLI:
         The finished command line: `.trainer`, `.model`, `.datamodule`, `.config`.
 
     Raises:
-        SystemExit: a key or value that the configuration does not allow (the message is on stderr).
-        ValueError: settings that do not fit each other or the data.
+        SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr).
+        ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.
         FileExistsError: the run's folder holds a run and no `--ckpt_path` is given.
+        FileNotFoundError: `--ckpt_path` names no file.
         FloatingPointError: the loss is not finite.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -105,6 +176,9 @@ def run(args: list[str] | None = None) -> TrainCLI:
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        warnings.filterwarnings("ignore", message=".*`IterableDataset` has `__len__` defined.*")  # shards count exactly
+        warnings.filterwarnings("ignore", message=".*compute.. method of metric MeanMetric was called before.*")
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # EpochLoader is, by itself
         return TrainCLI(
             Classifier,
             ImageData,
@@ -112,6 +186,7 @@ def run(args: list[str] | None = None) -> TrainCLI:
             seed_everything_default=0,
             trainer_defaults=DEFAULTS,
             save_config_kwargs={"overwrite": True},
+            parser_class=PlainParser,
             parser_kwargs={"allow_abbrev": False, "fit": {"usage": USAGE, "allow_abbrev": False}},
             auto_configure_optimizers=False,
         )
@@ -123,34 +198,7 @@ def _seed(value: int | bool) -> int:
     return value
 
 
-def _config_files(args: list[str]) -> list[Path]:
-    pairs = zip(args, [*args[1:], ""], strict=True)
-    named = [value if arg in ("--config", "-c") else arg.removeprefix("--config=") for arg, value in pairs if _is_config(arg)]
-    return [Path(name) for name in named if Path(name).is_file()]
-
-
-def _is_config(arg: str) -> bool:
-    return arg in ("--config", "-c") or arg.startswith("--config=")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
-        return {}  # the parser says what is wrong with it
-    return content if isinstance(content, dict) else {}
-
-
-def _loggers(folder: Path, resume: bool) -> list[Logger]:
-    return [CSVLog(folder, resume), TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
-
-
-def _callbacks(folder: Path, progress: bool) -> list[Callback]:
-    # Two callbacks: Lightning's save_last writes only when the best improves, so that "last" would be the best
-    save = {"dirpath": folder / "checkpoints", "enable_version_counter": False}
-    # when an evaluation ends, since not every epoch has one
-    best = ModelCheckpoint(filename="best", monitor="val/top1", mode="max", save_on_train_epoch_end=False, **save)
-    last = ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **save)
-    # FiniteLoss first: it must speak before anything is logged or saved
-    speed = Speed()
-    return [FiniteLoss(), speed, *([Progress(speed)] if progress else []), best, last]
+def _loggers(given: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
+    if given in (None, True):
+        return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
+    return list(given) if isinstance(given, list) else [given] if given else []

@@ -1,50 +1,37 @@
-"""Batches whose order is a function of (seed, epoch) alone."""
+"""Training and evaluation batches of one rank; `vitrel.train.order` says which images they hold."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from vitrel.data import Augmentation, class_names, create_dataset, create_shapes
-
-
-class EpochSampler(Sampler[int]):
-    """Every index once per epoch, shuffled by (seed, epoch); hands the epoch on to a data set that has `set_epoch`."""
-
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration orders; Lightning calls it before every epoch."""
-        self.epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        yield from torch.randperm(len(self), generator=generator).tolist()
+from vitrel.data import Augmentation, Reading, class_names, create_dataset, create_shapes
+from vitrel.data.shards import Shards
+from vitrel.data.stream import ShardBatches
+from vitrel.train.order import EpochLoader, EpochOrder, EveryImageOnce, Plan
 
 
 class ImageData(LightningDataModule):
-    """Training and evaluation batches of `shapes` or of an image folder.
+    """Training and evaluation batches of `shapes`, an image folder, tar shards or a torchvision set.
 
     Mean, std, crop and interpolation are those of the trained model's cfg. The evaluation set is the same for every seed.
 
     Args:
-        data: "shapes", or a folder that holds `train/<class>/` and `val/<class>/`.
+        data: what `vitrel.data.create_dataset` takes: "shapes", a folder that holds `train/<class>/` and `val/<class>/`, a
+            folder of shards, or "<set>:<folder>".
         size: image side or [H, W], pixels; the model is built for it.
-        batch_size: images per batch, in training and evaluation; an incomplete last training batch is left out.
-        workers: loader processes; 0 loads in the training process.
-        augment: what is drawn for each training image of a folder; null for none, {} for the defaults.
-        n_train: number of training images; for `shapes` 10,000 by default, for a folder all.
-        n_val: number of evaluation images; for `shapes` 1,000 by default, for a folder all.
+        batch_size: images per batch and device, in training and evaluation; an incomplete last training batch is left out.
+        workers: loader processes of a device; 0 loads in the training process.
+        augment: what is drawn for each training image; null for none, {} for the defaults.
+        n_train: number of training images; for `shapes` 10,000 by default, otherwise all.
+        n_val: number of evaluation images; for `shapes` 1,000 by default, otherwise all.
         region: where in a training image shapes may lie (evaluation: everywhere), as `vitrel.data.Shapes` takes it.
+        train_sizes: sides or [H, W] that training batches take turns at; larger ones hold fewer images, for the same tokens.
+            Null: `size` alone.
+        repeats: views of each image in a batch (repeated augmentation); an epoch stays as long and shows fewer images.
+        reading: how image files are decoded, and what becomes of training images that cannot be; in evaluation one stops it.
         seed: of the shapes, the order and the augmentation.
 
     Raises:
@@ -61,30 +48,43 @@ class ImageData(LightningDataModule):
         n_train: int | None = None,
         n_val: int | None = None,
         region: tuple[float, float, float, float] | None = None,
+        train_sizes: list[int | tuple[int, int]] | None = None,
+        repeats: int = 1,
+        reading: Reading = Reading(on_bad="replace"),
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.data, self.size, self.augment, self.region, self.seed = data, pair(size), augment, region, seed
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
-        if batch_size < 1 or workers < 0:
-            raise ValueError(f"data.batch_size ({batch_size}) is at least 1 and data.workers ({workers}) at least 0")
+        self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
+        self.repeats, self.reading = repeats, reading
+        if batch_size < 1 or workers < 0 or repeats < 1:
+            raise ValueError(
+                f"data.batch_size ({batch_size}) is at least 1, data.workers ({workers}) at least 0, "
+                f"data.repeats ({repeats}) at least 1"
+            )
         self.classes = class_names(data)
         self.num_classes = len(self.classes)
 
     def setup(self, stage: str | None = None) -> None:
-        """Build both data sets with the preprocessing of the model's cfg."""
-        how = self.trainer.lightning_module.preprocessing
-        self.train_set = self._train_set(how)
-        self.val_set = create_dataset(self.data, "val", self.size, **how, n=self.n_val)
-        if len(self.train_set) < self.batch_size:
-            raise ValueError(
-                f"{len(self.train_set)} training images are fewer than one batch of {self.batch_size}: "
-                "lower data.batch_size or raise data.n_train"
-            )
+        """Build both data sets with the preprocessing of the model's cfg, and the plan of an epoch."""
+        module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
+        strict = replace(self.reading, on_bad="raise")
+        self.train_set = self._train_set(module.preprocessing)
+        self.val_set = create_dataset(self.data, "val", self.size, **module.preprocessing, n=self.n_val, reading=strict)
+        n, even = len(self.train_set), module.mixup is not None
+        self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
+        if isinstance(self.train_set, Shards):
+            if self.repeats > 1:
+                raise ValueError("shards are streamed: data.repeats needs images that can be read in any order, a folder")
+            self.order = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
+        else:
+            self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
 
     def _train_set(self, how: dict[str, Any]) -> Dataset:
         if self.region is None:
-            return create_dataset(self.data, "train", self.size, **how, augment=self.augment, n=self.n_train, seed=self.seed)
+            how |= {"augment": self.augment, "n": self.n_train, "seed": self.seed, "reading": self.reading}
+            return create_dataset(self.data, "train", self.size, **how)
         if self.data != "shapes":
             raise ValueError("data.region limits where shapes are drawn; images of a folder have none: leave it out")
         how = {"size": self.size, "mean": how["mean"], "std": how["std"], "region": self.region}
@@ -92,30 +92,43 @@ class ImageData(LightningDataModule):
 
     @property
     def batches(self) -> int:
-        """Training batches in an epoch, all devices together."""
-        return len(self.train_set) // self.batch_size
+        """Training batches of every rank in an epoch."""
+        return len(self.plan)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether training images come from shards, an epoch's divided between ranks and loader processes."""
+        return isinstance(self.order, ShardBatches)
+
+    def names(self, epoch: int, batch: int) -> list[str]:
+        """The images of a training batch of this rank: paths, or members of a shard."""
+        if self.streamed:
+            indices = self.order.indices(epoch, self.trainer.global_rank, self.workers)[batch]
+        else:
+            indices = [draw if isinstance(draw, int) else draw.index for draw in self.order.batches(epoch)[batch]]
+        return [self.train_set.name(index) for index in indices]
 
     def train_dataloader(self) -> DataLoader:
-        """Complete batches in the order of (seed, epoch)."""
-        sampler = EpochSampler(self.train_set, self.seed)
-        # Lightning sets the epoch only after it has made the first iterator, whose workers read ahead: a resumed run would
-        # begin with the order of epoch 0
-        sampler.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
-        return self._loader(self.train_set, sampler=sampler, drop_last=True)
+        """Complete batches in the order of (seed, epoch), from where the run stands."""
+        if self.streamed:
+            return self._loader(EpochLoader, self.order, place=self._place, batch_size=None)
+        return self._loader(EpochLoader, self.train_set, place=self._place, batch_sampler=self.order)
 
     def val_dataloader(self) -> DataLoader:
-        """All evaluation images, in order."""
-        return self._loader(self.val_set)
+        """All evaluation images, in order, each on one rank; ranks are filled up with images of label -1."""
+        share = EveryImageOnce(self.val_set, self.trainer.global_rank, self.trainer.world_size)
+        return self._loader(DataLoader, share, batch_size=self.batch_size)
 
-    def _loader(self, dataset: Dataset, **how) -> DataLoader:
-        return DataLoader(
-            dataset,
-            batch_size=self.batch_size,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            **how,
-        )
+    def _loader(self, loader: type[DataLoader], dataset: Dataset, **how: Any) -> DataLoader:
+        pinned = torch.cuda.is_available()
+        return loader(dataset, num_workers=self.workers, persistent_workers=self.workers > 0, pin_memory=pinned, **how)
+
+    def _place(self) -> tuple[int, int]:
+        # Lightning's own progress; `ready` counts the epochs begun, `processed` those trained to their end
+        loop = self.trainer.fit_loop
+        epochs = loop.epoch_progress.current
+        inside = epochs.ready > epochs.processed
+        return epochs.processed, loop.epoch_loop.batch_progress.current.ready if inside else 0
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -4,34 +4,47 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
 
     {"state_dict": {"model.<parameter>": tensor, ...},
      "hyper_parameters": {the arguments of Classifier, plain values},
+     "epoch_means": {"epoch": int, "train/loss": [sum, weight], "train/top1": [sum, weight]} of the epoch so far, all ranks,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "interpolation": str, "position": {...}, "data": str, "seed": int, "epoch": epochs done,
-                "step": updates done}}
+                "step": updates done, "ema": bool, "class_counts": [...] where the data tells them}}
 
 so that `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])` rebuilds the
 model of the entry v. `model_args` leaves out what would only load other weights first (`pretrained`, `checkpoint_path`).
 `position` is what `position_record` tells of the encodings.
+
+With `ema` the averaged weights are what is evaluated, and what `state_dict` holds; those that training goes on with are in
+"current_model_state", under the same names, and "averaging_state" counts the updates of the average.
 """
 
-import difflib
 import math
 import random
+import warnings
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import timm
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from timm.utils import dispatch_clip_grad
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.weights.record import position_record
-from vitrel.train.optim import Mixing, Optimisation, cosine_with_warmup, create_optimizer
+from vitrel.train.distill import Teacher
+from vitrel.train.ema import AveragedWeights, Ema
+from vitrel.train.execution import Execution, MemoryAdvice, check_sharded
+from vitrel.train.means import EpochMeans
+from vitrel.train.objective import Mixing, Objective
+from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
+from vitrel.train.sharding import check_strategy, shard
+from vitrel.train.tuning import Tuning, check_model_name
 
 
 class Classifier(LightningModule):
@@ -46,9 +59,13 @@ class Classifier(LightningModule):
         mixing: mixup and cutmix.
         label_smoothing: share of the label spread over all classes.
         seed: of drop path, dropout and mixing, drawn anew from (seed, epoch, batch, rank) at every batch.
+        objective: the loss, and a teacher.
+        tuning: the weights to start from, and which are trained.
+        ema: averaged weights; null for none.
+        execution: memory and speed.
 
     Raises:
-        ValueError: an unknown model, or `model_args` that set what the data decides.
+        ValueError: an unknown model, `model_args` that set what the data decides, weights that do not fit.
     """
 
     def __init__(
@@ -61,16 +78,39 @@ class Classifier(LightningModule):
         mixing: Mixing = Mixing(),
         label_smoothing: float = 0.0,
         seed: int = 0,
+        objective: Objective = Objective(),
+        tuning: Tuning = Tuning(),
+        ema: Ema | None = None,
+        execution: Execution = Execution(),
     ) -> None:
         super().__init__()
         self.name, self.num_classes, self.seed, self.label_smoothing = model, num_classes, seed, label_smoothing
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
         self.model_args = dict(model_args or {})
-        self.optim, self.mixing = optim, mixing
+        self.optim, self.mixing, self.objective = optim, mixing, objective
+        self.tuning, self.ema, self.execution = tuning, ema, execution
         self.model = _create(model, num_classes, self.img_size, self.model_args)
-        self.mixup = self.mixing.build(num_classes, label_smoothing)
-        self.top1 = MulticlassAccuracy(num_classes, average="micro")
-        self.val_loss = MeanMetric()
+        self.start_classes = tuning.load(self.model)
+        tuning.freeze(self.model)
+        self.position = position_record(self.model)  # of the encodings' own classes, before a strategy wraps them
+        execution.apply(self.model)
+        self.mixup = mixing.build(num_classes, label_smoothing)
+        self.loss = objective.build(label_smoothing)
+        how, distillation = self.preprocessing, objective.distillation
+        self.teacher = None if distillation is None else Teacher(distillation, num_classes, how["mean"], how["std"])
+        self.means = EpochMeans("train/loss", "train/top1")
+        how = {"average": "micro", "ignore_index": -1, "validate_args": False}
+        shares = {f"val/top{k}": MulticlassAccuracy(num_classes, top_k=k, **how) for k in (1, 5) if k < max(num_classes, 2)}
+        self.accuracies = torch.nn.ModuleDict(shares)
+        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.train()
+
+    def train(self, mode: bool = True) -> Self:
+        """As every module's; what is frozen stays in evaluation mode."""
+        super().train(mode)
+        if mode:
+            self.tuning.set_modes(self.model)
+        return self
 
     @property
     def preprocessing(self) -> dict[str, Any]:
@@ -84,30 +124,68 @@ class Classifier(LightningModule):
         }
 
     def setup(self, stage: str) -> None:
-        """Checks that need both model and data; ValueError when they do not fit."""
+        """Checks that need model, data and trainer; ValueError when they do not fit."""
         data = self.trainer.datamodule
         if data.num_classes != self.num_classes:
             raise ValueError(
                 f"the model has {self.num_classes} classes, {data.data} has {data.num_classes}: set num_classes to that"
             )
-        if self.mixup is not None and data.batch_size % 2:
-            raise ValueError(
-                f"mixup and cutmix pair the images of a batch: data.batch_size {data.batch_size} is odd, make it even"
-            )
+        train_set = getattr(data, "train_set", None)
+        self.class_counts = train_set.class_counts() if hasattr(train_set, "class_counts") else None
+        if self.mixup is not None:
+            self.mixing.check_batch(data.batch_size, self.img_size)
+        teacher = None if self.teacher is None else self.teacher.classes
+        for origin, classes, way in (
+            ("tuning.init_from was trained on", self.start_classes, "set tuning.reset_head: true"),
+            ("distillation.checkpoint was trained on", teacher, "take a teacher of the same classes"),
+        ):
+            if classes is not None and list(classes) != list(data.classes):
+                raise ValueError(f"{origin} classes other than those of {data.data}, or in another order: {way}")
+        check_strategy(self.trainer.strategy)
+        if self.tuning.trainable is not None:  # on purpose
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+        check_clipping(self.optim, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What the settings need of Lightning's callbacks; ValueError for what does not go with the strategy."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            check_sharded(self.ema is not None, self.optim.clip_mode)
+        return [MemoryAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] to logits [B, num_classes]."""
+        if self.execution.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         return self.model(images)
 
+    def configure_model(self) -> None:
+        """Share the weights out over the devices where the strategy is Lightning's ModelParallelStrategy (FSDP2)."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            shard(self.model, self.device_mesh)
+
     def configure_optimizers(self) -> dict[str, Any]:
-        """Optimiser, and a cosine with warm-up that moves at every update."""
-        optimizer = create_optimizer(self.model, self.optim)
+        """Optimiser, and a schedule that moves at every update."""
+        images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
+        optimizer = create_optimizer(self.model, self.optim, images)
         per_epoch = self.updates_per_epoch()
         total = self.trainer.max_steps if self.trainer.max_steps > 0 else per_epoch * self.trainer.max_epochs
         if total <= 0:
             raise ValueError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
-        factor = cosine_with_warmup(total, round(self.optim.warmup_epochs * per_epoch), self.optim.final_lr)
+        factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as `optim.clip_mode` says, by trainer.gradient_clip_val."""
+        if gradient_clip_val and self.optim.clip_mode == "agc":
+            head = set(self.model.get_classifier().parameters())  # arXiv 2102.06171 leaves it out
+            dispatch_clip_grad([p for p in self.model.parameters() if p not in head], gradient_clip_val, mode="agc")
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
 
     def updates_per_epoch(self) -> int:
         """Optimiser updates in an epoch, from the data alone.
@@ -116,10 +194,16 @@ class Classifier(LightningModule):
         which a loader's saved state is no longer restored (Lightning issue 20550).
         """
         trainer = self.trainer
-        batches = trainer.datamodule.batches // trainer.world_size
-        limit = trainer.limit_train_batches
+        batches, limit = trainer.datamodule.batches, trainer.limit_train_batches
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return math.ceil(batches / trainer.accumulate_grad_batches)
+
+    def epochs_done(self) -> int:
+        """Epochs trained to their end, evaluated or not."""
+        loop, batches = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop.batch_progress.current
+        epochs = loop.epoch_progress.current
+        trained = epochs.ready > epochs.processed and batches.processed >= self.trainer.num_training_batches
+        return epochs.processed + trained
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Draw as an uninterrupted run would at this batch, whatever was drawn before."""
@@ -131,26 +215,33 @@ class Classifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Loss of a batch; against mixed labels, `top1` counts the label with the larger share."""
         images, labels = batch
-        smoothing = self.label_smoothing
-        if self.mixup is not None:
+        if self.mixup is not None and self.mixing.active(self.current_epoch):
             images, labels = self.mixup(images, labels)
-            smoothing = 0.0  # Mixup has smoothed them
-        logits = self.model(images)
-        loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
+        logits = self(images).float()
+        loss = self.loss(logits, labels)
+        if self.teacher is not None:
+            loss = self.teacher.loss(logits, images, loss)
         hard = labels if labels.ndim == 1 else labels.argmax(-1)
-        top1 = (logits.detach().argmax(-1) == hard).float().mean()
-        how = {"on_step": True, "on_epoch": True, "prog_bar": True, "batch_size": len(images)}
-        self.log_dict({"train/loss": loss.detach(), "train/top1": top1}, **how)
+        values = {"train/loss": loss.detach().expand(len(images)), "train/top1": (logits.detach().argmax(-1) == hard).float()}
+        self.means.add(self.current_epoch, values)
+        self.log_dict({f"{name}_step": value.mean() for name, value in values.items()}, on_step=True, prog_bar=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        """Log the means of the epoch, over all ranks."""
+        self.log_dict({f"{name}_epoch": mean for name, mean in self.means.items()})
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Top-1 and loss over the whole evaluation set."""
+        """Top-1, top-5 (of more than 5 classes) and cross-entropy over the whole evaluation set.
+
+        Labels of -1 count nowhere: images that cannot be read, or that fill up the last batches of several ranks.
+        """
         images, labels = batch
-        logits = self.model(images).float()
-        self.top1.update(logits, labels)
-        self.val_loss.update(F.cross_entropy(logits, labels), weight=len(images))
-        how = {"on_step": False, "on_epoch": True, "prog_bar": True}
-        self.log_dict({"val/top1": self.top1, "val/loss": self.val_loss}, **how)
+        logits = self(images).float()
+        self.val_loss.update(F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")[labels >= 0])
+        for accuracy in self.accuracies.values():
+            accuracy.update(logits, labels)
+        self.log_dict({"val/loss": self.val_loss, **self.accuracies}, on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to rebuild and evaluate the model without this class."""
@@ -162,13 +253,17 @@ class Classifier(LightningModule):
             "model_args": kept,
             "classes": list(data.classes),
             "img_size": list(self.img_size),
-            "position": position_record(self.model),
+            "position": self.position,
             **how,
             "data": data.data,
             "seed": self.seed,
-            "epoch": self.current_epoch + 1,
+            "epoch": self.epochs_done(),
             "step": self.global_step,
+            "ema": self.ema is not None,
         }
+        if self.class_counts is not None:
+            checkpoint["vitrel"]["class_counts"] = self.class_counts
+        checkpoint["epoch_means"] = self.means.saved(self.trainer.strategy)
         checkpoint["hyper_parameters"] = {
             "model": self.name,
             "num_classes": self.num_classes,
@@ -178,21 +273,26 @@ class Classifier(LightningModule):
             "mixing": asdict(self.mixing),
             "label_smoothing": self.label_smoothing,
             "seed": self.seed,
+            "objective": asdict(self.objective),
+            "tuning": asdict(self.tuning),
+            "ema": None if self.ema is None else asdict(self.ema),
+            "execution": asdict(self.execution),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError when the run to resume was of another model or other classes."""
-        saved = checkpoint.get("vitrel", {})
-        for key, mine in (("model", self.name), ("classes", list(self.trainer.datamodule.classes))):
-            if saved.get(key) != mine:
-                raise ValueError(f"cannot resume: the checkpoint's {key} is {saved.get(key)}, this run's is {mine}")
+        """ValueError when the run to resume was of another model or other classes, or had averaged weights and this has not."""
+        saved = {"ema": False} | checkpoint.get("vitrel", {})
+        mine = {"model": self.name, "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
+        for key, value in mine.items():
+            if saved.get(key) != value:
+                raise ValueError(f"cannot resume: the checkpoint's {key} is {saved.get(key)}, this run's is {value}")
+        if "epoch_means" in checkpoint:
+            self.means.restore(checkpoint["epoch_means"], self.global_rank)
 
 
 def _create(name: str, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]) -> torch.nn.Module:
     decided = sorted({"num_classes", "img_size"} & model_args.keys())
     if decided:
         raise ValueError(f"model_args must not set {' and '.join(decided)}: the data decides (data.data, data.size)")
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3) or timm.list_models("vitrel_*n*")[:3]
-        raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near)}")
+    check_model_name(name)
     return timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)

@@ -1,0 +1,97 @@
+"""What tests of whole runs share: settings under which everything random acts, and what a run leaves."""
+
+import csv
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrel.train import Classifier, run
+
+EVERYTHING = (
+    "--data.augment={flip: false, erase: 0.2}",
+    "--model.mixing.mixup=0.2",
+    "--model.mixing.cutmix=1.0",
+    "--model.label_smoothing=0.1",
+    "--trainer.accumulate_grad_batches=2",
+    "--model.ema={decay: 0.9}",
+    "--trainer.gradient_clip_val=1.0",
+)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+MEASURED = {"images_per_s", "data_wait", "memory_mb"}  # differ from run to run
+
+
+def in_child(args, hook=None):
+    """Starts a run in a forked process; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            if hook is not None:
+                hook()
+            run(args)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def status(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def at(call, action, hook="on_train_batch_start"):
+    """A hook that does something at the given call of a method of Classifier: a signal to this process, or any function."""
+    calls = 0
+
+    def install():
+        original = getattr(Classifier, hook)
+
+        def patched(self, *args):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                action() if callable(action) else os.kill(os.getpid(), action)
+            return original(self, *args)
+
+        setattr(Classifier, hook, patched)
+
+    return install
+
+
+def resumed(args, folder):
+    last = folder / "checkpoints" / "last.ckpt"
+    return [*args, f"--ckpt_path={last}"] if last.exists() else args
+
+
+def assert_same_run(a, b):
+    """All that two finished runs left is the same: every tensor of the last checkpoint, and the logs."""
+    one, two = (read(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
+    for key in ("state_dict", "current_model_state"):
+        assert one.get(key, {}).keys() == two.get(key, {}).keys()
+        assert all(torch.equal(one[key][name], value) for name, value in two.get(key, {}).items()), key
+    assert one["vitrel"] == two["vitrel"] and one["lr_schedulers"] == two["lr_schedulers"]
+    moments = [[state for state in c["optimizer_states"][0]["state"].values()] for c in (one, two)]
+    assert all(torch.equal(x[k], y[k]) for x, y in zip(*moments, strict=True) for k in x)
+    logs = [[{k: v for k, v in row.items() if k not in MEASURED} for row in rows(f / "metrics.csv")] for f in (a, b)]
+    assert logs[0] == logs[1]
+    assert {path.name for path in (a / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    best = [read(folder / "checkpoints" / "best.ckpt") for folder in (a, b)]
+    assert best[0]["vitrel"] == best[1]["vitrel"]
+    assert all(torch.equal(best[0]["state_dict"][name], value) for name, value in best[1]["state_dict"].items())

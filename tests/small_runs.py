@@ -1,0 +1,61 @@
+"""Training runs of a second on random tensors, with Lightning's own trainer."""
+
+from collections.abc import Iterator
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+
+from vitrel.train import Classifier, Optimisation
+
+SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+
+
+class Batches:
+    """A loader of fixed batches in order; the first epoch begins at batch `skip`, as after a resume."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, batch_size: int, skip: int = 0) -> None:
+        self.images, self.labels = images.split(batch_size), labels.split(batch_size)
+        self.skip = skip
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        first, self.skip = self.skip, 0
+        for images, labels in list(zip(self.images, self.labels, strict=True))[first:]:
+            yield images.clone(), labels  # timm mixes in place
+
+
+class Tensors(LightningDataModule):
+    """What `Classifier` asks of a data module, over random images of 32x32 pixels."""
+
+    data = "random tensors"
+
+    def __init__(self, num_classes: int = 4, batch_size: int = 4, batches: int = 6, skip: int = 0) -> None:
+        super().__init__()
+        self.num_classes, self.batch_size, self.batches, self.skip = num_classes, batch_size, batches, skip
+        self.classes = [f"c{i}" for i in range(num_classes)]
+        generator = torch.Generator().manual_seed(1)
+        n = batch_size * batches
+        self.images = torch.randn(n, 3, 32, 32, generator=generator)
+        self.labels = torch.arange(n) % num_classes
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self.images, self.labels, self.batch_size, self.skip)
+
+    def val_dataloader(self) -> Batches:
+        return Batches(self.images[:6], self.labels[:6], self.batch_size)
+
+
+def small(name: str = "vitrel_vit_n8_none", num_classes: int = 4, **how) -> Classifier:
+    """A two-block ViT of 32x32 pixels that learns after half an epoch."""
+    return Classifier(name, num_classes, 32, SMALL, **{"optim": Optimisation(lr=3e-3, warmup_epochs=0.5)} | how)
+
+
+def fit(classifier, data=None, ckpt_path=None, **how) -> Trainer:
+    """Train on the CPU without logs; further keywords are the trainer's."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet |= {"num_sanity_val_steps": 0, "accelerator": "cpu", "devices": 1, "max_epochs": 2}
+    trainer = Trainer(**quiet | how)
+    trainer.fit(classifier, datamodule=data or Tensors(classifier.num_classes), ckpt_path=ckpt_path)
+    return trainer

@@ -1,0 +1,148 @@
+import copy
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+from small_runs import SMALL, Tensors, fit, small
+from vitrel.models.weights.load import save_pretrained
+from vitrel.train.distill import Distillation, Teacher
+from vitrel.train.ema import Ema
+from vitrel.train.objective import Mixing, Objective
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A vitrel teacher's file and a ResNet's, of 4 classes."""
+    folder = tmp_path_factory.mktemp("teachers")
+    torch.manual_seed(5)
+    save_pretrained(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=48, depth=1), folder / "vit.safetensors")
+    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), folder / "resnet.pt")
+    return folder
+
+
+def resnet(weights, **how):
+    return Distillation("resnet10t", checkpoint=str(weights / "resnet.pt"), **how)
+
+
+def classifier(distillation, **how):
+    return small(objective=Objective(distillation=distillation), **how)
+
+
+@pytest.mark.parametrize("size", [None, (48, 64)])
+def test_the_teacher_sees_its_own_preprocessing(weights, size):
+    teacher = Teacher(resnet(weights, img_size=size), 4, MEAN, STD)
+    assert teacher.size == (size or timm.get_pretrained_cfg("resnet10t").input_size[-2:])
+    pixels = torch.rand(2, 3, 32, 32)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (MEAN, STD))
+    cfg = timm.get_pretrained_cfg("resnet10t")
+    own_mean, own_std = (torch.tensor(v)[:, None, None] for v in (cfg.mean, cfg.std))
+    plain = timm.create_model("resnet10t", num_classes=4).eval()
+    plain.load_state_dict(torch.load(weights / "resnet.pt", weights_only=True))
+    images = F.interpolate((pixels - own_mean) / own_std, teacher.size, mode="bicubic", antialias=True)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher((pixels - mean) / std), plain(images), atol=2e-5, rtol=1e-4)
+
+
+def test_soft_and_hard_losses(weights):
+    images, student, labels = torch.randn(3, 3, 32, 32), torch.randn(3, 4), torch.tensor([0, 1, 2])
+    hard = Teacher(resnet(weights, kind="hard", alpha=0.3, img_size=32), 4, MEAN, STD)
+    given, answers = F.cross_entropy(student, labels), hard(images)
+    want = 0.7 * given + 0.3 * F.cross_entropy(student, answers.argmax(-1))
+    torch.testing.assert_close(hard.loss(student, images, given), want)
+    soft = Teacher(resnet(weights, alpha=1.0, tau=3.0, img_size=32), 4, MEAN, STD)
+    p, q = F.softmax(answers / 3, -1), F.softmax(student / 3, -1)
+    torch.testing.assert_close(soft.loss(student, images, given), 9 * (p * (p / q).log()).sum(-1).mean())
+
+
+def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path):
+    recipe = classifier(resnet(weights, img_size=32), ema=Ema(decay=0.5), mixing=Mixing(mixup=0.2))
+    before = {n: v.clone() for n, v in recipe.teacher.model.state_dict().items()}
+    trainer = fit(recipe)
+    assert all(torch.equal(before[n], v) for n, v in recipe.teacher.model.state_dict().items())  # BatchNorm's statistics too
+    assert not any(module.training for module in recipe.teacher.model.modules())
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    plain = {f"model.{n}" for n in timm.create_model("vitrel_vit_n8_none", num_classes=4, img_size=32, **SMALL).state_dict()}
+    assert set(checkpoint["state_dict"]) == set(checkpoint["current_model_state"]) == plain
+    optimised = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    assert optimised == {id(p) for p in recipe.parameters()} and len(optimised) == len(plain)
+    assert copy.deepcopy(recipe).teacher is recipe.teacher
+    assert checkpoint["hyper_parameters"]["objective"]["distillation"]["teacher"] == "resnet10t"
+
+
+def test_the_student_learns_the_teachers_answers(weights):
+    recipe = classifier(resnet(weights, alpha=1.0, img_size=32))
+    images = Tensors().images
+    with torch.no_grad():
+        answers = recipe.teacher(images).softmax(-1)
+
+        def distance():
+            return float(F.kl_div(recipe.eval()(images).log_softmax(-1), answers, reduction="batchmean"))
+
+        before = distance()
+        with torch.enable_grad():
+            fit(recipe.train(), max_epochs=6)
+        assert distance() < 0.7 * before
+
+
+def test_a_checkpoint_of_a_run_tells_how_the_teacher_was_built(tmp_path):
+    torch.manual_seed(2)
+    first = small("vitrel_vit_n8_table")
+    fit(first, max_epochs=1).save_checkpoint(tmp_path / "teacher.ckpt")
+    recipe = classifier(Distillation("vitrel_vit_n8_table", checkpoint=str(tmp_path / "teacher.ckpt")))
+    assert recipe.teacher.size == (32, 32) and recipe.teacher.classes == ["c0", "c1", "c2", "c3"]
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(recipe.teacher(images), first.eval()(images))
+    other = Tensors()
+    other.classes = ["c1", "c0", "c2", "c3"]
+    with pytest.raises(
+        ValueError, match=r"distillation.checkpoint was trained on classes other .* or in another order: take a"
+    ):
+        fit(recipe, other)
+
+
+def test_a_vitrel_teacher_of_another_size(weights):
+    how = Distillation("vitrel_vit_n8_table", str(weights / "vit.safetensors"), img_size=(64, 48), teacher_args={"depth": 1})
+    teacher = Teacher(how, 4, MEAN, STD)
+    assert teacher(torch.randn(2, 3, 32, 32)).shape == (2, 4) and teacher.model.model.img_size == (64, 48)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({}, "give resnet10t either a checkpoint, or pretrained: true"),
+        ({"checkpoint": "x", "pretrained": True}, "give resnet10t either a checkpoint, or pretrained: true"),
+        ({"checkpoint": "x", "alpha": 2.0}, r"distillation.alpha \(2.0\) is within 0..1"),
+        ({"checkpoint": "x", "tau": 0.0}, r"distillation.tau \(0.0\) positive"),
+    ],
+)
+def test_settings_are_checked(how, text):
+    with pytest.raises(ValueError, match=text):
+        Distillation("resnet10t", **how)
+
+
+def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
+    with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot take .*resnet.pt: .*size mismatch for fc"):
+        Teacher(resnet(weights), 5, MEAN, STD)
+    with pytest.raises(ValueError, match=r"unknown model 'resnet10'; nearest: .*resnet1"):
+        Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4, MEAN, STD)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):
+        Teacher(Distillation("resnet10t", "nowhere.pt"), 4, MEAN, STD)
+    asked = []
+
+    def create_model(name, pretrained, **how):
+        asked.append((name, pretrained, how))
+        return original(name, **how)
+
+    original = timm.create_model
+    monkeypatch.setattr(timm, "create_model", create_model)
+    with pytest.raises(
+        ValueError, match="resnet10t tells 1000 classes apart, the student 4: take a teacher of the same classes"
+    ):
+        Teacher(Distillation("resnet10t", pretrained=True), 4, MEAN, STD)
+    assert asked == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on

@@ -1,0 +1,159 @@
+"""Two processes over gloo: the same training as one process at the same images per update, and every image evaluated once."""
+
+import json
+import os
+import signal
+import socket
+from contextlib import closing
+
+import pytest
+import timm
+import torch
+
+from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, rows, status
+from vitrel.data import create_dataset
+from vitrel.train import Classifier, run
+
+pytestmark = pytest.mark.slow
+PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ
+TWO = ("--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=8")
+
+
+def environment(rank, port):
+    """What torchrun sets for a process."""
+
+    def install():
+        about = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, GROUP_RANK=0, MASTER_PORT=port)
+        os.environ |= {name: str(value) for name, value in about.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
+
+    return install
+
+
+def on_two(args, *hooks):
+    """Runs the command on two ranks; their exit statuses."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def both(rank):
+        def install():
+            environment(rank, port)()
+            for hook in hooks:
+                hook()
+
+        return install
+
+    children = [in_child(args, both(rank)) for rank in range(2)]
+    return [status(child) for child in children]
+
+
+def test_the_same_as_one_process(command, tmp_path):
+    assert on_two(command("two", *PLAIN, *TWO)) == [0, 0]
+    assert status(in_child(command("one", *PLAIN))) == 0
+    one, two = (rows(tmp_path / name / "metrics.csv") for name in ("one", "two"))
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    for a, b in zip(one, two, strict=True):
+        for key in ("lr", "train/loss_epoch", "train/top1_epoch", "val/loss", "val/top1"):
+            assert (a[key] == "") == (b[key] == "")
+            if a[key]:
+                assert float(a[key]) == pytest.approx(float(b[key]), abs=1e-4), key
+    a, b = (read(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("one", "two"))
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], atol=1e-4, rtol=0)  # sums in another order, 18 updates
+
+
+def test_images_per_update_decide_the_schedule(command, tmp_path):
+    assert on_two(command("two", *PLAIN, *TWO, "--trainer.accumulate_grad_batches=2", epochs=1)) == [0, 0]
+    assert read(tmp_path / "two" / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 3
+
+
+@pytest.mark.parametrize("size", [5, 32])
+def test_every_image_is_evaluated_once(command, folder, tmp_path, size):
+    """29 images over two ranks, in batches that both divides and does not: a filler counted once would show in the sum."""
+    seen = tmp_path / "seen"
+
+    def record():
+        def validation_step(self, batch, batch_idx):
+            images, labels = batch
+            with seen.with_suffix(f".{self.global_rank}").open("a") as file:
+                file.writelines(
+                    f"{int(label)} {float(image.double().sum())}\n" for image, label in zip(images, labels, strict=True)
+                )
+            return original(self, batch, batch_idx)
+
+        original = Classifier.validation_step
+        Classifier.validation_step = validation_step
+
+    args = [*PLAIN, "--data.n_val=29", f"--data.batch_size={size}", "--data.n_train=64"]
+    assert on_two(command("two", *args, "--trainer.devices=2", "--trainer.strategy=ddp", epochs=1), record) == [0, 0]
+    by_rank = [seen.with_suffix(f".{rank}").read_text().splitlines() for rank in range(2)]
+    real = [line for lines in by_rank for line in lines if not line.startswith("-1 ")]
+    assert len(by_rank[0]) == len(by_rank[1]) == 15 and len(real) == len(set(real)) == 29
+    last = rows(tmp_path / "two" / "metrics.csv")[-1]
+    state = read(tmp_path / "two" / "checkpoints" / "last.ckpt")
+    top1, loss = evaluated(state, str(folder), 29)
+    assert float(last["val/top1"]) == pytest.approx(top1) and float(last["val/loss"]) == pytest.approx(loss, abs=1e-5)
+
+
+@torch.no_grad()
+def evaluated(state, folder, n):
+    """Top-1 and mean loss of a checkpoint, image by image."""
+    about = state["vitrel"]
+    model = timm.create_model(about["model"], num_classes=4, img_size=about["img_size"], **about["model_args"]).eval()
+    model.load_state_dict({name.removeprefix("model."): value for name, value in state["state_dict"].items()})
+    how = {key: about[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    data = create_dataset(folder, "val", tuple(about["img_size"]), n=n, **how)
+    logits, labels = model(torch.stack([image for image, _ in data])), torch.tensor([label for _, label in data])
+    return float((logits.argmax(1) == labels).float().mean()), float(torch.nn.functional.cross_entropy(logits, labels))
+
+
+def test_one_rank_that_is_told_to_stop_stops_both(command, tmp_path):
+    args = command("two", *TWO, *EVERYTHING)
+
+    def tell():
+        at(8, lambda: os.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGTERM))()
+
+    assert on_two(args, tell) == [143, 143]
+    assert on_two(resumed(args, tmp_path / "two")) == [0, 0]
+    assert on_two(command("whole", *TWO, *EVERYTHING)) == [0, 0]
+    assert_same_run(tmp_path / "two", tmp_path / "whole")
+
+
+def test_resuming_on_another_number_of_processes(command, tmp_path):
+    """At the same images per batch: two processes until the middle of an epoch, then one; the whole in one to compare."""
+    stop = at(9, signal.SIGTERM)
+    assert on_two(command("cut", *PLAIN, *TWO), stop) == [143, 143]
+    args = command("cut", *PLAIN, f"--ckpt_path={tmp_path}/cut/checkpoints/last.ckpt")
+    assert status(in_child([*args, "--data.batch_size=8"])) == 1
+    assert status(in_child(args)) == 0
+    run(command("whole", *PLAIN))
+    a, b = (read(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("cut", "whole"))
+    assert a["vitrel"]["step"] == b["vitrel"]["step"] == 18
+    for key, value in b["state_dict"].items():
+        torch.testing.assert_close(a["state_dict"][key], value, atol=1e-4, rtol=0)
+
+
+def fsdp(**how):
+    about = {"save_distributed_checkpoint": False, "data_parallel_size": 2, "tensor_parallel_size": 1} | how
+    strategy = {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": about}
+    return ("--trainer.devices=2", f"--trainer.strategy={json.dumps(strategy)}", "--data.batch_size=8")
+
+
+def test_divided_parameters_train_as_one_process(command, tmp_path):
+    """FSDP2, stopped in an epoch and resumed, with clipping: parameters, moments and the evaluation of the whole model."""
+    clip = "--trainer.gradient_clip_val=0.5"
+    args = command("cut", *PLAIN, *fsdp(), clip)
+    assert on_two(args, at(9, signal.SIGTERM)) == [143, 143]
+    assert on_two(resumed(args, tmp_path / "cut")) == [0, 0]
+    run(command("whole", *PLAIN, clip))
+    a, b = (read(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("cut", "whole"))
+    for key, value in b["state_dict"].items():
+        torch.testing.assert_close(a["state_dict"][key], value, atol=1e-4, rtol=0)
+    one, two = (rows(tmp_path / name / "metrics.csv")[-1] for name in ("cut", "whole"))
+    assert float(one["val/loss"]) == pytest.approx(float(two["val/loss"]), abs=1e-4) and one["val/top1"] == two["val/top1"]
+
+
+def test_splitting_the_model_is_refused(command, capfd):
+    assert on_two(command("run", *fsdp(data_parallel_size="auto", tensor_parallel_size="auto"))) == [1, 1]
+    assert "set its tensor_parallel_size: 1 and its data_parallel_size to the number of all devices" in capfd.readouterr().err

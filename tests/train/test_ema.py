@@ -1,0 +1,184 @@
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from timm.utils import ModelEmaV3
+from torch.nn import functional as F
+
+from small_runs import Tensors, fit, small
+from vitrel.train.ema import AveragedWeights, Ema
+from vitrel.train.objective import Mixing
+from vitrel.transfer.checkpoint import load_checkpoint
+
+
+def recipe(ema, **how):
+    return small("vitrel_vit_n8_table", ema=ema, mixing=Mixing(mixup=0.2), **how)
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def same(a, b):
+    """Bit-equal tensors, through dictionaries and lists."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+class Cut(Callback):
+    """Stops the run, after everything else, when `updates` updates are done."""
+
+    def __init__(self, updates):
+        self.updates = updates
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.updates:
+            raise RuntimeError("cut")
+
+
+class Follow(Callback):
+    """timm's average of the same weights."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def on_train_start(self, trainer, module):
+        self.ema = ModelEmaV3(module.model, decay=self.settings.decay, use_warmup=self.settings.warmup)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.ema.update(module.model, step=trainer.global_step)
+
+
+@pytest.mark.parametrize("settings", [Ema(0.9), Ema(0.9, warmup=True)])
+def test_the_average_is_timms(settings):
+    follow = Follow(settings)
+    module = recipe(settings)
+    fit(module, callbacks=[follow])
+    for name, value in follow.ema.module.state_dict().items():
+        torch.testing.assert_close(module.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_warm_up_of_the_decay():
+    ema = Ema(0.99, warmup=True)
+    assert [ema.decay_at(n) for n in (0, 7, 10**6)] == pytest.approx([0.0, 0.75, 0.99])
+    assert Ema(0.99).decay_at(0) == 0.99
+
+
+def test_the_average_is_evaluated_and_saved(tmp_path):
+    data, module = Tensors(), recipe(Ema(0.9))
+    save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
+    trainer = fit(module, data, callbacks=[save], enable_checkpointing=True)
+    checkpoint = read(tmp_path / "last.ckpt")
+    assert checkpoint["vitrel"]["ema"] is True and checkpoint["hyper_parameters"]["ema"]["decay"] == 0.9
+    average, raw = checkpoint["state_dict"], checkpoint["current_model_state"]
+    assert not same(average, raw) and int(checkpoint["averaging_state"]["n_averaged"]) == 12
+    model = load_checkpoint(tmp_path / "last.ckpt").model
+    assert same(dict(model.state_dict()), {k.removeprefix("model."): v for k, v in average.items()})
+    with torch.no_grad():
+        loss = F.cross_entropy(model(data.images[:6]), data.labels[:6])
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(loss), abs=1e-5)
+    assert same(dict(module.state_dict()), average)  # training over, the module is what was evaluated
+
+
+def test_until_start_epoch_the_average_is_the_weights(tmp_path):
+    for every in (1, 4):
+        save = ModelCheckpoint(tmp_path, filename=f"{every}-{{epoch}}", save_top_k=-1, save_on_train_epoch_end=True)
+        fit(recipe(Ema(0.9, start_epoch=1, every=every)), callbacks=[save], enable_checkpointing=True)
+        first, second = (read(tmp_path / f"{every}-epoch={i}.ckpt") for i in range(2))
+        assert same(first["state_dict"], first["current_model_state"]) and not int(first["averaging_state"]["n_averaged"])
+        assert not same(second["state_dict"], second["current_model_state"])
+        assert int(second["averaging_state"]["n_averaged"]) == (6 if every == 1 else 2)
+
+
+@pytest.mark.parametrize("updates", [2, 6, 9])
+@pytest.mark.parametrize("ema", [None, Ema(0.9, warmup=True), Ema(0.9, start_epoch=1, every=2)])
+def test_resuming_anywhere_is_bit_exact(tmp_path, updates, ema):
+    def run(name, ckpt_path=None, **how):
+        torch.manual_seed(0)
+        module = small("vitrel_vit_n8_table", ema=ema, mixing=Mixing(mixup=0.2), label_smoothing=0.1)
+        every = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [every, *how.pop("callbacks", [])]
+        return fit(module, Tensors(**how), ckpt_path, callbacks=callbacks, enable_checkpointing=True)
+
+    whole = run("whole")
+    with pytest.raises(RuntimeError, match="cut"):
+        run("cut", callbacks=[Cut(updates)])
+    path = tmp_path / "cut" / f"step={updates}.ckpt"
+    assert same(read(path)["state_dict"], read(tmp_path / "whole" / path.name)["state_dict"])
+    cut = run("cut", path, skip=updates % 6)
+    ends = [read(tmp_path / name / "step=12.ckpt") for name in ("cut", "whole")]
+    for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "lr_schedulers", "epoch_means"):
+        assert same(ends[0].get(key), ends[1].get(key)), key
+    for key in ("train/loss_epoch", "train/top1_epoch", "val/loss", "val/top1"):
+        assert torch.equal(cut.callback_metrics[key], whole.callback_metrics[key]), key
+
+
+class DuringEvaluation(Callback):
+    """Saves, or fails, at the first batch of the last evaluation."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if trainer.current_epoch == 1 and batch_idx == 0:
+            if self.path is None:
+                raise RuntimeError("cut")
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_saved_during_an_evaluation_has_each_in_its_place(tmp_path):
+    module = recipe(Ema(0.9))
+    save = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
+    fit(module, callbacks=[DuringEvaluation(tmp_path / "during.ckpt"), save], enable_checkpointing=True)
+    during, end = read(tmp_path / "during.ckpt"), read(tmp_path / "end.ckpt")
+    assert same(during["state_dict"], end["state_dict"])
+    assert same(during["current_model_state"], end["current_model_state"])
+
+
+def test_an_error_during_an_evaluation_leaves_the_weights_in_the_module(tmp_path):
+    module = recipe(Ema(0.9))
+    save = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
+    with pytest.raises(RuntimeError, match="cut"):
+        fit(module, callbacks=[DuringEvaluation(), save], enable_checkpointing=True)
+    assert same(dict(module.state_dict()), read(tmp_path / "last.ckpt")["current_model_state"])
+
+
+def test_a_checkpoint_saved_after_training_still_has_the_weights(tmp_path):
+    module = recipe(Ema(0.9))
+    save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
+    trainer = fit(module, callbacks=[save], enable_checkpointing=True)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    after, last = read(tmp_path / "after.ckpt"), read(tmp_path / "last.ckpt")
+    assert same(after["state_dict"], last["state_dict"])
+    assert same(after["current_model_state"], last["current_model_state"])
+    loss = trainer.callback_metrics["val/loss"]
+    assert trainer.validate(module, datamodule=Tensors(), verbose=False)[0]["val/loss"] == pytest.approx(float(loss))
+
+
+def test_a_run_resumes_with_an_average_or_without_but_not_changed(tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
+    fit(recipe(Ema(0.9)), callbacks=[save], enable_checkpointing=True, max_epochs=1)
+    with pytest.raises(ValueError, match="cannot resume: the checkpoint's ema is True, this run's is False"):
+        fit(recipe(None), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_counters_are_copied():
+    averages, weights = [torch.tensor(3), torch.tensor(4)], [torch.tensor(7), torch.tensor(8)]
+    AveragedWeights(Ema(0.9))._average(averages, weights, torch.tensor(5))
+    assert averages == weights
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"decay": 1.0}, "ema.decay is the share that the average keeps, 0 <= decay < 1, not 1.0"),
+        ({"start_epoch": -1}, r"ema.start_epoch \(-1\) is >= 0"),
+        ({"every": 0}, r"ema.every \(0\) at least 1"),
+    ],
+)
+def test_settings_are_checked(how, text):
+    with pytest.raises(ValueError, match=text):
+        Ema(**how)

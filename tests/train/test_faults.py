@@ -1,0 +1,134 @@
+"""What stops a run: a loss or weight that is not a number, images that cannot be read. Nothing saved before is lost."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from runs import at, in_child, read, resumed, rows, status
+from vitrel.data.pack import pack
+from vitrel.data.shards import Shards
+from vitrel.train import Classifier
+from vitrel.train.faults import FiniteLoss
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """A copy of the folder that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "images")
+
+
+def last_step(folder):
+    return read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, shards):
+    """One white image makes the loss NaN: it is among the images named, and the checkpoint before is kept."""
+    Image.new("RGB", (32, 32), "white").save(own / "train" / "red" / "white.png")
+    data, name = own, str(own / "train" / "red" / "white.png")
+    if shards:
+        data = tmp_path / "shards"
+        pack(own, data, images_per_shard=30)
+        split = Shards(data, "train", None)
+        name = next(split.name(i) for i in range(len(split)) if split.read(i)[0].min() == 255)
+
+    def spoil():
+        def training_step(self, batch, batch_idx):
+            loss = original(self, batch, batch_idx)
+            return loss * torch.nan if self.current_epoch == 1 and (batch[0].flatten(1).std(1) == 0).any() else loss
+
+        original, Classifier.training_step = Classifier.training_step, training_step
+
+    args = command("run", f"--data.data={data}", "--run.save_every=1")
+    assert status(in_child(args, spoil)) == 1
+    text, listed = capfd.readouterr().err, (tmp_path / "run" / "bad_batch.txt").read_text().splitlines()
+    assert "FloatingPointError: loss is not finite at epoch 1, batch " in text
+    assert len(listed) == 16 and name in listed and f"all in {tmp_path}/run/bad_batch.txt" in text
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert f"The last good checkpoint is {last}" in text
+    batch = int(text.partition("epoch 1, batch ")[2].partition(" ")[0])
+    assert last_step(tmp_path / "run") == 6 + batch
+    assert all(torch.isfinite(value).all() for value in read(last)["state_dict"].values())
+    assert status(in_child(resumed(args, tmp_path / "run"))) == 0
+
+
+def test_a_bad_weight_is_not_saved(command, tmp_path, capfd):
+    """An update may spoil a weight after a loss that was finite."""
+
+    def spoil():
+        def zero(self, *args):
+            if self.global_step == 8:
+                self.model.head.bias.data[0] = torch.inf
+            return original(self, *args)
+
+        original, Classifier.on_train_batch_end = Classifier.on_train_batch_end, zero
+
+    assert status(in_child(command("run", "--run.save_every=1"), spoil)) == 1
+    text = capfd.readouterr().err
+    assert "model.head.bias and 0 other tensors are not finite after update 8" in text and "stopped before saving" in text
+    assert last_step(tmp_path / "run") == 7
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:200])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_are_replaced_and_listed(command, own, tmp_path, workers):
+    bad = [own / "train" / "red" / "3.png", own / "train" / "blue" / "11.png"]
+    for path in bad:
+        damage(path)
+    args = command("run", f"--data.data={own}", "--data.reading.bad_share=0.05", f"--data.workers={workers}")
+    assert status(in_child([*args, "--run.save_every=1"], at(9, 9))) == -9
+    assert status(in_child(resumed(args, tmp_path / "run"))) == 0
+    listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()
+    assert listed[0] == "image" and sorted(listed[1:]) == sorted(map(str, bad))
+    assert len([row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/top1"]]) == 3
+
+
+def test_too_many_unreadable_images_stop_the_run(command, own, capfd):
+    for i in range(2):
+        damage(own / "train" / "red" / f"{i}.png")
+    assert status(in_child(command("run", f"--data.data={own}"))) == 1
+    text = capfd.readouterr().err
+    assert "of 96 training images cannot be read, more than data.reading.bad_share (0.01) of them: stopped" in text
+
+
+def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, own, capfd):
+    damage(own / "val" / "red" / "3.png")
+    assert status(in_child(command("a", f"--data.data={own}"))) == 1
+    assert f"{own}/val/red/3.png" in capfd.readouterr().err
+    damage(own / "train" / "blue" / "3.png")
+    assert status(in_child(command("b", f"--data.data={own}", "--data.reading.on_bad=raise"))) == 1
+    assert f"{own}/train/blue/3.png" in capfd.readouterr().err
+
+
+def finite(folder, losses, device="cpu", every=3):
+    """Batch at which the guard speaks, and what it says."""
+    guard = FiniteLoss(folder)
+    guard.on_train_start(None, SimpleNamespace(device=torch.device("cpu")))
+    module = SimpleNamespace(device=SimpleNamespace(type=device))
+    for i, loss in enumerate(losses):
+        trainer = SimpleNamespace(log_every_n_steps=every, is_last_batch=i == len(losses) - 1, current_epoch=2)
+        trainer.global_step, trainer.world_size = 10 + i, 1
+        trainer.datamodule = SimpleNamespace(names=lambda epoch, batch: [f"{epoch}-{batch}.png"] * 10)
+        try:
+            guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, i)
+        except FloatingPointError as error:
+            return i, str(error)
+    return None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_bad_batch_is_named(tmp_path, value):
+    assert finite(tmp_path, [1.0, 2.0]) is None
+    when, text = finite(tmp_path, [1.0, value, 1.0, 1.0])
+    assert when == 1 and "epoch 2, batch 1 " in text and "There is no checkpoint yet" in text
+    assert ", 2-1.png and 2 more, all in" in text and (tmp_path / "bad_batch.txt").read_text() == "2-1.png\n" * 10
+    when, text = finite(tmp_path, [1.0, value, value, 1.0, 1.0], device="cuda")
+    assert when == 2 and "epoch 2, batch 1 " in text  # looked at every third batch, and still names the first
+    when, text = finite(tmp_path, [1.0, 1.0, 1.0, 1.0, value], device="cuda")
+    assert when == 4 and "batch 4 " in text

@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+import torch
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
+from torch.nn import functional as F
+
+from small_runs import Tensors, fit, small
+from vitrel.train.objective import Mixing, Objective
+
+LOGITS = torch.tensor([[2.0, 0.5, -1.0, 0.0], [0.1, -0.3, 1.2, 0.4]])
+LABELS = torch.tensor([0, 3])
+
+
+def targets(recipe, monkeypatch, epochs):
+    """What the loss is given, step by step."""
+    seen, original = [], recipe.loss
+
+    def loss(logits, target):
+        seen.append(target)
+        return original(logits, target)
+
+    monkeypatch.setattr(recipe, "loss", loss)
+    fit(recipe, Tensors(batches=2), max_epochs=epochs)
+    return seen
+
+
+def test_cross_entropy_smooths_labels_and_leaves_targets():
+    loss = Objective().build(0.1)
+    torch.testing.assert_close(loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+    mixed = torch.tensor([[0.5, 0.5, 0, 0], [0, 0, 0.25, 0.75]])
+    torch.testing.assert_close(loss(LOGITS, mixed), F.cross_entropy(LOGITS, mixed))
+
+
+@pytest.mark.parametrize("thresh", [None, 0.2])
+@pytest.mark.parametrize("total", [False, True])
+def test_binary_cross_entropy_is_timms(thresh, total):
+    loss = Objective("bce", bce_target_thresh=thresh, bce_sum=total).build(0.1)
+    torch.testing.assert_close(loss(LOGITS, LABELS), BinaryCrossEntropy(0.1, thresh, sum_classes=total)(LOGITS, LABELS))
+    mixed = torch.tensor([[0.7, 0.3, 0, 0], [0, 0, 0.1, 0.9]])
+    target = mixed if thresh is None else (mixed > thresh).float()
+    each = F.binary_cross_entropy_with_logits(LOGITS, target, reduction="none")
+    torch.testing.assert_close(loss(LOGITS, mixed), each.sum(-1).mean() if total else each.mean())
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: Objective("ce", bce_sum=True), "bce_sum are of loss: bce"),
+        (lambda: Objective("bce", bce_target_thresh=1.0), "bce_target_thresh is a target's value, 0 <= value < 1, not 1.0"),
+        (lambda: Objective().build(1.0), "label_smoothing is the share of a label that is spread, .* not 1.0"),
+        (lambda: Mixing(mixup=-1.0), r"mixing.mixup \(-1.0\) .* at least 0"),
+        (lambda: Mixing(mixup=1.0, prob=2.0), r"mixing.prob \(2.0\) .* within 0..1"),
+        (
+            lambda: Mixing(cutmix_minmax=(0.5, 0.2)),
+            r"mixing.cutmix_minmax is \[least, greatest\] within 0..1, not \[0.5, 0.2\]",
+        ),
+        (lambda: Mixing(mixup=1.0, off_epoch=-1), "mixing.off_epoch is an epoch"),
+        (lambda: Mixing(mixup=1.0).check_batch(5, (32, 32)), "data.batch_size 5 is odd, make it even"),
+        (lambda: Mixing(cutmix_minmax=(0.5, 0.51)).check_batch(4, (64, 32)), r"no box on images of 64x32 pixels: widen it"),
+    ],
+)
+def test_settings_are_checked(build, text):
+    with pytest.raises(ValueError, match=text):
+        build()
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_odd_batches_are_refused_before_training(mode):
+    with pytest.raises(ValueError, match=r"data.batch_size 5 is odd"):
+        fit(small(mixing=Mixing(mixup=1.0, mode=mode)), Tensors(batch_size=5))
+
+
+def test_mixing_smooths_once():
+    assert Mixing().build(4, 0.1) is None
+    mixup = Mixing(mixup=0.2, prob=0.0).build(4, 0.1)
+    _, target = mixup(torch.zeros(2, 3, 8, 8), torch.tensor([1, 2]))
+    torch.testing.assert_close(target[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
+
+
+def test_cutmix_minmax_pastes_boxes_between():
+    np.random.seed(0)  # noqa: NPY002  timm draws from the global generator
+    mixup = Mixing(cutmix_minmax=(0.25, 0.5)).build(2, 0.0)
+    first, second = torch.zeros(1, 1, 64, 32), torch.ones(1, 1, 64, 32)
+    for _ in range(20):
+        images, target = mixup(torch.cat([first, second]), torch.tensor([0, 1]))
+        pasted = images[0, 0] == 1
+        h, w = int(pasted.any(1).sum()), int(pasted.any(0).sum())
+        assert 16 <= h < 32 and 8 <= w < 16
+        assert float(target[0, 1]) == pytest.approx(h * w / (64 * 32))
+
+
+def test_mixing_ends_at_off_epoch_and_the_loss_smooths_from_there(monkeypatch):
+    recipe = small(mixing=Mixing(mixup=1.0, off_epoch=1), label_smoothing=0.1)
+    seen = targets(recipe, monkeypatch, epochs=2)
+    assert [target.ndim for target in seen] == [2, 2, 1, 1]
+    torch.testing.assert_close(seen[0].sum(-1), torch.ones(4))
+    assert float(seen[0].min()) == pytest.approx(0.025)  # smoothed, once
+    torch.testing.assert_close(recipe.loss(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+
+
+def test_a_run_minimises_the_binary_loss():
+    trainer = fit(small(objective=Objective("bce", bce_sum=True), mixing=Mixing(cutmix=1.0)))
+    assert 0.5 < float(trainer.callback_metrics["train/loss_epoch"]) < 4  # 4 log 2 = 2.8 at first
+    assert "val/loss" in trainer.callback_metrics

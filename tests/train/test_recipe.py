@@ -1,0 +1,299 @@
+"""Settings as they act in a run: rates, clipping, memory, speed, two processes."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from helpers import ROOT
+from small_runs import SMALL, Tensors, fit, small
+from vitrel.train import Classifier, Optimisation
+from vitrel.train.ema import Ema
+from vitrel.train.execution import Execution, check_sharded
+from vitrel.train.schedule import Schedule
+
+TABLE = "vitrel_vit_n8_table"
+
+
+class Seen(Callback):
+    """Rates of every group and the clipped gradients, at every update."""
+
+    def __init__(self):
+        self.rates, self.gradients = [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.rates.append({group["name"]: group["lr"] for group in trainer.optimizers[0].param_groups})
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        grads = {n: p.grad.clone() for n, p in module.model.named_parameters() if p.grad is not None}
+        if grads:
+            self.gradients.append(grads)
+
+
+def optimised(settings, data=None, **how):
+    seen, module = Seen(), small(TABLE, optim=settings)
+    fit(module, data, callbacks=[seen], **how)
+    return seen, module
+
+
+def test_layer_decay_holds_in_a_run():
+    settings = Optimisation(lr=1e-2, warmup_epochs=0.5, layer_decay=0.5, position_lr_scale=4.0, schedule=Schedule("linear"))
+    seen, _ = optimised(settings)
+    assert len(seen.rates) == 12
+    for rate in seen.rates:
+        assert rate["decayed.0"] / rate["decayed.3"] == pytest.approx(0.5**3)  # the stem, two blocks, the head
+        assert rate["position.2"] / rate["decayed.3"] == pytest.approx(4 * 0.5)
+    assert [rate["decayed.3"] for rate in seen.rates[:4]] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
+
+
+def test_the_rate_is_for_the_images_of_an_update():
+    settings = Optimisation(lr=1e-3, warmup_epochs=0.0, lr_base_size=64, schedule=Schedule("constant"))
+    seen, _ = optimised(settings, accumulate_grad_batches=2)
+    assert {round(rate["decayed"], 12) for rate in seen.rates} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
+
+
+@pytest.mark.parametrize(
+    ("mode", "bound"),
+    [
+        ("norm", lambda grads: torch.stack([g.norm() for g in grads.values()]).norm()),
+        (None, lambda grads: torch.stack([g.norm() for g in grads.values()]).norm()),
+        ("value", lambda grads: max(g.abs().max() for g in grads.values())),
+    ],
+)
+def test_clipping(mode, bound):
+    settings = Optimisation(lr=1e-8, warmup_epochs=0.0, clip_mode=mode)
+    free, _ = optimised(Optimisation(lr=1e-8, warmup_epochs=0.0))
+    seen, _ = optimised(settings, gradient_clip_val=1e-3)
+    assert seen.gradients and all(float(bound(grads)) <= 1e-3 * 1.001 for grads in seen.gradients)
+    assert all(float(bound(grads)) > 1e-2 for grads in free.gradients)
+
+
+def test_adaptive_clipping_spares_the_head():
+    settings = Optimisation(lr=1e-8, warmup_epochs=0.0, clip_mode="agc")
+    seen, module = optimised(settings, gradient_clip_val=1e-3)
+    for grads in seen.gradients:
+        for name, weight in module.model.named_parameters():
+            if weight.ndim == 2 and name in grads and not name.startswith("head."):
+                rows = weight.detach().norm(dim=1).clamp(min=1e-3)
+                assert (grads[name].norm(dim=1) <= 1e-3 * rows * 1.001).all(), name
+        assert float(grads["head.weight"].norm()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "how", "text"),
+    [
+        ({"clip_mode": "agc"}, {}, "optim.clip_mode agc clips nothing without trainer.gradient_clip_val"),
+        (
+            {"clip_mode": "norm"},
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "optim.clip_mode is norm, trainer.gradient_clip_algorithm value: leave the latter out",
+        ),
+        ({"warmup_epochs": 5.0}, {}, "warm-up of 30 updates in a run of 12: lower optim.warmup_epochs"),
+    ],
+)
+def test_settings_that_do_not_fit_the_trainer_are_refused(settings, how, text):
+    with pytest.raises(ValueError, match=text):
+        fit(small(TABLE, optim=Optimisation(**{"warmup_epochs": 0.5} | settings)), **how)
+
+
+@pytest.mark.parametrize("execution", [Execution(grad_checkpointing=True), Execution(channels_last=True)])
+def test_less_memory_is_the_same_training(execution):
+    def trained(execution):
+        torch.manual_seed(0)
+        module = Classifier(
+            TABLE, 4, 32, SMALL | {"drop_path_rate": 0.2}, Optimisation(lr=1e-3, warmup_epochs=0.5), execution=execution
+        )
+        fit(module)
+        return module.state_dict()
+
+    assert small(TABLE, execution=execution).model.grad_checkpointing is execution.grad_checkpointing
+    plain, other = trained(Execution()), trained(execution)
+    for name, value in plain.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=2e-5)
+
+
+def test_images_are_channels_last_too():
+    module, seen = small(TABLE, execution=Execution(channels_last=True)), []
+    module.model.patch_embed.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    fit(module, max_epochs=1)
+    assert seen and all(seen)
+    assert module.model.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_grad_checkpointing_a_model_without_it_is_refused():
+    with pytest.raises(ValueError, match=r"execution.grad_checkpointing: .* cannot do that, leave it out"):
+        Execution(grad_checkpointing=True).apply(torch.nn.Linear(2, 2))
+
+
+def test_sharded_weights_are_neither_averaged_nor_clipped_by_row():
+    with pytest.raises(ValueError, match=r"leave model.ema out, or use strategy: ddp"):
+        fit(small(TABLE, ema=Ema()), strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match=r"optim.clip_mode agc compares whole rows, .* or strategy: ddp"):
+        check_sharded(averaged=False, clip_mode="agc")
+
+
+COMPILED = Execution(compile=True, dynamic=True, backend="eager")
+
+
+def test_compiling_keeps_the_names_of_the_weights():
+    module = small(TABLE, ema=Ema(0.9), execution=COMPILED)
+    assert module.model._compiled_call_impl is not None
+    assert list(module.state_dict()) == list(small(TABLE).state_dict())
+
+
+@pytest.mark.slow
+def test_compiled_training_is_the_same(tmp_path):
+    def trained(execution):
+        torch.manual_seed(0)
+        module = small(TABLE, ema=Ema(0.9), execution=execution)
+        fit(module).save_checkpoint(tmp_path / "run.ckpt")
+        return torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
+
+    plain, compiled = trained(Execution()), trained(COMPILED)
+    assert list(plain) == list(compiled)
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=2e-5)
+
+
+class Full(Callback):
+    """A device whose memory is full at the second batch."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            module.model.forward = self.forward
+
+    def forward(self, images):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_out_of_memory_says_what_needs_less(backward, monkeypatch):
+    callbacks = [Full()]
+    if backward:
+        callbacks = []
+
+        def full(self, loss, *args):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+        monkeypatch.setattr(Classifier, "backward", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        fit(small(TABLE), Tensors(batch_size=6), callbacks=callbacks, accumulate_grad_batches=2)
+    (note,) = caught.value.__notes__
+    for text in (
+        "data.batch_size: 3 (now 6) with trainer.accumulate_grad_batches: 4 (now 2)",
+        "trainer.precision: bf16-mixed (now 32-true)",
+        "model.execution.grad_checkpointing: true (now false)",
+        "a smaller data.size (now 32x32)",
+    ):
+        assert text in note
+    assert "Tried to allocate 1.00 GiB" in str(caught.value)
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(RuntimeError) as caught:
+        fit(small(TABLE), callbacks=[Broken()])
+    assert not hasattr(caught.value, "__notes__")
+
+
+class Broken(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        raise RuntimeError("not memory")
+
+
+def test_a_model_of_timm_trains_with_everything():
+    args = {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 8}
+    settings = Optimisation(name="lamb", lr=1e-3, warmup_epochs=0.5, layer_decay=0.8, clip_mode="agc")
+    how = {"ema": Ema(0.9), "execution": Execution(grad_checkpointing=True)}
+    trainer = fit(Classifier("vit_tiny_patch16_224", 4, 32, args, settings, **how), gradient_clip_val=0.1)
+    assert torch.isfinite(trainer.callback_metrics["train/loss_epoch"])
+
+
+TWO = """
+import json
+import sys
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from small_runs import Tensors, Batches, fit, small
+from vitrel.train import Optimisation
+from vitrel.train.ema import Ema
+
+
+class Halves(Tensors):
+    def train_dataloader(self):
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return Batches(self.images[rank::world], self.labels[rank::world], 4 // world)
+
+    def val_dataloader(self):
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        images, labels = torch.cat([self.images[:7], torch.zeros(1, 3, 32, 32)]), torch.tensor([0, 1, 2, 3, 0, 1, 2, -1])
+        return Batches(images[rank::world], labels[rank::world], 4 // world)
+
+
+if __name__ == "__main__":
+    kind, path = sys.argv[1:]
+    world = 1 if kind == "one" else 2
+    torch.manual_seed(0)
+    sharded = {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+    strategy = ModelParallelStrategy(**sharded) if kind == "fsdp" else "ddp"
+    how = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False} if world == 2 else {}
+    data = Halves()
+    data.batch_size = 4 // world
+    # not Adam, which would make steps of rounding errors where a gradient is zero, as a key's bias has it
+    ema = None if kind == "fsdp" else Ema(0.9)
+    recipe = small("vitrel_vit_n8_table", ema=ema, optim=Optimisation("sgd", lr=0.1, warmup_epochs=0.5))
+    folder, name = path.rsplit("/", 1)
+    save = ModelCheckpoint(folder, filename=name.removesuffix(".ckpt"), every_n_train_steps=11)
+    trainer = fit(recipe, data, callbacks=[save], enable_checkpointing=True, gradient_clip_val=1.0, **how)
+    if trainer.is_global_zero:
+        print(json.dumps({name: float(value) for name, value in trainer.callback_metrics.items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The checkpoint and the metrics of one process, of two, or of two that share the weights out."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "two.py").write_text(TWO)
+    # only what is needed: other tests in this process may have left Lightning's own variables
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+
+    @functools.cache
+    def run(kind):
+        command = [sys.executable, str(folder / "two.py"), kind, str(folder / f"{kind}.ckpt")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        metrics = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        return torch.load(folder / f"{kind}.ckpt", weights_only=True), metrics
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(trained, kind):
+    (one, alone), (two, together) = trained("one"), trained(kind)
+    averaged = "state_dict" if kind == "ddp" else "current_model_state"  # of which there is none beside shared out weights
+    for name, value in one[averaged].items():
+        torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-4, atol=1e-5)
+    if kind == "ddp":
+        for name, value in one["current_model_state"].items():
+            torch.testing.assert_close(two["current_model_state"][name], value, rtol=1e-4, atol=1e-5)
+        assert together["val/top1"] == alone["val/top1"]
+        assert together["val/loss"] == pytest.approx(alone["val/loss"], rel=1e-5)
+    assert (
+        two["vitrel"]["position"] == one["vitrel"]["position"]
+        and two["vitrel"]["position"]["blocks.0.position"]["key"] == "table"
+    )
+    for name in ("train/loss", "train/top1"):
+        assert two["epoch_means"][name] == pytest.approx(one["epoch_means"][name], rel=1e-5)
+        assert together[f"{name}_epoch"] == pytest.approx(alone[f"{name}_epoch"], rel=1e-5)

@@ -1,0 +1,135 @@
+"""Runs that are killed, terminated or stopped anywhere end, once resumed, bit-equal to one that never was."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+
+import pytest
+
+from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
+from vitrel.data.pack import pack
+from vitrel.train import run
+
+
+@pytest.mark.parametrize("call", [2, 5, 6, 7, 12])
+def test_killed_at_a_batch(command, tmp_path, call):
+    """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, in its first, in a later epoch."""
+    args = command("cut", *EVERYTHING, "--run.save_every=1")
+    assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *EVERYTHING))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_while_streaming_shards(command, folder, tmp_path, workers):
+    pack(folder, tmp_path / "shards", images_per_shard=17)
+    extra = (*EVERYTHING, f"--data.data={tmp_path}/shards", f"--data.workers={workers}", "--run.save_every=1")
+    args = command("cut", *extra)
+    assert status(in_child(args, at(10, signal.SIGKILL))) == -signal.SIGKILL
+    if workers:
+        assert status(in_child([*resumed(args, tmp_path / "cut"), "--data.workers=1"])) == 1  # divided otherwise
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *extra))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_killed_with_sizes_in_turn_and_repeated_views(command, tmp_path):
+    extra = (*EVERYTHING, "--data.train_sizes=[32, [24, 40], 48]", "--data.repeats=2", "--run.save_every=1")
+    args = command("cut", *extra)
+    assert status(in_child(args, at(11, signal.SIGKILL))) == -signal.SIGKILL
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *extra))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("--data.batch_size=8", "images per batch of all devices: 16, now 8"),
+        ("--seed_everything=4", "seed: 3, now 4"),
+        ("--trainer.accumulate_grad_batches=1", "accumulate_grad_batches: 2, now 1"),
+        ("--data.n_train=80", "training images: 96, now 80"),
+    ],
+)
+def test_another_order_or_schedule_is_refused(command, tmp_path, change, text):
+    args = command("run", *EVERYTHING, epochs=1)
+    run(args)
+    with pytest.raises(ValueError, match=f"cannot resume, the run would see other batches .*: {text}"):
+        run([*resumed(args, tmp_path / "run"), change])
+
+
+def test_killed_in_an_evaluation(command, tmp_path):
+    args = command("cut", *EVERYTHING, epochs=2)
+    assert status(in_child(args, at(2, signal.SIGKILL, "validation_step"))) == -signal.SIGKILL
+    saved = read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]
+    assert (saved["epoch"], saved["step"]) == (1, 3)  # trained, and to be evaluated again
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *EVERYTHING, epochs=2))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("call", "hook", "step"),
+    [(2, "on_train_batch_start", 1), (8, "on_train_batch_start", 4), (1, "validation_step", 3), (6, "training_step", 3)],
+)
+def test_sigterm_saves_and_exits_143(command, tmp_path, call, hook, step):
+    args = command("cut", *EVERYTHING, epochs=2)
+    assert status(in_child(args, at(call, signal.SIGTERM, hook))) == 143
+    saved = read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]
+    assert (saved["epoch"], saved["step"]) == (step // 3, step)
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *EVERYTHING, epochs=2))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_from_the_best_checkpoint(command, tmp_path):
+    """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
+    run(command("whole", *EVERYTHING, epochs=8))
+    epoch = read(tmp_path / "whole" / "checkpoints" / "best.ckpt")["vitrel"]["epoch"]
+    assert epoch < 8
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    run([*command("again", *EVERYTHING, epochs=8), f"--ckpt_path={tmp_path}/again/checkpoints/best.ckpt"])
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_the_former_checkpoint(command, tmp_path, capfd):
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # bytes; a checkpoint has more, the logs fewer
+
+    args, last = command("cut", "--run.save_every=1"), tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    assert status(in_child(args, at(9, fill))) == 1
+    text = capfd.readouterr().err
+    assert f"cannot write the checkpoint {last}" in text and "the former file is kept" in text
+    assert read(last)["vitrel"]["step"] == 8 and last.stat().st_size > 60_000
+    assert {path.name for path in last.parent.iterdir()} <= {"last.ckpt", "best.ckpt"}
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole"))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_twenty_kills_at_random(command, tmp_path, workers):
+    """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
+    extra = (*EVERYTHING, "--run.save_every=1", f"--data.workers={workers}")
+    begin = time.perf_counter()
+    assert status(in_child(command("whole", *extra, epochs=40))) == 0
+    length = time.perf_counter() - begin
+    args, folder = command("cut", *extra, epochs=40), tmp_path / "cut"
+    chance, kills, steps = random.Random(workers), 0, set()
+    while kills < 20:
+        pid = in_child(resumed(args, folder))
+        time.sleep(chance.uniform(0.02, 0.08) * length)
+        os.kill(pid, signal.SIGKILL)
+        if status(pid) == 0:
+            break
+        kills += 1
+        if (folder / "checkpoints" / "last.ckpt").exists():
+            steps.add(read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"])
+    assert status(in_child(resumed(args, folder))) == 0
+    assert kills == 20 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
+    assert_same_run(folder, tmp_path / "whole")

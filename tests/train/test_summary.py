@@ -1,0 +1,161 @@
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from vitrel.train import Classifier, run
+from vitrel.train.log import CSVLog
+from vitrel.train.summary import Predictions, draw_curves, draw_predictions, epochs_of
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Arguments of a run of a second, whatever is given added."""
+
+    def build(*extra):
+        return [
+            "fit",
+            "--model.model=vitrel_vit_n8_table",
+            "--model.model_args={depth: 1, embed_dim: 32, num_heads: 2}",
+            "--model.optim.warmup_epochs=0",
+            "--data.data=shapes",
+            "--data.size=32",
+            "--data.batch_size=8",
+            "--data.n_train=16",
+            "--data.n_val=20",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.max_epochs=3",
+            "--trainer.accelerator=cpu",
+            "--trainer.enable_progress_bar=false",
+            "--trainer.logger=false",
+            "--seed_everything=3",
+            *extra,
+        ]
+
+    return build
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Raises what is given at the start of epoch 1."""
+
+    def at(error):
+        def batch(self, batch, batch_idx):
+            original(self, batch, batch_idx)
+            if self.current_epoch == 1:
+                raise error
+
+        patch.setattr(Classifier, "on_train_batch_start", batch)
+
+    original = Classifier.on_train_batch_start
+    with monkeypatch.context() as patch:
+        at.undo = patch.undo
+        yield at
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def size(path):
+    with Image.open(path) as image:
+        return image.size
+
+
+def test_what_a_finished_run_leaves(command, tmp_path):
+    done = run(command("--run.predictions=5"))
+    found = summary(tmp_path)
+    assert found["status"] == "finished" and "error" not in found
+    assert found["model"] == "vitrel_vit_n8_table" and found["positions"] == ["table"] and found["model_args"]["depth"] == 1
+    assert found["parameters"] == sum(p.numel() for p in done.model.model.parameters())
+    assert (found["classes"], found["train_images"], found["val_images"]) == (4, 16, 20)
+    assert (found["epochs"], found["updates"], found["seed"], found["resumed"]) == (3, 6, 3, 0)
+    assert found["img_size"] == [32, 32] and found["versions"]["torch"] == torch.__version__
+    assert found["seconds"] > 0 and found["images_per_s"] > 0 and found["memory_mb"] > 100 and 0 <= found["data_wait"] <= 1
+    assert found["command"].startswith("fit --model.model=vitrel_vit_n8_table '--model.model_args={depth: 1,")
+    assert found["hardware"].startswith("1 × ") and "cpu" in found["hardware"]
+    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)["vitrel"]["epoch"]
+    assert found["best"]["epoch"] == best and found["best"]["val/top1"] >= found["final"]["val/top1"]
+    assert found["final"]["val/loss"] == pytest.approx(float(done.trainer.callback_metrics["val/loss"]), rel=1e-5)
+    assert size(tmp_path / "curves.png") == (1440, 432)
+    assert size(tmp_path / "predictions.png")[0] == 5 * 216
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt("stop"), "interrupted", "KeyboardInterrupt: stop"),
+        (SystemExit(143), "interrupted", "SystemExit: 143"),
+        (RuntimeError("no more"), "failed", "RuntimeError: no more"),
+    ],
+)
+def test_a_run_that_stops_says_how(command, tmp_path, stop, error, status, text):
+    stop(error)
+    with pytest.raises((SystemExit, RuntimeError)):
+        run(command())
+    first = summary(tmp_path)
+    assert (first["status"], first["error"], first["epochs"], first["updates"]) == (status, text, 1, 2)
+    assert first["best"]["epoch"] == 1 and (tmp_path / "curves.png").is_file()
+
+
+def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_path):
+    seconds = 0
+    for times in range(3):
+        run(command("--ckpt_path=auto", f"--trainer.max_epochs={1 + times}"))
+        found = summary(tmp_path)
+        assert (found["status"], found["resumed"], found["epochs"]) == ("finished", times, 1 + times)
+        assert found["seconds"] > seconds
+        seconds = found["seconds"]
+    assert len(epochs_of(CSVLog(tmp_path, resume=True).rows)) == 3
+
+
+def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
+    monkeypatch.setattr("vitrel.train.summary.Summary.on_exception", lambda *_: None)
+    stop(RuntimeError("as if killed"))
+    with pytest.raises(RuntimeError):
+        run(command())
+    found = summary(tmp_path)
+    assert (found["status"], found["epochs"], found["updates"]) == ("running", 1, 2) and found["best"]["epoch"] == 1
+
+
+def test_the_last_evaluations_answers_are_shown(command, tmp_path):
+    done = run(command("--run.predictions=6", "--data.n_val=19", "--trainer.max_epochs=2"))
+    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).seen
+    places = [0, 3, 6, 10, 13, 16]
+    images, labels = zip(*(done.datamodule.val_set[i] for i in places), strict=True)
+    with torch.no_grad():
+        answers = done.model.eval()(torch.stack(images)).softmax(-1).max(-1)
+    assert [label for _, label, _, _ in shown] == list(labels)
+    assert [answer for _, _, answer, _ in shown] == answers.indices.tolist()
+    torch.testing.assert_close(torch.tensor([p for *_, p in shown]), answers.values)
+
+
+def test_epochs_join_rows_of_text_and_of_numbers():
+    rows = [
+        {"epoch": "0", "step": "1", "train/loss_step": "3.0", "val/top1": ""},
+        {"epoch": 0, "step": 3, "train/loss_step": 2.0, "val/top1": 0.5},
+        {"step": 4, "x": 1.0},
+        {"epoch": 2, "step": 5, "val/top1": 0.25},
+    ]
+    assert epochs_of(rows) == [
+        {"epoch": 0, "step": 3, "train/loss_step": 2, "val/top1": 0.5},
+        {"epoch": 2, "step": 5, "val/top1": 0.25},
+    ]
+
+
+def test_curves_of_a_run_without_evaluation(tmp_path):
+    draw_curves([{"epoch": 0.0, "train/loss_epoch": 1.0, "lr": 0.1}], tmp_path / "new" / "curves.png")
+    assert size(tmp_path / "new" / "curves.png") == (1440, 432)
+
+
+def test_wrong_answers_are_framed_in_red(tmp_path):
+    grey = torch.zeros(3, 40, 60)
+    for answer, most in ((0, "green"), (1, "red")):
+        draw_predictions([(grey, 0, answer, 0.9)], ["a", "b" * 40], (0.5,) * 3, (0.5,) * 3, tmp_path / "p.png")
+        with Image.open(tmp_path / "p.png") as image:
+            pixels = torch.tensor(list(image.convert("RGB").getdata())).float()
+        coloured = pixels[(pixels.max(1).values - pixels.min(1).values) > 60]
+        assert ("green", "red")[int(coloured[:, 0].mean() > coloured[:, 1].mean())] == most
+        assert ((pixels - 127.5).abs().max(1).values < 2).float().mean() > 0.2  # zero is the mean colour

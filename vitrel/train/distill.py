@@ -1,0 +1,138 @@
+"""Knowledge distillation: a frozen teacher, kept out of everything that is trained, averaged or saved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from timm.models import load_state_dict
+from timm.task import DistillationTeacher
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitrel.models.weights.load import load_pretrained, read_file
+from vitrel.train.tuning import check_model_name
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A teacher and how much of it the student learns: loss = (1 - alpha) * loss of the labels + alpha * distillation loss.
+
+    Args:
+        teacher: timm name of the teacher, a vitrel model or any other.
+        checkpoint: file of its weights; one of tools/train.py tells model arguments, size and classes too.
+        pretrained: fetch timm's own weights of that name, from the network unless they are on disk already.
+        kind: "soft" (KL divergence at temperature tau, times tau squared, Hinton, arXiv 1503.02531) or "hard"
+            (cross-entropy with the teacher's most probable class, DeiT, arXiv 2012.12877).
+        alpha: weight of the distillation loss, 0..1.
+        tau: temperature of the soft kind.
+        img_size: side or [H, W] in pixels that the teacher's images are resized to; null is the size that its checkpoint tells,
+            else that of its own cfg.
+        teacher_args: further keywords of `timm.create_model`, before those of the checkpoint.
+    """
+
+    teacher: str
+    checkpoint: str | None = None
+    pretrained: bool = False
+    kind: Literal["soft", "hard"] = "soft"
+    alpha: float = 0.5
+    tau: float = 1.0
+    img_size: int | tuple[int, int] | None = None
+    teacher_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (not self.pretrained):
+            raise ValueError(
+                f"distillation: a teacher has learned something: give {self.teacher} either a checkpoint, or pretrained: true "
+                "to fetch timm's weights"
+            )
+        if not 0 <= self.alpha <= 1 or not self.tau > 0:
+            raise ValueError(f"distillation.alpha ({self.alpha}) is within 0..1, distillation.tau ({self.tau}) positive")
+
+
+class Teacher:
+    """A teacher's answers to the student's batches. No nn.Module: whoever holds it neither trains nor saves nor copies it.
+
+    Args:
+        settings: the teacher.
+        num_classes: the student's.
+        mean, std: of the student's images, per channel.
+
+    Attributes:
+        classes: the class names that its checkpoint tells, or None.
+
+    Raises:
+        ValueError: an unknown name, weights that do not fit, or another number of classes.
+    """
+
+    def __init__(self, settings: Distillation, num_classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.settings = settings
+        loaded = {} if settings.checkpoint is None else read_file(settings.checkpoint)
+        about = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
+        self.classes: list[str] | None = about.get("classes")
+        size = settings.img_size or about.get("img_size")
+        model = _build(settings, num_classes, size, about.get("model_args") or {})
+        if settings.checkpoint is not None:
+            _load(model, settings, loaded)
+        if model.num_classes != num_classes:
+            raise ValueError(
+                f"distillation teacher {settings.teacher} tells {model.num_classes} classes apart, the student {num_classes}: "
+                "take a teacher of the same classes"
+            )
+        self.size = to_2tuple(size or model.pretrained_cfg["input_size"][-2:])
+        self.model = DistillationTeacher(model).requires_grad_(False).eval()
+        self.mean, self.std = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # averaged copies of the student share it
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits [B, classes] for the student's normalised images [B, 3, h, w]."""
+        if self.mean.device != images.device:
+            self.model.to(images.device)
+            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        images = self.model.normalize_input(images.float(), self.mean, self.std)
+        if images.shape[-2:] != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return self.model(images)
+
+    def loss(self, student: Tensor, images: Tensor, label_loss: Tensor) -> Tensor:
+        """The whole loss, given the student's logits [B, classes] for `images` and its loss against the labels."""
+        teacher, tau, alpha = self(images).float(), self.settings.tau, self.settings.alpha
+        if self.settings.kind == "hard":
+            distilled = F.cross_entropy(student, teacher.argmax(-1))
+        else:
+            logs = F.log_softmax(student / tau, -1), F.log_softmax(teacher / tau, -1)
+            distilled = F.kl_div(*logs, reduction="batchmean", log_target=True) * tau**2
+        return (1 - alpha) * label_loss + alpha * distilled
+
+
+def _build(settings: Distillation, num_classes: int, size: int | Sequence[int] | None, model_args: dict[str, Any]) -> nn.Module:
+    check_model_name(settings.teacher)
+    arguments = {**model_args, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
+    if not settings.pretrained:  # timm gives pretrained weights a new head for another number, without a word
+        arguments["num_classes"] = num_classes
+    if size is not None:
+        try:
+            return timm.create_model(settings.teacher, img_size=size, **arguments)
+        except TypeError as error:
+            if "img_size" not in str(error):  # else a convolutional network, made for no size
+                raise
+    return timm.create_model(settings.teacher, **arguments)
+
+
+def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
+    try:
+        if hasattr(model, "position_parameters"):
+            load_pretrained(model, loaded)
+            return
+        state = load_state_dict(settings.checkpoint)
+        if all(name.startswith("model.") for name in state):  # as tools/train.py saves
+            state = {name.removeprefix("model."): value for name, value in state.items()}
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"distillation teacher {settings.teacher} cannot take {settings.checkpoint}: {reason}") from error

@@ -1,0 +1,114 @@
+"""What is minimised: the loss, mixup and cutmix, a teacher."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrel.train.distill import Distillation
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of training. Evaluation always reports cross-entropy with the true labels.
+
+    Args:
+        loss: "ce", cross-entropy, or "bce", timm's binary cross-entropy of every class on its own.
+        bce_target_thresh: targets above it count as 1, all others as 0; null takes mixed and smoothed targets as they are.
+        bce_sum: sum the binary losses over the classes instead of averaging them.
+        distillation: a teacher to learn from, beside the labels.
+    """
+
+    loss: Literal["ce", "bce"] = "ce"
+    bce_target_thresh: float | None = None
+    bce_sum: bool = False
+    distillation: Distillation | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss == "ce" and (self.bce_target_thresh is not None or self.bce_sum):
+            raise ValueError("objective.bce_target_thresh and objective.bce_sum are of loss: bce; set that or leave them out")
+        if self.bce_target_thresh is not None and not 0 <= self.bce_target_thresh < 1:
+            raise ValueError(f"objective.bce_target_thresh is a target's value, 0 <= value < 1, not {self.bce_target_thresh}")
+
+    def build(self, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """Loss of (logits [B, classes], labels [B] or mixed targets [B, classes]).
+
+        Labels are smoothed here, targets are not: `Mixing` has smoothed them.
+        """
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing is the share of a label that is spread, 0 <= share < 1, not {label_smoothing}")
+        if self.loss == "bce":
+            return BinaryCrossEntropy(label_smoothing, self.bce_target_thresh, sum_classes=self.bce_sum)
+        return partial(_cross_entropy, smoothing=label_smoothing)
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    return F.cross_entropy(logits, target, label_smoothing=smoothing if target.ndim == 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Mixup and cutmix as in timm: both alphas 0 and no cutmix_minmax is off.
+
+    Args:
+        mixup, cutmix: alpha of the Beta distribution that the share is drawn from; 0 for none.
+        prob: probability of mixing a batch (or pair, or element).
+        switch_prob: probability of cutmix where both are on.
+        mode: one draw per "batch", "pair" or "elem".
+        cutmix_minmax: least and greatest side of the pasted box, as shares of the image's; takes the place of `cutmix`.
+        off_epoch: first epoch, counted from 0, without mixing; null mixes to the end.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+    cutmix_minmax: tuple[float, float] | None = None
+    off_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixup < 0 or self.cutmix < 0:
+            raise ValueError(f"mixing.mixup ({self.mixup}) and mixing.cutmix ({self.cutmix}) are at least 0")
+        if not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
+            raise ValueError(f"mixing.prob ({self.prob}) and mixing.switch_prob ({self.switch_prob}) are within 0..1")
+        if self.cutmix_minmax is not None and not 0 <= self.cutmix_minmax[0] < self.cutmix_minmax[1] <= 1:
+            raise ValueError(f"mixing.cutmix_minmax is [least, greatest] within 0..1, not {list(self.cutmix_minmax)}")
+        if self.off_epoch is not None and self.off_epoch < 0:
+            raise ValueError(f"mixing.off_epoch is an epoch, counted from 0, or null, not {self.off_epoch}")
+
+    def build(self, num_classes: int, label_smoothing: float) -> Mixup | None:
+        """timm's Mixup, which also smooths the labels; None when off."""
+        if not self.mixup and not self.cutmix and self.cutmix_minmax is None:
+            return None
+        return Mixup(
+            mixup_alpha=self.mixup,
+            cutmix_alpha=self.cutmix,
+            cutmix_minmax=self.cutmix_minmax,
+            prob=self.prob,
+            switch_prob=self.switch_prob,
+            mode=self.mode,
+            label_smoothing=label_smoothing,
+            num_classes=num_classes,
+        )
+
+    def active(self, epoch: int) -> bool:
+        """Whether batches of this epoch, counted from 0, are mixed if mixing is on at all."""
+        return self.off_epoch is None or epoch < self.off_epoch
+
+    def check_batch(self, batch_size: int, img_size: tuple[int, int]) -> None:
+        """ValueError when batches of one device cannot be mixed: odd ones, or images (h, w) too small for cutmix_minmax."""
+        if batch_size % 2:
+            raise ValueError(f"mixup and cutmix pair the images of a batch: data.batch_size {batch_size} is odd, make it even")
+        if self.cutmix_minmax is not None:
+            low, high = self.cutmix_minmax
+            if any(int(side * low) >= int(side * high) for side in img_size):
+                raise ValueError(
+                    f"mixing.cutmix_minmax {[low, high]} leaves no box on images of {img_size[0]}x{img_size[1]} pixels: "
+                    "widen it"
+                )

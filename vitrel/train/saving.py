@@ -1,0 +1,188 @@
+"""Checkpoints that survive: whole or not at all, at moments a run can go on from exactly, and when asked to stop."""
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from vitrel.files import whole
+from vitrel.models.weights.load import read_file
+from vitrel.train.log import CSVLog
+
+TERMINATED = 128 + signal.SIGTERM  # exit status
+
+
+class AtomicIO(TorchCheckpointIO):
+    """Writes beside the file and renames: what stands at `path` is the former checkpoint or the new one, whole."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write; OSError when there is no room, with the former file kept and nothing left beside it."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with whole(path) as part, part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
+            kept = "the former file is kept" if Path(path).exists() else "there is no former one"
+            raise OSError(
+                f"cannot write the checkpoint {path}: {error}; {kept}, and nothing is left of the new one. Make room and go on "
+                "with --ckpt_path"
+            ) from error
+
+    def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        """Tensors and plain values on the CPU, never code; ValueError naming what is wrong with the file."""
+        return read_file(path)
+
+
+class Best(ModelCheckpoint):
+    """Keeps `best.ckpt`: the evaluation with the highest top-1, of this run and of those that it goes on with.
+
+    Args:
+        folder: where it goes.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        # when an evaluation ends, since not every epoch has one
+        when = {"save_on_train_epoch_end": False, "enable_version_counter": False}
+        super().__init__(folder, "best", monitor="val/top1", mode="max", **when)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As Lightning's, for a run whose folder was moved too: it would forget the score, and a worse one would replace it."""
+
+        def here(path: str) -> str:
+            return str(Path(self.dirpath) / Path(path).name) if path else path
+
+        paths = {name: here(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+        known = {here(path): score for path, score in state["best_k_models"].items()}
+        super().load_state_dict({**state, **paths, "best_k_models": known, "dirpath": self.dirpath})
+
+
+class Saving(Checkpoint):
+    """Keeps `last.ckpt`: every so many updates, before each evaluation, at the end of each epoch, and on SIGTERM.
+
+    A run resumed from it, whenever it was written, ends as if it had never been interrupted. It is not written between the
+    batches of an accumulation, since gradients are not saved. On SIGTERM the run saves after its current update (in an
+    evaluation, which changes nothing, at once) and exits with status 143; all ranks stop together, whichever was told.
+
+    Args:
+        folder: where `last.ckpt` goes.
+        csv: written before every checkpoint, and cut back to it by a resumed run.
+        every: updates between two saves inside an epoch; 0 for none.
+    """
+
+    def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0) -> None:
+        self.path, self.csv, self.every = Path(folder) / "last.ckpt", csv, every
+        self.asked, self.former = False, None
+
+    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["run"] = {"rows": len(self.csv.rows), "order": _order(trainer)}
+
+    def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Forget the rows logged after the checkpoint was saved; ValueError where batches or schedule would be others."""
+        saved, mine = checkpoint["run"]["order"], _order(trainer)
+        if not _inside_an_epoch(checkpoint):
+            mine |= {name: saved[name] for name in _READERS & saved.keys()}
+        differ = [f"{name}: {saved.get(name)}, now {mine[name]}"[:120] for name in mine if mine[name] != saved.get(name)]
+        if differ:
+            raise ValueError(f"cannot resume, the run would see other batches or another schedule: {'; '.join(differ)}")
+        del self.csv.rows[checkpoint["run"]["rows"] :]
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            for part in self.path.parent.glob(".*.part"):  # of a run that was killed while it saved
+                part.unlink(missing_ok=True)
+        # Lightning's own handler ends the run with status 0, saves nothing, and talks to other ranks from inside the handler
+        self.asked = trainer.received_sigterm
+        self.former = signal.signal(signal.SIGTERM, lambda number, frame: self._ask(trainer, number, frame))
+
+    def _ask(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
+        if not self.asked and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(number)  # the ranks that this process started
+        self.asked = True
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the batch before, whose metrics were not logged yet. Its progress without the batch that begins:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        now = progress.state_dict()
+        progress.current.ready -= 1
+        progress.total.ready -= 1
+        progress.is_last_batch = False
+        if not trainer.fit_loop._should_accumulate():
+            stop = self._stop(trainer)
+            # an epoch's first batch follows the save at the end of the last
+            if batch_idx > 0 and (stop or (self.every and trainer.global_step % self.every == 0)):
+                self._save(trainer)
+            self._leave(stop)
+        progress.load_state_dict(now)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        # as if interrupted inside its first batch: the resumed run then makes up for the whole evaluation
+        progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        now = progress.state_dict()
+        progress.increment_ready()
+        progress.increment_started()
+        self._save(trainer)
+        progress.load_state_dict(now)
+        self._leave(self._stop(trainer))
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._leave(not trainer.sanity_checking and self._stop(trainer))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._save(trainer)
+        self._leave(self._stop(trainer))
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        if self.former is not None:
+            signal.signal(signal.SIGTERM, self.former)
+            self.former = None
+
+    def _stop(self, trainer: Trainer) -> bool:
+        if trainer.world_size == 1:
+            return self.asked
+        asked = torch.tensor(int(self.asked), device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        return bool(asked)
+
+    def _save(self, trainer: Trainer) -> None:
+        self.csv.save()
+        trainer.save_checkpoint(self.path)
+
+    def _leave(self, stop: bool) -> None:
+        if stop:
+            print(f"SIGTERM: saved {self.path}", flush=True)
+            raise SystemExit(TERMINATED)
+
+
+_READERS = {"devices", "loader processes"}  # an epoch of shards is divided between them
+
+
+def _order(trainer: Trainer) -> dict[str, Any]:
+    """What decides the batches and the schedule, as plain values."""
+    data = trainer.datamodule
+    found = {
+        "seed": data.seed,
+        "training images": len(data.train_set),
+        "images per class": data.train_set.class_counts(),
+        "images per batch of all devices": data.batch_size * trainer.world_size,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "train_sizes": [list(size) for size in data.train_sizes or []],
+        "repeats": data.repeats,
+    }
+    if data.streamed:
+        found |= {"devices": trainer.world_size, "loader processes": data.workers}
+    return found
+
+
+def _inside_an_epoch(checkpoint: dict[str, Any]) -> bool:
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    return epochs["ready"] > epochs["processed"]

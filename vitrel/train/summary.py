@@ -1,0 +1,281 @@
+"""What is left of a run: `summary.json`, learning curves and validation images with their predictions."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import timm
+import torch
+import torchvision
+from lightning.pytorch import Callback, LightningModule, Trainer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import vitrel
+from vitrel.files import whole
+from vitrel.models.weights.record import position_record
+from vitrel.train.log import CSVLog
+from vitrel.train.progress import Speed
+
+
+class Summary(Callback):
+    """Writes `summary.json` when training starts and after every epoch, and `curves.png` too when it ends, however it ends.
+
+    `status` is "running", "finished", "interrupted" (a signal, Ctrl+C) or "failed" (with `error`): a run that was killed
+    outright stays "running".
+
+    Args:
+        log: the metrics, whose folder the files are written to.
+        speed: the measurements.
+        about: further entries, e.g. command and seed.
+        resumed: the run goes on from a checkpoint; time and number of resumptions then add to those of the file before.
+    """
+
+    def __init__(self, log: CSVLog, speed: Speed, about: dict[str, Any], resumed: bool = False) -> None:
+        self.csv, self.speed, self.about, self.resumed = log, speed, about, resumed
+        self.path = log.path.with_name("summary.json")
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        before = _read_summary(self.path) if self.resumed else {}
+        self.start, self.seconds_before = time.perf_counter(), before.get("seconds", 0.0)
+        self.fixed = {
+            **self.about,
+            "resumed": before.get("resumed", 0) + 1 if self.resumed else 0,
+            **_describe(trainer, module),
+            "hardware": _hardware(trainer),
+            "versions": versions(),
+            "commit": _commit(),
+        }
+        self.write(trainer, "running")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.write(trainer, "running")
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.finish(trainer, "finished")
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        stopped = not isinstance(exception, Exception)  # KeyboardInterrupt, SystemExit: from outside
+        self.finish(trainer, "interrupted" if stopped else "failed", f"{type(exception).__name__}: {exception}")
+
+    def finish(self, trainer: Trainer, status: str, error: str | None = None) -> None:
+        """Write the last state of the summary, and the curves."""
+        if not hasattr(self, "fixed"):
+            return  # stopped before anything was built
+        self.write(trainer, status, error)
+        epochs = epochs_of(self.csv.rows)
+        if trainer.is_global_zero and epochs:
+            draw_curves(epochs, self.path.with_name("curves.png"))
+
+    def write(self, trainer: Trainer, status: str, error: str | None = None) -> None:
+        """Replace `summary.json`, on the first rank."""
+        if not trainer.is_global_zero:
+            return
+        epochs = epochs_of(self.csv.rows)
+        judged = [row for row in epochs if "val/top1" in row]
+        best = max(judged, key=lambda row: row["val/top1"], default={})  # the first of equals, as best.ckpt
+        entry = {
+            "status": status,
+            **({} if error is None else {"error": error}),
+            **self.fixed,
+            "epochs": trainer.fit_loop.epoch_progress.current.processed,
+            "updates": trainer.global_step,
+            "best": {"epoch": int(best["epoch"]) + 1, **_metrics(best)} if best else None,
+            "final": _metrics(judged[-1]) if judged else None,
+            "seconds": round(self.seconds_before + time.perf_counter() - self.start, 3),
+            "images_per_s": round(self.speed.rate, 1),
+            "data_wait": round(self.speed.data_wait, 3),
+            "memory_mb": round(self.speed.memory_mb, 1),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(self.path) as part:
+            part.write_text(json.dumps(entry, indent=2, ensure_ascii=False) + "\n")
+
+
+class Predictions(Callback):
+    """Writes `predictions.png` at the end: validation images, spread over the set, with the last evaluation's answers.
+
+    Args:
+        folder: of the run.
+        count: number of images; fewer where the (first rank's share of the) set holds fewer.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.path, self.count = Path(folder) / "predictions.png", count
+        self.seen: list[tuple[Tensor, int, int, float]] = []  # image [3, H, W], label, predicted, probability
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.seen, self.passed = [], 0
+        # what the evaluation computes is kept: one more forward pass of one rank alone would hang a sharded model
+        self.hook = module.register_forward_hook(self.keep)
+        batches = int(sum(trainer.num_val_batches))
+        images = (batches - 1) * trainer.datamodule.batch_size + 1  # at least: the last batch may be short
+        self.wanted = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        outputs: Any,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        images, labels = batch
+        rows = [i for i in range(len(labels)) if self.passed + i in self.wanted and int(labels[i]) >= 0]
+        self.passed += len(labels)
+        if not rows:
+            return
+        probability, predicted = self.logits[rows].float().softmax(-1).max(-1)
+        self.seen += [
+            (images[row].float().cpu(), int(labels[row]), int(answer), float(p))
+            for row, answer, p in zip(rows, predicted, probability, strict=True)
+        ]
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.hook.remove()
+
+    def keep(self, module: LightningModule, inputs: Any, output: Any) -> None:
+        """The last logits [B, num_classes]; a strategy may call the module for its validation step, which returns none."""
+        if isinstance(output, Tensor):
+            self.logits = output.detach()
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.seen and trainer.is_global_zero:
+            how = module.preprocessing
+            draw_predictions(self.seen, list(trainer.datamodule.classes), how["mean"], how["std"], self.path)
+
+
+def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The rows of a `metrics.csv` joined to one per epoch: the last value of each metric, as numbers."""
+    epochs: dict[int, dict[str, float]] = {}
+    for row in rows:
+        numbers = {name: float(value) for name, value in row.items() if value not in ("", None)}
+        if "epoch" in numbers:
+            epochs.setdefault(int(numbers["epoch"]), {}).update(numbers)
+    return [epochs[epoch] for epoch in sorted(epochs)]
+
+
+def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
+    """Loss, top-1 accuracy and learning rate over epochs (`epochs_of`) as PNG."""
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    loss, top1, rate = figure.subplots(1, 3)
+    for axes, name in ((loss, "loss"), (top1, "top1")):
+        _curve(axes, epochs, f"train/{name}_epoch", "training", "#D55E00", "--")
+        _curve(axes, epochs, f"val/{name}", "validation", "#0072B2", "-")
+        if axes.lines:
+            axes.legend(frameon=False)
+    _curve(rate, epochs, "lr", "", "#000000", "-")
+    for axes, title in ((loss, "loss"), (top1, "top-1 accuracy (%)"), (rate, "learning rate")):
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def draw_predictions(
+    seen: list[tuple[Tensor, int, int, float]],
+    classes: list[str],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    path: Path,
+) -> None:
+    """A grid of images as PNG, wrong answers framed and titled in red with the right one below.
+
+    Args:
+        seen: (normalised image [3, H, W], label, predicted class, its probability).
+        classes: names.
+        mean, std: of the normalisation, to undo it.
+        path: of the PNG.
+    """
+    columns = min(8, len(seen))
+    lines = -(-len(seen) // columns)
+    figure = Figure(figsize=(1.8 * columns, 2.4 * lines), layout="constrained")
+    cells = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes in cells:
+        axes.set_axis_off()
+    mean, std = (torch.tensor(v)[:, None, None] for v in (mean, std))
+    for axes, (image, label, answer, probability) in zip(cells, seen, strict=False):
+        axes.set_axis_on()
+        axes.set(xticks=[], yticks=[])
+        axes.imshow((image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+        wrong = label != answer
+        colour = "#D00000" if wrong else "#007A33"
+        axes.set_title(f"{'✗' if wrong else '✓'} {probability:.0%}\n{_short(classes[answer])}", fontsize=8, color=colour)
+        axes.set_xlabel(f"is {_short(classes[label])}" if wrong else "", fontsize=8, color=colour)
+        for side in axes.spines.values():
+            side.set(color=colour, linewidth=3 if wrong else 1)
+    _save(figure, path)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that a result depends on."""
+    modules = {"torch": torch, "torchvision": torchvision, "timm": timm, "lightning": lightning}
+    return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+
+
+def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    data = trainer.datamodule
+    return {
+        "model": module.name,
+        "model_args": module.model_args,
+        "positions": sorted({part["key"] for part in position_record(module.model).values()}),
+        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "img_size": list(module.img_size),
+        "data": data.data,
+        "classes": len(data.classes),
+        "train_images": len(data.train_set),
+        "val_images": len(data.val_set),
+        "max_epochs": trainer.max_epochs,
+    }
+
+
+def _hardware(trainer: Trainer) -> str:
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return f"{trainer.world_size} × {name} ({device.type}), {os.cpu_count()} CPU cores, {platform.system()}"
+
+
+def _commit() -> str | None:
+    root = Path(vitrel.__file__).parents[1]
+    if not (root / ".git").exists():  # installed; a repository further up would be another project's
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _metrics(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if "/" in name and not name.endswith("_step")}
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}  # it only counts on
+
+
+def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, colour: str, dash: str) -> None:
+    scale = 100 if "top1" in name else 1
+    points = [(row["epoch"] + 1, scale * row[name]) for row in epochs if name in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), dash, color=colour, label=label, marker="." if len(points) < 30 else "")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 22 else f"{name[:21]}…"
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
