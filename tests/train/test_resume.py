@@ -111,6 +111,11 @@ def test_a_full_disk_leaves_the_former_checkpoint(command, tmp_path, capfd):
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+def saved_at(folder):
+    last = folder / "checkpoints" / "last.ckpt"
+    return last.stat().st_mtime_ns if last.exists() else None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_twenty_kills_at_random(command, tmp_path, workers):
@@ -122,8 +127,12 @@ def test_twenty_kills_at_random(command, tmp_path, workers):
     args, folder = command("cut", *extra, epochs=40), tmp_path / "cut"
     chance, kills, steps = random.Random(workers), 0, set()
     while kills < 20:
+        before = saved_at(folder)
         pid = in_child(resumed(args, folder))
-        time.sleep(chance.uniform(0.02, 0.08) * length)
+        early = chance.random() < 0.2  # some while they start, the others once they have got on
+        while not early and saved_at(folder) == before and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05) * length)
         os.kill(pid, signal.SIGKILL)
         if status(pid) == 0:
             break
