@@ -4,7 +4,13 @@
 whether loading or training is the limit.
 """
 
+import sys
+import traceback
+
 from vitrel.train import run
 
 if __name__ == "__main__":
-    run()
+    try:
+        run()
+    except (ValueError, OSError, FloatingPointError) as error:  # what `run` says of settings, data and files; no bug to trace
+        sys.exit("".join(traceback.format_exception_only(error)).rstrip())

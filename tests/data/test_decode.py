@@ -1,9 +1,11 @@
 """One rule for every kind of file, the same from both decoders; what is damaged or too large is named and not decoded."""
 
 import io
+import os
 import random
 import struct
 import sys
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -35,10 +37,17 @@ def chunk(name, data):
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def png(h, w, bits, colour, stream):
-    """A PNG of rows already filtered and compressed."""
+def png(h, w, bits, colour, stream, before=b"", after=b""):
+    """A PNG of rows already filtered and compressed, with other chunks before and after them."""
     header = struct.pack(">IIBBBBB", w, h, bits, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", stream) + chunk(b"IEND", b"")
+    image = before + chunk(b"IDAT", stream) + after
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + image + chunk(b"IEND", b"")
+
+
+def gif(h, w, frame_h, frame_w):
+    """A GIF whose one frame, of another size than the whole, holds nothing."""
+    screen = b"GIF89a" + struct.pack("<HH", w, h) + b"\x80\0\0" + b"\0\0\0\xff\xff\xff"
+    return screen + b"," + struct.pack("<HHHH", 0, 0, frame_w, frame_h) + b"\0\x02\x02\x44\x01\0;"
 
 
 def deep(channels, colour):
@@ -156,6 +165,14 @@ def test_a_folder_or_nothing_in_the_place_of_a_file(tmp_path):
         decode(tmp_path / "gone.jpg")
 
 
+def test_pipes_and_devices_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zeros.png").symlink_to("/dev/zero")
+    for name in ("pipe.jpg", "zeros.png"):
+        with pytest.raises(BadImage, match=f"cannot decode .*{name}: it is a pipe or a device; repair or remove it"):
+            decode(tmp_path / name)
+
+
 @pytest.mark.parametrize("kind", ["jpg", "jpg progressive", "webp lossy", "webp", "png", "png palette"])
 def test_any_damage_is_an_image_or_a_bad_image(kind):
     """Flipped bytes never end the process, and raise nothing else."""
@@ -194,6 +211,35 @@ def test_four_hundred_megapixels_are_refused_by_the_header(tmp_path, nothing_dec
             BadImage, match=r"bomb.png has 400,000,000 pixels, more than max_pixels=89,478,485, so it was not decoded; make"
         ):
             decode(path, decoder=decoder)
+
+
+MEGABYTES = zlib.compress(bytes(100_000_000))  # 97 kB
+ROWS = zlib.compress(b"".join(b"\0" + row.tobytes() for row in RGB))
+BOMBS = {
+    "profile": (png(H, W, 8, 2, ROWS, chunk(b"iCCP", b"x\0\0" + MEGABYTES)), "data too large"),
+    "text": (png(H, W, 8, 2, ROWS, chunk(b"zTXt", b"x\0\0" + MEGABYTES)), "data too large"),
+    "international text": (png(H, W, 8, 2, ROWS, chunk(b"iTXt", b"x\0\1\0\0\0" + MEGABYTES)), "data too large"),
+    "text at the end": (png(H, W, 8, 2, ROWS, after=chunk(b"zTXt", b"x\0\0" + MEGABYTES)), "data too large"),
+    "frame beyond the screen": (gif(8, 8, 60_000, 60_000), "3,600,000,000 pixels"),
+    "frame a little beyond": (gif(8, 8, 12_000, 12_000), r"12000x12000 \(H x W\) pixels"),
+    "screen beyond the frame": (gif(60_000, 60_000, 8, 8), "3,600,000,000 pixels"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_small_files_that_grow_are_refused(bomb, decoder):
+    data, text = BOMBS[bomb]
+    tracemalloc.start()
+    with pytest.raises(BadImage, match=f"cat.*{text}"):
+        decode(data, decoder=decoder, name="cat")
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
+
+
+def test_more_pixels_in_the_stream_than_the_header_says_are_left():
+    assert decode(png(H, W, 8, 2, MEGABYTES)).shape == (3, H, W)
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "gif"])

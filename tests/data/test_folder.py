@@ -133,6 +133,12 @@ def test_an_empty_class_folder_is_named(root):
         Folder(root, "train", identity)
 
 
+def test_an_empty_folder_of_one_split_is_called_empty(root):
+    (root / "train" / "zebra").mkdir()
+    with pytest.raises(ValueError, match=r"missing \['zebra'\], .* these folders are empty, remove them: .*train/zebra"):
+        Folder(root, "val", identity)
+
+
 def test_other_classes_in_val_are_named(root):
     (root / "val" / "cat").rename(root / "val" / "cow")
     with pytest.raises(ValueError, match=r"shift the labels: missing \['cat'\], extra \['cow'\]"):

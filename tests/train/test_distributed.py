@@ -154,6 +154,11 @@ def test_divided_parameters_train_as_one_process(command, tmp_path):
     assert float(one["val/loss"]) == pytest.approx(float(two["val/loss"]), abs=1e-4) and one["val/top1"] == two["val/top1"]
 
 
+def test_a_folder_of_shards_as_a_checkpoint_is_refused(command, capfd):
+    assert on_two(command("run", *fsdp(save_distributed_checkpoint=True))) == [1, 1]
+    assert "set its save_distributed_checkpoint: false" in capfd.readouterr().err
+
+
 def test_splitting_the_model_is_refused(command, capfd):
     assert on_two(command("run", *fsdp(data_parallel_size="auto", tensor_parallel_size="auto"))) == [1, 1]
     assert "set its tensor_parallel_size: 1 and its data_parallel_size to the number of all devices" in capfd.readouterr().err

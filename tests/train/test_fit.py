@@ -158,3 +158,16 @@ def test_limits_and_accumulation_shorten_the_schedule(command):
     assert cli.trainer.global_step == 4  # ceil(4 / 3) updates in each of 2 epochs
     assert cli.model.updates_per_epoch() == 2
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_schedule_ends_with_the_run(command):
+    cli = run(command("run", "--trainer.max_steps=1000", epochs=1))
+    assert cli.trainer.global_step == 6
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("how", [{"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}])
+def test_gradients_are_clipped_in_mixed_precision(command, how):
+    extra = [f"--trainer.{key}={value}" for key, value in how.items()]
+    cli = run(command("run", "--trainer.precision=bf16-mixed", *extra, epochs=1))
+    assert cli.trainer.optimizers[0].param_groups[0]["fused"] and cli.trainer.global_step == 6

@@ -1,3 +1,4 @@
+import pickle
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -9,7 +10,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from vitrel.train import guard, run
-from vitrel.train.cli import TrainCLI
 
 BASE = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
 CALLBACK = "lightning.pytorch.callbacks.EarlyStopping"
@@ -264,13 +264,27 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_sharded_checkpoint_is_read_as_plain_values_too(tmp_path, monkeypatch):
-    asked = []
-    trainer = SimpleNamespace(fit=lambda model, **how: asked.append(how))
-    monkeypatch.setattr(TrainCLI, "instantiate_trainer", lambda self: trainer)
-    config = write(tmp_path / "base.yaml", BASE)
-    run(["fit", "--config", config, f"--ckpt_path={tmp_path}", f"--trainer.default_root_dir={tmp_path}/r"])
-    assert asked[0]["weights_only"] is True and asked[0]["ckpt_path"] == str(tmp_path)
+def test_a_sharded_checkpoint_is_refused(tmp_path, capsys):
+    """torch unpickles it, whatever `weights_only` says."""
+    config, folder = write(tmp_path / "base.yaml", BASE), tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    file = write(tmp_path / "resume.yaml", f"ckpt_path: {folder}")
+    for given in (["--ckpt_path", str(folder)], [f"--ckpt_path='{folder}'"], ["--config", file]):
+        said = refused(["--config", config, *given], capsys)
+        assert f"ckpt_path {folder} is a folder: torch would unpickle what is in it; name a checkpoint file" in said
+    assert not (tmp_path / "ran").exists()
+
+
+NINES = ", ".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))
+ENDLESS = {"&a {x: *a}": "in itself", "{x: &a [*a]}": "in itself", "[" * 5000 + "]" * 5000: "nested too deeply"}
+ENDLESS[f"{{a0: &a0 [1], {NINES}}}"] = "bad.yaml: more than 100,000 values, aliases counted each time"
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=["itself", "itself in a list", "deep", "billions"])
+def test_files_that_never_end_are_refused(tmp_path, text, capsys):
+    bad = write(tmp_path / "bad.yaml", f"model: {{model_args: {text}}}")
+    assert ENDLESS[text] in refused(["--config", bad], capsys)
 
 
 @pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])

@@ -22,7 +22,7 @@ class Run:
             sanity_checking=False,
             log_every_n_steps=50,
         )
-        self.module = SimpleNamespace(device=torch.device("cpu"), updates_per_epoch=lambda: 4)
+        self.module = SimpleNamespace(device=torch.device("cpu"), updates_per_epoch=lambda: 4, updates=lambda: 8)
         self.speed = Speed()
         self.speed.setup(self.trainer, self.module, "fit")
         self.speed.on_train_start(self.trainer, self.module)

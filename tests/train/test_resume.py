@@ -5,6 +5,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -22,6 +23,44 @@ def test_killed_at_a_batch(command, tmp_path, call):
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     run(command("whole", *EVERYTHING))
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("extra", "call"),
+    [
+        (["--trainer.max_steps=7"], 7),  # just after an epoch's end
+        (["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5),  # just after an evaluation
+        (["--trainer.val_check_interval=0.5", "--trainer.accumulate_grad_batches=2"], 4),  # which lies in an accumulation
+    ],
+)
+def test_killed_where_epochs_and_evaluations_do_not_end_together(command, tmp_path, extra, call):
+    extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", *extra)
+    args = command("cut", *extra, epochs=2)
+    assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *extra, epochs=2))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_sigterm_to_loader_processes_too(command, tmp_path):
+    """As SLURM and `timeout` send it; a run without its loader could not save."""
+
+    def to_all():
+        subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=False)  # not by the run, which ends them so itself
+
+    def install():
+        os.setpgid(0, 0)
+        at(8, to_all)()
+
+    args = command("run", "--data.workers=2")
+    assert status(in_child(args, install)) == 143
+    assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 8
+
+
+def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
+    assert status(in_child(command("run"), at(1, signal.SIGTERM, "on_train_epoch_start"))) == 143
+    assert "SIGTERM: before anything was trained" in capfd.readouterr().out
+    assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -53,6 +92,7 @@ def test_killed_with_sizes_in_turn_and_repeated_views(command, tmp_path):
         ("--seed_everything=4", "seed: 3, now 4"),
         ("--trainer.accumulate_grad_batches=1", "accumulate_grad_batches: 2, now 1"),
         ("--data.n_train=80", "training images: 96, now 80"),
+        ("--model.optim.lr=1e-3", "optim.lr: 0.003, now 0.001"),
     ],
 )
 def test_another_order_or_schedule_is_refused(command, tmp_path, change, text):

@@ -100,7 +100,7 @@ def test_a_run_that_stops_says_how(command, tmp_path, stop, error, status, text)
     assert first["best"]["epoch"] == 1 and (tmp_path / "curves.png").is_file()
 
 
-def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_path):
+def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_path, capfd):
     seconds = 0
     for times in range(3):
         run(command("--ckpt_path=auto", f"--trainer.max_epochs={1 + times}"))
@@ -109,6 +109,9 @@ def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_pat
         assert found["seconds"] > seconds
         seconds = found["seconds"]
     assert len(epochs_of(CSVLog(tmp_path, resume=True).rows)) == 3
+    assert "of a finished run" not in capfd.readouterr().out
+    run(command("--ckpt_path=auto", "--trainer.max_epochs=3"))
+    assert "is of a finished run of 3 epochs: raise trainer.max_epochs" in capfd.readouterr().out
 
 
 def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):

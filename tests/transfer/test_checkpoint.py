@@ -1,4 +1,5 @@
 import re
+import socket
 
 import pytest
 import timm
@@ -54,6 +55,9 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
     torch.save({"state_dict": {}, "optimizer": 1}, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"is not a checkpoint of tools/train\.py.* it holds optimizer, state_dict"):
         load_checkpoint(tmp_path / "other.ckpt")
+    torch.save({"state_dict": {}, "vitrel": "model"}, tmp_path / "text.ckpt")
+    with pytest.raises(ValueError, match=r"is not a checkpoint of tools/train\.py"):
+        load_checkpoint(tmp_path / "text.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
     with pytest.raises(ValueError, match="it holds list"):
         load_checkpoint(tmp_path / "list.ckpt")
@@ -89,8 +93,72 @@ def test_not_a_number_in_the_weights_is_refused(checkpoint):
 def test_models_that_cannot_be_asked_or_built_are_refused(checkpoint):
     with pytest.raises(ValueError, match="vit_tiny_patch16_224 is not a vitrel model, it has no resize_policies"):
         load_checkpoint(checkpoint(model="vit_tiny_patch16_224"))
-    with pytest.raises(ValueError, match=r"asks for vitrel_vit_n9 with .* which cannot be built"):
+    with pytest.raises(ValueError, match=r"asks for 'vitrel_vit_n9', which cannot be built: it is no model of"):
         load_checkpoint(checkpoint(model="vitrel_vit_n9"))
+    with pytest.raises(ValueError, match=r"asks for vitrel_vit_n8_table with .*'depht': 2.* which cannot be built: .*depht"):
+        load_checkpoint(checkpoint(model_args={"depht": 2}))
+
+
+@pytest.fixture
+def nothing_else_read(monkeypatch):
+    """Fails where the network is asked, or a second file is read for a model."""
+
+    def fail(*args, **how):
+        raise AssertionError(f"asked for {args[-1]!r}")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    for name in ("load_checkpoint", "load_model_config_from_path", "load_model_config_from_hf"):
+        monkeypatch.setattr(f"timm.models._factory.{name}", fail)
+
+
+@pytest.mark.parametrize("name", ["hf-hub:any/model", "hf_hub:any/model", "local-dir:/tmp", "hf-hub:any/vitrel_vit_n8_table"])
+def test_a_checkpoint_names_a_model_and_no_place(checkpoint, nothing_else_read, name):
+    with pytest.raises(ValueError, match=f"last.ckpt asks for '{name}', which cannot be built: it is no model of"):
+        load_checkpoint(checkpoint(model=name))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"checkpoint_path": "other.pth"},
+        {"pretrained": True, "pretrained_cfg": {"url": "file:other.pth"}},
+        {"pretrained": True, "pretrained_cfg_overlay": {"hf_hub_id": "any/model"}, "cache_dir": "here"},
+        {"pretrained": True, "pretrained_cfg_overlay": {"file": "other.pth"}},
+    ],
+)
+def test_a_checkpoint_has_no_other_weights_loaded(checkpoint, nothing_else_read, args):
+    path = checkpoint(model_args=args)
+    stored = torch.load(path, weights_only=True)["state_dict"]
+    trained = load_checkpoint(path)
+    assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", 3),
+        ("model_args", [1]),
+        ("classes", "abc"),
+        ("classes", None),
+        ("img_size", 32),
+        ("img_size", ["32", "48"]),
+        ("mean", None),
+        ("std", "abc"),
+        ("crop_pct", "1"),
+        ("interpolation", None),
+    ],
+)
+def test_a_damaged_entry_is_named(checkpoint, name, value):
+    with pytest.raises(ValueError, match=rf"last.ckpt is damaged: {name} in its 'vitrel' is .*; train or copy it again"):
+        load_checkpoint(checkpoint(**{name: value}))
+
+
+@pytest.mark.parametrize("record", [[1], {"blocks.0.position": 3}, {"blocks.0.position": {"x": 1}}])
+def test_a_damaged_record_of_positions_is_named(checkpoint, record):
+    with pytest.raises(ValueError, match=r"last.ckpt is damaged: its weights or its record of positions"):
+        load_checkpoint(checkpoint(position=record))
 
 
 def test_classes_must_be_those_of_training(trained):

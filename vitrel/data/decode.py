@@ -91,7 +91,9 @@ def decode(
     if isinstance(source, bytes):
         name, opened = name or f"{len(source)} bytes", nullcontext(BytesIO(source))
     else:
-        name = name or str(source)
+        name, path = name or str(source), Path(source)
+        if not path.is_file() and not path.is_dir() and path.exists():  # would be waited for
+            raise BadImage(f"cannot decode {name}: it is a pipe or a device; {WAY_OUT}")
         try:
             opened = open(source, "rb")  # noqa: SIM115 (closed below)
         except (FileNotFoundError, IsADirectoryError, PermissionError) as error:

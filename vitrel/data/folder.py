@@ -149,9 +149,12 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
         )
     if len(names) == 2 and names["train"] != names["val"]:
         missing, extra = set(names["train"]) - set(names["val"]), set(names["val"]) - set(names["train"])
+        alone = [*(root / "train" / name for name in missing), *(root / "val" / name for name in extra)]
+        empty = sorted(str(path) for path in alone if not any(path.iterdir()))
         raise ValueError(
             f"{root}/val has other classes than {root}/train, which would shift the labels: "
             f"missing {sorted(missing) or 'none'}, extra {sorted(extra) or 'none'}"
+            + (f"; these folders are empty, remove them: {', '.join(empty)}" if empty else "")
         )
     return names[split]
 

@@ -37,18 +37,18 @@ class Encode(Dataset):
 
     def __getitem__(self, index: int) -> tuple[str, bytes, int, str]:
         path, label = Path(self.samples[index][0]), self.samples[index][1]
-        ending, data = path.suffix[1:].lower(), path.read_bytes()
+        ending = path.suffix[1:].lower()
         if self.check or self.short_side:
             try:
-                image = decode(data, self.max_pixels, name=str(path))
+                image = decode(path, self.max_pixels)
             except BadImage as error:
-                return ending, data, label, str(error)
+                return ending, b"", label, str(error)
             if self.short_side and min(image.shape[-2:]) > self.short_side:
                 small = resize(image, [self.short_side], INTERPOLATIONS["bicubic"], antialias=True)
                 file = BytesIO()
                 to_pil_image(small).save(file, "JPEG", quality=QUALITY, subsampling=0)
                 return "jpg", file.getvalue(), label, ""
-        return ending, data, label, ""
+        return ending, path.read_bytes(), label, ""
 
 
 def pack(

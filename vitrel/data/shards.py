@@ -23,6 +23,8 @@ from vitrel.data.folder import SUFFIXES, Split
 INDEX = "index.json"
 FORMAT = 1
 LABEL_BYTES = 20
+SAMPLE_BYTES = 2 * 512  # two headers, at least
+BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # what tarfile raises for headers with impossible numbers
 REPACK = "pack it again with tools/pack_shards.py"
 
 
@@ -104,16 +106,19 @@ class Shards(ImageSet):
 
     def samples(self, shard: int) -> Iterator[Sample]:
         """The samples of a shard in order, from its headers; ValueError where they are not what the index says."""
-        classes, images = len(self.classes), 0
+        classes, images, says = len(self.classes), 0, self.shards[shard]["images"]
+        held = None  # one behind, so that the last is given out once the end was seen
         for sample in _scan(self.path(shard)):
             if sample.label >= classes:
                 where = self.sample_name(shard, sample)
                 raise ValueError(f"{where} has label {sample.label}, but there are {classes} classes; {REPACK}")
             images += 1
-            yield sample
-        if images != self.shards[shard]["images"]:
-            says = self.shards[shard]["images"]
+            if held is not None and images <= says:
+                yield held
+            held = sample
+        if images != says:
             raise ValueError(f"{self.path(shard)} holds {images} images and {INDEX} says {says}; {REPACK}")
+        yield held
 
     def verify(self) -> None:
         """ValueError where a shard's bytes are not those that were packed (SHA-256); reads every shard."""
@@ -141,21 +146,32 @@ def shard_index(root: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing: {root} was not packed to its end; {REPACK}")
     try:
         index = json.loads(path.read_text())
-        if index["format"] != FORMAT:
-            raise ValueError(f"{path} has format {index['format']}, and this version reads {FORMAT}; {REPACK}")
-        classes, splits = index["classes"], index["splits"]
-        if classes != sorted(set(classes)) or not classes:
-            raise ValueError(f"{path} does not list its classes once each and sorted; {REPACK}")
-        for name, split in splits.items():
-            images = [shard["images"] for shard in split["shards"]]
-            if len(split["counts"]) != len(classes) or sum(split["counts"]) != sum(images) or min(images) < 1:
-                raise ValueError(f"{path}: the counts of {name} do not fit its classes and shards; {REPACK}")
-            for shard in split["shards"]:
-                if not re.fullmatch(r"\d+\.tar", shard["name"]):  # a plain file name, nothing that leads out of the folder
-                    raise ValueError(f"{path} names a shard {shard['name']!r}; shards are called 00000.tar, 00001.tar, ...")
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); {REPACK}") from error
+    try:
+        _check_index(index, path)
+    except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {REPACK}") from error
     return index
+
+
+def _check_index(index: dict[str, Any], path: Path) -> None:
+    if index["format"] != FORMAT:
+        raise ValueError(f"{path} has format {index['format']}, and this version reads {FORMAT}; {REPACK}")
+    classes = index["classes"]
+    if not classes or classes != sorted(set(classes)) or not all(isinstance(name, str) for name in classes):
+        raise ValueError(f"{path} does not list its classes once each and sorted; {REPACK}")
+    for name, split in index["splits"].items():
+        counts, shards = split["counts"], split["shards"]
+        images = [shard["images"] for shard in shards]
+        whole = all(type(number) is int and number >= 0 for number in (*counts, *images))
+        if not whole or not images or 0 in images or len(counts) != len(classes) or sum(counts) != sum(images):
+            raise ValueError(f"{path}: the counts of {name} do not fit its classes and shards; {REPACK}")
+        for shard in shards:
+            if not re.fullmatch(r"\d+\.tar", shard["name"]):  # a plain file name, nothing that leads out of the folder
+                raise ValueError(f"{path} names a shard {shard['name']!r}; shards are called 00000.tar, 00001.tar, ...")
+            if shard["images"] * SAMPLE_BYTES > shard["bytes"]:
+                raise ValueError(f"{path}: {shard['name']} is too small for {shard['images']:,} images; {REPACK}")
 
 
 def sha256(path: Path) -> str:
@@ -175,31 +191,47 @@ def _scan(path: Path) -> Iterator[Sample]:
     """Every sample of a tar file, from its headers; only labels are read."""
     from webdataset.tariterators import group_by_keys
 
+    def refuse(error: Exception) -> bool:
+        raise _damaged(path, error.args[0])
+
     endings = {suffix[1:] for suffix in SUFFIXES}
     try:
-        with tarfile.open(path, "r:") as tar:
-            for sample in group_by_keys(_members(tar, str(path))):
-                images = [member for ending, member in sample.items() if ending in endings]
-                if not images:
-                    continue
-                where = f"{path.parent.name}/{path.name}: {sample['__key__']}"
-                if len(images) > 1 or "cls" not in sample:
-                    raise ValueError(f"{where} is not one image and its .cls; {REPACK}")
-                yield Sample(sample["__key__"], _label(tar, sample["cls"], where), images[0].offset_data, images[0].size)
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} is no tar file, or a damaged or compressed one ({error}); {REPACK}") from error
+        tar = tarfile.open(path, "r:")  # noqa: SIM115 (closed below)
+    except BROKEN as error:
+        raise _damaged(path, error) from error
+    with tar:
+        for sample in group_by_keys(_members(tar, path), handler=refuse):
+            images = [member for ending, member in sample.items() if ending in endings]
+            if not images:
+                continue
+            where = f"{path.parent.name}/{path.name}: {sample['__key__']}"
+            if len(images) > 1 or "cls" not in sample:
+                raise ValueError(f"{where} is not one image and its .cls; {REPACK}")
+            yield Sample(sample["__key__"], _label(tar, sample["cls"], where), images[0].offset_data, images[0].size)
 
 
-def _members(tar: tarfile.TarFile, url: str) -> Iterator[dict[str, Any]]:
+def _members(tar: tarfile.TarFile, path: Path) -> Iterator[dict[str, Any]]:
     """Plain files as webdataset groups them, but with the header in the place of the content."""
-    for member in tar:
+    while True:
+        try:
+            member = tar.next()
+        except BROKEN as error:
+            raise _damaged(path, error) from error
+        if member is None:
+            return
         tar.members = []  # otherwise it keeps every header
+        if member.size < 0:  # leads back to itself, for ever
+            raise _damaged(path, f"{member.name} has {member.size} bytes")
         if member.isfile() and not member.issparse():  # a sparse member of a small file can claim any size
-            yield {"fname": member.name, "data": member, "__url__": url}
+            yield {"fname": member.name, "data": member, "__url__": str(path)}
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> int:
     text = tar.extractfile(member).read(LABEL_BYTES).strip()
-    if not text.isdigit():
+    if not text.isdigit() or member.size > LABEL_BYTES:
         raise ValueError(f"{where}.cls is not a class number: {text!r}; {REPACK}")
     return int(text)
+
+
+def _damaged(path: Path, what: object) -> ValueError:
+    return ValueError(f"{path} is no tar file, or a damaged or compressed one ({what}); {REPACK}")

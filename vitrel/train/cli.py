@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from vitrel.models.weights.load import read_file
 from vitrel.train import guard
@@ -116,8 +117,11 @@ class TrainCLI(LightningCLI):
         if checkpoint == "auto":
             # no rank writes before all have come this far
             checkpoint = self.config_init[self.subcommand]["ckpt_path"] = str(last) if last.exists() else None
-        if checkpoint is not None and not Path(checkpoint).is_dir():  # a sharded one is a folder
-            read_file(checkpoint)  # says what is wrong with it
+        if checkpoint is not None:
+            stored = read_file(checkpoint)  # says what is wrong with it; a folder, which torch would unpickle, is refused
+            done = stored.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {}).get("processed", 0)
+            if 0 < (config["max_epochs"] or 0) <= done:
+                rank_zero_only(print)(f"{checkpoint} is of a finished run of {done} epochs: raise trainer.max_epochs to go on")
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
         if settings.profile_data:

@@ -1,5 +1,9 @@
 """Training and evaluation batches of one rank; `vitrel.train.order` says which images they hold."""
 
+import multiprocessing
+import os
+import signal
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -120,8 +124,8 @@ class ImageData(LightningDataModule):
         return self._loader(DataLoader, share, batch_size=self.batch_size)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **how: Any) -> DataLoader:
-        pinned = torch.cuda.is_available()
-        return loader(dataset, num_workers=self.workers, persistent_workers=self.workers > 0, pin_memory=pinned, **how)
+        how |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_sigterm}
+        return loader(dataset, pin_memory=torch.cuda.is_available(), **how)
 
     def _place(self) -> tuple[int, int]:
         # Lightning's own progress; `ready` counts the epochs begun, `processed` those trained to their end
@@ -129,6 +133,20 @@ class ImageData(LightningDataModule):
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed
         return epochs.processed, loop.epoch_loop.batch_progress.current.ready if inside else 0
+
+
+def _outlive_sigterm(worker: int) -> None:
+    # SLURM, systemd and `timeout` send it to every process of a run, and one that has lost its loader could not save
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process().pid  # whose SIGTERM ends a loader process
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

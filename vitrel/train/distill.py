@@ -112,7 +112,8 @@ class Teacher:
 
 def _build(settings: Distillation, num_classes: int, size: int | Sequence[int] | None, model_args: dict[str, Any]) -> nn.Module:
     check_model_name(settings.teacher)
-    arguments = {**model_args, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
+    kept = {name: value for name, value in model_args.items() if name not in ("checkpoint_path", "cache_dir")}  # other files
+    arguments = {**kept, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
     if not settings.pretrained:  # timm gives pretrained weights a new head for another number, without a word
         arguments["num_classes"] = num_classes
     if size is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ema:
-    """Exponential moving average of the weights, after every update.
+    """Exponential moving average of the weights, after every update; as timm's, it begins with those after the first.
 
     Args:
         decay: share of the average that an update keeps.

@@ -44,9 +44,17 @@ class FiniteLoss(Callback):
             )
 
     def check(self, trainer: Trainer) -> None:
-        """FloatingPointError naming epoch, batch, update and images when any loss so far was not finite."""
-        if torch.isfinite(self.bad):
-            batch, epoch = int(self.bad), trainer.current_epoch
+        """FloatingPointError on all ranks when any loss so far was not finite, naming epoch, batch, update and images."""
+        first = self.bad.clone()
+        if trainer.world_size > 1:  # a rank that stopped alone would leave the others waiting for it
+            torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN)
+        if torch.isfinite(first):
+            batch, epoch = int(first), trainer.current_epoch
+            if self.bad > first:
+                raise FloatingPointError(
+                    f"loss is not finite at epoch {epoch}, batch {batch} (update {trainer.global_step}) on another device: "
+                    f"stopped. Its images are in {self.folder}/bad_batch.RANK.txt. {self._way_out()}"
+                )
             names = trainer.datamodule.names(epoch, batch)
             path = self.folder / f"bad_batch{f'.{trainer.global_rank}' if trainer.world_size > 1 else ''}.txt"
             with whole(path) as part:

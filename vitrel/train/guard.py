@@ -69,6 +69,7 @@ PLUGS = ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy"
 CLASS_ONLY = (("trainer", "callbacks"), ("trainer", "logger"), ("trainer", "plugins"))  # text there is the name of a class
 _FULL = {f"{module}.{name}" for module, names in CLASSES.items() for name in names}
 _SHORT = {name for names in CLASSES.values() for name in names}
+MOST_VALUES = 100_000  # of a configuration; aliases let a few lines stand for billions
 _IMPORTABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 Keys = dict[str, Any]
@@ -103,6 +104,13 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
     if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() == "true":
         raise ValueError("JSONARGPARSE_DEFAULT_ENV is set: unset it, settings come from files and the command line alone")
     checker = _Checker(keys, linked)
+    try:
+        _check_options(args, checker)
+    except RecursionError as error:
+        raise ValueError("the configuration is nested too deeply, or in itself") from error
+
+
+def _check_options(args: list[str], checker: "_Checker") -> None:
     for option, values in _options(args):
         if option in ("help", "print_config"):
             continue
@@ -121,9 +129,13 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
 class _Checker:
     def __init__(self, keys: Keys, linked: dict[str, str]) -> None:
         self.keys, self.linked = keys, linked
+        self.values = 0
 
     def walk(self, path: tuple[str, ...], value: Any, where: str) -> None:
         """`value` stands at `path`: check the keys down to it, then all below."""
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise ValueError(f"{where}more than {MOST_VALUES:,} values, aliases counted each time: no configuration needs them")
         below = self.below(path, where)
         key = ".".join(path)
         if isinstance(value, dict):
@@ -148,6 +160,10 @@ class _Checker:
             self.walk(path, inner, where)
         elif path in CLASS_ONLY or (path[0] == "trainer" and path[1] in PLUGS and _IMPORTABLE.fullmatch(inner.strip())):
             self.name(inner, f"{where}{key}: ")
+        elif path == ("ckpt_path",) and (os.path.isdir(value) or os.path.isdir(inner)):
+            raise ValueError(
+                f"{where}ckpt_path {inner} is a folder: torch would unpickle what is in it; name a checkpoint file"
+            )
 
     def name(self, value: Any, where: str) -> None:
         if value not in _FULL | _SHORT:

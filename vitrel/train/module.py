@@ -130,8 +130,7 @@ class Classifier(LightningModule):
             raise ValueError(
                 f"the model has {self.num_classes} classes, {data.data} has {data.num_classes}: set num_classes to that"
             )
-        train_set = getattr(data, "train_set", None)
-        self.class_counts = train_set.class_counts() if hasattr(train_set, "class_counts") else None
+        self.class_counts = data.train_set.class_counts() if hasattr(data, "train_set") else None
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
         teacher = None if self.teacher is None else self.teacher.classes
@@ -167,8 +166,7 @@ class Classifier(LightningModule):
         """Optimiser, and a schedule that moves at every update."""
         images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
         optimizer = create_optimizer(self.model, self.optim, images)
-        per_epoch = self.updates_per_epoch()
-        total = self.trainer.max_steps if self.trainer.max_steps > 0 else per_epoch * self.trainer.max_epochs
+        per_epoch, total = self.updates_per_epoch(), self.updates()
         if total <= 0:
             raise ValueError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
         factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
@@ -193,10 +191,14 @@ class Classifier(LightningModule):
         Lightning's `estimated_stepping_batches` would answer the same, but reading it here builds the loaders early, after
         which a loader's saved state is no longer restored (Lightning issue 20550).
         """
-        trainer = self.trainer
-        batches, limit = trainer.datamodule.batches, trainer.limit_train_batches
+        batches, limit = self.trainer.datamodule.batches, self.trainer.limit_train_batches
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        return math.ceil(batches / trainer.accumulate_grad_batches)
+        return math.ceil(batches / self.trainer.accumulate_grad_batches)
+
+    def updates(self) -> int:
+        """Optimiser updates in the run, which ends at the first of max_steps and max_epochs; 0 where it has no end."""
+        limits = self.trainer.max_steps, self.updates_per_epoch() * (self.trainer.max_epochs or 0)
+        return min((limit for limit in limits if limit > 0), default=0)
 
     def epochs_done(self) -> int:
         """Epochs trained to their end, evaluated or not."""
@@ -284,8 +286,8 @@ class Classifier(LightningModule):
         saved = {"ema": False} | checkpoint.get("vitrel", {})
         mine = {"model": self.name, "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
         for key, value in mine.items():
-            if saved.get(key) != value:
-                raise ValueError(f"cannot resume: the checkpoint's {key} is {saved.get(key)}, this run's is {value}")
+            if (was := saved.get(key)) != value:
+                raise ValueError(f"cannot resume: the checkpoint's {key} is {was!s:.200}, this run's is {value!s:.200}")
         if "epoch_means" in checkpoint:
             self.means.restore(checkpoint["epoch_means"], self.global_rank)
 

@@ -56,7 +56,8 @@ class Mixing:
     """Mixup and cutmix as in timm: both alphas 0 and no cutmix_minmax is off.
 
     Args:
-        mixup, cutmix: alpha of the Beta distribution that the share is drawn from; 0 for none.
+        mixup: alpha of the Beta distribution that the share of the other image is drawn from; 0 for none.
+        cutmix: alpha of the Beta distribution that the share of the pasted box is drawn from; 0 for none.
         prob: probability of mixing a batch (or pair, or element).
         switch_prob: probability of cutmix where both are on.
         mode: one draw per "batch", "pair" or "elem".

@@ -27,7 +27,9 @@ class Optimisation:
         name: an optimiser timm knows (`timm.optim.list_optimizers()`), e.g. "adamw", "lamb", "sgd".
         lr: learning rate after warm-up.
         weight_decay: of matrices; never of biases, norms, position parameters or what the model's `no_weight_decay()` names.
-        betas, eps, momentum: of the optimisers that have them; null leaves the optimiser's own (momentum: 0.9).
+        betas: of the optimisers that have them; null leaves the optimiser's own.
+        eps: of the optimisers that have it; null leaves the optimiser's own.
+        momentum: of the optimisers that have it; null is 0.9.
         position_lr_scale: learning rate of position parameters over that of all others, through the whole schedule.
         warmup_epochs: linear rise, in epochs, fractions too; counted per update.
         final_lr: share of `lr` that a falling schedule ends at.
@@ -169,6 +171,8 @@ def create_optimizer(model: nn.Module, settings: Optimisation, images: int = 1) 
         extra["fused"] = True  # one kernel instead of several per parameter, on CPUs too
     extra |= settings.opt_args or {}
     optimizer = create_optimizer_v2(groups, opt=settings.name, lr=lr, weight_decay=decay, **extra)
+    # a fused one could unscale gradients itself; Lightning then refuses to clip them, without any scaling too (bf16-mixed)
+    optimizer._step_supports_amp_scaling = False
     if getattr(optimizer, "is_second_order", False):
         raise ValueError(f"optim.name: {settings.name} needs second derivatives, which training does not make: take another")
     return optimizer

@@ -38,8 +38,7 @@ class Speed(Callback):
         trainer.log_every_n_steps = max(1, min(trainer.log_every_n_steps, module.updates_per_epoch()))
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        per_run = module.updates_per_epoch() * max(0, trainer.max_epochs or 0)
-        self.updates = trainer.max_steps if trainer.max_steps > 0 else per_run
+        self.updates = module.updates()
         self.run_start, self.first = time.perf_counter(), trainer.global_step
         self.on_train_epoch_start(trainer, module)  # which a run that goes on within an epoch would not call
 
@@ -70,7 +69,8 @@ class Speed(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         names = {"images_per_s": self.rate, "data_wait": self.data_wait, "memory_mb": self.memory_mb}
-        module.log_dict({**names, "lr": trainer.optimizers[0].param_groups[0]["lr"]})
+        names |= {"lr": trainer.optimizers[0].param_groups[0]["lr"]}
+        module.log_dict(names, sync_dist=trainer.world_size > 1)  # means of the ranks, whose images_per_s are of all
 
 
 class Progress(RichProgressBar):
@@ -79,6 +79,10 @@ class Progress(RichProgressBar):
     def __init__(self, speed: Speed) -> None:
         super().__init__()
         self.speed = speed
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        # counted from 1, as everywhere else that is shown
+        return f"Epoch {current_epoch + 1}/{self.trainer.max_epochs}".ljust(len(self.validation_description))
 
     def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, module)

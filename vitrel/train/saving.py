@@ -1,7 +1,9 @@
 """Checkpoints that survive: whole or not at all, at moments a run can go on from exactly, and when asked to stop."""
 
+import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,7 +71,8 @@ class Saving(Checkpoint):
 
     A run resumed from it, whenever it was written, ends as if it had never been interrupted. It is not written between the
     batches of an accumulation, since gradients are not saved. On SIGTERM the run saves after its current update (in an
-    evaluation, which changes nothing, at once) and exits with status 143; all ranks stop together, whichever was told.
+    evaluation, which changes nothing, at once, unless it lies within an accumulation) and exits with status 143; all ranks stop
+    together, whichever was told.
 
     Args:
         folder: where `last.ckpt` goes.
@@ -91,13 +94,19 @@ class Saving(Checkpoint):
             mine |= {name: saved[name] for name in _READERS & saved.keys()}
         differ = [f"{name}: {saved.get(name)}, now {mine[name]}"[:120] for name in mine if mine[name] != saved.get(name)]
         if differ:
-            raise ValueError(f"cannot resume, the run would see other batches or another schedule: {'; '.join(differ)}")
+            raise ValueError(
+                f"cannot resume, the run would see other batches or another schedule: {'; '.join(differ)}. Set them back, or "
+                "begin a new run with model.tuning.init_from"
+            )
         del self.csv.rows[checkpoint["run"]["rows"] :]
+        # with max_steps Lightning would take the epoch that ended for one yet to end, count it again and pass over the next
+        trainer.fit_loop._iteration_based_training = lambda: False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.is_global_zero:
-            for part in self.path.parent.glob(".*.part"):  # of a run that was killed while it saved
-                part.unlink(missing_ok=True)
+            for folder in (self.path.parent, self.csv.path.parent):
+                for part in folder.glob(".*.part"):  # of a run that was killed while it saved
+                    part.unlink(missing_ok=True)
         # Lightning's own handler ends the run with status 0, saves nothing, and talks to other ranks from inside the handler
         self.asked = trainer.received_sigterm
         self.former = signal.signal(signal.SIGTERM, lambda number, frame: self._ask(trainer, number, frame))
@@ -109,21 +118,25 @@ class Saving(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not at the end of the batch before, whose metrics were not logged yet. Its progress without the batch that begins:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
+        loop = trainer.fit_loop.epoch_loop
+        progress, steps = loop.batch_progress, loop._batches_that_stepped
         now = progress.state_dict()
         progress.current.ready -= 1
         progress.total.ready -= 1
         progress.is_last_batch = False
-        if not trainer.fit_loop._should_accumulate():
+        if not loop._should_accumulate():
             stop = self._stop(trainer)
             # an epoch's first batch follows the save at the end of the last
             if batch_idx > 0 and (stop or (self.every and trainer.global_step % self.every == 0)):
+                # after an evaluation, a resumed run passes its place once more and counts that as a step of the logs
+                loop._batches_that_stepped -= loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
                 self._save(trainer)
             self._leave(stop)
         progress.load_state_dict(now)
+        loop._batches_that_stepped = steps
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or trainer.fit_loop._should_accumulate():
             return
         # as if interrupted inside its first batch: the resumed run then makes up for the whole evaluation
         progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
@@ -135,7 +148,7 @@ class Saving(Checkpoint):
         self._leave(self._stop(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self._leave(not trainer.sanity_checking and self._stop(trainer))
+        self._leave(not trainer.sanity_checking and not trainer.fit_loop._should_accumulate() and self._stop(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._save(trainer)
@@ -159,7 +172,8 @@ class Saving(Checkpoint):
 
     def _leave(self, stop: bool) -> None:
         if stop:
-            print(f"SIGTERM: saved {self.path}", flush=True)
+            saved = f"saved {self.path}" if self.path.exists() else "before anything was trained, so nothing is saved"
+            print(f"SIGTERM: {saved}", flush=True)
             raise SystemExit(TERMINATED)
 
 
@@ -172,12 +186,15 @@ def _order(trainer: Trainer) -> dict[str, Any]:
     found = {
         "seed": data.seed,
         "training images": len(data.train_set),
-        "images per class": data.train_set.class_counts(),
+        "images per class": trainer.lightning_module.class_counts,
         "images per batch of all devices": data.batch_size * trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "train_sizes": [list(size) for size in data.train_sizes or []],
         "repeats": data.repeats,
     }
+    # the optimiser's state and its first rates come from the checkpoint: another setting would be ignored without a word
+    settings = json.loads(json.dumps(asdict(trainer.lightning_module.optim)))
+    found |= {f"optim.{name}": value for name, value in settings.items()}
     if data.streamed:
         found |= {"devices": trainer.world_size, "loader processes": data.workers}
     return found

@@ -38,3 +38,6 @@ def check_strategy(strategy: Strategy) -> None:
     if isinstance(strategy, FSDPStrategy):
         # it hands the optimiser flattened parameters, in which matrices cannot be told from biases: nothing would be decayed
         raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as configs/imagenet_vit_b_fsdp.yaml does")
+    if getattr(strategy, "_save_distributed_checkpoint", False):
+        # a folder of shards, which torch unpickles whatever it is told
+        raise ValueError("ModelParallelStrategy has to save one file: set its save_distributed_checkpoint: false")

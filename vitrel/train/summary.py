@@ -278,4 +278,5 @@ def _short(name: str) -> str:
 
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120, format="png")

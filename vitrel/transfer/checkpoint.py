@@ -12,6 +12,10 @@ from vitrel.models.weights.load import apply_plan, plan_weights, read_file
 from vitrel.position import POSITIONS, key_of  # importing vitrel registers the models with timm
 
 API = ("resize_policies", "set_resize_policy", "encodings", "resized", "unseen", "saturated", "token_grid")
+# arguments of timm.create_model that say where weights come from and go to: here they are the file's
+_ELSEWHERE = {"pretrained", "checkpoint_path", "cache_dir", "device"}
+_ONE = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
+_SEVERAL = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Trained:
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
     """Builds the model a checkpoint of `tools/train.py` names and loads every weight of it, in eval mode on the CPU.
 
-    Raises FileNotFoundError for a missing file and ValueError for one that is empty, cut off, not ours, does not fit
-    its own model, or holds NaN; each message names the path and what is wrong.
+    Nothing but this file is read, whatever it says. Raises FileNotFoundError for a missing file and ValueError for one that is
+    empty, cut off, not ours, damaged, does not fit its own model, or holds NaN; each message names the path and what is wrong.
     """
     path = Path(path)
     stored = _read(path)
@@ -76,14 +80,25 @@ def check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     stored = read_file(path)
-    if not isinstance(stored, dict) or not {"vitrel", "state_dict"} <= stored.keys() or "model" not in stored["vitrel"]:
+    if not isinstance(stored, dict) or not {"vitrel", "state_dict"} <= stored.keys() or not isinstance(stored["vitrel"], dict):
         held = ", ".join(sorted(map(str, stored))[:6]) if isinstance(stored, dict) else type(stored).__name__
         raise ValueError(f"{path} is not a checkpoint of tools/train.py: it needs 'vitrel' and 'state_dict', it holds {held}")
+    _check_entry(stored["vitrel"], path)
     return stored
 
 
+def _check_entry(about: dict[str, Any], path: Path) -> None:
+    for name, kind in (_ONE | _SEVERAL).items():
+        value = about.get(name)
+        parts = [value] if name in _ONE else value
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, kind) for part in parts):
+            raise ValueError(f"{path} is damaged: {name} in its 'vitrel' is {value!r:.60}; train or copy it again")
+
+
 def _build(about: dict[str, Any], path: Path) -> nn.Module:
-    arguments = dict(about.get("model_args") or {})
+    if not timm.is_model(about["model"]):  # for hf-hub:... and local-dir:... timm would ask the network, or another file
+        raise ValueError(f"{path} asks for {about['model']!r}, which cannot be built: it is no model of vitrel's")
+    arguments = {key: value for key, value in about["model_args"].items() if key not in _ELSEWHERE}
     arguments.update(num_classes=len(about["classes"]), img_size=tuple(about["img_size"]))
     try:
         return timm.create_model(about["model"], **arguments)
@@ -100,6 +115,8 @@ def _load_weights(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
         apply_plan(model, plan)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not fit its model: {error}") from error
+    except (AttributeError, LookupError, TypeError) as error:  # of names and records that are none
+        raise ValueError(f"{path} is damaged: its weights or its record of positions are none ({error!r})") from error
 
 
 def encoding_of(model: nn.Module) -> str:

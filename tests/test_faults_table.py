@@ -1,0 +1,86 @@
+"""What must not happen through dependencies, and other rows of the list of faults that have no better place."""
+
+import ast
+import re
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+
+from helpers import ROOT
+from small_runs import Tensors, fit, small
+from vitrel.train import cli
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for folder in ("vitrel", "tools", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def named(tree):
+    """Every name and attribute that code uses."""
+    return {getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(tree)}
+
+
+def imported(tree):
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return {module.partition(".")[0] for module in modules}
+
+
+def test_the_last_free_albumentations_is_pinned_and_imported_in_one_place():
+    assert {"albumentations==2.0.8", "opencv-python-headless<6"} <= set(PROJECT["dependencies"])
+    for module in ("albumentations", "cv2"):
+        assert [name for name, tree in TREES.items() if module in imported(tree)] == ["vitrel/data/aug_albumentations.py"]
+
+
+def test_lightning_comes_without_its_extra_and_onnx_with_what_it_needs():
+    names = {re.match(r"[\w-]+(\[\w+\])?", text)[0] for text in PROJECT["dependencies"]}
+    assert {"lightning", "rich"} <= names and not any(name.startswith("lightning[") for name in names)
+    assert {"onnx", "onnxscript"} <= set(EXTRAS["export"]) and set(EXTRAS["export"]) <= set(EXTRAS["dev"])
+
+
+def test_no_lock_file_names_an_address():
+    assert "uv.lock" in (ROOT / ".gitignore").read_text().split()
+    locked = [path for path in ROOT.glob("*.txt") if re.search(r"https?://", path.read_text())]
+    assert not locked
+
+
+def test_loaders_are_not_built_before_the_trainer_restores_them():
+    """Lightning builds them where this property is read, and a saved state is not loaded into them."""
+    assert [name for name, tree in TREES.items() if "estimated_stepping_batches" in named(tree)] == []
+
+
+def test_nothing_is_unpickled_or_extracted():
+    for name, tree in TREES.items():
+        assert "extractall" not in named(tree) and "extract" not in named(tree), name
+        assert not imported(tree) & {"dill", "cloudpickle", "joblib"}, name
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            text = ast.unparse(call)
+            assert not re.match(r"pickle\.(load|loads|Unpickler)\(", text), f"{name}: {text}"
+            if re.match(r"torch\.load\(", text):
+                assert "weights_only=True" in text, f"{name}: {text}"
+
+
+def test_a_resumed_run_is_read_as_plain_values_whatever_the_strategy(tmp_path, monkeypatch):
+    """Some strategies read the file themselves, as the trainer is told to."""
+    asked = []
+    trainer = SimpleNamespace(fit=lambda model, **how: asked.append(how))
+    monkeypatch.setattr(cli.TrainCLI, "instantiate_trainer", lambda self: trainer)
+    args = ["--model.model=vitrel_vit_n8_none", "--data.data=shapes", "--data.size=64"]
+    cli.run(["fit", *args, "--ckpt_path=x.ckpt", f"--trainer.default_root_dir={tmp_path}"])
+    assert asked[0]["weights_only"] is True and asked[0]["ckpt_path"] == "x.ckpt"
+
+
+def test_a_run_of_other_classes_is_not_resumed(tmp_path):
+    """In another order they would be other labels, and as many."""
+    fit(small(), max_epochs=1).save_checkpoint(tmp_path / "last.ckpt")
+    other = Tensors()
+    other.classes = ["c1", "c0", "c2", "c3"]
+    with pytest.raises(
+        ValueError, match=r"cannot resume: the checkpoint's classes is \['c0', 'c1', .*, this run's is \['c1', 'c0'"
+    ):
+        fit(small(), other, ckpt_path=tmp_path / "last.ckpt")
