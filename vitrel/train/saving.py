@@ -189,6 +189,7 @@ def _order(trainer: Trainer) -> dict[str, Any]:
         "images per class": trainer.lightning_module.class_counts,
         "images per batch of all devices": data.batch_size * trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "updates per epoch": trainer.lightning_module.updates_per_epoch(),
         "train_sizes": [list(size) for size in data.train_sizes or []],
         "repeats": data.repeats,
     }
