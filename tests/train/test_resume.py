@@ -103,9 +103,13 @@ def test_another_order_or_schedule_is_refused(command, tmp_path, change, text):
         run([*resumed(args, tmp_path / "run"), change])
 
 
-def test_killed_in_an_evaluation(command, tmp_path):
+@pytest.mark.parametrize("times", [1, 3])
+def test_killed_in_an_evaluation(command, tmp_path, times):
+    """And again, in the evaluation that makes up for it."""
     args = command("cut", *EVERYTHING, epochs=2)
-    assert status(in_child(args, at(2, signal.SIGKILL, "validation_step"))) == -signal.SIGKILL
+    for _ in range(times):
+        kill = at(2, signal.SIGKILL, "validation_step")
+        assert status(in_child(resumed(args, tmp_path / "cut"), kill)) == -signal.SIGKILL
     saved = read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]
     assert (saved["epoch"], saved["step"]) == (1, 3)  # trained, and to be evaluated again
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0

@@ -141,8 +141,9 @@ class Saving(Checkpoint):
         # as if interrupted inside its first batch: the resumed run then makes up for the whole evaluation
         progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
         now = progress.state_dict()
-        progress.increment_ready()
-        progress.increment_started()
+        for counts in (progress.total, progress.current):  # set, not raised: a resumed run's may stand so already
+            counts.ready = counts.started = counts.completed + 1
+            counts.processed = counts.completed
         self._save(trainer)
         progress.load_state_dict(now)
         self._leave(self._stop(trainer))
