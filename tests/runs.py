@@ -38,6 +38,8 @@ def in_child(args, hook=None):
     pid = os.fork()
     if pid == 0:
         code = 1
+        # renews PyTorch's thread pool, which a fork cannot take over, while there is one thread: two at once may find none
+        torch.set_num_threads(torch.get_num_threads())
         try:
             if hook is not None:
                 hook()

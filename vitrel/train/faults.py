@@ -99,8 +99,9 @@ class BadImages(Callback):
 
     def _look(self, trainer: Trainer) -> None:
         data = trainer.datamodule.train_set
-        bad = data.bad.to(trainer.strategy.root_device, torch.int32)
+        bad = data.bad
         if trainer.world_size > 1:
+            bad = bad.to(trainer.strategy.root_device, copy=True)  # the loader processes share this rank's
             torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
         indices = bad.nonzero().flatten().tolist()
         if indices != self.known and trainer.is_global_zero:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import vitrel
 from vitrel.files import whole
-from vitrel.models.weights.record import position_record
 from vitrel.train.log import CSVLog
 from vitrel.train.progress import Speed
 
@@ -226,7 +225,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {
         "model": module.name,
         "model_args": module.model_args,
-        "positions": sorted({part["key"] for part in position_record(module.model).values()}),
+        "positions": sorted({part["key"] for part in module.position.values()}),
         "parameters": sum(p.numel() for p in module.model.parameters()),
         "img_size": list(module.img_size),
         "data": data.data,
