@@ -17,7 +17,8 @@ USERS = {
     "files": set(),
     "data": {"data"},
     "train": {"data", "train"},
-    "transfer": {"data", "transfer"},
+    "probe": {"probe"},
+    "transfer": {"data", "probe", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
 CORE = [  # what one reads to know what the models compute; without kernels, reports, batches of mixed sizes, foreign names

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vitrel.data import Draw
-from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, Shapes
+from vitrel.data.shapes import CLASSES, FIELD, GAP, PATCH, PLACES, Shapes
 
 N = 2000
 
@@ -235,3 +235,25 @@ def test_indices_beyond_n_are_refused():
     with pytest.raises(IndexError, match="index 4 of 4 images"):
         Shapes(4)[4]
     assert len(Shapes(4)) == 4 and sum(1 for _ in Shapes(4)) == 4
+
+
+def test_a_label_of_place_is_the_quarter_of_the_image_whatever_the_direction():
+    dataset = Shapes(N, seed=3, label="place")
+    scenes = dataset._scenes(range(N))
+    middle = scenes.centre[:, -2:].mean(1)  # [N, 2]
+    off = middle - FIELD / 2
+    assert dataset.classes == list(PLACES) == ["upper left", "upper right", "lower left", "lower right"]
+    assert (scenes.label == 2 * (off[:, 0] > 0) + (off[:, 1] > 0)).all()
+    assert 4 <= np.abs(off).min() < 4.1 and 11.9 < np.abs(off).max() <= 12
+    # where the middle falls within a patch tells nothing, and the direction is that of the other label
+    assert np.histogram(middle[:, 0] % PATCH, 4, (0, PATCH))[0].min() > 0.2 * N
+    assert (Shapes(N, seed=3)._scenes(range(N)).radius[:, -2:] == scenes.radius[:, -2:]).all()
+    offset = scenes.centre[:, -1] - scenes.centre[:, -2]
+    directions = np.where(np.abs(offset[:, 1]) > np.abs(offset[:, 0]), offset[:, 1] > 0, 2 + (offset[:, 0] > 0))
+    table = np.histogram2d(scenes.label, directions, bins=4)[0] / N
+    assert np.abs(table - 1 / 16).max() < 0.02
+    assert dataset.class_counts() == np.bincount(scenes.label, minlength=4).tolist()
+    wide = Shapes(N, (64, 192), 3, "canvas", label="place")._scenes(range(N))
+    assert (wide.label % 2 == (wide.centre[:, -2:, 1].mean(1) > 96)).all()
+    with pytest.raises(ValueError, match="unknown label 'class'; use 'relation' or 'place'"):
+        Shapes(4, label="class")

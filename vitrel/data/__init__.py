@@ -18,6 +18,7 @@ from vitrel.data.shards import INDEX, Shards, shard_index
 from vitrel.data.stream import Batch, ShardBatches
 
 __all__ = [
+    "SHAPES",
     "Augmentation",
     "Augmenter",
     "BadImage",
@@ -40,6 +41,11 @@ __all__ = [
 ]
 
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
+SHAPES: dict[str, dict[str, Any]] = {  # sets drawn by the package, and what they ask of `Shapes`
+    "shapes": {},
+    "shapes-place": {"label": "place"},
+    "shapes-corner": {"region": (0.0, 0.0, 0.75, 0.75)},
+}
 
 
 def create_dataset(
@@ -59,8 +65,10 @@ def create_dataset(
     """A data set of (float32 [3, H, W] normalised, class index) with `.classes: list[str]`.
 
     Args:
-        data: "shapes"; a folder that holds `train/<class>/` and `val/<class>/`; a folder of shards (it has `index.json`); or
-            a set of torchvision's and its root, "food101:/path" (`vitrel.data.sets.SETS`).
+        data: "shapes", "shapes-place" (the class is the part of the image that the objects are in) or "shapes-corner" (they
+            keep to the upper left three quarters of each axis, in training and evaluation); a folder that holds
+            `train/<class>/` and `val/<class>/`; a folder of shards (it has `index.json`); or a set of torchvision's and its
+            root, "food101:/path" (`vitrel.data.sets.SETS`).
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: from the model's `pretrained_cfg`.
@@ -79,11 +87,11 @@ def create_dataset(
     if split not in ("train", "val"):
         raise ValueError(f"unknown split {split!r}; use 'train' or 'val'")
     prepare = Prepare(size, mean, std, **view)
-    if data == "shapes":
+    if data in SHAPES:
         if augment is not None:
             raise ValueError("shapes vary in place, size and colour by themselves, and mirroring changes the label: no augment")
-        base = {} if prepare.base_size is None else {"base": prepare.base_size}
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, protocol=prepare.protocol, **base)
+        how = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
+        return create_shapes(split, n, seed, size=size, mean=mean, std=std, protocol=prepare.protocol, **how)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, view.get("crop_pct", 1.0))
@@ -96,8 +104,8 @@ def create_dataset(
 
 def class_names(data: str, download: bool = False) -> list[str]:
     """The classes of a data set to train on, without building it."""
-    if data == "shapes":
-        return list(Shapes(1).classes)
+    if data in SHAPES:
+        return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
     named = _torchvision_set(data)
     if named:
         return set_classes(*named, download)
