@@ -132,9 +132,9 @@ def unlabelled(config: Config, n: int, sources: list[str] | None = None) -> dict
     found = {}
     for source in sources:
         data = Folder(fit["sources"][source], "train", Prepare(size, HALF, HALF))
-        data.samples = [sample for sample in data.samples if fit["exclude"] not in sample[0]]
-        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[: n // len(sources)]
-        found[source] = torch.stack([data[i][0] for i in chosen.tolist()])
+        kept = [i for i in range(len(data)) if fit["exclude"] not in data.name(i)]
+        chosen = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))[: n // len(sources)]
+        found[source] = torch.stack([data[kept[i]][0] for i in chosen.tolist()])
     return found
 
 
@@ -148,17 +148,17 @@ class Validation:
         """Images [n, 3, size, size] in half precision, and labels [n]."""
         if size not in self._stored:
             data = Folder(self.part["data"], "val", Prepare((size, size), HALF, HALF))
-            if size > self.part["large"]["above"]:
-                data.samples = data.samples[:: self.part["large"]["every"]]
-            pixels, labels = stack(data)
+            every = self.part["large"]["every"] if size > self.part["large"]["above"] else 1
+            pixels, labels = stack(data, every)
             names = torch.tensor([self.classes[name] for name in data.classes])
             self._stored[size] = pixels, names[labels]
         return self._stored[size]
 
 
-def stack(data: Folder) -> tuple[Tensor, Tensor]:
-    """All images of a folder, [n, 3, h, w] in half precision, and their labels."""
-    return torch.stack([data[i][0].half() for i in range(len(data))]), torch.tensor([label for _, label in data.samples])
+def stack(data: Folder, every: int = 1) -> tuple[Tensor, Tensor]:
+    """Every so many images of a folder, [n, 3, h, w] in half precision, and their labels."""
+    taken = range(0, len(data), every)
+    return torch.stack([data[i][0].half() for i in taken]), torch.tensor([data.label(i) for i in taken])
 
 
 def measure(model: nn.Module, entry: Config, images: Validation, reference: dict, about: Config) -> Iterator[Config]:
