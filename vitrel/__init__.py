@@ -13,6 +13,7 @@ from vitrel.grid import Grid
 from vitrel.layers import RelativeAttention
 from vitrel.models import load_pretrained, save_pretrained
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
+from vitrel.probe.diagnose import diagnose
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "combine",
     "create_model",
     "create_position",
+    "diagnose",
     "load_pretrained",
     "relativize",
     "save_pretrained",

@@ -1,0 +1,75 @@
+"""tools/diagnose.py: the table, its JSON, the picture, and messages instead of traces."""
+
+import json
+
+import pytest
+import timm
+from PIL import Image
+
+import vitrel
+from helpers import script
+from vitrel.probe.leak_plot import plot_leak
+
+SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return script("tools/diagnose.py")
+
+
+def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
+    small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
+    monkeypatch.setattr(
+        tool, "diagnose", lambda name, *args, **kw: vitrel.diagnose(small if "tiny" in name else name, *args, **kw)
+    )
+    files = tmp_path / "leak.json", tmp_path / "leak.png"
+    tool.main(["swin_tiny", "vitrel_swin_n", "--sizes", "64", "60x48", "--json", str(files[0]), "--plot", str(files[1])])
+    text = capsys.readouterr().out
+    assert "64x64" in text and "60x48" in text and "tokens see across opposite borders at 2 of 2 sizes" in text
+    assert "no token sees across a border" in text
+    theirs, ours = json.loads(files[0].read_text())
+    assert theirs["findings"]["as built"].keys() == {"borders", "padding"} and ours["findings"] == {}
+    with Image.open(files[1]) as picture:
+        assert picture.format == "PNG" and picture.height > picture.width  # a row for each model
+
+
+def test_the_names_on_the_command_line(tool, capsys):
+    tool.main(["test_convnext", "test_vit", "--sizes", "96"])
+    text = capsys.readouterr().out
+    assert "no attention can be seen in it" in text and "pos_embed bicubic" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["test_vitt", "--sizes", "96"], "unknown model 'test_vitt'; nearest: test_vit"),
+        (["test_vit", "--sizes", "96y"], "'96y' is not an image size"),
+        (["test_vit", "--sizes", "96", "--json", "no/such/folder.json"], "no/such/folder.json"),
+        (["test_vit", "--sizes", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),
+    ],
+)
+def test_bad_input_ends_with_a_message(tool, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        tool.main(arguments)
+    assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
+
+
+def test_sizes_are_needed(tool, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["test_vit"])
+    assert stop.value.code == 2 and "--sizes" in capsys.readouterr().err
+
+
+def test_all_rows_show_one_stage(tmp_path, monkeypatch):
+    """The stage where the first model leaks most decides, whatever leaks most in the others."""
+    from vitrel.probe import leak_plot
+
+    shown = []
+    monkeypatch.setattr(leak_plot, "_image", lambda axes, values, colours, title: shown.append((values.shape, title)))
+    small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
+    ours = timm.create_model("vitrel_swin_t", **SWIN)
+    found = [vitrel.diagnose(model, [80, 56]) for model in (small, ours)]
+    plot_leak(found, tmp_path / "leak.png")
+    assert [shape for shape, _ in shown] == [(20, 20)] * 4
+    assert "stage 1 at 80x80 px: 20x20 tokens, window 7x7" in shown[0][1] and shown[2][1].startswith("vitrel_swin_t, as built")
