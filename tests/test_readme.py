@@ -28,5 +28,5 @@ def test_examples():
 
 
 def test_its_pictures_and_links_exist():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"""(?:\]\(|src=")(?!http)([^)"#]+)[)"]""", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target

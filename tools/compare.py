@@ -2,24 +2,26 @@
 
     python tools/compare.py configs/quickstart.yaml
 
-Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed. What is done already is not
-done again, what was interrupted goes on from its last checkpoint.
+Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed; with several data sets, into a
+folder for each. What is done already is not done again, what was interrupted goes on from its last checkpoint. --jobs 2 trains
+two models at a time, each on its share of the CPU's cores: small models gain.
 """
 
 import argparse
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-import yaml
+import timm
 
-from vitrel.train.cli import run
+from vitrel.train.several import train_all
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
-from vitrel.transfer.comparison import Comparison, load_comparison
-from vitrel.transfer.evaluate import check_data
+from vitrel.transfer.claims import judge
+from vitrel.transfer.comparison import Comparison, Entry, load_comparison
+from vitrel.transfer.folder import read_lines
+from vitrel.transfer.plan import check_data
 from vitrel.transfer.sweep import run_sweep, summary
 
 
@@ -30,81 +32,55 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("config", type=Path, help="e.g. configs/quickstart.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the results; default runs")
+    parser.add_argument("--jobs", type=int, default=1, help="models trained at a time, on a CPU; default 1")
+    parser.add_argument("--no-report", action="store_true", help="tables and plots, but no pictures and no report.html")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs is 1 or more, not {args.jobs}")
     try:
-        comparison = load_comparison(args.config)
-        compare(comparison, args.runs / comparison.name)
+        comparisons = load_comparison(args.config)
+        for comparison in comparisons:  # before the first is trained
+            check_data(comparison.sweep, comparison.train_size)
+        for comparison in comparisons:
+            compare(comparison, args.runs / comparison.name, args.jobs, not args.no_report)
     except (ValueError, OSError, MemoryError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command goes on from here")
 
 
-def compare(comparison: Comparison, folder: Path) -> None:
+def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = True) -> None:
     """Trains what is missing, evaluates all, and prints the tables and one verdict per model."""
-    check_data(comparison.sweep, comparison.train_size)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     start = time.perf_counter()
-    runs = [(entry, seed) for entry in comparison.entries for seed in comparison.seeds]
-    models: list[Trained] = []
-    for number, (entry, seed) in enumerate(runs, 1):
-        place = folder / f"{entry.label}-seed{seed}"
-        print(f"[{number}/{len(runs)}] {entry.label}, seed {seed}: ", end="", flush=True)
-        train(comparison.training(entry, seed, place), place)
-        models.append(load_checkpoint(place / "checkpoints" / f"{comparison.checkpoint}.ckpt", entry.label, seed))
+    own = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
+    places = {(label, seed): folder / f"{label}-seed{seed}" for label in own for seed in comparison.seeds}
+    train_all({place: comparison.training(own[label], seed, place) for (label, seed), place in places.items()}, jobs)
     trained = time.perf_counter()
-    rows = run_sweep(models, comparison.sweep, folder, comparison.name)
+    models: list[Trained] = []
+    for entry in comparison.entries:
+        for seed in comparison.seeds:
+            path = places[entry.weights_of or entry.label, seed] / "checkpoints" / f"{comparison.checkpoint}.ckpt"
+            model = load_checkpoint(path, entry.label, seed)
+            models.append(model if entry.weights_of is None else with_arguments(model, entry, comparison))
+    rows = run_sweep(models, comparison.sweep, folder, comparison.name, report)
+    if comparison.claims:
+        verdict = "\n".join(judge(comparison.claims, rows, read_lines(folder, "translation")))
+        (folder / "claims.md").write_text(verdict + "\n", "utf-8")
+        print(f"\nclaims of the configuration:\n{verdict}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
-    print(f"\n{summary(rows)}\n{seconds}; written to {folder}: results.csv, table.md, plots/")
+    print(f"\n{summary(rows)}\n{seconds}; written to {folder}: results.csv, table.md, plots/, report.html")
 
 
-def train(config: dict[str, Any], folder: Path) -> None:
-    """Trains one model into `folder`, unless its last epoch is there; goes on from last.ckpt if that is of an earlier epoch.
-
-    Raises ValueError when the folder holds a run of another configuration, or when training stopped early.
-    """
-    last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
-    arguments = ["fit", "--config", str(settings)]
-    # as it will be read back: YAML knows no tuples
-    config = yaml.safe_load(yaml.safe_dump(config))
-    if last.exists():
-        known = (yaml.safe_load(settings.read_text("utf-8")) if settings.exists() else None) or {}
-        # the folder may have been moved with all that is in it
-        if changes := [text for text in _differences(known, config) if not text.startswith("trainer.default_root_dir:")]:
-            raise ValueError(
-                f"{folder} holds a run of another configuration ({'; '.join(changes)}): "
-                "remove that folder to train anew, or give the comparison another name"
-            )
-        done = epochs_done(last)
-        if done >= epochs:
-            print("trained already", flush=True)
-            return
-        print(f"going on after epoch {done} of {epochs}", flush=True)
-        arguments += ["--ckpt_path", str(last)]
-    else:
-        print(f"training for {epochs} epochs", flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    settings.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
-    run(arguments)
-    if not last.exists() or epochs_done(last) < epochs:
-        raise ValueError(f"{folder}: training stopped before epoch {epochs}; give the same command again to go on")
-
-
-def epochs_done(checkpoint: Path) -> int:
-    """Epochs that a checkpoint's model has been trained for; ValueError when the file is broken."""
+def with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Trained:
+    """The same weights in a model built as `entry` says: what an option does that acts at other sizes only."""
+    arguments = comparison.training(entry, 0, Path())["model"]["model_args"]
+    model = timm.create_model(entry.name, num_classes=len(trained.classes), img_size=trained.img_size, **arguments)
     try:
-        return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["vitrel"]["epoch"])
-    except Exception as error:
-        size, run_folder = checkpoint.stat().st_size, checkpoint.parent.parent
-        reason = f"{checkpoint} ({size:,} bytes) cannot be read ({type(error).__name__})"
-        raise ValueError(f"{reason}: remove {run_folder} to train anew") from error
-
-
-def _differences(old: Any, new: Any, name: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = dict.fromkeys([*old, *new])
-        return [text for key in keys for text in _differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]
-    return [] if old == new else [f"{name}: {old!r} then, {new!r} now"]
+        model.load_state_dict(trained.model.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
+    return replace(trained, model=model.eval(), label=entry.label)
 
 
 if __name__ == "__main__":

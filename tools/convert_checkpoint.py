@@ -17,7 +17,7 @@ from typing import Any
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.weights.build import model_arguments, model_for
 from vitrel.models.weights.load import WeightPlan, apply_plan, read_file, save_pretrained
-from vitrel.transfer.evaluate import parse_size
+from vitrel.transfer.settings import parse_size
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from vitrel.export import SUFFIXES, TOLERANCE, export_model
 from vitrel.models.weights.build import model_arguments, model_for
 from vitrel.models.weights.load import apply_plan, read_file
 from vitrel.transfer.checkpoint import encoding_of, load_checkpoint
-from vitrel.transfer.evaluate import parse_size
+from vitrel.transfer.settings import parse_size
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ import torch
 import yaml
 
 from helpers import script
+from vitrel.train import several
 
 CONFIG = {
     "name": "trial",
@@ -77,16 +78,16 @@ def test_a_comparison_from_training_to_plots(finished):
 
 
 def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
-    monkeypatch.setattr(tool, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.transfer.evaluate._measure", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
+    monkeypatch.setattr("vitrel.transfer.rows.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
-    assert printed.count("trained already") == 4 and "[4/4] rope, seed 1: trained already" in printed
+    assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
     assert "parameters interpolated (absolute bicubic) at 64x96 (state dict bit-identical)" in printed
 
 
 def test_what_is_missing_is_added(again, tmp_path):
     printed = again(seeds=[0, 1, 2], models=CONFIG["models"][1:])
-    assert printed.count("trained already") == 2 and "[3/3] rope, seed 2: training for 1 epochs" in printed
+    assert printed.count("trained already") == 2 and "[3/3] rope-seed2: training for 1 epochs" in printed
     assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 3 * 2 * 2
 
 
@@ -97,8 +98,8 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_pa
     (folder / "train.yaml").write_text(yaml.safe_dump(settings))
     train = CONFIG["train"] | {"trainer": CONFIG["train"]["trainer"] | {"max_epochs": 2}}
     printed = again(train=train, seeds=[1], models=CONFIG["models"][1:])
-    assert "rope, seed 1: going on after epoch 1 of 2" in printed
-    assert tool.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
+    assert "rope-seed1: going on after epoch 1 of 2" in printed
+    assert several.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
 
 
 def test_a_changed_configuration_stops_with_the_way_out(again):
@@ -118,7 +119,7 @@ def test_a_broken_checkpoint_is_named(again, tmp_path):
 
 
 def test_training_that_stops_early_is_not_evaluated(tool, again, monkeypatch):
-    monkeypatch.setattr(tool, "run", lambda arguments: None)
+    monkeypatch.setattr(several, "run", lambda arguments: None)
     with pytest.raises(SystemExit, match="training stopped before epoch 1; give the same command again to go on"):
         again(seeds=[5])
 
@@ -126,6 +127,33 @@ def test_training_that_stops_early_is_not_evaluated(tool, again, monkeypatch):
 def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
     with pytest.raises(SystemExit, match="error: evaluation at 24x24, canvas protocol: objects do not fit"):
         again(name="other", evaluate={"sizes": [24]})
+
+
+@pytest.mark.slow
+def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys):
+    shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
+    aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
+    aid |= {"model_args": {"position_args": {"scaling": "ntk"}}}
+    place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
+    path = tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes", place], "models": [*CONFIG["models"][1:], aid]}))
+    tool.main([str(path), "--runs", str(tmp_path), "--jobs", "2"])
+    assert "[1/1] rope-seed0: trained" in capsys.readouterr().out
+    assert "training for 1 epochs" in (tmp_path / "trial" / "shapes-place" / "rope-seed0" / "train.log").read_text()
+    shapes, place = (pd.read_csv(tmp_path / "trial" / name / "results.csv") for name in ("shapes", "shapes-place"))
+    assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
+    pairs = shapes.pivot_table(index=["seed", "protocol", "img_size"], columns="label", values="nll")
+    assert len(pairs) == 2 * 2 * 2
+    same = pairs.xs("64x64", level="img_size")
+    assert same["aid"].tolist() == same["rope"].tolist()  # ntk acts at other sizes only
+    other = pairs.xs("64x96", level="img_size")
+    assert (other["aid"] != other["rope"]).any()  # little, after two updates
+
+
+def test_weights_of_another_model_are_refused_by_name(tool, again):
+    other = {"name": "vitrel_vit_n8_none", "position": "table", "label": "other", "weights_of": "rope"}
+    with pytest.raises(SystemExit, match="error: other cannot have the weights of rope"):
+        again(models=[*CONFIG["models"], other])
 
 
 def test_mistakes_end_with_one_line(tool, tmp_path):

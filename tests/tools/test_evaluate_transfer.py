@@ -1,7 +1,9 @@
+import numpy as np
 import pandas as pd
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from helpers import script
 from vitrel.data import class_names
@@ -32,8 +34,8 @@ def checkpoint(tmp_path):
 def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--sizes", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
-    tool.main(["--checkpoint", *paths, *arguments, "--policies", "clip"])
+    arguments = ["--data", "shapes", "--sizes", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
+    tool.main(["--checkpoint", *paths, *arguments, "--policies", "clip", "--attention-n", "1", "--no-border-leak"])
     printed = capsys.readouterr().out
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     assert "- vitrel_vit_n8_table: nothing interpolated at any of 3 sizes (state dict bit-identical), up to " in printed
@@ -44,14 +46,32 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys):
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
     assert frame["unchanged"].all() and (frame["n"] == 8).all()
     assert (out / "table.md").read_text("utf-8").startswith("# shapes\n")
+    classes = pd.read_csv(out / "per_class.csv")
+    assert len(classes) == 4 * len(frame) and classes.groupby("img_size")["n"].sum().tolist() == [4 * 8] * 3
+    assert not (out / "translation.csv").exists() and frame["best_size"].notna().any()
     assert (out / "plots" / "accuracy.png").exists() and (out / "plots" / "throughput.png").exists()
 
 
 def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), checkpoint("vitrel_vit_n8_none", "b.ckpt")]
-    arguments = ["--data", "shapes", "--sizes", "64", "--n", "4", "--protocols", "scale", "--device", "cpu"]
+    arguments = [
+        "--data",
+        "shapes",
+        "--sizes",
+        "64",
+        "--n",
+        "4",
+        "--protocols",
+        "scale",
+        "--device",
+        "cpu",
+        "--attention-n",
+        "1",
+    ]
     tool.main(["--checkpoint", *paths, *arguments, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
+    assert "results.csv, per_class.csv, table.md, plots/, report.html" in printed
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
     assert all(f"- vitrel_vit_n8_none ({path}): " in printed for path in paths)
 
 
@@ -61,7 +81,7 @@ def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
         (["--checkpoint", str(tmp_path / "none"), "--data", "shapes", "--sizes", "64"], "error: no checkpoint at"),
         (
             ["--checkpoint", path, "--data", "shapes", "--sizes", "64", "--policies", "clip"],
-            "no model has the resize policy 'clip'",
+            "no model has the policy 'clip'",
         ),
         (["--checkpoint", path, "--data", "shapes", "--sizes", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
         (["--checkpoint", path, "--data", str(tmp_path / "no"), "--sizes", "64"], "no"),
@@ -71,3 +91,85 @@ def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tool.main(["--checkpoint", path, "--data", "shapes", "--sizes", "64", "96by128"])
     assert "'96by128' is not an image size: write pixels as 96, or height x width as 160x224" in capsys.readouterr().err
+
+
+def test_a_plan_is_printed_and_nothing_done(tool, checkpoint, tmp_path, capsys):
+    path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
+    arguments = ["--checkpoint", path, "--data", "shapes", "--sizes", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
+    tool.main([*arguments, "--policies", "divisor", "rescale", "clip", "--crop-pct", "1", "0.875", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "12 rows of 8 images each; 0 of them are in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(0)
+    how = dict(embed_dim=48, depth=1, num_heads=3, img_size=32, patch_size=8, num_classes=4)
+    path = tmp_path / "weights.pth"
+    torch.save(timm.create_model("vit_tiny_patch16_224", **how).state_dict(), path)
+    return ["--weights", str(path), "--model-args", "{embed_dim: 48, depth: 1, num_heads: 3, img_size: 32, patch_size: 8}"]
+
+
+def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--data", "shapes", "--sizes", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
+    ours = ["--checkpoint", checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
+    named = ["--model", "vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
+    tool.main([*ours, *named, *arguments, "--shifts", "0", "4", "--no-report"])
+    printed = capsys.readouterr().out
+    assert "- vit_tiny_patch16_224: 768 of " in printed and "THE STATE DICT CHANGED at 48x48" in printed
+    frame = pd.read_csv(out / "results.csv")
+    timms = frame[frame["model"] == "vit_tiny_patch16_224"]
+    assert timms["train_size"].tolist() == ["32x32"] * 2 and set(timms["mean"]) == {"0.4 0.5 0.6"}
+    assert timms["attention_entropy"].notna().all() and set(timms["encoding"]) == {"timm"}
+    shifted = pd.read_csv(out / "translation.csv")
+    assert set(shifted["label"]) == set(frame["label"]) and set(shifted["shift"]) == {0, 4} and len(shifted) == 4
+
+
+def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, capsys):
+    arguments = ["--data", "shapes", "--sizes", "48", "--device", "cpu", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as caught:
+        tool.main(arguments)
+    assert caught.value.code == 2 and "give --checkpoint FILE or --model NAME --weights FILE" in capsys.readouterr().err
+    indices = tmp_path / "indices.txt"
+    indices.write_text("left 0\nright 1\nabove 2\nbelow 4\n")
+    model = ["--model", "vit_tiny_patch16_224", *weights]
+    for given, message in [
+        (model[:2], "--weights takes one file for each --model, in the same order; 0 for 1"),
+        (
+            ["--model", "vit_tini_patch16_224", *weights],
+            "unknown model 'vit_tini_patch16_224'; the nearest are vit_tiny_patch16",
+        ),
+        (
+            ["--model", "vit_tiny_patch16_224", *weights, "--class-indices", str(indices)],
+            "has 4 outputs, from 0, but .* below is",
+        ),
+        (["--model", "vit_tiny_patch16_224", *weights, "--class-indices", "none.txt"], "No such file or directory: 'none.txt'"),
+        (["--model", "vit_tiny_patch16_224", *weights, "--crop-pct", "1.5"], "crop_pct takes shares of the image"),
+    ]:
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            tool.main([*given, *arguments])
+
+
+def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("above", "left", "right"):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for i in range(3):
+                Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
+                    tmp_path / "data" / part / name / f"{i}.png"
+                )
+    script("tools/pack_shards.py").main([str(tmp_path / "data"), str(tmp_path / "shards")])
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    named = ["--model", "vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
+    frames = []
+    for data in ("data", "shards"):
+        out = tmp_path / f"out-{data}"
+        asked = ["--data", str(tmp_path / data), "--sizes", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
+        tool.main([*named, *asked, "--attention-n", "0", "--protocols", "scale", "--policies", "clip"])
+        frames.append(pd.read_csv(out / "results.csv"))
+    for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
+        assert frames[0][name].tolist() == pytest.approx(frames[1][name].tolist(), nan_ok=True), name
+    assert set(frames[1]["decoder"]) == {"torchvision"} and set(frames[1]["resize_backend"]) == {"torchvision antialiased"}

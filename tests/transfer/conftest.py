@@ -6,8 +6,9 @@ import timm
 import torch
 from torch.utils.data import Dataset
 
-from vitrel.transfer import evaluate
+from vitrel.transfer import images, plan
 from vitrel.transfer.checkpoint import Trained, encoding_of
+from vitrel.transfer.rows import evaluate_rows
 
 CLASSES = ["left", "right", "above"]
 
@@ -37,10 +38,17 @@ def noise(monkeypatch):
         asked.append({"data": data, "split": split, "size": size, **how})
         return Noise(size, how["n"])
 
-    monkeypatch.setattr(evaluate, "create_dataset", create)
+    monkeypatch.setattr(images, "create_dataset", create)
+    monkeypatch.setattr(plan, "create_dataset", create)
     monkeypatch.setattr(Noise, "decoded", 0)
     Noise.asked = asked
     return Noise
+
+
+@pytest.fixture
+def rows_of():
+    """rows_of(models, sweep, ...): the rows of `evaluate_rows`, without their lines."""
+    return lambda *given, **how: [one.row for one in evaluate_rows(*given, **how)]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 
-from vitrel.transfer.checkpoint import check_classes, encoding_of, load_checkpoint
+from vitrel.transfer.checkpoint import class_outputs, encoding_of, load_checkpoint
 
 
 def test_a_checkpoint_becomes_its_model_again(checkpoint):
@@ -91,8 +91,9 @@ def test_not_a_number_in_the_weights_is_refused(checkpoint):
 
 
 def test_models_that_cannot_be_asked_or_built_are_refused(checkpoint):
-    with pytest.raises(ValueError, match="vit_tiny_patch16_224 is not a vitrel model, it has no resize_policies"):
+    with pytest.raises(ValueError, match=r"last\.ckpt does not fit its model: .*\n.*Missing key") as caught:
         load_checkpoint(checkpoint(model="vit_tiny_patch16_224"))
+    assert len(str(caught.value)) < 1000
     with pytest.raises(ValueError, match=r"asks for 'vitrel_vit_n9', which cannot be built: it is no model of"):
         load_checkpoint(checkpoint(model="vitrel_vit_n9"))
     with pytest.raises(ValueError, match=r"asks for vitrel_vit_n8_table with .*'depht': 2.* which cannot be built: .*depht"):
@@ -163,10 +164,25 @@ def test_a_damaged_record_of_positions_is_named(checkpoint, record):
 
 def test_classes_must_be_those_of_training(trained):
     model = trained("vitrel_vit_n8_none")
-    check_classes(model, ["left", "right", "above"], "here")
+    class_outputs(model, ["left", "right", "above"], "here")
     with pytest.raises(ValueError, match=r"trained on 3 classes, but here has 2: it lacks right\. Evaluate on data"):
-        check_classes(model, ["left", "above"], "here")
+        class_outputs(model, ["left", "above"], "here")
     with pytest.raises(ValueError, match="lacks above and adds below"):
-        check_classes(model, ["left", "right", "below"], "here")
+        class_outputs(model, ["left", "right", "below"], "here")
     with pytest.raises(ValueError, match="lists them in another order"):
-        check_classes(model, ["right", "left", "above"], "here")
+        class_outputs(model, ["right", "left", "above"], "here")
+
+
+def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):
+    how = dict(embed_dim=48, depth=1, num_heads=3, patch_size=8)
+    torch.manual_seed(1)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=(32, 48), **how)
+
+    def put(stored, factor=1.0):
+        stored["state_dict"] = {f"model.{name}": factor * value for name, value in model.state_dict().items()}
+
+    trained = load_checkpoint(checkpoint("vit_tiny_patch16_224", put, model_args=how))
+    assert (trained.encoding, trained.img_size, trained.classes) == ("timm", (32, 48), ("left", "right", "above"))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in trained.model.state_dict().items())
+    with pytest.raises(ValueError, match="does not fit its model: the weights hold NaN or infinity in cls_token"):
+        load_checkpoint(checkpoint("vit_tiny_patch16_224", lambda stored: put(stored, float("nan")), model_args=how))

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -18,7 +20,8 @@ def load(tmp_path):
     def write(text=None, **changes):
         path = tmp_path / "trial.yaml"
         path.write_text(text if text is not None else yaml.safe_dump(CONFIG | changes))
-        return load_comparison(path)
+        found = load_comparison(path)
+        return found[0] if len(found) == 1 else found
 
     return write
 
@@ -32,6 +35,35 @@ def test_a_configuration_is_read_whole(load):
     ]
     assert found.sweep.sizes == ((64, 64), (64, 96)) and found.sweep.n == 10 and found.sweep.protocols == ("scale", "canvas")
     assert load(seeds=3).seeds == (3,)
+
+
+def test_several_data_sets_are_a_comparison_each_with_what_differs_there(load):
+    own = {"data": "shapes-place", "seeds": [4], "train": {"data": {"n_train": 64}}, "evaluate": {"sizes": [64]}}
+    shapes, place = load(data=["shapes", own])
+    assert [(c.name, c.data, c.seeds) for c in (shapes, place)] == [
+        ("trial/shapes", "shapes", (0, 1)),
+        ("trial/shapes-place", "shapes-place", (4,)),
+    ]
+    assert (shapes.sweep.data, shapes.sweep.sizes, place.sweep.sizes) == ("shapes", ((64, 64), (64, 96)), ((64, 64),))
+    assert place.sweep.n == 10 and shapes.train["data"] == {"size": 64} and place.train["data"] == {"size": 64, "n_train": 64}
+    assert place.training(place.entries[0], 4, Path("a"))["data"] == {"size": 64, "n_train": 64, "data": "shapes-place"}
+    with pytest.raises(ValueError, match="two data sets are called trial/shapes; rename one of the folders"):
+        load(data=["shapes", "shapes"])
+    assert [entry.label for entry in load(data=[{"data": "shapes", "only": ["rope"]}]).entries] == ["rope"]
+    with pytest.raises(ValueError, match="data, only: no model that is trained here is called table"):
+        load(data=[{"data": "shapes", "only": ["table"]}])
+    with pytest.raises(ValueError, match="data: unknown key 'sizes'; did you mean"):
+        load(data=[{"data": "shapes", "sizes": [64]}])
+
+
+def test_an_entry_may_have_the_weights_of_another(load):
+    aid = {"name": "vitrel_vit_n8_table", "label": "aid", "model_args": {"position_args": {"logit_scale": "log_n"}}}
+    found = load(models=["vitrel_vit_n8_table", aid | {"weights_of": "vitrel_vit_n8_table"}])
+    assert [entry.weights_of for entry in found.entries] == [None, "vitrel_vit_n8_table"]
+    with pytest.raises(ValueError, match="aid has weights_of: table, but no vitrel_vit_n8_table with that label is trained"):
+        load(models=["vitrel_vit_n8_table", aid | {"weights_of": "table"}])
+    with pytest.raises(ValueError, match="but no vitrel_vit_n8_table with that label is trained here"):
+        load(models=["vitrel_vit_n8_none", aid | {"weights_of": "vitrel_vit_n8_none"}])
 
 
 def test_a_training_run_gets_model_data_seed_and_folder(load, tmp_path):
@@ -98,16 +130,18 @@ def test_data_is_found_from_here_or_beside_the_file(load, tmp_path, monkeypatch)
     assert load(data="images").data == "../images"
     monkeypatch.chdir(tmp_path)
     assert load(data="images").data == "images"
-    with pytest.raises(FileNotFoundError, match=r"no data folder missing .*train/<class>/ and val/<class>/, or shapes for the"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no data folder missing .*train/<class>/ and val/<class>/, or a built-in set: shapes,"
+    ):
         load(data="missing")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "imagenette96"])
+@pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes"])
 def test_the_configurations_of_the_repository_are_valid(name, request, monkeypatch):
     path = request.config.rootpath / "configs" / f"{name}.yaml"
     monkeypatch.setattr("vitrel.transfer.comparison._data", lambda data, path: data)
-    found = load_comparison(path)
-    assert found.name == name and len(found.entries) == 4
+    for found in load_comparison(path):
+        assert found.name.split("/")[0] == name and len(found.entries) >= 4
     header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
     for word in ("Command", "Hardware", "Time", "Expected", "Measured"):
         assert any(line.startswith(f"# {word}:") for line in header)

@@ -3,15 +3,18 @@ import math
 import pytest
 import torch
 
-from vitrel.transfer import evaluate as module
-from vitrel.transfer.evaluate import Sweep, evaluate, format_size, parse_size, plan, row_key
-from vitrel.transfer.report import COLUMNS, read_csv, write_csv
+from vitrel.transfer import images
+from vitrel.transfer.columns import COLUMNS
+from vitrel.transfer.folder import read_folder, write_folder
+from vitrel.transfer.plan import plan
+from vitrel.transfer.rows import evaluate_rows, row_key
+from vitrel.transfer.settings import Sweep, format_size, parse_size
 
 SIZES = ((32, 32), (64, 64), (32, 48))
 
 
 def sweep(**given):
-    return Sweep(**{"data": "noise", "sizes": SIZES, "batch_size": 5, "device": "cpu"} | given)
+    return Sweep(**{"data": "noise", "sizes": SIZES, "batch_size": 5, "device": "cpu", "attention_n": 0} | given)
 
 
 @pytest.mark.parametrize(("text", "size"), [("96", (96, 96)), (96, (96, 96)), ("160x224", (160, 224)), ("32X48", (32, 48))])
@@ -52,17 +55,15 @@ def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trai
     ]
     assert [task[2:] for task in tasks[4:8]] == [("table", p) for p in models[0].model.resize_policies] + [("none", "none")]
     assert len(tasks) == 12
-    with pytest.raises(
-        ValueError, match="no model has the resize policy 'nearest'; the policies of these models are bicubic, c"
-    ):
+    with pytest.raises(ValueError, match="no model has the policy 'nearest'; the policies of these models are bicubic, c"):
         plan(models, sweep(policies=("nearest",)))
     with pytest.raises(ValueError, match="none: they resize nothing"):
         plan(models[1:], sweep(policies=("clip",)))
 
 
-def test_rows_say_what_was_done_to_the_model(trained, noise):
+def test_rows_say_what_was_done_to_the_model(trained, noise, rows_of):
     models = [trained(f"vitrel_vit_n8_{key}") for key in ("absolute", "table")]
-    rows = list(evaluate(models, sweep()))
+    rows = rows_of(models, sweep())
     assert all(set(row) == set(COLUMNS) for row in rows)
     found = {(row["encoding"], row["img_size"], row["policy"], row["protocol"]): row for row in rows}
     assert len(found) == len(rows) == 2 * (3 + 1 + 2 * 3)
@@ -87,12 +88,12 @@ def test_rows_say_what_was_done_to_the_model(trained, noise):
         )
 
 
-def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, noise):
+def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, noise, rows_of):
     model = trained("vitrel_vit_n8_none", model_args={"position": "table+cpb"})
     parts = [part for block in model.model.blocks for part in block.position.parts.values()]
     for part in parts:
         torch.nn.init.normal_(next(part.parameters()), std=2.0)
-    rows = list(evaluate([model], sweep(sizes=((64, 64), (24, 24)), protocols=("scale",))))
+    rows = rows_of([model], sweep(sizes=((64, 64), (24, 24)), protocols=("scale",)))
     found = {(row["img_size"], row["policy"]): row for row in rows}
     larger = [f"{first}+{second}" for first in ("geometric", "clip", "bicubic") for second in ("keep", "renormalise")]
     assert [*found] == [("32x32", "none"), *(("64x64", p) for p in larger), ("24x24", "keep"), ("24x24", "renormalise")]
@@ -104,9 +105,9 @@ def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, noise):
     assert {part.resize for part in parts} == {"geometric", "keep"}  # as they were
 
 
-def test_accuracy_is_that_of_the_plain_model(trained, noise):
+def test_accuracy_is_that_of_the_plain_model(trained, noise, rows_of):
     model = trained("vitrel_vit_n8_rope_mixed")
-    [row] = evaluate([model], sweep(sizes=((32, 32),), protocols=("scale",)))
+    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",)))
     with torch.no_grad():
         logits = model.model(torch.stack([noise((32, 32))[i][0] for i in range(12)]))
     labels = torch.arange(12) % 3
@@ -114,47 +115,62 @@ def test_accuracy_is_that_of_the_plain_model(trained, noise):
     assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
 
 
-def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, monkeypatch):
+def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, monkeypatch, rows_of):
     models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none")]
     settings = sweep(sizes=((64, 64),), protocols=("canvas",))
-    rows = list(evaluate(models, settings))
+    rows = rows_of(models, settings)
     assert len(rows) == 2 + 4 and noise.decoded == 2 * 12
     assert noise.asked[-1] == {
         "data": "noise", "split": "val", "size": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0,
         "interpolation": "bicubic", "protocol": "canvas", "base_size": (32, 32), "n": None, "seed": 0,
     }  # fmt: skip
-    monkeypatch.setattr(module, "CACHE_BYTES", 0)
-    again = list(evaluate(models, settings))
+    monkeypatch.setattr(images, "CACHE_BYTES", 0)
+    again = rows_of(models, settings)
     assert noise.decoded == 2 * 12 + 6 * 12
     assert [row["nll"] for row in again] == [row["nll"] for row in rows]
 
 
 def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
     model = trained("vitrel_vit_n8_none")
-    write_csv(list(evaluate([model], sweep())), tmp_path / "results.csv")
-    done, before = read_csv(tmp_path / "results.csv"), noise.decoded
+    first = list(evaluate_rows([model], sweep()))
+    write_folder(first, tmp_path)
+    done, before = read_folder(tmp_path), noise.decoded
     shares = []
-    rows = list(evaluate([model], sweep(), done, lambda task, share: shares.append(share)))
-    assert noise.decoded == before and [row_key(row) for row in rows] == [row_key(row) for row in done]
-    assert sum(shares) == len(rows) == 6
-    for row in done:
-        row["unseen"] = row["saturated"] = math.nan  # as if an earlier version had not known them
-    assert all(row["unseen"] == row["saturated"] == 0 for row in evaluate([model], sweep(), done))
+    again = list(evaluate_rows([model], sweep(), done, lambda task, share: shares.append(share)))
+    assert noise.decoded == before and [row_key(one.row) for one in again] == [row_key(one.row) for one in done]
+    assert [one.per_class for one in again] == [one.per_class for one in first]
+    assert sum(shares) == len(again) == 6
     model.model.head.bias.data[0] += 1
-    list(evaluate([model], sweep(), done))
+    list(evaluate_rows([model], sweep(), done))
     assert noise.decoded == before + 6 * 12
-    list(evaluate([model], sweep(data_seed=1), done))
+    list(evaluate_rows([model], sweep(data_seed=1), done))
     assert noise.decoded == before + 12 * 12
 
 
-def test_progress_adds_up(trained, noise):
+@pytest.mark.parametrize("lacking", ["ece", "per_class", "shifts"])
+def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, lacking):
+    """As a file of an earlier version has it, one whose lines were lost, or one whose content was not shifted as far."""
+    models, one = [trained("vitrel_vit_n8_none")], dict(sizes=((32, 32),), protocols=("scale",))
+    [done] = evaluate_rows(models, sweep(**one, shifts=(0, 4)))
+    before = noise.decoded
+    list(evaluate_rows(models, sweep(**one, shifts=(4,)), [done]))
+    assert noise.decoded == before
+    if lacking == "ece":
+        done.row["ece"] = math.nan
+    elif lacking == "per_class":
+        done = done._replace(per_class=[])
+    list(evaluate_rows(models, sweep(**one, shifts=(4, 8) if lacking == "shifts" else (4,)), [done]))
+    assert noise.decoded > before
+
+
+def test_progress_adds_up(trained, noise, rows_of):
     shares = []
-    list(evaluate([trained("vitrel_vit_n8_none")], sweep(), advance=lambda task, share: shares.append(share)))
+    rows_of([trained("vitrel_vit_n8_none")], sweep(), advance=lambda task, share: shares.append(share))
     assert len(shares) == 6 * 3 and sum(shares) == pytest.approx(6)
 
 
 @pytest.mark.parametrize("how", ["value", "object"])
-def test_a_model_that_forward_touches_is_found_out(trained, noise, how):
+def test_a_model_that_forward_touches_is_found_out(trained, noise, how, rows_of):
     model = trained("vitrel_vit_n8_none")
 
     def touch(head, inputs):
@@ -164,12 +180,12 @@ def test_a_model_that_forward_touches_is_found_out(trained, noise, how):
             head.bias = torch.nn.Parameter(head.bias.data.clone())
 
     model.model.head.register_forward_pre_hook(touch)
-    [row, *_] = evaluate([model], sweep())
+    [row, *_] = rows_of([model], sweep())
     assert row["unchanged"] is False
     assert (row["state_hash_before"] == row["state_hash_after"]) == (how == "object")
 
 
-def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, noise):
+def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, noise, rows_of):
     model = trained("vitrel_vit_n8_none")
 
     def fail(module, inputs):
@@ -177,15 +193,15 @@ def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, noise):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     model.model.register_forward_pre_hook(fail)
-    [row] = evaluate([model], sweep(sizes=((32, 32),), protocols=("scale",)))
+    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",)))
     assert (row["batch_size"], row["oom"], row["n"]) == (2, 1, 12)
 
 
-def test_what_stops_an_evaluation_names_model_and_size(trained, noise):
+def test_what_stops_an_evaluation_names_model_and_size(trained, noise, rows_of):
     model = trained("vitrel_vit_n8_none")
     model.model.head.bias.data.fill_(float("inf"))
-    with pytest.raises(FloatingPointError, match=r"vitrel_vit_n8_none at 32x32 \(scale, none\): the logits hold NaN"):
-        list(evaluate([model], sweep()))
+    with pytest.raises(FloatingPointError, match=r"vitrel_vit_n8_none at 32x32 \(scale\): the logits hold NaN"):
+        rows_of([model], sweep())
     other = trained("vitrel_vit_n8_none", classes=("left", "right"))
     with pytest.raises(ValueError, match="trained on 2 classes, but noise has 3: it adds above"):
-        list(evaluate([other], sweep()))
+        rows_of([other], sweep())

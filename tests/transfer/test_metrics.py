@@ -42,6 +42,19 @@ def test_t_quantiles_integrate_to_975_per_mille():
         assert 0.5 + mass.item() == pytest.approx(0.975, abs=4e-6), df
 
 
+@pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])  # confidences near 1/K, everywhere, and 1
+def test_calibration_error_agrees_with_torchmetrics(scale):
+    calibration = pytest.importorskip("torchmetrics.functional.classification").multiclass_calibration_error
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = scale * torch.randn(200, 4, generator=generator), torch.randint(4, (200,), generator=generator)
+    tally, other = Tally(), Tally()
+    tally.update(logits[:90], labels[:90])
+    other.update(logits[90:], labels[90:])
+    tally.add(other)
+    expected = calibration(logits.double().softmax(-1), labels, num_classes=4, n_bins=15, norm="l1").item()
+    assert tally.columns()["ece"] == pytest.approx(100 * expected, abs=1e-3) and tally.n == 200
+
+
 @pytest.mark.parametrize("classes", [3, 12])
 def test_tally_agrees_with_a_plain_computation(classes):
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,8 @@
 import pytest
+import timm
 
 from vitrel.position import PositionEncoding
-from vitrel.transfer.policies import policies_at, resize_policy
+from vitrel.transfer.policies import in_force, policies_at, policies_of, policy_parts, resize_policy
 
 THREE = ("geometric", "clip", "bicubic")
 
@@ -38,9 +39,49 @@ def test_policies_are_listed_where_they_differ(vit, position, size, policies):
     assert policies_at(vit(position), size) == policies
 
 
-def test_a_window_meets_no_other_grid(trained):
-    for position, policies in (("table", ("none",)), ("cpb", ("none",)), ("absolute+table", ("bicubic",))):
-        assert policies_at(trained("vitrel_swin_n", model_args={"position": position}).model, (96, 64)) == policies
+def test_a_window_that_is_kept_meets_no_other_grid(trained):
+    for position, policies in (("table", ("keep",)), ("cpb", ("keep",)), ("absolute+table", ("keep+bicubic",))):
+        model = trained("vitrel_swin_n", (64, 64), {"position": position}).model
+        assert policies_at(model, (96, 64), ("keep", "bicubic")) == policies
+
+
+def test_windows_and_encodings_are_combined(trained):
+    models = {
+        key: trained("vitrel_swin_n", (64, 64), {"position": key}).model for key in ("table", "cpb", "none", "absolute+table")
+    }
+    assert policies_at(models["table"], (64, 64)) == policies_at(models["cpb"], (64, 64)) == ("none",)
+    assert policies_at(models["table"], (128, 64)) == ("keep", *(f"rescale+{policy}" for policy in THREE))
+    assert policies_at(models["table"], (48, 48)) == ("keep", "divisor", "rescale")  # sub-tables, exact
+    distances = [f"{window}+{policy}" for window in ("divisor", "rescale") for policy in ("keep", "renormalise")]
+    assert policies_at(models["cpb"], (80, 80)) == ("keep", *distances)
+    assert policies_at(models["cpb"], (80, 80), ["keep", "rescale"]) == ("keep", "rescale+keep")
+    assert policies_at(models["none"], (80, 80)) == ("keep", "divisor", "rescale")
+    assert policies_at(models["absolute+table"], (80, 80), ["rescale", "clip"]) == ("rescale+clip",)
+    assert policies_at(models["table"], (80, 80), ["clip"]) == ("keep",)  # no policy of windows is wanted: theirs is kept
+
+
+def test_what_a_model_may_be_asked_for(trained, vit):
+    assert policies_of(vit("table")) == THREE and policies_of(vit("none")) == ()
+    assert policies_of(trained("vitrel_swin_n").model) == ("keep", "divisor", "rescale", *THREE)
+    assert policies_of(timm.create_model("resnet10t")) == ()
+    assert policies_at(timm.create_model("resnet10t"), (64, 64)) == ("none",)
+
+
+def test_a_policy_of_windows_and_encodings_is_in_force_inside(trained):
+    model = trained("vitrel_swin_n", (64, 64), {"position": "cpb"}).model
+    block = model.layers[0].blocks[1]
+    with in_force(model, "rescale+renormalise", (96, 128)):
+        assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalise")
+    with in_force(model, "keep", (96, 128)):
+        assert (block.attn.window, block.position.resize) == ((4, 4), "keep")
+    assert (block.attn.window, block.attn.shift, block.position.resize) == ((4, 4), (2, 2), "keep")
+
+
+def test_the_keep_of_windows_is_not_that_of_distances():
+    parts = policy_parts(["none", "keep", "divisor+keep", "rescale+renormalise"])
+    assert parts["none"] == frozenset() and parts["keep"] == {"window keep"}
+    assert parts["divisor+keep"] == {"window divisor", "keep"}
+    assert policy_parts(["keep", "geometric+keep"])["keep"] == {"keep"}  # no windows here
 
 
 def test_of_several_only_those_wanted(vit):

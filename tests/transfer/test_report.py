@@ -3,17 +3,33 @@ import pandas as pd
 import pytest
 
 from helpers import ROOT
-from vitrel.transfer.evaluate import Sweep, evaluate
+from vitrel.transfer.columns import ADDED, COLUMNS
 from vitrel.transfer.plots import plot_all
-from vitrel.transfer.report import COLUMNS, accuracy_tables, aggregate, curves, details_table, markdown, read_csv, write_csv
+from vitrel.transfer.report import (
+    accuracy_tables,
+    aggregate,
+    curve_summary,
+    curves,
+    curves_table,
+    details_table,
+    markdown,
+    read_csv,
+    with_curves,
+    write_csv,
+)
+from vitrel.transfer.settings import Sweep
 from vitrel.transfer.sweep import run_sweep, summary
 from vitrel.transfer.verdict import verdicts
 
+ROWS = []  # made once: they are the same for every test
+
 
 @pytest.fixture
-def rows(trained, noise):
-    models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "absolute")]
-    return list(evaluate(models, Sweep("noise", ((24, 24), (48, 48), (32, 48)), device="cpu")))
+def rows(trained, noise, rows_of):
+    if not ROWS:
+        models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "absolute")]
+        ROWS.extend(rows_of(models, Sweep("noise", ((24, 24), (48, 48), (32, 48)), device="cpu", attention_n=0)))
+    return [dict(row) for row in ROWS]
 
 
 def test_csv_keeps_every_column_in_order_and_reads_back(rows, tmp_path):
@@ -86,6 +102,86 @@ def test_a_file_from_before_the_column_saturated_is_read(rows, tmp_path):
     assert [row["saturated"] for row in read_csv(path)] == frame["saturated"].tolist()
 
 
+def test_a_file_from_before_a_column_is_read_with_the_column_empty(rows, tmp_path):
+    path = tmp_path / "results.csv"
+    write_csv(rows, path)
+    old = [name for name in ADDED if name not in ("saturated", "left_out")]
+    pd.read_csv(path).drop(columns=old).to_csv(path, index=False)
+    back = read_csv(path)
+    assert all(list(row) == list(COLUMNS) for row in back) and all(row["ece"] != row["ece"] for row in back)
+    assert [row["top1"] for row in back] == [row["top1"] for row in rows]
+    text = details_table(aggregate(back))
+    assert " - |" in text and accuracy_tables(aggregate(back)) == accuracy_tables(aggregate(rows))
+    assert [row["best_size"] for row in with_curves(back)] == [row["best_size"] for row in with_curves(rows)]
+
+
+def curve(**top1):
+    sizes = {name.strip("_"): value for name, value in top1.items()}
+    return pd.DataFrame({"img_size": list(sizes), "top1": list(sizes.values())})
+
+
+def test_the_area_is_a_mean_over_octaves():
+    # 50 to 70 over one octave, 70 to 80 over half of one
+    found = curve_summary(curve(_32x32=50.0, _64x64=70.0, _64x128=80.0))
+    assert found == {"best_size": "64x128", "top1_area": pytest.approx((60 + 75 / 2) / 1.5, abs=1e-4)}
+    # sizes of one area count once, in whatever order they come
+    assert curve_summary(curve(_64x128=80.0, _128x64=60.0, _64x64=50.0))["top1_area"] == pytest.approx(60.0)
+    one = curve_summary(curve(_64x64=50.0))
+    assert one["best_size"] == "64x64" and one["top1_area"] != one["top1_area"]
+
+
+def windowed(rows):
+    """One model with windows, at sizes where policies differ and where the kept window divides the grid."""
+    at = {
+        "32x32": ["none"],
+        "40x40": ["keep", "divisor+keep", "rescale+keep"],
+        "64x64": ["keep", "rescale+keep", "rescale+renormalise"],
+    }
+    return [dict(rows[0], img_size=size, policy=policy, top1=10.0 * i) for size in at for i, policy in enumerate(at[size])]
+
+
+def test_windows_have_curves_where_keeping_them_is_the_same(rows):
+    found = {policy: [*part["policy"]] for _, policy, part in curves(aggregate(windowed(rows)))}
+    assert {policy: sorted(names) for policy, names in found.items()} == {
+        "keep": ["keep", "keep", "none"],
+        "divisor+keep": ["divisor+keep", "keep", "none"],
+        "rescale+keep": ["none", "rescale+keep", "rescale+keep"],
+        "rescale+renormalise": ["keep", "none", "rescale+renormalise"],
+    }
+
+
+def test_a_rescaled_window_is_told_in_the_table(rows):
+    given = [dict(row, resized="table clip", resized_params=0) if "rescale" in row["policy"] else row for row in windowed(rows)]
+    text = accuracy_tables(aggregate(given))
+    assert (
+        "| window rescaled, table clip: 0 of " in text and "| nothing (divisor+keep) " in text and "| nothing (keep) " in text
+    )
+
+
+def test_rows_have_the_best_size_and_area_of_their_own_curve(rows):
+    found = with_curves(windowed(rows))
+    by_policy = {(row["img_size"], row["policy"]): row for row in found}
+    assert by_policy["32x32", "none"]["best_size"] == ""  # belongs to all
+    alone = with_curves([row for row in found if row["policy"] in ("none", "keep")])
+    assert {row["best_size"] for row in alone} == {"32x32"}  # of one curve
+    assert by_policy["40x40", "rescale+keep"]["best_size"] == "40x40" == by_policy["64x64", "rescale+keep"]["best_size"]
+    assert by_policy["40x40", "keep"]["top1_area"] == 0
+    table = aggregate(found)
+    text = curves_table(table)
+    assert "mean top-1 over log2 size" in text and text.count("rescale+keep") == 1
+
+
+def test_crops_are_protocols_of_their_own(rows):
+    both = [
+        dict(row, crop_pct=crop, top1=row["top1"] / 2 if crop < 1 else row["top1"]) for row in rows for crop in (1.0, 0.875)
+    ]
+    table = aggregate(both)
+    assert table["protocol"].unique().tolist()[:2] == ["scale, crop 0.875", "scale, crop 1"] and (table["seeds"] == 1).all()
+    assert "Top-1 in percent, canvas, crop 0.875 protocol:" in accuracy_tables(table)
+    assert "(scale, crop 0.875)" in verdicts(both)[0]
+    assert set(aggregate(rows)["protocol"]) == {"scale", "canvas"}
+
+
 @pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings"])
 def test_published_results_are_still_read_and_still_said(name):
     folder = ROOT / "results" / name
@@ -137,7 +233,7 @@ def test_plots_are_pictures_of_some_size(rows, tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch):
-    models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu")
+    models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu", attention_n=0)
     monkeypatch.setattr(noise, "__getitem__", _fails_after(noise.__getitem__, 12 * 3))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(models, sweep, tmp_path)
@@ -145,7 +241,8 @@ def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_pat
     assert len(kept) == 2 + 3
     monkeypatch.undo()
     before = noise.decoded
-    monkeypatch.setattr("vitrel.transfer.evaluate.create_dataset", lambda data, split, size, **how: noise(size))
+    for module in ("images", "plan"):
+        monkeypatch.setattr(f"vitrel.transfer.{module}.create_dataset", lambda data, split, size, **how: noise(size))
     rows = run_sweep(models, sweep, tmp_path, "noise")
     assert noise.decoded - before == 12 and len(rows) == 8
     assert [row["nll"] for row in rows[:5]] == [row["nll"] for row in kept]

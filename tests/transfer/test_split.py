@@ -14,16 +14,17 @@ from PIL import Image
 
 from helpers import ROOT
 from vitrel.data import Reading
-from vitrel.transfer import evaluate as module
-from vitrel.transfer import split
-from vitrel.transfer.evaluate import Sweep, evaluate, row_key
+from vitrel.transfer import images, measure, rows, split
+from vitrel.transfer.metrics import Tally
 from vitrel.transfer.report import COLUMNS
+from vitrel.transfer.rows import evaluate_rows, row_key
+from vitrel.transfer.settings import Sweep
 
 MEASURED = {"infer_samples_per_sec", "peak_memory_mb", "device"}  # what processes may change
 
 
 def sweep(**given):
-    return Sweep(**{"data": "noise", "sizes": ((32, 32), (48, 32)), "batch_size": 2, "device": "cpu"} | given)
+    return Sweep(**{"data": "noise", "sizes": ((32, 32), (48, 32)), "batch_size": 2, "device": "cpu", "attention_n": 2} | given)
 
 
 def same_rows(rows, others):
@@ -44,12 +45,14 @@ def processes(monkeypatch):
         def on_all(work):
             found = []
             for rank in range(world):
-                monkeypatch.setattr(split, "rank_and_world", lambda rank=rank: (rank, world))
+                for part in (split, measure):
+                    monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
                 found.append(work())
             return found
 
-        monkeypatch.setattr(module, "on_all", on_all)
-        monkeypatch.setattr(module, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
+        monkeypatch.setattr(rows, "on_all", on_all)
+        monkeypatch.setattr(measure, "on_all", on_all)
+        monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
         monkeypatch.setattr(split, "rank_and_world", lambda: (0, world))
 
     return pretend
@@ -82,37 +85,48 @@ def test_every_image_is_in_one_share(monkeypatch, n, world):
 
 
 @pytest.mark.parametrize(("world", "n"), [(2, 7), (3, 11), (5, 3)])
-def test_rows_are_those_of_one_process(trained, noise, processes, world, n):
-    """Also where a process has no image at all (5 of them, 3 images)."""
+def test_rows_are_those_of_one_process(trained, noise, processes, world, n, rows_of):
+    """Also where a process has no image at all (5 of them, 3 images); two are decoded again for the attention statistics."""
     models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")]
-    alone = list(evaluate(models, sweep(n=n)))
+    alone = rows_of(models, sweep(n=n))
     noise.decoded = 0
     processes(world)
-    rows = list(evaluate(models, sweep(n=n)))
+    rows = rows_of(models, sweep(n=n))
     same_rows(rows, alone)
-    assert noise.decoded == len(rows) * n and all(row["n"] == n for row in rows)
+    assert noise.decoded == len(rows) * (n + 2) and all(row["n"] == n for row in rows)
     assert {row["device"] for row in rows} == {f"{world} x {alone[0]['device']}"}
 
 
 def test_measurements_of_processes_are_combined(trained, noise, processes, monkeypatch):
-    parts = iter([dict(speed=10.123, peak=5.0, batch=4, oom=0), dict(speed=30.123, peak=7.0, batch=2, oom=1)])
+    parts = iter([dict(speed=10.123, peak=5.0, batch=4, oom=0, label=1), dict(speed=30.123, peak=7.0, batch=2, oom=1, label=2)])
 
     def share(*given):
         part = next(parts)
-        return {
-            "n": 2, "hits1": 1, "hits5": 2, "nll_sum": 0.5, "left_out": 1, "state_hash_before": "a", "state_hash_after": "a",
-            "unchanged": part["oom"] == 0, "infer_samples_per_sec": part["speed"], "peak_memory_mb": part["peak"],
-            "memory_kind": "process resident", "batch_size": part["batch"], "oom": part["oom"],
+        tally = Tally()
+        tally.update(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([0, part["label"]]))
+        columns = {
+            "left_out": 1, "state_hash_before": "a", "state_hash_after": "a", "unchanged": part["oom"] == 0,
+            "infer_samples_per_sec": part["speed"], "peak_memory_mb": part["peak"], "memory_kind": "process resident",
+            "batch_size": part["batch"], "oom": part["oom"],
         }  # fmt: skip
+        return measure.Share(columns, tally, {})
 
     processes(2)
-    monkeypatch.setattr(module, "_measure_share", share)
-    [row] = evaluate([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",)))
+    monkeypatch.setattr(measure, "_measure_share", share)
+    [one] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",)))
+    row = one.row
+    assert [(line["class"], line["n"], line["hits"]) for line in one.per_class] == [
+        ("left", 2, 2),
+        ("right", 1, 0),
+        ("above", 1, 0),
+    ]
     assert (row["infer_samples_per_sec"], row["peak_memory_mb"], row["batch_size"], row["oom"]) == (40.25, 7.0, 2, 1)
-    assert (row["n"], row["top1"], row["nll"], row["left_out"], row["unchanged"]) == (4, 50.0, 0.25, 2, False)
+    assert (row["n"], row["top1"], row["left_out"], row["unchanged"]) == (4, 50.0, 2, False)
+    confidence = math.e / (math.e + 2)
+    assert row["ece"] == pytest.approx(100 * abs(0.5 - confidence), abs=1e-3)  # one bin over both processes
 
 
-def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, processes, monkeypatch):
+def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, processes, monkeypatch, rows_of):
     model, sizes = trained("vitrel_vit_n8_none"), []
 
     def fail(module, inputs):
@@ -123,13 +137,13 @@ def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noi
 
     model.model.register_forward_pre_hook(fail)
     processes(2)
-    [row] = evaluate([model], sweep(sizes=((32, 32),), protocols=("scale",), batch_size=6))
+    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), batch_size=6))
     assert (row["batch_size"], row["oom"], row["n"]) == (1, 2, 12)  # 6, 3, 1
     assert (0, 6) in sizes and max(size for rank, size in sizes if rank == 1) <= 2
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_images_that_cannot_be_read_count_nowhere(trained, noise, processes, unreadable, world):
+def test_images_that_cannot_be_read_count_nowhere(trained, noise, processes, unreadable, world, rows_of):
     model, bad = trained("vitrel_vit_n8_rope_mixed"), {0, 2, 3, 11}
     with torch.no_grad():
         rest = [i for i in range(12) if i not in bad]
@@ -138,20 +152,20 @@ def test_images_that_cannot_be_read_count_nowhere(trained, noise, processes, unr
     unreadable(bad)
     if world > 1:
         processes(world)
-    [row] = evaluate([model], sweep(sizes=((32, 32),), protocols=("scale",), on_bad_image="count"))
+    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), on_bad_image="count"))
     assert (row["n"], row["left_out"]) == (8, 4) and row.keys() == COLUMNS.keys()
     assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)
     assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
 
 
-def test_nothing_readable_is_an_error(trained, noise, unreadable):
+def test_nothing_readable_is_an_error(trained, noise, unreadable, rows_of):
     unreadable(set(range(12)))
     with pytest.raises(ValueError, match="none of the 12 images of noise can be read"):
-        list(evaluate([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count")))
+        rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
 
 
-def test_the_data_set_is_told_to_leave_them_out(trained, noise):
-    [*_] = evaluate([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
+def test_the_data_set_is_told_to_leave_them_out(trained, noise, rows_of):
+    [*_] = rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
     assert all(asked["reading"] == Reading(on_bad="leave_out") for asked in noise.asked)
     with pytest.raises(ValueError, match="on_bad_image is raise or count, got 'skip'"):
         sweep(on_bad_image="skip")
@@ -162,18 +176,18 @@ def test_a_row_with_images_left_out_does_not_stand_for_all(trained, noise, unrea
     model = trained("vitrel_vit_n8_none")
     one = dict(sizes=((32, 32),), protocols=("scale",))
     unreadable({5})
-    [row] = evaluate([model], sweep(**one, on_bad_image="count"))
+    [done] = evaluate_rows([model], sweep(**one, on_bad_image="count"))
     before = noise.decoded
-    [kept] = evaluate([model], sweep(**one, on_bad_image="count"), [row])
-    assert row_key(kept) == row_key(row) and noise.decoded == before
-    [*_] = evaluate([model], sweep(**one), [row])
+    [kept] = evaluate_rows([model], sweep(**one, on_bad_image="count"), [done])
+    assert row_key(kept.row) == row_key(done.row) and noise.decoded == before
+    [*_] = evaluate_rows([model], sweep(**one), [done])
     assert noise.decoded > before
 
 
-def test_processes_with_other_weights_are_refused(trained, noise, monkeypatch):
-    monkeypatch.setattr(module, "on_all", lambda work: [work(), ([], ["another hash"])])
+def test_processes_with_other_weights_are_refused(trained, noise, monkeypatch, rows_of):
+    monkeypatch.setattr(rows, "on_all", lambda work: [work(), ([], ["another hash"])])
     with pytest.raises(ValueError, match="the processes hold different weights: give all of them the same checkpoints"):
-        list(evaluate([trained("vitrel_vit_n8_none")], sweep()))
+        rows_of([trained("vitrel_vit_n8_none")], sweep())
 
 
 def gathered(monkeypatch, text):
@@ -245,6 +259,7 @@ def tool(folder, processes, out, *more):
         "2",
         "--out",
         out,
+        "--no-report",
     ]
     command = [sys.executable, *start, str(ROOT / "tools" / "evaluate_transfer.py"), *asked, *more]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -282,7 +297,7 @@ def test_a_failure_ends_both_processes_with_its_message(folder, failing):
         (folder / "out").write_text("in the way")
         message = "File exists: 'out'"
     start = time.monotonic()
-    status, text, _ = tool(folder, 2, "out")
+    status, text, _ = tool(folder, 2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
     assert status == 1 and message in text and time.monotonic() - start < 200
     assert "process 1 of 2: BadImage" in text or not failing.startswith("image")
     assert "written to" not in text

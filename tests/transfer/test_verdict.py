@@ -170,3 +170,23 @@ def test_seeds_are_averaged_and_labels_kept_in_order(seeds):
     assert first.startswith("b: ") and second.startswith("a: ")
     if seeds == 3:
         assert "top-1 96.1 % at 64x64 -> 60.0 % at 128x128 (scale) (mean of 3 seeds, n = 500 each)." in first
+
+
+def test_policies_of_windows_are_told_apart():
+    rows = [row(), row(size="128x128", policy="keep"), row(size="128x128", policy="divisor", top1=62.0)]
+    rows.append(table("128x128", "geometric", 0.4) | {"policy": "rescale+geometric", "top1": 70.0})
+    assert verdicts(rows) == [
+        "m: the policy of windows decides at 128x128 (state dict bit-identical): divisor or keep: nothing interpolated; "
+        "rescale+geometric: 2,700 of 452,068 parameters interpolated; "
+        "top-1 97.1 % at 64x64 -> divisor 62.0 %, keep 61.0 %, rescale+geometric 70.0 % at 128x128 (scale) (n = 500)."
+    ]
+    assert verdicts(rows[:2])[0].startswith("m: nothing interpolated, re-created or touched at any of 2 sizes")
+
+
+def test_a_model_of_another_library_is_told_by_what_was_changed():
+    given = {"encoding": "timm", "unseen": float("nan"), "saturated": float("nan"), "backend": "timm"}
+    changed = {"resized": "pos_embed bicubic", "resized_params": 3072, "unchanged": False}
+    assert verdicts([row(**given), row(size="128x128", **given, **changed)]) == [
+        "m: 3,072 of 452,068 parameters interpolated (pos_embed bicubic) at 128x128; THE STATE DICT CHANGED at 128x128; "
+        "top-1 97.1 % at 64x64 -> 61.0 % at 128x128 (scale) (n = 500)."
+    ]

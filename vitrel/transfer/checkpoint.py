@@ -1,17 +1,20 @@
 """From a training checkpoint back to its model, with every reason it may be refused."""
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
+from vitrel.models.backbone import Backbone
 from vitrel.models.weights.load import apply_plan, plan_weights, read_file
 from vitrel.position import POSITIONS, key_of  # importing vitrel registers the models with timm
 
-API = ("resize_policies", "set_resize_policy", "encodings", "resized", "unseen", "saturated", "token_grid")
 # arguments of timm.create_model that say where weights come from and go to: here they are the file's
 _ELSEWHERE = {"pretrained", "checkpoint_path", "cache_dir", "device"}
 _ONE = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
@@ -20,7 +23,11 @@ _SEVERAL = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and what it was trained with: `img_size` in pixels, `label` its name in tables and plots."""
+    """A trained model and what it was trained with: `img_size` in pixels, `label` its name in tables and plots.
+
+    classes: names in the order of the outputs, () where they are not known. outputs: {class of the data: index of the output};
+    restrict: only the outputs of the data's classes compete. encoding: "timm" for models of another library.
+    """
 
     model: nn.Module
     name: str
@@ -34,6 +41,15 @@ class Trained:
     interpolation: str
     seed: int | None
     path: Path
+    outputs: Mapping[str, int] | None = None
+    restrict: bool = False
+
+    @property
+    def class_map(self) -> str:
+        """How classes of the data find their outputs: "order" or a digest of `outputs`; "restricted" if only they compete."""
+        pairs = "" if self.outputs is None else repr(sorted(self.outputs.items()))
+        where = f"file {hashlib.sha256(pairs.encode()).hexdigest()[:12]}" if pairs else "order"
+        return f"{where}, restricted" if self.restrict else where
 
 
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
@@ -46,14 +62,13 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
     stored = _read(path)
     about = stored["vitrel"]
     model = _build(about, path)
-    if lacking := [name for name in API if not hasattr(model, name)]:
-        raise ValueError(f"{path}: {about['model']} is not a vitrel model, it has no {', '.join(lacking)}")
-    _load_weights(model, stored, path)
+    own = isinstance(model, Backbone)
+    _load_weights(model, stored, path) if own else _load_foreign(model, stored, path)
     return Trained(
         model=model.eval(),
         name=about["model"],
         label=label or about["model"],
-        encoding=encoding_of(model),
+        encoding=encoding_of(model) if own else "timm",
         img_size=tuple(about["img_size"]),
         classes=tuple(about["classes"]),
         mean=tuple(about["mean"]),
@@ -65,8 +80,38 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
     )
 
 
-def check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
-    """Refuses data whose class list, order included, is not the one the head was trained on: labels would be shifted."""
+def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
+    """The output that stands for each class of the data, in their order.
+
+    Refuses data whose class list, order included, is not the one the head was trained on: labels would be shifted. Where that
+    list is not known: as `trained.outputs` says; else the number of outputs must be that of the classes; ImageNet's heads find
+    classes that are named by WordNet's numbers (n01440764).
+    """
+    if trained.classes:
+        _check_classes(trained, classes, data)
+        return tuple(range(len(classes)))
+    count = trained.model.num_classes
+    if trained.outputs is not None:
+        if lacking := [name for name in classes if name not in trained.outputs]:
+            raise ValueError(f"the class indices of {trained.label} lack {', '.join(lacking[:5])}, which {data} has")
+        if beyond := [name for name in classes if not 0 <= trained.outputs[name] < count]:
+            where = f"{beyond[0]} is output {trained.outputs[beyond[0]]}"
+            raise ValueError(f"{trained.label} has {count} outputs, from 0, but by the class indices {where}")
+        return tuple(trained.outputs[name] for name in classes)
+    subset = infer_imagenet_subset({"num_classes": count})
+    if subset is not None and all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        place = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
+        if all(name in place for name in classes):
+            return tuple(place[name] for name in classes)
+    if count != len(classes):
+        raise ValueError(
+            f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: say which output is which class "
+            "(--class-indices FILE, a class and its index per line)"
+        )
+    return tuple(range(count))
+
+
+def _check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
     ours, theirs = list(trained.classes), list(classes)
     if ours == theirs:
         return
@@ -117,6 +162,15 @@ def _load_weights(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path} does not fit its model: {error}") from error
     except (AttributeError, LookupError, TypeError) as error:  # of names and records that are none
         raise ValueError(f"{path} is damaged: its weights or its record of positions are none ({error!r})") from error
+
+
+def _load_foreign(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
+    try:
+        model.load_state_dict({name.removeprefix("model."): value for name, value in stored["state_dict"].items()})
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} does not fit its model: {str(error)[:600]}") from error
+    if bad := [name for name, value in model.state_dict().items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise ValueError(f"{path} does not fit its model: the weights hold NaN or infinity in {', '.join(bad[:5])}")
 
 
 def encoding_of(model: nn.Module) -> str:

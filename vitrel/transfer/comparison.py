@@ -12,11 +12,22 @@ import timm
 import yaml
 
 import vitrel  # noqa: F401  registers the models with timm
-from vitrel.transfer.evaluate import Size, Sweep, parse_size
+from vitrel.data import SHAPES
+from vitrel.transfer.claims import Claim, read_claim
+from vitrel.transfer.settings import Size, Sweep, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
-MODEL_KEYS = ("name", "label", "position", "model_args")
+OPTIONAL = ("claims",)
+MODEL_KEYS = ("name", "label", "position", "model_args", "weights_of")
 TRAIN_KEYS = ("trainer", "data", "model")
+DATA_KEYS = (
+    "data",
+    "only",
+    "seeds",
+    "train",
+    "evaluate",
+    "claims",
+)  # of an item of a list: its own, on top of the comparison's
 CHECKPOINTS = ("last", "best")
 EVALUATE_KEYS = (*(field.name for field in fields(Sweep) if field.name != "data"), "checkpoint")
 # what the comparison itself fills in
@@ -30,17 +41,22 @@ DECIDED = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of a comparison: its timm name, further keywords of `timm.create_model`, its name in tables and folders."""
+    """A model of a comparison: its timm name, further keywords of `timm.create_model`, its name in tables and folders.
+
+    weights_of: label of the entry whose trained weights it is evaluated with; None trains its own.
+    """
 
     name: str
     label: str
     model_args: dict[str, Any]
+    weights_of: str | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checked configuration. `train` is the training configuration but for model, data, seed and folder; `checkpoint` says
-    which of a run is evaluated: the last, or the best on the very images of the evaluation, which flatters."""
+    """A checked configuration on one data set. `train` is the training configuration but for model, data, seed and folder;
+    `checkpoint` says which of a run is evaluated: the last, or the best on the very images of the evaluation, which flatters.
+    """
 
     name: str
     data: str
@@ -49,6 +65,7 @@ class Comparison:
     train: dict[str, Any]
     sweep: Sweep
     checkpoint: str
+    claims: tuple[Claim, ...] = ()
 
     @property
     def train_size(self) -> Size:
@@ -67,11 +84,13 @@ class Comparison:
         }
 
 
-def load_comparison(path: str | Path) -> Comparison:
+def load_comparison(path: str | Path) -> list[Comparison]:
     """Reads and checks a YAML file; nothing in it is executed.
 
-    A relative data folder is looked for from the working directory, then from the folder of the file. Raises
-    FileNotFoundError for a missing file or data folder, ValueError for anything in it that is unknown, missing or wrong.
+    One comparison for each data set. Where `data` is a list, all models are trained and evaluated on each, and a comparison is
+    called <name>/<data set>; an item may be {data: ..., evaluate: {...}} with what differs there. A relative data folder is
+    looked for from the working directory, then from the folder of the file. Raises FileNotFoundError for a missing file or
+    data folder, ValueError for anything in it that is unknown, missing or wrong.
     """
     path = Path(path)
     if not path.is_file():
@@ -80,24 +99,58 @@ def load_comparison(path: str | Path) -> Comparison:
         config = yaml.safe_load(path.read_text("utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not plain YAML: {error}") from error
-    config = _section(config, KEYS, str(path))
+    config = _section(config, (*KEYS, *OPTIONAL), str(path))
     for key in KEYS:
         if not config.get(key):
             raise ValueError(f"{path}: {key} is missing or empty; a comparison needs {', '.join(KEYS)}")
-    evaluation = _section(config["evaluate"], EVALUATE_KEYS, f"{path}, evaluate")
+    name, entries, several = _plain(config["name"], f"{path}: name"), _entries(config["models"], path), config["data"]
+    if not isinstance(several, list):
+        return [_comparison(name, config, entries, path)]
+    found: dict[str, Comparison] = {}
+    for item in several:
+        item = _section(item if isinstance(item, Mapping) else {"data": item}, DATA_KEYS, f"{path}, data")
+        own = f"{name}/{_plain(Path(str(item.get('data'))).name, f'{path}: data')}"
+        if own in found:
+            raise ValueError(f"{path}: two data sets are called {own}; rename one of the folders")
+        found[own] = _comparison(own, _merged(config, item), _only(item.get("only"), entries, path), path)
+    return [*found.values()]
+
+
+def _only(labels: list[str] | None, entries: tuple[Entry, ...], path: Path) -> tuple[Entry, ...]:
+    """The entries with these labels and those that borrow their weights; all for None."""
+    if labels is None:
+        return entries
+    if unknown := sorted(set(labels) - {entry.label for entry in entries if entry.weights_of is None}):
+        raise ValueError(f"{path}: data, only: no model that is trained here is called {unknown[0]}")
+    return tuple(entry for entry in entries if (entry.weights_of or entry.label) in labels)
+
+
+def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], path: Path) -> Comparison:
+    evaluation, data = _section(config["evaluate"], EVALUATE_KEYS, f"{path}, evaluate"), _data(config["data"], path)
     checkpoint = evaluation.pop("checkpoint", "last")
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"{path}: evaluate.checkpoint is last or best, got {checkpoint!r}")
-    data = _data(config["data"], path)
-    return Comparison(
-        name=_plain(config["name"], f"{path}: name"),
-        data=data,
-        entries=_entries(config["models"], path),
-        seeds=_seeds(config["seeds"], path),
-        train=_train(config["train"], path),
-        sweep=_sweep(evaluation, data, path),
-        checkpoint=checkpoint,
-    )
+    seeds, train = _seeds(config["seeds"], path), _train(config["train"], path)
+    claims = _claims(config.get("claims") or [], entries, path)
+    return Comparison(name, data, entries, seeds, train, _sweep(evaluation, data, path), checkpoint, claims)
+
+
+def _claims(given: Any, entries: tuple[Entry, ...], path: Path) -> tuple[Claim, ...]:
+    labels = {entry.label for entry in entries}
+    claims = []
+    for number, item in enumerate(given, 1):
+        try:
+            claims.append(read_claim(item))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: claim {number}: {error}") from error
+        if unknown := sorted(claims[-1].labels() - labels):
+            raise ValueError(f"{path}: claim {number} names {unknown[0]}, which is the label of no model here")
+    return tuple(claims)
+
+
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(common[key], own[key]) for key in own if all(isinstance(c.get(key), Mapping) for c in (common, own))}
+    return {**common, **own, **both}
 
 
 def _section(given: Any, allowed: Collection[str], where: str) -> dict[str, Any]:
@@ -117,7 +170,7 @@ def _plain(text: Any, what: str) -> str:
 
 
 def _data(data: Any, path: Path) -> str:
-    if data == "shapes":
+    if data in SHAPES:
         return data
     beside = os.path.relpath(path.parent / str(data))
     for folder in (str(data), beside):
@@ -125,7 +178,7 @@ def _data(data: Any, path: Path) -> str:
             return folder
     raise FileNotFoundError(
         f"{path}: no data folder {data} from here ({Path.cwd()}) nor {beside}; "
-        "give the path of a folder that holds train/<class>/ and val/<class>/, or shapes for the built-in data"
+        f"give the path of a folder that holds train/<class>/ and val/<class>/, or a built-in set: {', '.join(SHAPES)}"
     )
 
 
@@ -139,8 +192,16 @@ def _entries(models: Any, path: Path) -> tuple[Entry, ...]:
             raise ValueError(f"{path}: unknown model {name!r}; the nearest are {near}")
         if "position" in given:
             arguments["position"] = given["position"]
-        entries.append(Entry(name, _plain(given.get("label", name), f"{path}: label"), arguments))
+        label = _plain(given.get("label", name), f"{path}: label")
+        entries.append(Entry(name, label, arguments, given.get("weights_of")))
     labels = [entry.label for entry in entries]
+    own = {entry.label: entry for entry in entries if entry.weights_of is None}
+    for entry in entries:
+        if entry.weights_of is not None and (entry.weights_of not in own or own[entry.weights_of].name != entry.name):
+            raise ValueError(
+                f"{path}: {entry.label} has weights_of: {entry.weights_of}, but no {entry.name} with that label is trained "
+                "here; give the label of one"
+            )
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"{path}: two models are called {twice[0]}; give each its own label")
     return tuple(entries)

@@ -2,12 +2,14 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ECE_BINS = 15
 Z95 = 1.959963984540054
 # Student's t at 97.5 % for 1 to 30 degrees of freedom: SciPy is no dependency for thirty numbers.
 # fmt: off
@@ -41,14 +43,17 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Tally:
-    """Running top-1, top-5 and negative log-likelihood over batches of logits [B, K] and labels [B].
+    """Running top-1, top-5, negative log-likelihood and calibration over batches of logits [B, K] and labels [B].
 
-    With K < 5 classes top-5 is top-K, which is 100 %, as in timm.
+    With K < 5 classes top-5 is top-K, which is 100 %, as in timm. `class_n` and `class_hits` count images and hits by label.
     """
 
     def __init__(self) -> None:
         self.n = self.hits1 = self.hits5 = 0
         self.nll_sum = 0.0
+        self.class_n: Counter[int] = Counter()
+        self.class_hits: Counter[int] = Counter()
+        self.bin_gap: Counter[int] = Counter()  # hits minus confidence, by bin of the confidence
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Adds one batch; raises FloatingPointError when a logit is not finite, since every rank would be arbitrary."""
@@ -61,9 +66,25 @@ class Tally:
         self.hits1 += int(right[:, 0].sum())
         self.hits5 += int(right.sum())
         self.nll_sum += F.cross_entropy(logits, labels, reduction="sum").item()
+        self.class_n.update(labels.tolist())
+        self.class_hits.update(labels[right[:, 0]].tolist())
+        confidence = logits.softmax(-1).amax(-1)  # [B]
+        bins = (confidence * ECE_BINS).ceil().long() - 1  # (0, 1/15], (1/15, 2/15], ...
+        for place, gap in zip(bins.tolist(), (right[:, 0].double() - confidence).tolist(), strict=True):
+            self.bin_gap[place] += gap
+
+    def add(self, other: "Tally") -> None:
+        """Adds what another one counted on other images."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
 
     def columns(self) -> dict[str, float | int]:
-        """The columns top1, top1_err, top5, top5_err (percent), top1_low, top1_high (95 % Wilson), nll (nats), n."""
+        """The columns top1, top1_err, top5, top5_err (percent), top1_low, top1_high (95 % Wilson), nll (nats), ece (percent;
+        15 equal bins, arXiv 1706.04599, eq. 3), n.
+        """
         top1, top5 = 100 * self.hits1 / self.n, 100 * self.hits5 / self.n
         low, high = wilson(self.hits1, self.n)
         return {
@@ -74,6 +95,7 @@ class Tally:
             "top5": round(top5, 4),
             "top5_err": round(100 - top5, 4),
             "nll": round(self.nll_sum / self.n, 6),
+            "ece": round(100 * sum(map(abs, self.bin_gap.values())) / self.n, 4),
             "n": self.n,
         }
 

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, ScalarFormatter
 
-from vitrel.transfer.evaluate import Row, parse_size
 from vitrel.transfer.report import aggregate, curves
+from vitrel.transfer.settings import Row, parse_size
 
 # Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes say the same without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -1,62 +1,23 @@
 """Rows of an evaluation as CSV, as Markdown tables, and aggregated over seeds."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from vitrel.files import whole
-from vitrel.transfer.evaluate import Row, parse_size
+from vitrel.transfer.columns import ADDED, COLUMNS, TEXT
 from vitrel.transfer.metrics import t_interval, wilson
+from vitrel.transfer.policies import policy_parts
+from vitrel.transfer.settings import Row, parse_size
 
-# Names and units as in timm's result CSVs where timm has them.
-COLUMNS = {
-    "model": "timm name",
-    "label": "name in tables and plots",
-    "encoding": "position encoding",
-    "seed": "seed of training",
-    "img_size": "evaluated at, height x width in pixels",
-    "train_size": "trained at, height x width in pixels",
-    "protocol": "scale: same field of view, objects grow; canvas: object size in pixels kept, more content or padding",
-    "policy": "resize policy in force, one of each kind joined by +; none where each reads the model as trained",
-    "top1": "accuracy, percent",
-    "top1_err": "100 - top1",
-    "top1_low": "lower end of the 95 % Wilson interval over images",
-    "top1_high": "upper end of the 95 % Wilson interval over images",
-    "top5": "label among the 5 highest logits, percent (100 with 5 classes or fewer)",
-    "top5_err": "100 - top5",
-    "nll": "mean negative log-likelihood, nats",
-    "n": "images",
-    "left_out": "images left out, since they cannot be read",
-    "retention": "top1 / top1 at the training size under the same protocol",
-    "tokens": "patch tokens, class tokens not counted",
-    "resized": "what forward resamples or reads other than as trained at this size, and how",
-    "resized_params": "number of parameter values resampled",
-    "unseen": "share of (query, key) offset cells that no training pair had",
-    "saturated": "the part of unseen that reads an edge value or far bucket which training did address",
-    "state_hash_before": "sha256 of the state dict before",
-    "state_hash_after": "sha256 of the state dict after",
-    "unchanged": "hashes equal and every parameter still the same object",
-    "infer_samples_per_sec": "images per second, forward passes alone",
-    "peak_memory_mb": "peak memory, MiB",
-    "memory_kind": "what the peak counts",
-    "batch_size": "batch size in use at the end",
-    "oom": "number of times memory ran out and the batch was halved",
-    "param_count": "parameters, millions",
-    "params": "parameters",
-    "crop_pct": "share of the resized image that the centre crop keeps",
-    "interpolation": "resize of images",
-    "dtype": "of the computation",
-    "device": "of the computation",
-    "data": "data evaluated on",
-    "data_seed": "seed of generated or sampled images",
-    "n_asked": "limit on the number of images, empty for all",
-    "batch_asked": "batch size asked for",
-    "torch": "version",
-    "timm": "version",
-    "vitrel": "version",
-}
-CURVE = ["label", "protocol", "policy", "img_size"]
+CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
+MEANS = [
+    "top1", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
+    "attention_distance", "attention_distance_share",
+]  # fmt: skip
 DETAILS = {
     "label": "model",
     "protocol": "protocol",
@@ -68,9 +29,16 @@ DETAILS = {
     "high": "high",
     "top5": "top-5 %",
     "nll": "NLL",
+    "ece": "ECE %",
     "retention": "retention",
     "n": "n",
     "seeds": "seeds",
+    "window": "windows",
+    "pad_fraction": "padded",
+    "gflops": "GFLOPs",
+    "attention_span": "attended tokens",
+    "attention_distance": "attended patches away",
+    "border_leak": "border leak",
     "resized": "resized",
     "resized_params": "values resampled",
     "unseen": "unseen",
@@ -90,13 +58,13 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a CSV written by `write_csv`, of this version or before the columns `saturated` and `left_out`; none if
-    there is no such file. ValueError when other columns are missing.
+    """The rows of a CSV written by `write_csv`, of this version or before the columns ADDED, which are then empty; none
+    if there is no such file. ValueError when other columns are missing.
     """
     if not path.exists():
         return []
     try:
-        frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
+        frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(TEXT, str))
     except pd.errors.EmptyDataError:
         frame = pd.DataFrame()
     if "saturated" not in frame and {"unseen", "resized"} <= set(frame):
@@ -104,9 +72,9 @@ def read_csv(path: Path) -> list[Row]:
         frame["saturated"] = frame["unseen"].where(frame["resized"].str.contains("clip"), 0.0)
     if "n" in frame and "left_out" not in frame:
         frame["left_out"] = 0  # such an image ended the evaluation
-    if lacking := [name for name in COLUMNS if name not in frame]:
+    if lacking := [name for name in COLUMNS if name not in frame and name not in ADDED]:
         raise ValueError(f"{path} is not a results file of this version (no column {lacking[0]!r}): move it away and run again")
-    return frame.to_dict("records")
+    return frame.reindex(columns=list(COLUMNS)).to_dict("records")
 
 
 def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
@@ -114,14 +82,19 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
 
     The interval is Student's over seeds where there are two or more, never narrower than Wilson's over images: the same images
     judge every seed, so more seeds do not lessen their chance. Else it is Wilson's. `interval` says which.
-    Ordered as the models came, then by image area.
+    Where models were evaluated with several crops, each is a protocol of its own, "scale, crop 0.875". Ordered as the models
+    came, then by image area.
     """
     frame = pd.DataFrame(rows)
+    for name in (name for name in ADDED if name not in frame):
+        frame[name] = math.nan
+    frame[MEANS] = frame[MEANS].apply(pd.to_numeric)
+    if frame.groupby("label")["crop_pct"].nunique().max() > 1:
+        frame["protocol"] = [f"{name}, crop {crop:g}" for name, crop in zip(frame["protocol"], frame["crop_pct"], strict=True)]
     order = {label: place for place, label in enumerate(dict.fromkeys(frame["label"]))}
-    means = ["top1", "top5", "nll", "retention", "infer_samples_per_sec"]
     merged = []
     for _, group in frame.groupby(CURVE, sort=False, dropna=False):
-        first = group.iloc[0].to_dict() | group[means].mean().to_dict()
+        first = group.iloc[0].to_dict() | group[MEANS].mean().to_dict()
         seeds = len(group)
         low, high = wilson(round(first["n"] * first["top1"] / 100), first["n"])
         kind = f"Wilson over {first['n']:,} images"
@@ -133,7 +106,15 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
         first |= {"peak_memory_mb": group["peak_memory_mb"].max(), "batch_size": int(group["batch_size"].min())}
         merged.append(first)
     area = {size: (height * width, height) for size in frame["img_size"] for height, width in [parse_size(size)]}
-    merged.sort(key=lambda row: (order[row["label"]], row["protocol"] != "scale", row["policy"], area[row["img_size"]]))
+    merged.sort(
+        key=lambda row: (
+            order[row["label"]],
+            not row["protocol"].startswith("scale"),
+            row["protocol"],
+            row["policy"],
+            area[row["img_size"]],
+        )
+    )
     return pd.DataFrame(merged)
 
 
@@ -141,13 +122,50 @@ def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """(label, policy, rows) of an aggregated table: one curve per policy a model was evaluated with.
 
     Sizes at which a policy makes no difference belong to every curve of their model: "none" to all, "keep" to
-    "geometric+keep" and "clip+keep".
+    "geometric+keep" and "clip+keep"; and to "divisor" the sizes at which the kept window divides the grid.
     """
     for label, group in table.groupby("label", sort=False):
-        names = {policy: set(policy.split("+")) - {"none"} for policy in group["policy"].unique()}
-        for policy, own in names.items():
-            if not any(own < other for other in names.values()):
-                yield label, policy, group[[names[at] <= own for at in group["policy"]]]
+        parts = policy_parts(group["policy"].unique())
+        for policy, own in parts.items():
+            if any(own < other for other in parts.values()):
+                continue
+            kept = {"window keep" if name.startswith("window ") else name for name in own}
+            at = list(zip(group["protocol"], group["img_size"], strict=True))
+            direct = [parts[name] <= own for name in group["policy"]]
+            there = {place for place, is_there in zip(at, direct, strict=True) if is_there}
+            chosen = [d or (a not in there and parts[n] <= kept) for d, a, n in zip(direct, at, group["policy"], strict=True)]
+            yield label, policy, group[chosen]
+
+
+def with_curves(rows: Sequence[Row]) -> list[Row]:
+    """The rows with best_size and top1_area of their curve, empty in rows that several policies' curves share."""
+    frame = pd.DataFrame(rows)
+    found: dict[int, Row] = {}
+    shared: dict[int, list[Row]] = defaultdict(list)
+    for _, group in frame.groupby(["label", "seed", "protocol", "crop_pct"], sort=False, dropna=False):
+        for _, policy, curve in curves(group):
+            summary = curve_summary(curve)
+            for place, own in zip(curve.index, curve["policy"] == policy, strict=True):
+                shared[place].append(summary)
+                if own:
+                    found[place] = summary
+    empty = {"best_size": "", "top1_area": math.nan}
+    alone = {place: several[0] for place, several in shared.items() if len(several) == 1}
+    return [row | found.get(place, alone.get(place, empty)) for place, row in enumerate(rows)]
+
+
+def curve_summary(curve: pd.DataFrame) -> Row:
+    """best_size, that of the highest top1, and top1_area: the mean of top1 over log2 of the side sqrt(h w), by trapezoids.
+
+    Sizes of one area count once, with their mean; NaN where all sizes are of one area.
+    """
+    area = curve["img_size"].map(lambda size: math.prod(parse_size(size)))
+    top1 = curve.groupby(area)["top1"].mean().sort_index()
+    octaves = [math.log2(pixels) / 2 for pixels in top1.index]
+    pairs = zip(octaves, octaves[1:], top1, top1.iloc[1:], strict=False)
+    under = sum((right - left) * (a + b) / 2 for left, right, a, b in pairs)
+    mean = under / (octaves[-1] - octaves[0]) if len(octaves) > 1 else math.nan
+    return {"best_size": curve.loc[curve["top1"].idxmax(), "img_size"], "top1_area": round(mean, 4)}
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -183,15 +201,27 @@ def _resampled(curve: pd.DataFrame, policy: str) -> str:
     most = curve.loc[curve["resized_params"].idxmax()]
     rules = [rule for rule in curve["resized"].unique() if rule != "nothing"]
     if rules:
-        return f"{', '.join(rules)}: {most['resized_params']:,} of {most['params']:,}"
+        grown = "window rescaled, " if policy.split("+")[0] == "rescale" else ""
+        return f"{grown}{', '.join(rules)}: {most['resized_params']:,} of {most['params']:,}"
     return "nothing" if policy == "none" else f"nothing ({policy})"
 
 
 def details_table(table: pd.DataFrame) -> str:
     """Every aggregated row with its main columns."""
-    digits = {"nll": 3, "retention": 3, "unseen": 2, "saturated": 2, "infer_samples_per_sec": 0, "peak_memory_mb": 0}
+    digits = {
+        "nll": 3,
+        "retention": 3,
+        "unseen": 2,
+        "saturated": 2,
+        "border_leak": 2,
+        "gflops": 2,
+        "infer_samples_per_sec": 0,
+        "peak_memory_mb": 0,
+    }
 
     def text(name: str, value: object) -> str:
+        if value != value:  # not known, or of an earlier version
+            return "-"
         if isinstance(value, (bool, str)):
             return {True: "yes", False: "NO"}.get(value, str(value))
         if name in ("n", "resized_params", "tokens", "seeds", "batch_size", "oom"):
@@ -200,3 +230,14 @@ def details_table(table: pd.DataFrame) -> str:
 
     records = table.to_dict("records")
     return markdown(list(DETAILS.values()), [[text(name, row[name]) for name in DETAILS] for row in records])
+
+
+def curves_table(table: pd.DataFrame) -> str:
+    """Per model, protocol and policy of an aggregated table: the best size and the area under top-1."""
+    lines = []
+    for protocol in table["protocol"].unique():
+        for label, policy, curve in curves(table[table["protocol"] == protocol]):
+            found = curve_summary(curve)
+            area = "-" if found["top1_area"] != found["top1_area"] else f"{found['top1_area']:.1f}"
+            lines.append([label, protocol, policy, found["best_size"], area])
+    return markdown(["model", "protocol", "policy", "best size", "mean top-1 over log2 size"], lines)

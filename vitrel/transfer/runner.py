@@ -49,11 +49,17 @@ class Runner:
     """Runs a model on batches of any length, in pieces of `batch_size`; one that does not fit in memory halves it, for good.
 
     `oom` counts the halvings; `seen` and `seconds` the images and the time of the forward passes that succeeded, after a
-    first one that is not counted.
+    first one that is not counted. compile: by torch.compile; short batches are then filled up, which would compile anew.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, batch_size: int, dtype: str = "float32") -> None:
-        self.model, self.device, self.batch_size, self.dtype = model, device, batch_size, dtype
+    def __init__(
+        self, model: nn.Module, device: torch.device, batch_size: int, dtype: str = "float32", compile: bool = False
+    ) -> None:
+        if compile:
+            torch.compiler.reset()  # after 8 sizes of one model it would silently run uncompiled
+        self.model = torch.compile(model) if compile else model
+        self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
+        self._width = 0
         self.oom = self.seen = 0
         self.seconds = 0.0
         self._warm = False
@@ -62,7 +68,7 @@ class Runner:
         """pixels [B, 3, H, W] -> logits [B, K] in float32 on the CPU. MemoryError when even one image does not fit."""
         if not self._warm:
             self._warm = True
-            self(pixels[: self.batch_size if self.device.type == "cuda" else 1])
+            self(pixels[: self.batch_size if self.device.type == "cuda" or self.compile else 1])
             self.seen, self.seconds = 0, 0.0
         pieces: list[Tensor] = []
         start = 0
@@ -84,12 +90,16 @@ class Runner:
 
     @torch.inference_mode()
     def _forward(self, piece: Tensor) -> Tensor:
+        n = len(piece)
+        if self.compile:
+            self._width = min(max(self._width, n), self.batch_size)
+            piece = torch.cat((piece, piece[:1].expand(self._width - n, -1, -1, -1)))
         start = time.perf_counter()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             logits = self.model(piece.to(self.device, non_blocking=True))
-        logits = logits.float().cpu()  # waits for the GPU
+        logits = logits[:n].float().cpu()  # waits for the GPU
         self.seconds += time.perf_counter() - start
-        self.seen += len(piece)
+        self.seen += n
         return logits
 
     def _halve(self, failed: int) -> None:

@@ -1,4 +1,4 @@
-"""A whole evaluation in one folder: results.csv as it grows, table.md and plots at the end, a progress bar throughout."""
+"""A whole evaluation in one folder: its tables as they grow, table.md, plots and the report at the end, a progress bar."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,38 +6,51 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from vitrel.transfer.checkpoint import Trained
-from vitrel.transfer.evaluate import Row, Sweep, Task, check_data, evaluate, format_size, plan, row_key
+from vitrel.transfer.folder import read_folder, write_folder
+from vitrel.transfer.measure import Evaluated
+from vitrel.transfer.plan import Task, check_data, plan
 from vitrel.transfer.plots import plot_all
-from vitrel.transfer.report import accuracy_tables, aggregate, details_table, read_csv, write_csv
+from vitrel.transfer.report import accuracy_tables, aggregate, curves_table, details_table, with_curves
+from vitrel.transfer.rows import evaluate_rows, line_key
+from vitrel.transfer.settings import Row, Sweep
 from vitrel.transfer.verdict import verdicts
 
 
-def run_sweep(models: Sequence[Trained], sweep: Sweep, folder: Path, title: str = "") -> list[Row]:
-    """Evaluates everything `plan(models, sweep)` lists and writes results.csv, table.md and plots/*.png into `folder`.
+def run_sweep(models: Sequence[Trained], sweep: Sweep, folder: Path, title: str = "", report: bool = False) -> list[Row]:
+    """Evaluates everything `plan(models, sweep)` lists and writes results.csv, per_class.csv, translation.csv (where content is
+    shifted), table.md and plots/*.png into `folder`; with `report`, pictures.json.gz and report.html too.
 
-    results.csv is written after every evaluation. Rows found there that stem from the same weights, data and settings are
+    The tables are written after every evaluation. Rows found there that stem from the same weights, data and settings are
     not made again; rows of anything else are dropped once all is done.
     """
     for size in dict.fromkeys(trained.img_size for trained in models):
         check_data(sweep, size)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "results.csv"
-    kept = {row_key(row): row for row in read_csv(path)}
-    rows: list[Row] = []
-    with _progress() as bar:
+    kept = {line_key(one.row): one for one in read_folder(folder)}
+    done: list[Evaluated] = []
+    with progress_bar() as bar:
         work = bar.add_task("", total=len(plan(models, sweep)))
 
         def advance(task: Task, share: float) -> None:
-            what = f"{task.trained.label} {format_size(task.size)} {task.protocol}"
-            bar.update(work, advance=share, description=what if task.policy == "none" else f"{what} {task.policy}")
+            bar.update(work, advance=share, description=task.name)
 
-        for row in evaluate(models, sweep, list(kept.values()), advance):
-            rows.append(row)
-            kept.pop(row_key(row), None)
-            write_csv([*rows, *kept.values()], path)
-    write_csv(rows, path)
-    (folder / "table.md").write_text(f"# {title or folder.name}\n\n{summary(rows)}\n{details_table(aggregate(rows))}", "utf-8")
+        for one in evaluate_rows(models, sweep, list(kept.values()), advance):
+            done.append(one)
+            kept.pop(line_key(one.row), None)
+            write_folder([*done, *kept.values()], folder)
+    rows = with_curves([one.row for one in done])
+    write_folder([one._replace(row=row) for one, row in zip(done, rows, strict=True)], folder)
+    table = aggregate(rows)
+    text = f"# {title or folder.name}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
+    (folder / "table.md").write_text(text, "utf-8")
     plot_all(rows, folder / "plots", title)
+    if report:
+        # pictures run the models, and the page brings in plotly: only where they are wanted
+        from vitrel.transfer.html import write_html
+        from vitrel.transfer.pictures import collect_pictures
+
+        collect_pictures(models, sweep, folder)
+        write_html(folder, title)
     return rows
 
 
@@ -47,6 +60,7 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{accuracy_tables(aggregate(rows))}\n{lines}\n"
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """A bar over rows with their number, the time they took and the time left."""
     count = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(TextColumn("{task.description}"), BarColumn(), *count, refresh_per_second=4)

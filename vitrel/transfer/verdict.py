@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pandas as pd
 
 from vitrel.position import POSITIONS
-from vitrel.transfer.evaluate import Row
+from vitrel.transfer.policies import policy_parts
 from vitrel.transfer.report import aggregate, curves
+from vitrel.transfer.settings import Row
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
@@ -35,7 +36,9 @@ def _resizing(table: pd.DataFrame) -> str:
         for policy, rows in tried:
             alike.setdefault(_interpolated(rows) + _never_trained(rows), []).append(policy)
         each = [f"{' or '.join(policies)}: {text}" for text, policies in alike.items()]
-        return f"the resize policy decides at {where}{same}: {'; '.join(each)}"
+        parts = policy_parts(table["policy"].unique()).values()
+        kind = "policy of windows" if any(name.startswith("window ") for names in parts for name in names) else "resize policy"
+        return f"the {kind} decides at {where}{same}: {'; '.join(each)}"
     resized = table[table["resized"] != "nothing"]
     rules = " or ".join(resized["resized"].unique())
     where = _where(list(resized["img_size"].unique()), sizes) if len(resized) else ""

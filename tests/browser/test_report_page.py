@@ -1,0 +1,322 @@
+"""report.html in a real browser; skipped where chromium, its driver or selenium is missing."""
+
+import csv
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import timm
+import torch
+
+import vitrel  # noqa: F401  registers the models with timm
+from helpers import ROOT
+from vitrel.data import Shapes
+from vitrel.transfer.checkpoint import Trained
+from vitrel.transfer.columns import PER_CLASS, TRANSLATION
+from vitrel.transfer.html import write_html
+from vitrel.transfer.pictures import collect_pictures
+from vitrel.transfer.report import aggregate, read_csv
+from vitrel.transfer.settings import Sweep
+
+selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which("chromium") and shutil.which("chromedriver")),
+        reason="no chromium with its driver on the path: apt-get install chromium chromium-driver",
+    ),
+]
+TABLE, SWIN, EVIL = "vitrel_vit_n8_table", "vitrel_swin_n", "<img src=x onerror=alert(1)>"
+LAPTOP, PHONE = (1280, 800), (390, 844)
+
+
+def model_of(name, label, **how):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4, **how).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "table" in key or "qkv" in key:
+                parameter.normal_(std=0.1 if "qkv" in key else 1.0)
+    return Trained(
+        model=model, name=name, label=label, encoding="", img_size=(64, 64), classes=tuple(Shapes(1).classes), mean=(0.5,) * 3,
+        std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic", seed=0, path=Path("last.ckpt"),
+    )  # fmt: skip
+
+
+def lines(columns, **values):
+    about = {"seed": 0, "img_size": "64x64", "protocol": "scale", "policy": "none", "crop_pct": 1.0, "data": "shapes"}
+    return pd.DataFrame([about | dict(zip(values, one, strict=True)) for one in zip(*values.values(), strict=True)])[
+        list(columns)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    frame = pd.read_csv(ROOT / "results" / "quickstart" / "results.csv", keep_default_na=False)
+    frame["label"] = frame["label"].replace("vitrel_vit_n8_rope_mixed", EVIL)
+    frame.to_csv(folder / "results.csv", index=False)
+    classes = {"label": [SWIN] * 4, "class": ["up", EVIL] * 2, "n": [10] * 4, "hits": [9, 8, 4, 10]}
+    classes["img_size"] = ["64x64", "64x64", "128x128", "128x128"]
+    lines(PER_CLASS, **classes).to_csv(folder / "per_class.csv", index=False)
+    moved = {
+        "label": [SWIN] * 2,
+        "shift": [0, 8],
+        "n": [100] * 2,
+        "top1": [90.0, 70.0],
+        "top1_low": [0] * 2,
+        "top1_high": [0] * 2,
+    }
+    lines(TRANSLATION, **moved).to_csv(folder / "translation.csv", index=False)
+    models = [
+        model_of(TABLE, TABLE, img_size=(64, 64)), model_of(SWIN, SWIN, img_size=(64, 64)), model_of("resnet10t", "convnet"),
+    ]  # fmt: skip
+    collect_pictures(models, Sweep("shapes", ((64, 64), (64, 96), (96, 96)), n=4), folder)
+    write_html(folder, "quickstart")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    driver.downloads = tmp_path_factory.mktemp("downloads")
+    driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(driver.downloads)})
+    yield driver
+    driver.quit()
+
+
+def look(browser, path, size=LAPTOP, scheme="light"):
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get(path.as_uri())
+    until(browser, "document.documentElement.dataset.ready === 'yes'")
+
+
+def until(browser, condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not browser.execute_script(f"return Boolean({condition})"):
+        assert time.monotonic() < end, f"never came true: {condition}; console: {browser.get_log('browser')}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def page(browser, folder):
+    """page(script, ...): runs it in the page, opened anew on a laptop; afterwards the console has to be empty."""
+    browser.get_log("browser"), browser.get_log("performance")
+    look(browser, folder / "report.html")
+    yield lambda script, *given: browser.execute_script(script, *given)
+    assert browser.get_log("browser") == []
+
+
+def set_value(page, name, value, event="change"):
+    page(f"const e = document.getElementById('{name}'); e.value = arguments[0]; e.dispatchEvent(new Event('{event}'));", value)
+
+
+def downloaded(browser, button):
+    for old in browser.downloads.iterdir():
+        old.unlink()
+    browser.execute_script("document.querySelector(arguments[0]).click()", button)
+    end = time.monotonic() + 30
+    while not (found := [p for p in browser.downloads.iterdir() if p.suffix in (".csv", ".png") and p.stat().st_size]):
+        assert time.monotonic() < end, "no file was downloaded"
+        time.sleep(0.1)
+    return found[0]
+
+
+def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
+    plot = "document.getElementById('curves-scale')"
+    table = aggregate(read_csv(folder / "results.csv")).query(f"label == '{SWIN}' and protocol == 'scale'")
+    square = table[table["img_size"] != "64x96"]
+    trace = page(f"return {plot}.data.find(t => t.name === '{SWIN}' && t.meta.kind === 'square')")
+    assert trace["y"] == square["top1"].tolist()
+    assert trace["error_y"]["array"] == pytest.approx((square["high"] - square["top1"]).tolist(), abs=1e-6)
+    assert all(word in trace["hovertext"][0] for word in ("n = 500", "1 seed", "policy: none", "resized: nothing", "95 %"))
+    wide = page(f"return {plot}.data.find(t => t.name === '{SWIN}' && t.meta.kind === 'wide')")
+    assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")
+    assert page(f"return {plot}.querySelectorAll('.scatterlayer .trace').length") == page(f"return {plot}.data.length")
+    assert page(f"return {plot}.layout.shapes.map(s => s.x0)") == [64]
+    set_value(page, "metric", "infer_samples_per_sec")
+    again = page(f"return {plot}.data.find(t => t.name === '{SWIN}' && t.meta.kind === 'square').y")
+    assert again == pytest.approx(square["infer_samples_per_sec"].tolist())
+    assert page(f"return {plot}.layout.yaxis.type") == "log"
+    page("document.querySelector('#protocols input[value=canvas]').click()")
+    assert page("return document.getElementById('curves-canvas').closest('figure').hidden")
+
+
+def test_the_legend_filters_and_chooses(page):
+    plot = "document.getElementById('curves-scale')"
+    set_value(page, "curve-filter", "table clip", "input")
+    names = page("return [...document.querySelectorAll('#legend li')].map(li => li.textContent)")
+    assert len(names) == 1 and names[0].endswith(f"{TABLE}, clip")
+    page("document.querySelector('#legend input').click()")
+    assert page(f"return {plot}.data.filter(t => t.name === '{TABLE}, clip').every(t => !t.error_y)")  # grey
+    page("document.getElementById('others').click()")
+    assert page(f"return {plot}.data.filter(t => t.name === '{TABLE}, clip').length") == 0
+    set_value(page, "curve-set", "unresized")
+    shown = set(page(f"return {plot}.data.map(t => t.name)"))
+    assert {SWIN, EVIL} <= shown and f"{TABLE}, bicubic" not in shown
+
+
+def test_names_are_text(page):
+    assert page("return [...document.querySelectorAll('#badges td')].some(td => td.textContent === arguments[0])", EVIL)
+    assert page("return document.querySelectorAll('img').length") == 0
+
+
+def test_the_slider_changes_the_heat_map(page):
+    plot, state = "document.getElementById('lattice-plot')", "return document.getElementById('lattice-at').value"
+    assert page(state) == "64x64 px" and len(page(f"return {plot}.data[0].z")) == 15
+    top = page(f"return {plot}.data[0].zmax")
+    assert page(f"return {plot}.layout.shapes.length") == 0 and page(
+        f"return {plot}.querySelectorAll('.heatmaplayer image').length"
+    )
+    set_value(page, "lattice-size", "2", "input")
+    assert page(state) == "96x96 px" and len(page(f"return {plot}.data[0].z")) == 23
+    assert page(f"return {plot}.data[0].zmax") == top and page(f"return {plot}.data[0].zmin") == -top
+    heads = page(f"return {plot}.data.length")
+    outline = page(f"return {plot}.layout.shapes.map(s => [s.x0, s.x1, s.y0, s.y1])")
+    assert outline == [[-7.5, 7.5, -7.5, 7.5]] * heads
+    geometric = page(f"return {plot}.data[0].z")
+    set_value(page, "lattice-policy", "clip")
+    assert page(state) == "96x96 px" and page(f"return {plot}.data[0].z") != geometric
+    set_value(page, "lattice-model", "1")  # windows: nothing changes with the size
+    before = page(f"return {plot}.data[0].z")
+    set_value(page, "lattice-size", "0", "input")
+    assert page(f"return {plot}.data[0].z") == before
+
+
+def test_a_click_and_the_arrow_keys_move_the_query(browser, page):
+    from selenium.webdriver import ActionChains, Keys
+
+    shown = "return document.getElementById('attention-with').data[0].z"
+    note = "return document.getElementById('attention-note').textContent"
+    before = page(shown)
+    assert "Query: row 4, column 4 of 8 × 8" in page(note)
+    place = browser.find_element("css selector", "#attention-image .nsewdrag")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", place)
+    width, height = place.size["width"], place.size["height"]
+    ActionChains(browser).move_to_element_with_offset(place, round(-width * 7 / 16), round(-height * 5 / 16)).click().perform()
+    until(browser, "document.getElementById('attention-note').textContent.includes('row 1, column 0 of')")
+    clicked = page(shown)
+    assert clicked != before
+    browser.execute_script("document.getElementById('attention-with').focus()")
+    ActionChains(browser).send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).perform()
+    until(browser, "document.getElementById('attention-note').textContent.includes('row 2, column 2 of')")
+    assert page(shown) != clicked
+    maps = [
+        page(f"return document.getElementById('attention-{n}').data[0].z.flat()") for n in ("with", "without", "difference")
+    ]
+    assert maps[2] == pytest.approx([a - b for a, b in zip(*maps[:2], strict=True)]) and max(map(abs, maps[2])) > 0.01
+    total = page("const m = mapsNow().with; return m.grid.flat().reduce((a, b) => a + b, 0) + m.prefix")
+    assert total == pytest.approx(1, abs=0.05)
+
+
+def test_windows_and_models_that_cannot_be_seen(page):
+    set_value(page, "attention-model", "1")
+    grid = page("return document.getElementById('attention-with').data[0].z.flat()")
+    assert any(value is None for value in grid) and sum(value or 0 for value in grid) == pytest.approx(1, abs=0.05)
+    for section in ("attention", "lattice"):
+        set_value(page, f"{section}-model", "2")
+        text = page(f"return document.getElementById('{section}-note').textContent")
+        assert "no attention that can be seen in resnet10t" in text
+    assert page("return document.getElementById('attention-panels').hidden")
+
+
+def test_the_table_sorts_and_filters(page, folder):
+    column = "return [...document.querySelectorAll('#table tbody tr')].map(r => Number(r.cells[arguments[0]].textContent))"
+    keys = page("return [...document.querySelectorAll('#table th button')].map(b => b.dataset.key)")
+    at, rows = keys.index("top1"), len(aggregate(read_csv(folder / "results.csv")))
+    for down in (False, True):
+        page("document.querySelector('#table button[data-key=top1]').click()")
+        values = page(column, at)
+        assert len(values) == rows and values == sorted(values, reverse=down)
+    state = page("return document.querySelector('#table button[data-key=top1]').closest('th').ariaSort")
+    assert state == "descending" and page("return document.activeElement.dataset.key") == "top1"
+    set_value(page, "row-filter", "swin 64x96", "input")
+    assert page("return document.getElementById('row-count').textContent").startswith(f"2 of {rows} rows")
+    page("document.getElementById('all-columns').click()")
+    assert len(page("return [...document.querySelectorAll('#table th')].map(h => h.textContent)")) > len(keys)
+
+
+def test_classes_and_moved_content(page):
+    set_value(page, "class-curve", str(page(f"return DATA.curves.findIndex(c => c.label === '{SWIN}')")))
+    assert page("return document.getElementById('class-plot').data[0].x") == [-50, 20]
+    assert page("return document.getElementById('class-note').textContent") == "1 of 2 classes lose."
+    (trace,) = page("return document.getElementById('translation-plot').data.map(t => [t.x, t.y])")
+    assert trace == [[0, 8], [90, 70]]
+
+
+def test_downloads_hold_the_numbers(browser, page, folder):
+    table = aggregate(read_csv(folder / "results.csv"))
+    path = downloaded(browser, "#panels figure button[aria-label^=CSV]")
+    lines = list(csv.DictReader(path.open(encoding="utf-8")))
+    assert EVIL in {line["label"] for line in lines}
+    own = [line for line in lines if line["label"] == SWIN]
+    expected = table.query(f"label == '{SWIN}' and protocol == 'scale'")
+    assert [float(line["top1"]) for line in own] == expected["top1"].tolist()
+    assert [float(line["low"]) for line in own] == pytest.approx(expected["low"].tolist())
+    assert len(list(csv.reader(downloaded(browser, "#rows-csv").open(encoding="utf-8")))) == len(table) + 1
+    heat = list(csv.DictReader(downloaded(browser, "#lattice button[aria-label^=CSV]").open(encoding="utf-8")))
+    assert len(heat) == 15 * 15 * page("return document.getElementById('lattice-plot').data.length")
+    assert downloaded(browser, "#lattice button[aria-label^=PNG]").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
+    browser.get_log("browser"), browser.get_log("performance")
+    look(browser, folder / "report.html", size, scheme)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    dark = "getComputedStyle(document.body).backgroundColor === 'rgb(22, 24, 27)'"
+    assert browser.execute_script(f"return {dark}") == (scheme == "dark")
+    assert browser.execute_script("return document.getElementById('curves-scale').layout.paper_bgcolor") == (
+        "#16181b" if scheme == "dark" else "#ffffff"
+    )
+    other = "light" if scheme == "dark" else "dark"
+    browser.execute_script(
+        f"const t = document.getElementById('theme'); t.value = '{other}'; t.dispatchEvent(new Event('change'))"
+    )
+    assert browser.execute_script(f"return {dark}") == (other == "dark")
+    assert browser.get_log("browser") == []
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith(("data:", "blob:", "file:"))] == []
+    assert sum(url.startswith("file:") for url in asked) == 1
+
+
+def test_all_controls_have_names_and_are_reached_by_tab(browser, page):
+    from selenium.webdriver import ActionChains, Keys
+
+    nameless = page(
+        "return [...document.querySelectorAll('select, input, button, [tabindex]')]"
+        ".filter(e => !(e.labels?.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)"
+    )
+    assert nameless == []
+    ActionChains(browser).send_keys(Keys.TAB).perform()
+    assert page("return document.activeElement.className") == "skip"
+    ActionChains(browser).send_keys(Keys.TAB).perform()
+    assert page("return document.activeElement.id") == "theme"
+    assert page("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_a_folder_with_results_alone(browser, tmp_path):
+    shutil.copy(ROOT / "results" / "quickstart" / "results.csv", tmp_path)
+    browser.get_log("browser")
+    look(browser, write_html(tmp_path))
+    hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")
+    assert hidden == ["lattices", "attention", "classes", "translation"]
+    said = browser.execute_script("return document.getElementById('left-out').textContent")
+    assert all(name in said for name in ("pictures.json.gz", "per_class.csv", "translation.csv"))
+    assert browser.get_log("browser") == []

@@ -1,0 +1,55 @@
+"""A slice of the study, from training to the report: three models, one seed, few images."""
+
+import pandas as pd
+import pytest
+import yaml
+
+from helpers import ROOT, script
+
+LABELS = ("absolute", "rope_mixed", "swin-table")
+
+
+def cut(config):
+    """The study with three models and one that borrows weights, each trained for ten updates."""
+    config["models"] = [entry for entry in config["models"] if entry["label"] in (*LABELS, "rope_mixed+ntk")]
+    config["seeds"], labels = [0], {entry["label"] for entry in config["models"]}
+    config["train"]["data"] |= {"n_train": 640, "n_val": 64}
+    config["train"]["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
+    config["evaluate"] |= {"n": 40, "device": "cpu", "attention_n": 2}
+    for data in config["data"]:
+        data.get("train", {}).get("data", {}).pop("n_train", None)
+        for claim in data["claims"]:
+            for side in ("better", "than"):
+                if isinstance(claim[side], list):
+                    claim[side] = [name for name in claim[side] if name.split("/")[0] in labels]
+        sides = ("better", "than")
+        data["claims"] = [
+            claim | {"learned": 0}
+            for claim in data["claims"]
+            if all(claim[side] for side in sides)
+            and {claim[s].split("/")[0] for s in sides if isinstance(claim[s], str)} <= labels
+        ]
+    return config
+
+
+@pytest.mark.slow
+def test_three_models_of_the_study_from_training_to_the_report(tmp_path, capsys):
+    config = cut(yaml.safe_load((ROOT / "configs" / "study_shapes.yaml").read_text("utf-8")))
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [str(path), "--runs", str(tmp_path), "--jobs", "2"]
+    script("tools/compare.py").main(command)
+    printed = capsys.readouterr().out
+    assert printed.count(": trained") == 3 * len(LABELS)
+    for name, lines in (("shapes", 4 + 2 * 5 * 4), ("shapes-place", 4), ("shapes-corner", 4)):
+        folder = tmp_path / "study_shapes" / name
+        rows = pd.read_csv(folder / "results.csv")
+        assert set(rows["label"]) == {*LABELS, "rope_mixed+ntk"} and set(rows["data"]) == {name} and len(rows) >= lines
+        assert rows["unchanged"].all() and (folder / "report.html").stat().st_size > 1_000_000
+        assert "pairs; " in (folder / "claims.md").read_text("utf-8")
+    windows = pd.read_csv(tmp_path / "study_shapes" / "shapes" / "results.csv").query("label == 'swin-table'")
+    assert {"keep", "divisor", "rescale+geometric"} <= set(windows["policy"])
+    shifted = pd.read_csv(tmp_path / "study_shapes" / "shapes-corner" / "translation.csv")
+    assert set(shifted["shift"]) == {0, 4, 8, 12, 16} and set(shifted["label"]) == set(rows["label"])
+    script("tools/compare.py").main(command)
+    assert "claims of the configuration:\n- **Where objects keep their size" in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""Several training runs, one after another or a few at a time, each into its own folder; what is done is not done again."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from vitrel.train.cli import run
+
+
+def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
+    """Trains every configuration into its folder, `jobs` at a time; several write what they print into <folder>/train.log."""
+    if jobs == 1:
+        for number, (place, config) in enumerate(runs.items(), 1):
+            print(f"[{number}/{len(runs)}] {place.name}: ", end="", flush=True)
+            train_one(config, place)
+        return
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (threads,)) as pool:
+        waiting = {pool.submit(_train_quietly, config, place): place for place, config in runs.items()}
+        try:
+            for number, done in enumerate(as_completed(waiting), 1):
+                done.result()
+                print(f"[{number}/{len(runs)}] {waiting[done].name}: trained", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # which was killed: another start of it would write into the same folders
+    os._exit(1)
+
+
+def _train_quietly(config: dict[str, Any], folder: Path) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "train.log").open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            train_one(config, folder)
+        except SystemExit as stop:  # which would end the process, and the pool with it
+            raise ValueError(f"{folder}: training ended with {stop.code!r}; train.log there says why") from stop
+
+
+def train_one(config: dict[str, Any], folder: Path) -> None:
+    """Trains one model into `folder`, unless its last epoch is there; goes on from last.ckpt if that is of an earlier epoch.
+
+    Raises ValueError when the folder holds a run of another configuration, or when training stopped early.
+    """
+    last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
+    arguments = ["fit", "--config", str(settings)]
+    # as it will be read back: YAML knows no tuples
+    config = yaml.safe_load(yaml.safe_dump(config))
+    if last.exists():
+        known = (yaml.safe_load(settings.read_text("utf-8")) if settings.exists() else None) or {}
+        # the folder may have been moved with all that is in it
+        if changes := [text for text in _differences(known, config) if not text.startswith("trainer.default_root_dir:")]:
+            raise ValueError(
+                f"{folder} holds a run of another configuration ({'; '.join(changes)}): "
+                "remove that folder to train anew, or give the comparison another name"
+            )
+        done = epochs_done(last)
+        if done >= epochs:
+            print("trained already", flush=True)
+            return
+        print(f"going on after epoch {done} of {epochs}", flush=True)
+        arguments += ["--ckpt_path", str(last)]
+    else:
+        print(f"training for {epochs} epochs", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    settings.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
+    run(arguments)
+    if not last.exists() or epochs_done(last) < epochs:
+        raise ValueError(f"{folder}: training stopped before epoch {epochs}; give the same command again to go on")
+
+
+def epochs_done(checkpoint: Path) -> int:
+    """Epochs that a checkpoint's model has been trained for; ValueError when the file is broken."""
+    try:
+        return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["vitrel"]["epoch"])
+    except Exception as error:
+        size, run_folder = checkpoint.stat().st_size, checkpoint.parent.parent
+        reason = f"{checkpoint} ({size:,} bytes) cannot be read ({type(error).__name__})"
+        raise ValueError(f"{reason}: remove {run_folder} to train anew") from error
+
+
+def _differences(old: Any, new: Any, name: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        return [text for key in keys for text in _differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]
+    return [] if old == new else [f"{name}: {old!r} then, {new!r} now"]

@@ -1,0 +1,67 @@
+"""What an evaluation would do, row by row, without decoding an image or writing a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrel.transfer.checkpoint import Trained
+from vitrel.transfer.fitting import static_columns
+from vitrel.transfer.folder import read_folder
+from vitrel.transfer.images import Images
+from vitrel.transfer.plan import Task
+from vitrel.transfer.report import markdown
+from vitrel.transfer.rows import check_tasks, complete, known_rows, row_key
+from vitrel.transfer.settings import Row, Sweep, format_size
+
+HEAD = (
+    "model", "size", "protocol", "crop", "policy", "tokens", "GFLOPs", "windows", "padded", "resized", "values resampled",
+    "unseen", "done",
+)  # fmt: skip
+
+
+def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path) -> str:
+    """Every row of `plan(models, sweep)` as a Markdown table: what would be resized, what it costs, whether `folder` has it.
+
+    Raises as the evaluation would: ValueError for a size that a model cannot take, or for classes that do not fit.
+    """
+    done = read_folder(folder)
+    found, keys = known_rows(models, sweep, done)
+    images, known = Images(sweep), {}
+    lines, ready, counts = [], 0, set()
+    check_tasks([task for task, _ in keys], sweep, images)
+    for task, key in keys:
+        counts.add(len(images.dataset(task)))
+        place = id(task.trained), task.size, task.policy
+        if place not in known:
+            known[place] = static_columns(task.trained.model, task.size, task.policy)
+        row = found.get(row_key(key))
+        is_done = row is not None and complete(row, task, sweep)
+        ready += is_done
+        lines.append(_line(task, known[place], is_done))
+    number = " or ".join(f"{count:,}" for count in sorted(counts))
+    shifts = f", shifted by {', '.join(map(str, sweep.shifts))} px at the training size" if sweep.shifts else ""
+    return (
+        f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{shifts}; {ready} of them are in {folder} already. "
+        "GFLOPs: 10^9 multiply-adds per image.\n"
+    )
+
+
+def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
+    def number(name: str, form: str) -> str:
+        return "-" if costs[name] != costs[name] else format(costs[name], form)
+
+    return [
+        task.trained.label,
+        format_size(task.size),
+        task.protocol,
+        f"{task.crop_pct:g}",
+        task.policy,
+        number("tokens", ",.0f"),
+        number("gflops", ".3g"),
+        costs["window"],
+        costs["pad_fraction"],
+        costs["resized"],
+        f"{costs['resized_params']:,}",
+        number("unseen", ".2f"),
+        "yes" if is_done else "",
+    ]

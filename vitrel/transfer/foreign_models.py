@@ -1,0 +1,151 @@
+"""Models by their name in timm's registry, ours among them, with weights from a file, ready to be evaluated."""
+
+import difflib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.layers import to_2tuple
+from timm.models import load_checkpoint, load_state_dict
+from torch import nn
+
+import vitrel  # noqa: F401  registers the models with timm
+from vitrel.models.backbone import Backbone
+from vitrel.models.weights.build import model_for
+from vitrel.models.weights.load import apply_plan, read_file
+from vitrel.transfer.checkpoint import Trained, encoding_of
+from vitrel.transfer.settings import Size
+
+ARRAYS = (".npz", ".npy")
+
+
+def load_model(
+    name: str, weights: str | Path | None = None, model_args: Mapping[str, Any] | None = None, **about: Any
+) -> Trained:
+    """The model `name` with the weights of a file, in eval mode on the CPU, with as many outputs as the file has classes.
+
+    name: of timm's registry, or "local-dir:FOLDER" as timm's save_for_hf and tools/export.py write it, which needs no weights.
+    weights: .safetensors, .pth, .bin or .npz as timm or its authors save them, checkpoints of timm's train.py (its averaged
+    weights first); for ours, whatever `vitrel.load_pretrained` reads. model_args: of timm.create_model. about: see
+    `trained_model`; with `img_size`, a model that is built for a size is built for that one.
+    Raises ValueError with the nearest names for an unknown one, for missing weights and for weights that do not fit, hold NaN
+    or more than tensors; FileNotFoundError for a missing file.
+    """
+    arguments = dict(model_args or {})
+    if about.get("img_size"):
+        arguments.setdefault("img_size", about["img_size"])
+    if name.startswith("local-dir:"):
+        model = timm.create_model(name, pretrained=True, **arguments)
+    elif not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0)
+        raise ValueError(f"unknown model {name!r}; the nearest are {', '.join(near)}")
+    elif weights is None:
+        raise ValueError(f"{name} has no weights: give a file of them (--weights), nothing is fetched from the network")
+    else:
+        model = _build(name, Path(weights), arguments)
+    if bad := [key for key, value in model.state_dict().items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise ValueError(f"the weights of {name} hold NaN or infinity in {', '.join(bad[:5])}")
+    return trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
+
+
+def trained_model(
+    model: nn.Module,
+    name: str = "",
+    *,
+    label: str = "",
+    img_size: Size | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, int] | None = None,
+    restrict: bool = False,
+    path: Path = Path(),
+) -> Trained:
+    """A model in memory with what evaluation has to know of it; what is not given comes from its `pretrained_cfg`.
+
+    img_size: (h, w) in pixels it was trained at. preprocessing: any of mean, std, crop_pct, interpolation. outputs, restrict:
+    see `Trained`. ValueError for a model that does not say its number of classes.
+    """
+    name = name or getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
+    if not getattr(model, "num_classes", 0):
+        raise ValueError(f"{name} is no classifier: it has no num_classes, or none is left")
+    known = resolve_model_data_config(model) | dict(preprocessing or {})
+    built = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    height, width = to_2tuple(img_size or built or known["input_size"][-2:])
+    return Trained(
+        model=model,
+        name=name,
+        label=label or name,
+        encoding=encoding_of(model) if isinstance(model, Backbone) else "timm",
+        img_size=(height, width),
+        classes=(),
+        mean=tuple(known["mean"]),
+        std=tuple(known["std"]),
+        crop_pct=float(known["crop_pct"]),
+        interpolation=known["interpolation"],
+        seed=None,
+        path=path,
+        outputs=outputs,
+        restrict=restrict,
+    )
+
+
+def read_class_indices(path: str | Path) -> dict[str, int]:
+    """{class: output} of a text file with a class, as the data names it, and the index of its output on every line.
+
+    Further columns are passed over, and a first line that is a heading. FileNotFoundError, or ValueError naming the line.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        words = line.split()
+        if not words or (number == 1 and len(words) > 1 and not words[1].isdigit()):
+            continue
+        if len(words) < 2 or not words[1].isdigit() or found.setdefault(words[0], int(words[1])) != int(words[1]):
+            raise ValueError(
+                f"{path}, line {number}: {line!r} is not a class and the index of its output, such as 'n01440764 0'"
+            )
+    if not found:
+        raise ValueError(f"{path} holds no class")
+    return found
+
+
+def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
+    """The model with the file's weights, all of them; as many outputs as the file's classifier has."""
+    try:
+        if name.startswith("vitrel_"):
+            model, plan = model_for(name, arguments, read_file(weights))
+            return apply_plan(model, plan)
+        if weights.suffix in ARRAYS:  # of the authors' own code, which the model itself reads
+            model = _create(name, arguments)
+            load_checkpoint(model, str(weights))
+            return model
+        state = _read_state(weights)
+        head = state.get(f"{timm.get_pretrained_cfg(name).classifier}.weight")
+        if isinstance(head, torch.Tensor):
+            arguments = {"num_classes": len(head)} | arguments
+        model = _create(name, arguments)
+        rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # of old layouts
+        model.load_state_dict(state if rename is None else rename(state, model))
+        return model
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
+
+
+def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return timm.create_model(name, **arguments)
+    except TypeError:  # a network that is built for no size
+        return timm.create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
+
+
+def _read_state(path: Path) -> dict[str, torch.Tensor]:
+    """As timm reads it, argparse's settings of its train.py included, which `read_file` refuses."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""))
+    try:
+        return load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # a damaged file raises almost anything
+        reason = str(error).partition("\n")[0] or "it is empty or cut off"
+        raise ValueError(f"{path} ({path.stat().st_size:,} bytes) is no readable checkpoint: {reason}") from error

@@ -1,0 +1,77 @@
+"""The images of an evaluation, decoded once for all models that take the same."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vitrel.data import Reading, create_dataset
+from vitrel.transfer.plan import Task
+from vitrel.transfer.settings import Sweep
+from vitrel.transfer.split import own_share
+
+CACHE_BYTES = 2 << 30
+Source = Callable[..., Dataset]
+
+
+class Images:
+    """The images of the current size, protocol and crop, decoded once for all models that ask with the same preprocessing.
+
+    What exceeds CACHE_BYTES is decoded anew for each model. source: (size, **how) -> data set, in the place of
+    `create_dataset(sweep.data, "val", size, **how)`.
+    """
+
+    def __init__(self, sweep: Sweep, source: Source | None = None) -> None:
+        self.sweep, self.source = sweep, source
+        self._at: tuple | None = None
+        self._datasets: dict[tuple, Dataset] = {}
+        self._decoded: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+
+    def dataset(self, task: Task) -> Dataset:
+        """All images of a task; items are (float32 [3, H, W] normalised, class index)."""
+        if self._at != (task.size, task.protocol, task.crop_pct):
+            self._at = (task.size, task.protocol, task.crop_pct)
+            self._datasets.clear()
+            self._decoded.clear()
+        key = _key(task)
+        if key not in self._datasets:
+            mean, std, crop_pct, interpolation, base_size = key
+            reading = {"reading": Reading(on_bad="leave_out")} if self.sweep.on_bad_image == "count" else {}
+            how = dict(
+                mean=mean, std=std, crop_pct=crop_pct, interpolation=interpolation, protocol=task.protocol,
+                base_size=base_size, n=self.sweep.n, seed=self.sweep.data_seed, **reading,
+            )  # fmt: skip
+            if self.source is None:
+                self._datasets[key] = create_dataset(self.sweep.data, "val", task.size, **how)
+            else:
+                self._datasets[key] = self.source(task.size, **how)
+        return self._datasets[key]
+
+    def batches(self, task: Task) -> Iterator[tuple[Tensor, Tensor]]:
+        """This process's share of the images in batches: pixels [B, 3, H, W] and labels [B], -1 for images left out."""
+        dataset, key = own_share(self.dataset(task)), _key(task)
+        if key in self._decoded:
+            yield from self._decoded[key]
+            return
+        height, width = task.size
+        fits = len(dataset) * 3 * height * width * 4 <= CACHE_BYTES
+        decoded = []
+        for batch in DataLoader(dataset, batch_size=self.sweep.batch_size, num_workers=self.sweep.workers):
+            if fits:
+                decoded.append(batch)
+            yield batch
+        if fits:
+            self._decoded[key] = decoded
+
+    def first(self, task: Task, n: int) -> Tensor:
+        """The first n images of all, however many processes share them, but for those left out: [n or fewer, 3, H, W]."""
+        dataset = self.dataset(task)
+        items = [dataset[i] for i in range(min(n, len(dataset)))]
+        pixels = [image for image, label in items if label >= 0]
+        return torch.stack(pixels) if pixels else torch.zeros(0, 3, *task.size)
+
+
+def _key(task: Task) -> tuple:
+    trained = task.trained
+    return trained.mean, trained.std, task.crop_pct, trained.interpolation, trained.img_size

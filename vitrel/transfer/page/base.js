@@ -1,0 +1,108 @@
+// What every section uses: the data, colours, numbers as text, figures with their downloads.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const SIZES = new Set(DATA.sizes.map((size) => size.name));
+const OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+const redraws = []; // what to do when the colours or the width change
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") element.className = value;
+    else if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+function options(select, entries, chosen) {
+  select.replaceChildren(...entries.map(([value, text]) => make("option", { value, textContent: text })));
+  if (entries.some(([value]) => String(value) === String(chosen))) select.value = chosen;
+}
+
+// Plotly reads a few tags in texts.
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function number(value) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "boolean") return value ? "yes" : "NO";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+function sizeOf(name) {
+  const [h, w] = name.split("x").map(Number);
+  return { h, w };
+}
+
+const side = (name) => Math.sqrt(sizeOf(name).h * sizeOf(name).w);
+const shape = (name) => ((size) => (size.h === size.w ? "square" : size.w > size.h ? "wide" : "tall"))(sizeOf(name));
+const unresized = (row) => row.resized_params === 0;
+const trainSizes = [...new Set(DATA.rows.map((row) => row.train_size))];
+
+function dark() {
+  return document.documentElement.dataset.theme === "dark";
+}
+
+function colours() {
+  const css = getComputedStyle(document.documentElement);
+  const take = (name) => css.getPropertyValue(name).trim();
+  return { paper: take("--paper"), ink: take("--ink"), soft: take("--soft"), line: take("--line") };
+}
+
+function diverging() {
+  const middle = dark() ? "#16181b" : "#ffffff";
+  return dark()
+    ? [[0, "#9ad7ff"], [0.25, "#2f8fc9"], [0.5, middle], [0.75, "#d5752e"], [1, "#ffd29a"]]
+    : [[0, "#00395c"], [0.25, "#4a9fd0"], [0.5, middle], [0.75, "#e58a4e"], [1, "#7a2f00"]];
+}
+
+function layout(more = {}) {
+  const at = colours();
+  const axis = { gridcolor: at.line, linecolor: at.soft, zeroline: false, ticks: "outside", tickcolor: at.soft, fixedrange: true };
+  const base = {
+    paper_bgcolor: at.paper, plot_bgcolor: at.paper, showlegend: false, dragmode: false, hovermode: "closest",
+    font: { family: "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif", size: 12, color: at.ink },
+    hoverlabel: { align: "left", bgcolor: at.paper, bordercolor: at.soft, font: { color: at.ink } },
+    margin: { l: 58, r: 12, t: 12, b: 46 },
+  };
+  const { xaxis = {}, yaxis = {}, ...rest } = more;
+  return { ...base, ...rest, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis } };
+}
+
+// A figure with a caption and its two downloads; csv() gives [header, ...lines].
+function figure(parent, id, csv, more = {}) {
+  const caption = make("b"), plot = make("div", { class: "plot", id, ...more });
+  const name = () => `${DATA.title} ${caption.textContent || id}`.replace(/[^\p{L}\p{N}.+-]+/gu, "_");
+  const says = (kind) => ({ type: "button", textContent: kind, "aria-label": `${kind} of ${id.replace(/-/g, " ")}` });
+  const asCsv = make("button", says("CSV")), asPng = make("button", says("PNG"));
+  asCsv.addEventListener("click", () => save(`${name()}.csv`, csv()));
+  asPng.addEventListener("click", () => {
+    const { width, height } = plot.getBoundingClientRect();
+    Plotly.downloadImage(plot, { format: "png", scale: 3, filename: name(), width, height });
+  });
+  const whole = make("figure", { class: "figure" }, make("figcaption", {}, caption, asCsv, asPng), plot);
+  parent.append(whole);
+  return { whole, caption, plot };
+}
+
+function save(name, lines) {
+  const cell = (value) => {
+    const text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value);
+    return /[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
+  };
+  const text = lines.map((line) => line.map(cell).join(",")).join("\n") + "\n";
+  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+function draw(plot, traces, how) {
+  return Plotly.react(plot, traces, how, { displayModeBar: false, responsive: true });
+}
+
+function hide(id) {
+  $(id).hidden = true;
+}

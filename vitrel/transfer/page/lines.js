@@ -1,0 +1,79 @@
+// What per_class.csv and translation.csv hold.
+const SHOWN_CLASSES = 30;
+let classFigure = null, classesDrawn = [], translationFigure = null;
+
+// The line of a curve at a size: its own policy's, or that of the row the curve shares with others.
+function lineOf(lines, curve, protocol, size) {
+  const row = rowsOf(curve, protocol).find((one) => one.img_size === size);
+  return row && lines.find((line) => line.label === row.label && line.policy === row.policy && line.protocol === protocol && line.img_size === size);
+}
+
+function classChange() {
+  const curve = Number($("class-curve").value), protocol = $("class-protocol").value;
+  const home = DATA.curves[curve].rows.map((at) => DATA.rows[at].train_size)[0];
+  const lines = DATA.classes.rows, before = lineOf(lines, curve, protocol, home), after = lineOf(lines, curve, protocol, $("class-size").value);
+  if (!before || !after) return { home, changes: [] };
+  const share = (line, at) => (line.n[at] ? (100 * line.hits[at]) / line.n[at] : null);
+  const changes = DATA.classes.names.map((name, at) => ({ name, before: share(before, at), after: share(after, at), n: after.n[at] })).filter((one) => one.before !== null && one.after !== null);
+  for (const one of changes) one.change = one.after - one.before;
+  return { home, changes: changes.sort((a, b) => a.change - b.change) };
+}
+
+function drawClasses() {
+  const { home, changes } = classChange(), size = $("class-size").value, half = SHOWN_CLASSES / 2;
+  const shown = changes.length > SHOWN_CLASSES ? [...changes.slice(0, half), ...changes.slice(-half)] : changes;
+  classesDrawn = changes;
+  classFigure.caption.textContent = `${DATA.curves[$("class-curve").value].name}, ${$("class-protocol").value}: ${home} to ${size}`;
+  const trace = {
+    type: "bar", orientation: "h", y: shown.map((one, i) => i), x: shown.map((one) => one.change), hoverinfo: "text", textposition: "none",
+    hovertext: shown.map((one) => `<b>${plain(one.name)}</b><br>${number(one.before)} % at ${home}<br>${number(one.after)} % at ${size}<br>n = ${number(one.n)}, all seeds`),
+    marker: { color: shown.map((one) => (one.change < 0 ? "#D55E00" : "#0072B2")) },
+  };
+  const short = (name) => plain(name.length > 22 ? `${name.slice(0, 21)}…` : name);
+  draw(classFigure.plot, [trace], layout({
+    height: 90 + Math.max(2, shown.length) * 20, margin: { l: Math.min(150, 24 + 7 * Math.max(4, ...shown.map((one) => Math.min(22, one.name.length)))), r: 12, t: 8, b: 46 },
+    xaxis: { title: { text: "change, percentage points" }, zeroline: true, zerolinecolor: colours().ink },
+    yaxis: { tickvals: shown.map((one, i) => i), ticktext: shown.map((one) => short(one.name)), autorange: "reversed", showgrid: false },
+  }));
+  const cut = changes.length > SHOWN_CLASSES ? ` The ${half} that lose most and the ${half} that gain most of ${changes.length}; the CSV has all.` : "";
+  $("class-note").textContent = changes.length ? `${changes.filter((one) => one.change < 0).length} of ${changes.length} classes lose.${cut}` : "There are no counts for this choice.";
+}
+
+function startClasses() {
+  classFigure = figure($("class-figure"), "class-plot", () => [["class", "n", "top1_at_training_size", "top1", "change"], ...classesDrawn.map((one) => [one.name, one.n, one.before, one.after, one.change])]);
+  options($("class-curve"), DATA.curves.map((curve, at) => [at, curve.name]));
+  options($("class-protocol"), DATA.protocols.map((name) => [name, name]));
+  options($("class-size"), DATA.sizes.map(({ name }) => [name, name]), DATA.sizes[DATA.sizes.length - 1].name);
+  for (const id of ["class-curve", "class-protocol", "class-size"]) $(id).addEventListener("change", drawClasses);
+  redraws.push(drawClasses);
+}
+
+function drawTranslation() {
+  const [size, protocol] = JSON.parse($("translation-at").value), metric = { key: "top1", name: "top-1 (%)" };
+  const traces = [...chosen].flatMap(([at, place]) => {
+    const row = rowsOf(at, protocol).find((one) => one.img_size === size), look = style(place), name = DATA.curves[at].name;
+    const own = row ? DATA.translation.filter((line) => line.label === row.label && line.policy === row.policy && line.img_size === size && line.protocol === protocol).sort((a, b) => a.shift - b.shift) : [];
+    return own.length ? [{
+      type: "scatter", mode: "lines+markers", name, x: own.map((line) => line.shift), y: own.map((line) => line.top1), hoverinfo: "text", meta: { curve: at, lines: own },
+      hovertext: own.map((line) => `<b>${plain(name)}</b><br>${line.shift} px: ${metric.name} ${number(line.top1)}<br>95 %: ${number(line.low)} to ${number(line.high)}<br>n = ${number(line.n)}, ${line.seeds} seed${line.seeds > 1 ? "s" : ""}`),
+      line: { color: look.colour, dash: look.dash, width: 1.8 }, marker: { symbol: look.symbol, size: 8, color: look.colour },
+      error_y: { type: "data", symmetric: false, thickness: 1, width: 2, color: look.colour, array: own.map((line) => line.high - line.top1), arrayminus: own.map((line) => line.top1 - line.low) },
+    }] : [];
+  });
+  translationFigure.caption.textContent = `Content moved, ${size}, ${protocol} protocol`;
+  draw(translationFigure.plot, traces, layout({ height: 360, xaxis: { title: { text: "moved down and right, px" } }, yaxis: { title: { text: metric.name } } }));
+}
+
+function translationCsv() {
+  const lines = translationFigure.plot.data.flatMap((trace) => trace.meta.lines);
+  const keys = ["label", "policy", "protocol", "img_size", "shift", "top1", "low", "high", "n", "seeds"];
+  return [keys, ...lines.map((line) => keys.map((key) => line[key]))];
+}
+
+function startTranslation() {
+  translationFigure = figure($("translation-figure"), "translation-plot", translationCsv);
+  const places = [...new Set(DATA.translation.map((line) => JSON.stringify([line.img_size, line.protocol])))];
+  options($("translation-at"), places.map((place) => [place, JSON.parse(place).join(", ")]));
+  $("translation-at").addEventListener("change", drawTranslation);
+  followers.push(drawTranslation);
+}

@@ -1,0 +1,62 @@
+// Puts the page together.
+function lead() {
+  const labels = new Set(DATA.rows.map((row) => row.label)).size, seeds = Math.max(...DATA.rows.map((row) => row.seeds));
+  const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+  const about = Object.fromEntries(DATA.common.map(([key, , value]) => [key, value]));
+  const where = [about.data && `data ${about.data}`, about.device, about.dtype].filter(Boolean).join(", ");
+  $("lead").textContent = `${many(labels, "model")}, ${many(seeds, "seed")}, trained at ${trainSizes.join(", ")}, evaluated at ${many(DATA.sizes.length, "size")} in the ${DATA.protocols.join(" and ")} protocol${DATA.protocols.length > 1 ? "s" : ""}${where ? `; ${where}` : ""}.`;
+}
+
+function theme() {
+  const asked = $("theme").value;
+  const name = asked || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  if (document.documentElement.dataset.theme === name) return;
+  document.documentElement.dataset.theme = name;
+  for (const redraw of redraws) redraw();
+  if (redraws.length) legend();
+}
+
+function contentsList() {
+  const links = [...document.querySelectorAll("main section:not([hidden])")].map((section) => make("li", {}, make("a", { href: `#${section.id}`, textContent: section.querySelector("h2").textContent })));
+  $("sections").replaceChildren(...links);
+}
+
+async function startPage() {
+  theme();
+  $("theme").addEventListener("change", theme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", theme);
+  lead();
+  startModels();
+  startCurves();
+  startRows();
+  if (DATA.classes) startClasses();
+  else hide("classes");
+  if (DATA.translation.length) startTranslation();
+  else hide("translation");
+  PICTURES = await readPictures();
+  const missing = [];
+  if (PICTURES) {
+    startLattices();
+    startAttention();
+    missing.push(...PICTURES.left_out, ...PICTURES.models.filter((model) => model.error).map((model) => `maps of ${model.label}: ${model.error}`));
+  } else {
+    hide("lattices");
+    hide("attention");
+    missing.push("the maps by offset and the attention on images: this folder has no pictures.json.gz");
+  }
+  if (!DATA.classes) missing.push("the change class by class: this folder has no per_class.csv");
+  if (!DATA.translation.length) missing.push("the curve over moved content: this folder has no translation.csv");
+  $("left-out").replaceChildren(...(missing.length ? missing : ["nothing"]).map((text) => make("li", { textContent: text })));
+  contentsList();
+  if (DATA.classes) drawClasses();
+  drawCurves();
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    for (const redraw of redraws) redraw();
+  });
+  document.documentElement.dataset.ready = "yes";
+}
+
+startPage();

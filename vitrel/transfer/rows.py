@@ -1,0 +1,138 @@
+"""Accuracy of trained models at any resolution: one row per (model, size, protocol, crop, policy).
+
+Each row proves what was done to the model: the rules that resampled something and on how many values, the shares of
+offsets never trained and served by a trained edge, and a hash of the state dict before and after. Images of one size and
+protocol are decoded once and shown to every model. Over several processes (vitrel.transfer.split) each sees its share of them,
+and a row counts all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from vitrel.models.backbone import Backbone
+from vitrel.transfer.checkpoint import Trained
+from vitrel.transfer.environment import environment
+from vitrel.transfer.fitting import fitted, static_columns
+from vitrel.transfer.images import Images, Source
+from vitrel.transfer.measure import Evaluated, classes_of, line_columns, measure
+from vitrel.transfer.metrics import state_hash
+from vitrel.transfer.plan import Task, plan
+from vitrel.transfer.settings import Row, Sweep, format_size
+from vitrel.transfer.split import device_name, on_all
+
+KEY = (
+    "model", "label", "seed", "img_size", "protocol", "policy", "crop_pct", "interpolation", "mean", "std", "class_map", "data",
+    "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device", "torch", "torchvision", "timm",
+    "vitrel", "state_hash_before",
+)  # fmt: skip
+LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
+
+
+def evaluate_rows(
+    models: Sequence[Trained],
+    sweep: Sweep,
+    done: Iterable[Evaluated] = (),
+    advance: Callable[[Task, float], None] = lambda task, share: None,
+    source: Source | None = None,
+) -> Iterator[Evaluated]:
+    """Yields the rows of `plan(models, sweep)` in its order, each once its model has seen all images.
+
+    Rows in `done` (of process 0) that were made from the same weights, data and settings are passed on instead of being made
+    again. `advance(task, share)` is called as images are seen; the shares of a task add up to 1. source: see `Images`.
+    """
+    kept, keys = known_rows(models, sweep, done, source is not None)
+    reference: dict[tuple[int, str, float], float] = {}
+    static: dict[tuple, Row] = {}
+    images = Images(sweep, source)
+    check_tasks([task for task, _ in keys], sweep, images)
+    for task, key in keys:
+        found = kept.get(row_key(key))
+        if found is None or not complete(found, task, sweep):
+            place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
+            if place not in static:
+                static[place] = static_columns(task.trained.model, task.size, task.policy, sweep.border_leak)
+            found = measure(task, sweep, images, advance)
+            found = found._replace(row=key | static[place] | found.row)
+        else:
+            advance(task, 1.0)
+        row, curve = found.row, (id(task.trained), task.protocol, task.crop_pct)
+        if task.size == task.trained.img_size:
+            reference.setdefault(curve, row["top1"])
+        retention = round(row["top1"] / reference[curve], 4) if reference[curve] else float("nan")
+        yield found._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
+
+
+def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
+    """ValueError now, not after hours, where the classes of the data do not fit a model, or a model does not take a size."""
+    seen = set()
+    for task in tasks:
+        model = id(task.trained)
+        if model not in seen:
+            classes_of(task, sweep, images)
+        if (model, task.size) not in seen and not isinstance(task.trained.model, Backbone):  # ours take any
+            with fitted(task.trained.model, task.size, task.policy):
+                pass
+        seen |= {model, (model, task.size)}
+
+
+def known_rows(
+    models: Sequence[Trained], sweep: Sweep, done: Iterable[Evaluated], own_data: bool = False
+) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Task, Row]]]:
+    """What process 0 has done already, by `row_key`, and every task of the plan with the columns that are known before it runs.
+
+    ValueError where the processes hold different weights.
+    """
+    (found, hashes), *others = on_all(lambda: ([*done], [state_hash(trained.model) for trained in models]))
+    if any(other != hashes for _, other in others):
+        raise ValueError("the processes hold different weights: give all of them the same checkpoints")
+    before, same = dict(zip(map(id, models), hashes, strict=True)), environment(sweep.data, own_data)
+    keys = [
+        (task, _settings(task, sweep) | same | {"state_hash_before": before[id(task.trained)]}) for task in plan(models, sweep)
+    ]
+    return {row_key(one.row): one for one in found}, keys
+
+
+def complete(found: Evaluated, task: Task, sweep: Sweep) -> bool:
+    """Whether a row holds all that is asked for now: images left out may be an error now, shifts and columns may be new."""
+    if found.row["left_out"] and sweep.on_bad_image == "raise":
+        return False
+    shifts = {int(line["shift"]) for line in found.translation}
+    return bool(found.per_class) and found.row["ece"] == found.row["ece"] and set(task.shifts) <= shifts
+
+
+def row_key(row: Row) -> tuple[str, ...]:
+    """What must agree for a row to stand for another: read back from CSV, a missing number is NaN, an absent one None."""
+    return tuple(_text(row[name]) for name in KEY)
+
+
+def line_key(row: Row) -> tuple[str, ...]:
+    """By which lines of per_class.csv and translation.csv belong to a row of results.csv."""
+    return tuple(_text(row[name]) for name in LINE_KEY)
+
+
+def _text(value: Any) -> str:
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+def _settings(task: Task, sweep: Sweep) -> Row:
+    trained = task.trained
+    return line_columns(task, sweep) | {
+        "model": trained.name,
+        "encoding": trained.encoding,
+        "train_size": format_size(trained.img_size),
+        "data_seed": sweep.data_seed,
+        "n_asked": sweep.n,
+        "batch_asked": sweep.batch_size,
+        "attention_n": sweep.attention_n,
+        "interpolation": trained.interpolation,
+        "mean": " ".join(f"{value:g}" for value in trained.mean),
+        "std": " ".join(f"{value:g}" for value in trained.std),
+        "class_map": trained.class_map,
+        "compile": sweep.compile,
+        "dtype": sweep.dtype,
+        "device": device_name(sweep.torch_device),
+    }

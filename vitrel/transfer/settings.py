@@ -1,0 +1,84 @@
+"""What an evaluation is asked for: data, sizes, protocols, policies, and how it runs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vitrel.transfer.split import own_device
+
+PROTOCOLS = ("scale", "canvas")
+Size = tuple[int, int]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to evaluate on: `sizes` are (height, width) in pixels, `policies` keeps only those policies of windows and encodings
+    (None: all; a model with none of them keeps its own), `n` and `data_seed` go to the dataset, `dtype` is "float32" or, on a
+    GPU, "bfloat16" (autocast). on_bad_image: an image that cannot be read ends the evaluation ("raise"), or is left out and
+    counted. crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the model's own). shifts:
+    pixels by which the content is moved down and right at the training size, each evaluated. attention_n: images that the
+    attention statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border (models with
+    windows; seconds per size). compile: by torch.compile.
+    """
+
+    data: str
+    sizes: tuple[Size, ...]
+    protocols: tuple[str, ...] = PROTOCOLS
+    policies: tuple[str, ...] | None = None
+    n: int | None = None
+    data_seed: int = 0
+    batch_size: int = 128
+    workers: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+    on_bad_image: str = "raise"
+    crop_pct: tuple[float, ...] | None = None
+    shifts: tuple[int, ...] = ()
+    attention_n: int = 16
+    border_leak: bool = True
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.protocols if name not in PROTOCOLS]:
+            raise ValueError(f"unknown protocol {unknown[0]!r}: choose from {', '.join(PROTOCOLS)}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is float32 or bfloat16, got {self.dtype!r}")
+        if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
+            raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
+        if self.on_bad_image not in ("raise", "count"):
+            raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
+        for name, least in (("batch_size", 1), ("attention_n", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        self._several("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
+        self._several("shifts", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
+
+    def _several(self, name: str, kind: type, holds: Any, what: str) -> None:
+        """One number or several of a configuration as a tuple; ValueError for anything else."""
+        given = getattr(self, name)
+        if given is None:
+            return
+        given = (given,) if isinstance(given, (int, float)) else tuple(given)
+        allowed = (int, float) if kind is float else int
+        if wrong := [value for value in given if isinstance(value, bool) or not isinstance(value, allowed) or not holds(value)]:
+            raise ValueError(f"{name} takes {what}, got {wrong[0]!r}")
+        object.__setattr__(self, name, tuple(dict.fromkeys(map(kind, given))))
+
+    @property
+    def torch_device(self) -> torch.device:
+        return own_device(self.device)
+
+
+def parse_size(text: str | int) -> Size:
+    """ "160x224" -> (160, 224), height first; "96" or 96 -> (96, 96). ValueError for anything else, with a valid example."""
+    parts = str(text).lower().split("x")
+    if isinstance(text, bool) or len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"{text!r} is not an image size: write pixels as 96, or height x width as 160x224")
+    return int(parts[0]), int(parts[-1])
+
+
+def format_size(size: Size) -> str:
+    """(160, 224) -> "160x224", height first."""
+    return f"{size[0]}x{size[1]}"
