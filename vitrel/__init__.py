@@ -4,6 +4,8 @@ Importing it registers the models with timm: `import timm, vitrel; timm.create_m
 """
 
 import difflib
+import importlib
+from types import ModuleType
 
 import timm
 from torch import nn
@@ -39,3 +41,9 @@ def create_model(name: str, **kwargs) -> nn.Module:
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
     return timm.create_model(name, **kwargs)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "transfer":  # not at import: it brings pandas and plotting
+        return importlib.import_module("vitrel.transfer")
+    raise AttributeError(f"module 'vitrel' has no attribute {name!r}")

@@ -1,5 +1,8 @@
 """The evaluation as one function: a model and data in, a DataFrame out, the model as it was."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -114,3 +117,10 @@ def test_mistakes_are_named(model):
     with pytest.raises(ValueError, match="vitrel_vit_n8_table has 3 outputs, but shapes has 4 classes"):
         evaluate(model, "shapes", [32], n=2, **HOW)
     assert vitrel.transfer.evaluate is evaluate
+
+
+def test_it_needs_no_import_of_its_own():
+    code = "import sys, vitrel; assert 'pandas' not in sys.modules; vitrel.transfer.evaluate; assert 'pandas' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'vitrel' has no attribute 'transfers'"):
+        vitrel.transfers  # noqa: B018

@@ -115,3 +115,11 @@ def test_windows_are_back_after_an_error():
     )
     with pytest.raises(ValueError, match="unknown window policy 'grow'; choose one of keep, divisor, rescale"):
         window_policy(model, "grow", (32, 32)).__enter__()
+
+
+def test_the_report_of_a_size_knows_the_window_trained_on():
+    model = timm.create_model("vitrel_swin_n", img_size=64, patch_size=4)
+    with window_policy(model, "rescale", (128, 128)):
+        report = model.transfer_report(128)
+    assert {(e.grid, e.trained) for e in report.encodings} == {((8, 8), (4, 4))}
+    assert all("resampled by table geometric" in e.effect for e in report.encodings)

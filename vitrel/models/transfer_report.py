@@ -204,7 +204,7 @@ def _encodings(model: "Backbone", size: Pair, trained_size: Pair) -> Iterator[En
                 site=part.site,
                 layers=1,
                 grid=grid[:2],
-                trained=trained[:2],
+                trained=(part.grid or trained)[:2],  # its own: a window policy may be in force
                 behaviour=part.behaviour,
                 policy=part.resize if part.policies else "",
                 policies=part.policies,

@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from vitrel.transfer.checkpoint import Trained
-from vitrel.transfer.folder import read_folder, write_folder
+from vitrel.transfer.claims import Claim, judge
+from vitrel.transfer.folder import read_folder, read_lines, write_folder
 from vitrel.transfer.measure import Evaluated
 from vitrel.transfer.plan import Task, check_data, plan
 from vitrel.transfer.plots import plot_all
@@ -16,9 +17,17 @@ from vitrel.transfer.settings import Row, Sweep
 from vitrel.transfer.verdict import verdicts
 
 
-def run_sweep(models: Sequence[Trained], sweep: Sweep, folder: Path, title: str = "", report: bool = False) -> list[Row]:
+def run_sweep(
+    models: Sequence[Trained],
+    sweep: Sweep,
+    folder: Path,
+    title: str = "",
+    report: bool = False,
+    claims: Sequence[Claim] = (),
+) -> list[Row]:
     """Evaluates everything `plan(models, sweep)` lists and writes results.csv, per_class.csv, translation.csv (where content is
-    shifted), table.md and plots/*.png into `folder`; with `report`, pictures.json.gz and report.html too.
+    shifted), table.md, claims.md (where there are claims) and plots/*.png into `folder`; with `report`, pictures.json.gz and
+    report.html too.
 
     The tables are written after every evaluation. Rows found there that stem from the same weights, data and settings are
     not made again; rows of anything else are dropped once all is done.
@@ -40,6 +49,9 @@ def run_sweep(models: Sequence[Trained], sweep: Sweep, folder: Path, title: str 
             write_folder([*done, *kept.values()], folder)
     rows = with_curves([one.row for one in done])
     write_folder([one._replace(row=row) for one, row in zip(done, rows, strict=True)], folder)
+    if claims:
+        verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation")))
+        (folder / "claims.md").write_text(verdict + "\n", "utf-8")
     table = aggregate(rows)
     text = f"# {title or folder.name}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
     (folder / "table.md").write_text(text, "utf-8")

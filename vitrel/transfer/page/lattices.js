@@ -119,7 +119,7 @@ function latticeLayout(heads, rows, columns, item, trained, top) {
     const row = Math.floor(head / across), column = head % across, at = head ? String(head + 1) : "";
     const left = column * (width + gap), bottom = 1 - (row + 1) / down, high = (1 - rise) / down;
     how[`xaxis${at}`] = { ...how.xaxis, domain: [left, left + width], anchor: `y${at}`, showgrid: false, title: row === down - 1 ? { text: "right" } : { text: "" } };
-    how[`yaxis${at}`] = { ...how.yaxis, domain: [bottom, bottom + high], anchor: `x${at}`, showgrid: false, autorange: "reversed", title: column ? { text: "" } : { text: "down" } };
+    how[`yaxis${at}`] = { ...how.yaxis, domain: [bottom, bottom + high], anchor: `x${at}`, showgrid: false, autorange: "reversed", showticklabels: column === 0, title: column ? { text: "" } : { text: "down" } };
     how.annotations.push({ text: `head ${head}`, x: left, xref: "paper", y: bottom + high, yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false });
     if (!trained) continue;
     const [y, x] = trained.window.map((n) => n - 0.5);
