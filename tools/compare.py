@@ -65,16 +65,17 @@ def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = 
     if comparison.claims:
         print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
-    print(f"\n{summary(rows)}\n{seconds}; written to {folder}: results.csv, table.md, plots/, report.html")
+    files = "results.csv, table.md, plots/" + (", report.html" if report else "")
+    print(f"\n{summary(rows)}\n{seconds}; written to {folder}: {files}")
 
 
 def with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Trained:
     """The same weights in a model built as `entry` says: what an option does that acts at other sizes only."""
     arguments = comparison.training(entry, 0, Path())["model"]["model_args"]
-    model = timm.create_model(entry.name, num_classes=len(trained.classes), img_size=trained.img_size, **arguments)
     try:
+        model = timm.create_model(entry.name, num_classes=len(trained.classes), img_size=trained.img_size, **arguments)
         model.load_state_dict(trained.model.state_dict())
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
     return replace(trained, model=model.eval(), label=entry.label)
 

@@ -164,7 +164,10 @@ def _mapping(text: str) -> dict[str, Any]:
 def _labelled(models: list[Trained]) -> list[Trained]:
     """Models of the same name are told apart by their path: only tools/compare.py knows which are seeds of one run."""
     times = Counter(trained.name for trained in models)
-    return [replace(model, label=f"{model.name} ({model.path})") if times[model.name] > 1 else model for model in models]
+    models = [replace(model, label=f"{model.name} ({model.path})") if times[model.name] > 1 else model for model in models]
+    if twice := [label for label, n in Counter(model.label for model in models).items() if n > 1]:
+        raise ValueError(f"{twice[0]} is given twice: its rows would count as two seeds")
+    return models
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def folder(tmp_path_factory):
         model_of(TABLE, TABLE, img_size=(64, 64)), model_of(SWIN, SWIN, img_size=(64, 64)), model_of("resnet10t", "convnet"),
     ]  # fmt: skip
     collect_pictures(models, Sweep("shapes", ((64, 64), (64, 96), (96, 96)), n=4), folder)
+    (folder / "claims.md").write_text(f"- **{EVIL} wins.** This is not shown.\n- **Second.** This holds.\n", "utf-8")
     write_html(folder, "quickstart")
     return folder
 
@@ -134,6 +135,12 @@ def downloaded(browser, button):
         assert time.monotonic() < end, "no file was downloaded"
         time.sleep(0.1)
     return found[0]
+
+
+def test_claims_are_listed_as_text(page):
+    items = page("return [...document.querySelectorAll('#claim-list li')].map(li => li.textContent)")
+    assert items == [f"{EVIL} wins. This is not shown.", "Second. This holds."]
+    assert page("return document.querySelectorAll('#claim-list img').length") == 0
 
 
 def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):

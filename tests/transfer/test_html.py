@@ -151,3 +151,13 @@ def test_the_tool_writes_the_page(folder, capsys):
     script("tools/report.py").main([str(folder), "--title", "mine"])
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     assert "<h1>mine</h1>" in (folder / "report.html").read_text("utf-8")
+
+
+def test_claims_stand_on_the_page_with_their_verdicts(folder):
+    assert contents(read_csv(folder / "results.csv"), folder, "t")["claims"] == []
+    first = "- **It is <b>better</b>.** This holds (1 of 1 pairs; 64x64 scale).\n  Ahead: a +2.0 ±1.0.\n"
+    (folder / "claims.md").write_text(first + "- **And so.** This is not shown.\n", "utf-8")
+    assert data_of(write_html(folder).read_text("utf-8"))["claims"] == [
+        {"claim": "It is <b>better</b>.", "verdict": "This holds (1 of 1 pairs; 64x64 scale). Ahead: a +2.0 ±1.0."},
+        {"claim": "And so.", "verdict": "This is not shown."},
+    ]

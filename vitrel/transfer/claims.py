@@ -51,8 +51,9 @@ def read_claim(given: Any) -> Claim:
 def judge(claims: Sequence[Claim], rows: Sequence[Row], shifted: Sequence[Row] = ()) -> list[str]:
     """One Markdown paragraph per claim: its verdict and, for every pair, the mean difference in points with its 95 % interval.
 
-    Differences are taken seed by seed. The interval is Student's over seeds, and never narrower than the normal one over images
-    of two independent samples: conservative, since both models saw the same. ValueError for a label without such rows.
+    Differences are taken seed by seed. The interval is Student's over seeds, and never narrower than that over images of two
+    independent samples (Agresti and Caffo 2000: normal, with one hit and one miss more in each, so that it has a width at 0 and
+    100 % too): conservative, since both models saw the same. ValueError for a label without such rows.
     """
     frames = pd.DataFrame(rows), pd.DataFrame(shifted)
     return [_judged(claim, *frames) for claim in claims]
@@ -101,7 +102,8 @@ def _difference(claim: Claim, rows: pd.DataFrame, shifted: pd.DataFrame, label: 
     else:
         differences, means = [value - other for value, _ in ours.values()], [sum(v for v, _ in ours.values()) / len(ours)]
     n = min(n for _, n in ours.values())
-    half = Z95 * math.sqrt(sum(mean * (100 - mean) for mean in means) / n)
+    shares = [(n * mean / 100 + 1) / (n + 2) for mean in means]
+    half = 100 * Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (n + 2))
     if len(differences) > 1:
         low, high = t_interval(differences)
         half = max(half, (high - low) / 2)

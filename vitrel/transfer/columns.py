@@ -75,7 +75,7 @@ ADDED = (
     "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
     "resize_backend", "backend", "border_leak", "compile", "python", "torchvision", "commit",
 )  # fmt: skip
-TEXT = ("img_size", "train_size", "policy", "window", "pad_fraction", "best_size", "mean", "std", "torch", "commit")
+TEXT = ("model", "label", "data", "img_size", "train_size", "policy", "window", "pad_fraction", "best_size", "mean", "std", "torch", "commit")
 _LINE = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
 PER_CLASS = (*_LINE, "class", "n", "hits")
 TRANSLATION = (*_LINE, "shift", "n", "top1", "top1_low", "top1_high")

@@ -14,7 +14,7 @@ import yaml
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel.data import SHAPES
 from vitrel.transfer.claims import Claim, read_claim
-from vitrel.transfer.settings import Size, Sweep, parse_size
+from vitrel.transfer.settings import Size, Sweep, format_size, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)
@@ -132,7 +132,10 @@ def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], p
         raise ValueError(f"{path}: evaluate.checkpoint is last or best, got {checkpoint!r}")
     seeds, train = _seeds(config["seeds"], path), _train(config["train"], path)
     claims = _claims(config.get("claims") or [], entries, path)
-    return Comparison(name, data, entries, seeds, train, _sweep(evaluation, data, path), checkpoint, claims)
+    found = Comparison(name, data, entries, seeds, train, _sweep(evaluation, data, path), checkpoint, claims)
+    for number, claim in enumerate(claims, 1):
+        _check_place(claim, found, f"{path}: claim {number}")
+    return found
 
 
 def _claims(given: Any, entries: tuple[Entry, ...], path: Path) -> tuple[Claim, ...]:
@@ -146,6 +149,23 @@ def _claims(given: Any, entries: tuple[Entry, ...], path: Path) -> tuple[Claim, 
         if unknown := sorted(claims[-1].labels() - labels):
             raise ValueError(f"{path}: claim {number} names {unknown[0]}, which is the label of no model here")
     return tuple(claims)
+
+
+def _check_place(claim: Claim, found: Comparison, where: str) -> None:
+    """ValueError now, not after hours of training, where a claim is about what is not evaluated."""
+    sweep, trained = found.sweep, format_size(found.train_size)
+    sizes = [trained, *map(format_size, sweep.sizes)]
+    if claim.img_size not in sizes:
+        raise ValueError(f"{where}: {claim.img_size} is not evaluated, only {', '.join(dict.fromkeys(sizes))}")
+    if claim.protocol not in sweep.protocols:
+        raise ValueError(f"{where}: the protocol {claim.protocol!r} is not evaluated, only {', '.join(sweep.protocols)}")
+    if claim.shift is not None and (
+        claim.shift not in sweep.shifts or claim.img_size != trained or claim.protocol != sweep.protocols[0]
+    ):
+        shifts = ", ".join(map(str, sweep.shifts)) or "none"
+        raise ValueError(
+            f"{where}: content is shifted at {trained} in the {sweep.protocols[0]} protocol alone, by evaluate.shifts ({shifts})"
+        )
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def read_lines(folder: Path, name: str) -> list[Row]:
     path = folder / f"{name}.csv"
     if not path.exists():
         return []
-    frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype={"class": str})
+    frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype={"class": str, "label": str, "data": str})
     if lacking := [column for column in LINES[name] if column not in frame]:
         raise ValueError(f"{path} has no column {lacking[0]!r}: move it away and run again")
     return frame.to_dict("records")

@@ -66,12 +66,16 @@ def trained_model(
     """A model in memory with what evaluation has to know of it; what is not given comes from its `pretrained_cfg`.
 
     img_size: (h, w) in pixels it was trained at. preprocessing: any of mean, std, crop_pct, interpolation. outputs, restrict:
-    see `Trained`. ValueError for a model that does not say its number of classes.
+    see `Trained`. ValueError for a model that does not say its number of classes, or a mean or std that is none.
     """
     name = name or getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
     if not getattr(model, "num_classes", 0):
         raise ValueError(f"{name} is no classifier: it has no num_classes, or none is left")
     known = resolve_model_data_config(model) | dict(preprocessing or {})
+    for key in ("mean", "std"):
+        if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
+            above = " above 0" if key == "std" else ""
+            raise ValueError(f"{key} is three numbers{above}, of red, green and blue, got {list(known[key])}")
     built = getattr(getattr(model, "patch_embed", None), "img_size", None)
     height, width = to_2tuple(img_size or built or known["input_size"][-2:])
     return Trained(

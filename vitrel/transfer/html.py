@@ -50,7 +50,7 @@ _ABOUT = {
 
 
 def write_html(folder: Path, title: str = "") -> Path:
-    """Writes `folder`/report.html from results.csv, and per_class.csv, translation.csv and pictures.json.gz where they exist.
+    """Writes `folder`/report.html from results.csv, and claims.md, per_class.csv, translation.csv, pictures.json.gz if there.
 
     Returns its path. FileNotFoundError where there is no results.csv, ValueError where it holds no row or lacks columns.
     """
@@ -112,6 +112,7 @@ def contents(rows: Sequence[Row], folder: Path, title: str) -> dict[str, Any]:
             for label, policy, part in curves(table)
         ],
         "verdicts": verdicts(rows),
+        "claims": _claims(folder),
         "classes": _classes(read_lines(folder, "per_class"), crops),
         "translation": _translation(read_lines(folder, "translation"), crops),
     }
@@ -120,6 +121,14 @@ def contents(rows: Sequence[Row], folder: Path, title: str) -> dict[str, Any]:
 def curve_name(label: str, policy: str) -> str:
     """The name of a curve: the model's, with its policy where there is one."""
     return label if policy == "none" else f"{label}, {policy}"
+
+
+def _claims(folder: Path) -> list[dict[str, str]]:
+    """The claims of claims.md: what is claimed, and what the rows say."""
+    path = folder / "claims.md"
+    text = path.read_text("utf-8") if path.exists() else ""
+    found = re.findall(r"^- \*\*(.+?)\*\* (.+?)(?=\n- \*\*|\Z)", text, re.M | re.S)
+    return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in found]
 
 
 def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[float]]]:

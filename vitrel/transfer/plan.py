@@ -30,7 +30,8 @@ class Task:
 
 
 def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
-    """Every row to make: training sizes first (retention refers to them), then size by size so that images are shared.
+    """Every row to make: models at their training sizes first (retention refers to them), then size by size so that images are
+    shared.
 
     The size a model was trained at is always evaluated. Where a model can choose how to serve a size, there is one task per
     policy (`policies_at`). Content is shifted at the training size, in the first protocol: both show the same images there.
@@ -41,9 +42,10 @@ def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
         had = ", ".join(sorted(offered)) or "none: they resize nothing"
         raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are {had}")
     first = dict.fromkeys(trained.img_size for trained in models)
+    places = [(size, [trained for trained in models if trained.img_size == size]) for size in first]
+    places += [(size, [trained for trained in models if trained.img_size != size]) for size in dict.fromkeys(sweep.sizes)]
     tasks = []
-    for size in [*first, *(size for size in dict.fromkeys(sweep.sizes) if size not in first)]:
-        here = [trained for trained in models if size == trained.img_size or size in sweep.sizes]
+    for size, here in places:
         policies = [policies_at(trained.model, size, sweep.policies) for trained in here]
         crops = dict.fromkeys(crop for trained in here for crop in sweep.crop_pct or (trained.crop_pct,))
         for protocol in sweep.protocols:

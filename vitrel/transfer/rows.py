@@ -21,7 +21,7 @@ from vitrel.transfer.settings import Row, Sweep, format_size
 from vitrel.transfer.split import device_name, on_all
 
 KEY = (
-    "model", "label", "seed", "img_size", "protocol", "policy", "crop_pct", "interpolation", "mean", "std", "class_map", "data",
+    "model", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean", "std", "class_map", "data",
     "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device", "torch", "torchvision", "timm",
     "vitrel", "state_hash_before",
 )  # fmt: skip
@@ -113,8 +113,8 @@ def line_key(row: Row) -> tuple[str, ...]:
 def _text(value: Any) -> str:
     if value is None or value != value:
         return ""
-    if isinstance(value, float):
-        return f"{value:g}"
+    if isinstance(value, float):  # of a column with empty cells pandas makes whole numbers floats
+        return str(int(value)) if value.is_integer() else f"{value:g}"
     return str(value)
 
 

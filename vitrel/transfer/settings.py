@@ -41,10 +41,14 @@ class Sweep:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "protocols", tuple(dict.fromkeys(self.protocols)))  # twice would count as two seeds
+        if not self.protocols:
+            raise ValueError(f"at least one protocol is needed: {', '.join(PROTOCOLS)}")
         if unknown := [name for name in self.protocols if name not in PROTOCOLS]:
             raise ValueError(f"unknown protocol {unknown[0]!r}: choose from {', '.join(PROTOCOLS)}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype is float32 or bfloat16, got {self.dtype!r}")
+        self._check_device()
         if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
         if self.on_bad_image not in ("raise", "count"):
@@ -54,6 +58,14 @@ class Sweep:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         self._several("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
         self._several("shifts", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
+
+    def _check_device(self) -> None:
+        try:
+            device = self.torch_device
+        except RuntimeError as error:
+            raise ValueError(f"device is auto, cpu, cuda, cuda:1, ..., got {self.device!r}") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"there is no device {device} here: {torch.cuda.device_count()} GPUs are seen; use auto or cpu")
 
     def _several(self, name: str, kind: type, holds: Any, what: str) -> None:
         """One number or several of a configuration as a tuple; ValueError for anything else."""

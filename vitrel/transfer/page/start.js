@@ -21,12 +21,18 @@ function contentsList() {
   $("sections").replaceChildren(...links);
 }
 
+function startClaims() {
+  $("claim-list").replaceChildren(...DATA.claims.map(({ claim, verdict }) => make("li", {}, make("strong", { textContent: claim }), ` ${verdict}`)));
+  if (!DATA.claims.length) hide("claims");
+}
+
 async function startPage() {
   theme();
   $("theme").addEventListener("change", theme);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", theme);
   lead();
   startModels();
+  startClaims();
   startCurves();
   startRows();
   if (DATA.classes) startClasses();
