@@ -8,6 +8,7 @@ two models at a time, each on its share of the CPU's cores: small models gain.
 """
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -77,7 +78,7 @@ def with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Tr
         model.load_state_dict(trained.model.state_dict())
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
-    return replace(trained, model=model.eval(), label=entry.label)
+    return replace(trained, model=model.eval(), label=entry.label, model_args=json.dumps(arguments, sort_keys=True))
 
 
 if __name__ == "__main__":

@@ -144,6 +144,11 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
     pairs = shapes.pivot_table(index=["seed", "protocol", "img_size"], columns="label", values="nll")
     assert len(pairs) == 2 * 2 * 2
+    aid["model_args"]["position_args"]["scaling"] = "linear"  # under the same label
+    path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes"], "models": [*CONFIG["models"][1:], aid]}))
+    tool.main([str(path), "--runs", str(tmp_path), "--no-report"])
+    changed = pd.read_csv(tmp_path / "trial" / "shapes" / "results.csv").query("label == 'aid'")
+    assert set(changed["model_args"]) != set(shapes.query("label == 'aid'")["model_args"]) and len(changed) == 2 * 2 * 2
     same = pairs.xs("64x64", level="img_size")
     assert same["aid"].tolist() == same["rope"].tolist()  # ntk acts at other sizes only
     other = pairs.xs("64x96", level="img_size")
@@ -153,6 +158,9 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
 def test_weights_of_another_model_are_refused_by_name(tool, again):
     other = {"name": "vitrel_vit_n8_none", "position": "table", "label": "other", "weights_of": "rope"}
     with pytest.raises(SystemExit, match="error: other cannot have the weights of rope"):
+        again(models=[*CONFIG["models"], other])
+    other |= {"position": "rope_mixed", "model_args": {"depht": 2}}
+    with pytest.raises(SystemExit, match=r"error: other cannot have the weights of rope: .*depht"):
         again(models=[*CONFIG["models"], other])
 
 

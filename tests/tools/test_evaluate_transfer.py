@@ -85,6 +85,10 @@ def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
         ),
         (["--checkpoint", path, "--data", "shapes", "--sizes", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
         (["--checkpoint", path, "--data", str(tmp_path / "no"), "--sizes", "64"], "no"),
+        (
+            ["--checkpoint", path, path, "--data", "shapes", "--sizes", "64"],
+            "is given twice: its rows would count as two seeds",
+        ),
     ]:
         with pytest.raises(SystemExit, match=message):
             tool.main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out")])

@@ -39,6 +39,14 @@ def test_the_interval_is_students_over_paired_seeds_and_at_least_that_of_the_ima
     assert f"Ahead: a +20.0 ±{images:.1f}." in verdict([80], [60])  # one seed: the images alone
 
 
+def test_all_or_no_hits_are_no_certainty():
+    """The interval of 8 hits of 8 is not [100, 100]."""
+    (text,) = judge([claim(than=99.0)], rows("a", [100.0], n=8))
+    assert "This is not shown" in text and f"a +1.0 ±{196 * math.sqrt(0.9 * 0.1 / 10):.1f}" in text
+    assert "This is not shown" in verdict([100.0], [75.0], n=4)
+    assert "This holds" in verdict([100.0], [0.0], n=8)
+
+
 def test_against_a_number_several_labels_and_policies():
     frame = rows("a", [80, 82]) + rows("a", [30, 31], policy="clip") + rows("b", [50, 51]) + rows("c", [90, 91])
     (text,) = judge([claim(better=["a", "a/clip", "c"], than=25.0)], frame)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from vitrel.transfer import images
 from vitrel.transfer.columns import COLUMNS
 from vitrel.transfer.folder import read_folder, write_folder
 from vitrel.transfer.plan import plan
-from vitrel.transfer.rows import evaluate_rows, row_key
+from vitrel.transfer.rows import evaluate_rows, line_key, row_key
 from vitrel.transfer.settings import Sweep, format_size, parse_size
 
 SIZES = ((32, 32), (64, 64), (32, 48))
@@ -37,6 +38,9 @@ def test_bad_sizes_are_named_with_a_valid_example(text):
         ({"dtype": "float16"}, "dtype is float32 or bfloat16, got 'float16'"),
         ({"dtype": "bfloat16"}, "bfloat16 evaluation needs a GPU"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"protocols": ()}, "at least one protocol is needed: scale, canvas"),
+        ({"device": "gpu"}, "device is auto, cpu, cuda, cuda:1, ..., got 'gpu'"),
+        ({"device": "cuda:99"}, "there is no device cuda:99 here: [0-9]+ GPUs are seen; use auto or cpu"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, message):
@@ -59,6 +63,16 @@ def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trai
         plan(models, sweep(policies=("nearest",)))
     with pytest.raises(ValueError, match="none: they resize nothing"):
         plan(models[1:], sweep(policies=("clip",)))
+
+
+def test_models_are_compared_at_each_others_training_sizes(trained, noise, rows_of):
+    models = [trained("vitrel_vit_n8_table", (64, 64), label="a"), trained("vitrel_vit_n8_none", label="b")]
+    rows = rows_of(models, sweep(sizes=((32, 32), (64, 64)), policies=("clip",), protocols=("scale", "scale")))
+    assert [(row["label"], row["img_size"]) for row in rows] == [
+        ("a", "64x64"), ("b", "32x32"), ("a", "32x32"), ("b", "64x64")
+    ]  # fmt: skip
+    top1 = {(row["label"], row["img_size"]): row["top1"] for row in rows}
+    assert rows[3]["retention"] == round(top1["b", "64x64"] / top1["b", "32x32"], 4)
 
 
 def test_rows_say_what_was_done_to_the_model(trained, noise, rows_of):
@@ -145,6 +159,20 @@ def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
     assert noise.decoded == before + 6 * 12
     list(evaluate_rows([model], sweep(data_seed=1), done))
     assert noise.decoded == before + 12 * 12
+
+
+def test_rows_are_told_apart_by_long_seeds_labels_that_are_numbers_and_the_training_size(trained, noise, tmp_path):
+    """A column with an empty cell comes back from CSV as floats, one of digits alone as numbers."""
+    seeds = (None, 20240101, 20240102)
+    models, one = [trained("vitrel_vit_n8_none", label="007", seed=seed) for seed in seeds], dict(sizes=((32, 32),))
+    write_folder(list(evaluate_rows(models, sweep(**one))), tmp_path)
+    done, before = read_folder(tmp_path), noise.decoded
+    again = [row_key(found.row) for found in evaluate_rows(models, sweep(**one), done)]
+    assert noise.decoded == before and len(set(again)) == 6
+    assert len({line_key(found.row) for found in done}) == 6 and all(len(found.per_class) == 3 for found in done)
+    # the same weights said to be trained at another size: objects are then shown in another size
+    list(evaluate_rows([replace(model, img_size=(64, 64)) for model in models], sweep(**one), done))
+    assert noise.decoded > before
 
 
 @pytest.mark.parametrize("lacking", ["ece", "per_class", "shifts"])

@@ -120,6 +120,11 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path):
         load_model("vit_tiny_patch16_224", path, SMALL)
     with pytest.raises(ValueError, match="is no classifier: it has no num_classes, or none is left"):
         trained_model(timm.create_model("vitrel_vit_n8_none", num_classes=0))
+    model = timm.create_model("vitrel_vit_n8_none", num_classes=3)
+    with pytest.raises(ValueError, match=r"mean is three numbers, of red, green and blue, got \[0\.5\]"):
+        trained_model(model, preprocessing={"mean": [0.5]})
+    with pytest.raises(ValueError, match=r"std is three numbers above 0, of red, green and blue, got \[1, 1, 0\]"):
+        trained_model(model, preprocessing={"std": [1, 1, 0]})
 
 
 def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
             for number, done in enumerate(as_completed(waiting), 1):
                 done.result()
                 print(f"[{number}/{len(runs)}] {waiting[done].name}: trained", flush=True)
+        except BrokenProcessPool as error:
+            raise ValueError("a training process was killed, for want of memory perhaps: use fewer --jobs") from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

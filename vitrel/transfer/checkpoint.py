@@ -26,7 +26,8 @@ class Trained:
     """A trained model and what it was trained with: `img_size` in pixels, `label` its name in tables and plots.
 
     classes: names in the order of the outputs, () where they are not known. outputs: {class of the data: index of the output};
-    restrict: only the outputs of the data's classes compete. encoding: "timm" for models of another library.
+    restrict: only the outputs of the data's classes compete. encoding: "timm" for models of another library. model_args: JSON
+    of the arguments it was built with, where its weights do not tell them.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Trained:
     path: Path
     outputs: Mapping[str, int] | None = None
     restrict: bool = False
+    model_args: str = ""
 
     @property
     def class_map(self) -> str:

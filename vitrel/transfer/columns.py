@@ -3,6 +3,7 @@
 # Names and units as in timm's result CSVs where timm has them.
 COLUMNS = {
     "model": "timm name",
+    "model_args": "arguments it was built with where its weights do not tell them, as JSON",
     "label": "name in tables and plots",
     "encoding": "position encoding",
     "seed": "seed of training",
@@ -73,9 +74,24 @@ COLUMNS = {
 ADDED = (
     "saturated", "left_out", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops", "attention_entropy",
     "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
-    "resize_backend", "backend", "border_leak", "compile", "python", "torchvision", "commit",
+    "resize_backend", "backend", "model_args", "border_leak", "compile", "python", "torchvision", "commit",
 )  # fmt: skip
-TEXT = ("model", "label", "data", "img_size", "train_size", "policy", "window", "pad_fraction", "best_size", "mean", "std", "torch", "commit")
+TEXT = (
+    "model",
+    "model_args",
+    "label",
+    "data",
+    "img_size",
+    "train_size",
+    "policy",
+    "window",
+    "pad_fraction",
+    "best_size",
+    "mean",
+    "std",
+    "torch",
+    "commit",
+)
 _LINE = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
 PER_CLASS = (*_LINE, "class", "n", "hits")
 TRANSLATION = (*_LINE, "shift", "n", "top1", "top1_low", "top1_high")

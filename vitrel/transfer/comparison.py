@@ -164,7 +164,8 @@ def _check_place(claim: Claim, found: Comparison, where: str) -> None:
     ):
         shifts = ", ".join(map(str, sweep.shifts)) or "none"
         raise ValueError(
-            f"{where}: content is shifted at {trained} in the {sweep.protocols[0]} protocol alone, by evaluate.shifts ({shifts})"
+            f"{where}: content is shifted at {trained} in the {sweep.protocols[0]} protocol alone, "
+            f"by evaluate.shifts ({shifts})"
         )
 
 

@@ -1,8 +1,10 @@
 """Models by their name in timm's registry, ours among them, with weights from a file, ready to be evaluated."""
 
 import difflib
+import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ def load_model(
         model = _build(name, Path(weights), arguments)
     if bad := [key for key, value in model.state_dict().items() if value.is_floating_point() and not value.isfinite().all()]:
         raise ValueError(f"the weights of {name} hold NaN or infinity in {', '.join(bad[:5])}")
-    return trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
+    trained = trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
+    return replace(trained, model_args=json.dumps(model_args, sort_keys=True, default=str)) if model_args else trained
 
 
 def trained_model(

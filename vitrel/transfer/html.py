@@ -127,7 +127,7 @@ def _claims(folder: Path) -> list[dict[str, str]]:
     """The claims of claims.md: what is claimed, and what the rows say."""
     path = folder / "claims.md"
     text = path.read_text("utf-8") if path.exists() else ""
-    found = re.findall(r"^- \*\*(.+?)\*\* (.+?)(?=\n- \*\*|\Z)", text, re.M | re.S)
+    found = re.findall(r"^- \*\*(.+?)\*\* (This .+?)(?=\n- \*\*|\Z)", text, re.M | re.S)
     return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in found]
 
 

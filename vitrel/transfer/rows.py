@@ -21,9 +21,9 @@ from vitrel.transfer.settings import Row, Sweep, format_size
 from vitrel.transfer.split import device_name, on_all
 
 KEY = (
-    "model", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean", "std", "class_map", "data",
-    "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device", "torch", "torchvision", "timm",
-    "vitrel", "state_hash_before",
+    "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean",
+    "std", "class_map", "data", "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device", "torch",
+    "torchvision", "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
 LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
 
@@ -122,6 +122,7 @@ def _settings(task: Task, sweep: Sweep) -> Row:
     trained = task.trained
     return line_columns(task, sweep) | {
         "model": trained.name,
+        "model_args": trained.model_args,
         "encoding": trained.encoding,
         "train_size": format_size(trained.img_size),
         "data_seed": sweep.data_seed,

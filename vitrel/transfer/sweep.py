@@ -49,13 +49,14 @@ def run_sweep(
             write_folder([*done, *kept.values()], folder)
     rows = with_curves([one.row for one in done])
     write_folder([one._replace(row=row) for one, row in zip(done, rows, strict=True)], folder)
-    if claims:
-        verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation")))
-        (folder / "claims.md").write_text(verdict + "\n", "utf-8")
     table = aggregate(rows)
     text = f"# {title or folder.name}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
     (folder / "table.md").write_text(text, "utf-8")
     plot_all(rows, folder / "plots", title)
+    (folder / "claims.md").unlink(missing_ok=True)
+    if claims:
+        verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation")))
+        (folder / "claims.md").write_text(verdict + "\n", "utf-8")
     if report:
         # pictures run the models, and the page brings in plotly: only where they are wanted
         from vitrel.transfer.html import write_html
@@ -75,4 +76,4 @@ def summary(rows: Sequence[Row]) -> str:
 def progress_bar() -> Progress:
     """A bar over rows with their number, the time they took and the time left."""
     count = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(TextColumn("{task.description}"), BarColumn(), *count, refresh_per_second=4)
+    return Progress(TextColumn("{task.description}", markup=False), BarColumn(), *count, refresh_per_second=4)
