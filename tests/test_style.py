@@ -149,3 +149,9 @@ def test_configs_have_their_header(path: Path):
     header = [line.lower() for line in path.read_text().splitlines() if line.startswith("#")]
     for word in ("command", "hardware", "time", "expected", "measured"):
         assert any(word in line for line in header), f"{path.name}: its header does not give {word!r}"
+
+
+def test_test_modules_have_names_of_their_own():
+    """pytest imports them by their base name, and where it is not unique one of the two silently depends on the order."""
+    times = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in times.items() if count > 1] == []

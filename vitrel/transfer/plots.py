@@ -34,8 +34,11 @@ def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
 
 def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure:
     protocols = list(table["protocol"].unique())
+    one = table[table["protocol"] == protocols[0]]
     # not through pyplot, which would open windows or choose a backend for the whole program
-    figure = Figure(figsize=(1.5 + 5.2 * len(protocols), 4.4), layout="constrained")
+    rows = -(-sum(1 for _ in curves(one)) // 4)  # of the legend
+    height = 4.4 + 0.2 * max(0, rows - 3)  # which else takes the room of the panels
+    figure = Figure(figsize=(1.5 + 5.2 * len(protocols), height), layout="constrained")
     panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
     for axes, protocol in zip(panels[0], protocols, strict=True):
         _panel(axes, table[table["protocol"] == protocol], column)
@@ -63,8 +66,9 @@ def _panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
         style = {"color": COLOURS[which % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 5}
         line = {"linestyle": dash, "linewidth": 1.5, "capsize": 2}
         name = label if policy == "none" else f"{label}, {policy}"
-        # intervals at one size stay apart
-        shift = 2 ** (0.012 * (place - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
+        # intervals at one size stay apart, and those of two sizes do not mix
+        step = min(0.012, 0.15 / len(drawn))
+        shift = 2 ** (step * (place - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
         _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, shift, {**style, **line, "label": name})
         for shape, fill in FILLS.items():
             _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, shift, {**style, "linestyle": "none", **fill})

@@ -45,8 +45,9 @@ def run_sweep(
 
         for one in evaluate_rows(models, sweep, list(kept.values()), advance):
             done.append(one)
-            kept.pop(line_key(one.row), None)
-            write_folder([*done, *kept.values()], folder)
+            known = kept.pop(line_key(one.row), None)
+            if known is None or known.per_class is not one.per_class:  # made now
+                write_folder([*done, *kept.values()], folder)
     rows = with_curves([one.row for one in done])
     write_folder([one._replace(row=row) for one, row in zip(done, rows, strict=True)], folder)
     table = aggregate(rows)
