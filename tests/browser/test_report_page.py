@@ -323,7 +323,7 @@ def test_a_folder_with_results_alone(browser, tmp_path):
     browser.get_log("browser")
     look(browser, write_html(tmp_path))
     hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")
-    assert hidden == ["lattices", "attention", "classes", "translation"]
+    assert hidden == ["claims", "lattices", "attention", "classes", "translation"]
     said = browser.execute_script("return document.getElementById('left-out').textContent")
     assert all(name in said for name in ("pictures.json.gz", "per_class.csv", "translation.csv"))
     assert browser.get_log("browser") == []

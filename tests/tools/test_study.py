@@ -18,6 +18,8 @@ def cut(config):
     config["evaluate"] |= {"n": 40, "device": "cpu", "attention_n": 2}
     for data in config["data"]:
         data.get("train", {}).get("data", {}).pop("n_train", None)
+        if "only" in data:
+            data["only"] = [label for label in data["only"] if label in LABELS]
         for claim in data["claims"]:
             for side in ("better", "than"):
                 if isinstance(claim[side], list):
