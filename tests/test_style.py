@@ -21,10 +21,10 @@ USERS = {
     "transfer": {"data", "probe", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
-CORE = [  # what one reads to know what the models compute; without kernels, reports, batches of mixed sizes, foreign names
-    n
-    for n in SOURCES
-    if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(r"triton|transfer_report|models/mixed|models/weights/", n)
+# Not run by an ordinary forward pass: kernels, reports, batches of mixed sizes, segments, crops and tiles, foreign names.
+APART = r"triton|transfer_report|/(mixed|memory|two_stream|crop|tiles|skew)\.py|models/weights/"
+CORE = [  # what one reads to know what the models compute
+    n for n in SOURCES if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(APART, n)
 ]
 NAMES = sorted(SOURCES)
 

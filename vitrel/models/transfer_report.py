@@ -13,6 +13,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from vitrel.grid import Grid
+from vitrel.models.weights.record import by
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import Composition, sum_counts
@@ -114,8 +115,8 @@ class TransferReport:
         prefix = f" and {self.prefix} prefix" if self.prefix else ""
         return "\n".join(
             (
-                f"image     {_by(self.size)} px, built for {_by(self.trained_size)}{filled}",
-                f"tokens    {_by(self.grid)}{prefix}, trained on {_by(self.trained_grid)}; patches of {_by(self.patch)} px",
+                f"image     {by(self.size)} px, built for {by(self.trained_size)}{filled}",
+                f"tokens    {by(self.grid)}{prefix}, trained on {by(self.trained_grid)}; patches of {by(self.patch)} px",
                 f"resized   {self.resampled:,} of {self.parameters:,} parameter values ({rules or 'nothing'})",
                 f"offsets   {_percent(self.unseen)} never trained, {_percent(self.saturated)} read a trained edge instead",
                 "",
@@ -144,7 +145,7 @@ def report(model: "Backbone", size: int | Pair) -> TransferReport:
             resized=model.resized(size),
             unseen=model.unseen(size),
             saturated=model.saturated(size),
-            stages=tuple(_stage(*stage) for stage in _stages(model, grid)),
+            stages=tuple(_stage(*stage) for stage in stages(model, grid)),
             encodings=_alike(_encodings(model, size, trained_size)),
         )
 
@@ -154,12 +155,12 @@ def _checked(size: int | Pair, patch: Pair) -> Pair:
     if len(pair) != 2 or not all(isinstance(side, int) for side in pair):
         raise ValueError(f"size is one whole number of pixels or two, (height, width), not {size!r}")
     if pair[0] < patch[0] or pair[1] < patch[1]:
-        raise ValueError(f"size {_by(pair)} is smaller than one patch of {_by(patch)} pixels; choose a larger one")
+        raise ValueError(f"size {by(pair)} is smaller than one patch of {by(patch)} pixels; choose a larger one")
     return pair
 
 
-def _stages(model: "Backbone", grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Pair]]:
-    """The blocks of every stage, their grid, and what its merging pads."""
+def stages(model: "Backbone", grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Pair]]:
+    """The blocks of every stage, their grid where patches make up `grid`, and what its merging pads."""
     if model.window_size is None:  # a plain trunk: those blocks that have a window, and the global ones
         for window in dict.fromkeys(block.window for block in model.blocks):
             yield [block for block in model.blocks if block.window == window], grid, (0, 0)
@@ -234,10 +235,10 @@ def _stage_lines(stages: Iterable[StageReport]) -> list[str]:
     for number, s in enumerate(stages, 1):
         fewest, mean, most = s.attended
         keys = f"{most}" if fewest == most else f"{fewest} to {most}, mean {mean:.1f}"
-        window = "global" if s.window is None else _by(s.window)
+        window = "global" if s.window is None else by(s.window)
         share = _percent(s.padded_share) if any(s.padding) else ""
-        cells = [f"{number}", f"{s.blocks}", _by(s.grid), _added(s.merging_padding), window, _by(s.windows)]
-        lines.append([*cells, _added(s.padding), share, _by(s.shift) if any(s.shift) else "-", keys])
+        cells = [f"{number}", f"{s.blocks}", by(s.grid), _added(s.merging_padding), window, by(s.windows)]
+        lines.append([*cells, _added(s.padding), share, by(s.shift) if any(s.shift) else "-", keys])
     return _columns(lines)
 
 
@@ -247,17 +248,13 @@ def _encoding_lines(encodings: Iterable[EncodingReport]) -> list[str]:
     for e in encodings:
         policies = ", ".join(f"[{p}]" if p == e.policy and len(e.policies) > 1 else p for p in e.policies) or "-"
         counts = [f"{e.parameters:,}", f"{sum(e.resized.values()):,}", _percent(e.unseen), _percent(e.saturated)]
-        lines.append([e.key, e.site, f"{e.layers}", _by(e.grid), _by(e.trained), policies, *counts, e.effect])
+        lines.append([e.key, e.site, f"{e.layers}", by(e.grid), by(e.trained), policies, *counts, e.effect])
     return _columns(lines)
 
 
 def _columns(lines: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
-def _by(pair: Pair) -> str:
-    return f"{pair[0]}x{pair[1]}"
 
 
 def _added(pair: Pair) -> str:

@@ -29,30 +29,32 @@ def attention(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float) -> Tensor:
-    m = q.shape[-2]  # queries: the last m tokens of the key grid
-    scale = terms.scale * q.shape[-1] ** -0.5
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
-    turned_q, turned_k = rotated(q, k, terms)
-    logits = turned_q @ turned_k.mT * scale  # [..., H, M, N]
-    bias = table_logits(q, k, terms.tables, grid, scale)
-    if bias is not None:
-        logits = logits + bias
-    if mask is not None and mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, float("-inf"))
-    elif mask is not None:
-        logits = logits + mask.to(logits.dtype)
+    logits = masked_logits(q, k, terms, grid, mask)
     blind = (logits == float("-inf")).all(-1, keepdim=True)  # a query that sees no key returns 0, not NaN
     p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     p = F.dropout(p, dropout_p)
     out = p @ v
     for table in terms.tables:
         if table.value is not None:
-            index = grid.index(table.axis, q.device)[-m:]
+            index = grid.index(table.axis, q.device)[-q.shape[-2] :]
             # How much attention falls on each offset class, times that class's value.
             mass = p.new_zeros(*p.shape[:-1], table.value.shape[-2]).scatter_add(-1, index.expand(p.shape), p)
             out = out + mass @ table.value.to(p.dtype)
     return out
+
+
+def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
+    """Logits [..., H, M, N] of queries that are the last M tokens of the key grid, -inf where a bool mask hides the key."""
+    scale = terms.scale * q.shape[-1] ** -0.5
+    if terms.query_bias is not None:
+        q = q + terms.query_bias[:, None].to(q.dtype)
+    turned_q, turned_k = rotated(q, k, terms)
+    logits = turned_q @ turned_k.mT * scale
+    bias = table_logits(q, k, terms.tables, grid, scale)
+    logits = logits if bias is None else logits + bias
+    if mask is not None and mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, float("-inf"))
+    return logits if mask is None else logits + mask.to(logits.dtype)
 
 
 def window_attention(

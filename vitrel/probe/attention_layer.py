@@ -77,6 +77,18 @@ def model_name(model: nn.Module) -> str:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it lasts, `model` is in evaluation mode; afterwards every part is in the mode it was in, also after an error."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@contextmanager
 def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
     """While it lasts, `module` has these attributes of its own; afterwards those it had, also after an error."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}

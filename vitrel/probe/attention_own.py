@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention
 from vitrel.ops import BACKENDS, attention, window_attention
-from vitrel.ops.reference import rotated, table_logits
+from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import windows
 from vitrel.position import Terms
 from vitrel.position.terms import no_autocast, wide
@@ -72,25 +72,7 @@ class _Watching:
         q, k = wide(q), wide(k)
         bare = Terms(scale=1.0 if isinstance(terms.scale, Tensor) else terms.scale)
         with no_autocast(q.device):
-            logits = masked(logits_of(q, k, terms, grid), mask)
-            content = masked(logits_of(q, k, bare, grid), mask) if self.position else None
+            logits = masked_logits(q, k, terms, grid, mask)
+            content = masked_logits(q, k, bare, grid, mask) if self.position else None
         hidden = logits == float("-inf")
         self.see(from_logits(where, logits, content, ~hidden if bool(hidden.any()) else None))
-
-
-def logits_of(q: Tensor, k: Tensor, terms: Terms, grid: Grid) -> Tensor:
-    """Logits [..., H, N, N] of q, k [..., H, N, D], as `vitrel.ops.reference` defines them, before the mask."""
-    scale = terms.scale * q.shape[-1] ** -0.5
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
-    turned_q, turned_k = rotated(q, k, terms)
-    bias = table_logits(q, k, terms.tables, grid, scale)
-    logits = turned_q @ turned_k.mT * scale
-    return logits if bias is None else logits + bias
-
-
-def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits under a mask, bool (True = attend) or additive, or None."""
-    if mask is None:
-        return logits
-    return logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask.to(logits.dtype)

@@ -11,10 +11,11 @@ from torch import nn
 import vitrel
 from vitrel.models.backbone import Backbone
 from vitrel.models.transfer_report import Pair
+from vitrel.probe.attention_layer import model_name
 from vitrel.probe.bias import foreign_changes, own_changes
 from vitrel.probe.diagnosis import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
 from vitrel.probe.footprint import Sight, sights_of
-from vitrel.probe.foreign import REFUSALS, changes, fit_to, title
+from vitrel.probe.foreign import REFUSALS, changes, fit_to
 from vitrel.probe.graphs import count_graphs
 from vitrel.probe.trace import SeenBlock, StageWindows, Traced, patch_grid, stage_windows, trace
 
@@ -37,14 +38,14 @@ def diagnose(model: str | nn.Module, size: int | Pair | Sequence[int | Pair], co
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{title(model)} is on the meta device and has no values to look at; give its name instead")
+        raise ValueError(f"{model_name(model)} is on the meta device and has no values to look at; give its name instead")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         base = _created(model) if isinstance(model, str) else model
         trained = trained_size(base)
         ways = [_over(way, trained, sizes, compile) for way in _ways(model, base)]
     versions = {"timm": timm.__version__, "torch": torch.__version__}
-    return Diagnosis(title(base), trained, versions, tuple(_merged(ways)))
+    return Diagnosis(model_name(base), trained, versions, tuple(_merged(ways)))
 
 
 def _created(name: str) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vitrel.models.transfer_report import Pair
+from vitrel.models.weights.record import by
 from vitrel.probe.bias import BiasChange
 from vitrel.probe.trace import StageWindows
 
@@ -82,7 +83,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines = [f"{self.model}, made for {_by(self.trained)} px ({versions})"]
+        lines = [f"{self.model}, made for {by(self.trained)} px ({versions})"]
         for way in self.ways:
             lines += ["", f"{way.way}{_compiled(way)}", *_table(way.sizes)]
         lines += ["", "found" if self.findings else "found nothing: no value is replaced, no bias changes"]
@@ -108,12 +109,12 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
     lines = [["size", "replaced", "bias", "tokens", "windows", "shift", "see across", "attend to padding"]]
     for line in sizes:
         if line.refusal:
-            lines.append([_by(line.size), f"refused: {line.refusal}", *[""] * 6])
+            lines.append([by(line.size), f"refused: {line.refusal}", *[""] * 6])
             continue
         replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
         bias = "changes" if line.changes else "-"
         columns = [(_short(s.windows.grid), *_stage(s)) for s in line.stages] or [("no attention seen",) + ("-",) * 4]
-        lines.append([_by(line.size), replaced, bias, *(" ".join(cells) for cells in zip(*columns, strict=True))])
+        lines.append([by(line.size), replaced, bias, *(" ".join(cells) for cells in zip(*columns, strict=True))])
     widths = [max((len(line[i]) for line in lines if not line[1].startswith("refused")), default=0) for i in range(8)]
     return ["  " + "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines]
 
@@ -135,7 +136,7 @@ Sizes = Sequence[SizeDiagnosis]
 
 def _refused(sizes: Sizes) -> str:
     there = [line for line in sizes if line.refusal]
-    return "" if not there else f"refused {_at(there, sizes)}: {there[0].refusal} ({_by(there[0].size)})"
+    return "" if not there else f"refused {_at(there, sizes)}: {there[0].refusal} ({by(there[0].size)})"
 
 
 def _interpolated(sizes: Sizes) -> str:
@@ -150,8 +151,8 @@ def _other_bias(sizes: Sizes) -> str:
         return ""
     worst = max((change for line in there for change in line.changes), key=lambda change: change.largest)
     size = next(line.size for line in there if worst in line.changes)
-    by = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
-    where = f"up to {by} in {worst.layers} layer{'s' * (worst.layers > 1)} ({_by(size)})"
+    amount = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
+    where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({by(size)})"
     return f"another {worst.what} at one and the same offset {_at(there, sizes)}: {where}"
 
 
@@ -166,7 +167,7 @@ def _across(sizes: Sizes) -> str:
         ("columns", stage.columns, w, stage.column_pairs),
     ):
         lines += [f"{name} {_runs(leaking)} of {n}, {pairs} pairs"] if leaking else []
-    where = f"{_by(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
+    where = f"{by(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
     return f"tokens see across opposite borders {_at(there, sizes)}: up to {_percent(stage.leaking)} of a stage ({where})"
 
 
@@ -175,7 +176,7 @@ def _padded(sizes: Sizes) -> str:
     if not there:
         return ""
     line, number, stage = max(_numbered(there), key=lambda found: found[2].padded)
-    where = f"{_percent(stage.padded)} of a stage ({_by(line.size)}, stage {number})"
+    where = f"{_percent(stage.padded)} of a stage ({by(line.size)}, stage {number})"
     return f"tokens attend to padding {_at(there, sizes)}: up to {where}"
 
 
@@ -187,7 +188,7 @@ def _frozen(sizes: Sizes) -> str:
 
 def _unread(sizes: Sizes) -> str:
     there = [line for line in sizes if any(line.unread)]
-    texts = [f"{down} rows and {right} columns of {_by(line.size)}" for line in there for down, right in [line.unread]]
+    texts = [f"{down} rows and {right} columns of {by(line.size)}" for line in there for down, right in [line.unread]]
     return "" if not there else f"pixels that no patch holds {_at(there, sizes)}: {'; '.join(texts)}"
 
 
@@ -207,7 +208,7 @@ def _numbered(sizes: Sizes) -> Iterator[tuple[SizeDiagnosis, int, StageDiagnosis
 
 
 def _at(there: Sizes, sizes: Sizes) -> str:
-    return f"at {len(there)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {_by(there[0].size)}"
+    return f"at {len(there)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {by(there[0].size)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -228,11 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def _short(pair: Pair) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else _by(pair)
-
-
-def _by(pair: Pair) -> str:
-    return f"{pair[0]}x{pair[1]}"
+    return str(pair[0]) if pair[0] == pair[1] else by(pair)
 
 
 def _percent(share: float) -> str:

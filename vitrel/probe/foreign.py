@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from vitrel.models.backbone import Backbone
 from vitrel.models.transfer_report import Pair
+from vitrel.models.weights.record import by
+from vitrel.probe.attention_layer import model_name
 from vitrel.probe.trace import StageWindows, Traced, stage_windows, trace
 
 _RULES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # by which timm resamples them
@@ -46,16 +48,10 @@ def fit_to(model: nn.Module, size: int | Pair) -> Fitted:
         try:
             fitted.set_input_size(img_size=size)
         except REFUSALS as error:
-            raise ValueError(f"{title(model)} cannot be set to {_by(size)} pixels: {_reason(error)}") from error
+            raise ValueError(f"{model_name(model)} cannot be set to {by(size)} pixels: {_reason(error)}") from error
         seen, changed = _traced(fitted, size), changes(model, fitted)
         model = fitted if _differs(model, fitted) or not _takes(model, size) else model
     return Fitted(model, changed | seen.resampled, stage_windows(seen.blocks))
-
-
-def title(model: nn.Module) -> str:
-    """The name timm registered a model by, else that of its class."""
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    return cfg.get("architecture") or type(model).__name__
 
 
 def changes(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
@@ -112,7 +108,8 @@ def _traced(model: nn.Module, size: Pair) -> Traced:
     try:
         return trace(model, size)
     except REFUSALS as error:
-        raise ValueError(f"{title(model)} does not take {_by(size)} pixels: {_reason(error)}{_hint(model, size)}") from error
+        name, reason = model_name(model), _reason(error)
+        raise ValueError(f"{name} does not take {by(size)} pixels: {reason}{_hint(model, size)}") from error
 
 
 def _takes(model: nn.Module, size: Pair) -> bool:
@@ -136,13 +133,9 @@ def _hint(model: nn.Module, size: Pair) -> str:
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
         near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
-        return f"; nearest sizes it could take: {' or '.join(map(_by, near))}"
-    return "" if hasattr(model, "set_input_size") else f"; try timm.create_model({title(model)!r}, img_size={size})"
+        return f"; nearest sizes it could take: {' or '.join(map(by, near))}"
+    return "" if hasattr(model, "set_input_size") else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
 
 
 def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _by(pair: Pair) -> str:
-    return f"{pair[0]}x{pair[1]}"

@@ -20,6 +20,7 @@ from vitrel.layers import Attention
 from vitrel.models.transfer_report import Pair
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
+from vitrel.probe.attention_layer import evaluating
 
 _KINDS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
 _MOST_PREFIX = 32  # tokens before the patches: more than any model has
@@ -91,13 +92,11 @@ def trace(model: nn.Module, size: Pair) -> Traced:
     parts.pop("", None)  # the model itself
     hooks = [see(name, module) for name, module in (own | parts).items()]
     foreign = {name: value for name, value in meta.items() if not any(name.startswith(f"{part}.") for part in own)}
-    training, watch = {module: module.training for module in model.modules()}, _Resampling(image, foreign)
+    watch = _Resampling(image, foreign)
     try:
-        with torch.no_grad(), watch:
-            functional_call(model.eval(), meta, (image,))
+        with torch.no_grad(), evaluating(model), watch:
+            functional_call(model, meta, (image,))
     finally:
-        for module, was in training.items():
-            module.training = was
         for hook in hooks:
             hook.remove()
     resampled = sum_counts([watch.found, *(encoding.resized(grid) for encoding, grid in encodings)])

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import pandas as pd
-
 from vitrel.transfer.metrics import Z95, t_interval
 from vitrel.transfer.settings import Row, format_size, parse_size
 
@@ -55,11 +53,10 @@ def judge(claims: Sequence[Claim], rows: Sequence[Row], shifted: Sequence[Row] =
     independent samples (Agresti and Caffo 2000: normal, with one hit and one miss more in each, so that it has a width at 0 and
     100 % too): conservative, since both models saw the same. ValueError for a label without such rows.
     """
-    frames = pd.DataFrame(rows), pd.DataFrame(shifted)
-    return [_judged(claim, *frames) for claim in claims]
+    return [_judged(claim, rows, shifted) for claim in claims]
 
 
-def _judged(claim: Claim, rows: pd.DataFrame, shifted: pd.DataFrame) -> str:
+def _judged(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row]) -> str:
     known = {label: _trained(rows, label) for label in claim.better}
     kept = [label for label in claim.better if known[label] >= claim.learned]
     others = claim.than if isinstance(claim.than, tuple) else (claim.than,)
@@ -84,14 +81,17 @@ def _where(claim: Claim) -> str:
     return f"{claim.img_size} {claim.protocol}{shift}, points of top-1 {than}"
 
 
-def _trained(rows: pd.DataFrame, label: str) -> float:
-    own = rows[(rows["label"] == label.split("/")[0]) & (rows["img_size"] == rows["train_size"])]
-    if own.empty:
-        raise ValueError(f"a claim names {label!r}, of which there are no rows; labels are {', '.join(rows['label'].unique())}")
-    return float(own["top1"].mean())
+def _trained(rows: Sequence[Row], label: str) -> float:
+    own = [row["top1"] for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
+    if not own:
+        known = ", ".join(dict.fromkeys(row["label"] for row in rows))
+        raise ValueError(f"a claim names {label!r}, of which there are no rows; labels are {known}")
+    return sum(own) / len(own)
 
 
-def _difference(claim: Claim, rows: pd.DataFrame, shifted: pd.DataFrame, label: str, other: str | float) -> tuple[float, float]:
+def _difference(
+    claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str, other: str | float
+) -> tuple[float, float]:
     """(mean, half width of the 95 % interval) of the difference in top-1, points."""
     ours = _accuracies(claim, rows, shifted, label)
     if isinstance(other, str):
@@ -110,13 +110,13 @@ def _difference(claim: Claim, rows: pd.DataFrame, shifted: pd.DataFrame, label: 
     return sum(differences) / len(differences), half
 
 
-def _accuracies(claim: Claim, rows: pd.DataFrame, shifted: pd.DataFrame, label: str) -> dict[int, tuple[float, int]]:
+def _accuracies(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
     """{seed: (top-1, number of images)} of one label at the claim's place."""
     name, _, policy = label.partition("/")
-    frame = rows if claim.shift is None else shifted
     at = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
     at |= {} if claim.shift is None else {"shift": claim.shift}
-    own = [row for row in frame.to_dict("records") if all(row[key] == value for key, value in at.items())]
+    found = rows if claim.shift is None else shifted
+    own = [row for row in found if all(row[key] == value for key, value in at.items())]
     own = [row for row in own if row["policy"] == (policy or own[0]["policy"])]
     if not own:
         raise ValueError(f"no rows of {label} at {_where(claim)}")

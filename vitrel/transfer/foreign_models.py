@@ -19,6 +19,7 @@ import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.build import model_for
 from vitrel.models.weights.load import apply_plan, read_file
+from vitrel.probe.attention_layer import model_name
 from vitrel.transfer.checkpoint import Trained, encoding_of
 from vitrel.transfer.settings import Size
 
@@ -71,7 +72,7 @@ def trained_model(
     img_size: (h, w) in pixels it was trained at. preprocessing: any of mean, std, crop_pct, interpolation. outputs, restrict:
     see `Trained`. ValueError for a model that does not say its number of classes, or a mean or std that is none.
     """
-    name = name or getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__
+    name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
         raise ValueError(f"{name} is no classifier: it has no num_classes, or none is left")
     known = resolve_model_data_config(model) | dict(preprocessing or {})

@@ -16,8 +16,8 @@ from plotly.offline import get_plotlyjs
 from vitrel.files import whole
 from vitrel.transfer.columns import COLUMNS
 from vitrel.transfer.folder import read_lines
-from vitrel.transfer.metrics import t_interval, wilson
-from vitrel.transfer.report import DETAILS, aggregate, curves, read_csv
+from vitrel.transfer.metrics import t_interval
+from vitrel.transfer.report import DETAILS, aggregate, curves, read_csv, top1_interval
 from vitrel.transfer.settings import Row, parse_size
 from vitrel.transfer.verdict import verdicts
 
@@ -168,10 +168,7 @@ def _translation(lines: Sequence[Row], crops: bool) -> list[Row]:
     found = []
     for (*key, shift), own in groups.items():
         top1, n = sum(line["top1"] for line in own) / len(own), int(own[0]["n"])
-        low, high = wilson(round(n * top1 / 100), n)
-        if len(own) > 1:
-            around = t_interval([line["top1"] for line in own])
-            low, high = max(0.0, min(low, around[0])), min(100.0, max(high, around[1]))
+        low, high, _ = top1_interval([line["top1"] for line in own], n)
         found.append(
             _named(key) | {"shift": shift, "n": n, "seeds": len(own), "top1": round(top1, 4), "low": low, "high": high}
         )

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from vitrel.data import Prepare
 from vitrel.data.base import subset
+from vitrel.probe.attention_layer import evaluating
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.columns import COLUMNS
 from vitrel.transfer.foreign_models import trained_model
@@ -123,11 +124,9 @@ def _trained(model: nn.Module | Trained | str | Path, about: Mapping[str, Any]) 
 
 @contextmanager
 def _left_as_it_was(model: nn.Module):
-    training, device = [(part, part.training) for part in model.modules()], next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         model.to(device)
-        for part, mode in training:
-            part.training = mode

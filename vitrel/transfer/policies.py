@@ -12,6 +12,7 @@ from itertools import product
 from torch import nn
 
 from vitrel.grid import Grid
+from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, choosing
 from vitrel.position import PositionEncoding
 from vitrel.transfer.window_policies import WINDOW_POLICIES, window_policies_at, window_policy
@@ -40,7 +41,7 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
     """All policies that a model may be asked for at some size, those of windows first; none of another library's model."""
     if not isinstance(model, Backbone):
         return ()
-    if not any(block.window is not None for block in _blocks(model)):
+    if not any(isinstance(part, Attention) and part.window is not None for part in model.modules()):
         return model.resize_policies
     parts = (part for part in model.modules() if isinstance(part, PositionEncoding))
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
@@ -116,8 +117,3 @@ def _matters(part: PositionEncoding, grid: Grid) -> bool:
         other.resize = policy
         rules.append(other.resized(grid))
     return any(rules)
-
-
-def _blocks(model: Backbone) -> Iterator[nn.Module]:
-    for stage in model.layers if model.window_size is not None else [model]:
-        yield from stage.blocks

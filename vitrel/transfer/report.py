@@ -80,10 +80,8 @@ def read_csv(path: Path) -> list[Row]:
 def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     """One row per (label, protocol, policy, img_size): means over seeds, `seeds`, and the 95 % interval `low`, `high` of top1.
 
-    The interval is Student's over seeds where there are two or more, never narrower than Wilson's over images: the same images
-    judge every seed, so more seeds do not lessen their chance. Else it is Wilson's. `interval` says which.
-    Where models were evaluated with several crops, each is a protocol of its own, "scale, crop 0.875". Ordered as the models
-    came, then by image area.
+    `interval` says how it is made, see `top1_interval`. Where models were evaluated with several crops, each is a protocol of
+    its own, "scale, crop 0.875". Ordered as the models came, then by image area.
     """
     frame = pd.DataFrame(rows)
     for name in (name for name in ADDED if name not in frame):
@@ -95,13 +93,8 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     merged = []
     for _, group in frame.groupby(CURVE, sort=False, dropna=False):
         first = group.iloc[0].to_dict() | group[MEANS].mean().to_dict()
-        seeds = len(group)
-        low, high = wilson(round(first["n"] * first["top1"] / 100), first["n"])
-        kind = f"Wilson over {first['n']:,} images"
-        if seeds > 1:
-            around = t_interval(group["top1"].tolist())
-            low, high, kind = min(low, around[0]), max(high, around[1]), f"t over {seeds} seeds, at least {kind}"
-        first |= {"seeds": seeds, "low": max(0.0, low), "high": min(100.0, high), "interval": kind}
+        low, high, kind = top1_interval(group["top1"].tolist(), first["n"])
+        first |= {"seeds": len(group), "low": low, "high": high, "interval": kind}
         first |= {"unchanged": bool(group["unchanged"].all()), "oom": int(group["oom"].max())}
         first |= {"peak_memory_mb": group["peak_memory_mb"].max(), "batch_size": int(group["batch_size"].min())}
         merged.append(first)
@@ -116,6 +109,20 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
         )
     )
     return pd.DataFrame(merged)
+
+
+def top1_interval(top1: Sequence[float], n: int) -> tuple[float, float, str]:
+    """95 % interval of the mean of one model's top-1 in percent, one for each seed, on the same n images; and how it is made.
+
+    Student's over seeds where there are two or more, never narrower than Wilson's over images: the same images judge every
+    seed, so more seeds do not lessen their chance. Else it is Wilson's.
+    """
+    low, high = wilson(round(n * sum(top1) / len(top1) / 100), n)
+    kind = f"Wilson over {n:,} images"
+    if len(top1) > 1:
+        around = t_interval(top1)
+        low, high, kind = min(low, around[0]), max(high, around[1]), f"t over {len(top1)} seeds, at least {kind}"
+    return max(0.0, low), min(100.0, high), kind
 
 
 def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:

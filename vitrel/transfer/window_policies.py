@@ -14,6 +14,7 @@ from torch import nn
 
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
+from vitrel.models.transfer_report import stages
 
 WINDOW_POLICIES = ("keep", "divisor", "rescale")
 
@@ -63,8 +64,5 @@ def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attenti
     """Every windowed attention of a vitrel model, with the (h, w) tokens it meets at `size`; none of another model."""
     if not isinstance(model, Backbone):
         return
-    h, w, _ = model.token_grid(size)
-    for stage in model.layers if model.window_size is not None else [model]:
-        if not isinstance(getattr(stage, "downsample", None), (nn.Identity, type(None))):
-            h, w = (h + 1) // 2, (w + 1) // 2
-        yield from ((block.attn, (h, w)) for block in stage.blocks if block.attn.window is not None)
+    for blocks, grid, _ in stages(model, model.token_grid(size)):
+        yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)
