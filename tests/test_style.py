@@ -18,11 +18,13 @@ USERS = {
     "data": {"data"},
     "train": {"data", "train"},
     "probe": {"probe"},
+    "plot": {"probe", "plot"},
+    "explorer": {"probe", "explorer"},
     "transfer": {"data", "probe", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
-# Not run by an ordinary forward pass: kernels, reports, batches of mixed sizes, segments, crops and tiles, foreign names.
-APART = r"triton|transfer_report|/(mixed|memory|two_stream|crop|tiles|skew)\.py|models/weights/"
+# Not run by an ordinary forward pass: further backends, reports, perturbed positions, segments, crops, foreign names.
+APART = r"triton|transfer_report|/(flex|columns|why|perturb|mixed|memory|two_stream|crop|tiles|skew)\.py|models/weights/"
 CORE = [  # what one reads to know what the models compute
     n for n in SOURCES if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(APART, n)
 ]

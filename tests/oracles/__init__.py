@@ -29,6 +29,16 @@ from oracles.common import (
 from oracles.content import deberta, decomposed, pape, shaw, transformer_xl
 from oracles.directional import lookhere, views, xpos
 from oracles.rotary import rope_axial, rope_mixed, rope_normalised
+from oracles.streams import (
+    causal_by_segment,
+    masked_attention,
+    partial_queries,
+    permutation_masks,
+    recurrent,
+    relative_shift_2d,
+    segment_mask,
+    two_stream,
+)
 from oracles.tokens import absolute, none, sincos, sincos_tokens
 
 ADDED = (none, absolute, sincos)
@@ -44,6 +54,7 @@ __all__ = [
     "attend",
     "attention",
     "biased",
+    "causal_by_segment",
     "clip",
     "clipped",
     "cpb",
@@ -54,19 +65,25 @@ __all__ = [
     "log_decay",
     "log_n",
     "lookhere",
+    "masked_attention",
     "none",
     "offset",
     "pair",
     "pape",
+    "partial_queries",
+    "permutation_masks",
     "positions",
     "prefix_row",
     "radii",
+    "recurrent",
     "relative_shift",
+    "relative_shift_2d",
     "rope_axial",
     "rope_mixed",
     "rope_normalised",
     "rotate",
     "rotated",
+    "segment_mask",
     "shaw",
     "sincos",
     "sincos_1d",
@@ -78,6 +95,7 @@ __all__ = [
     "t5_bucket",
     "table",
     "transformer_xl",
+    "two_stream",
     "views",
     "window_canvas",
     "xpos",

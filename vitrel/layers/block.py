@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.layers.attention import Attention
+from vitrel.ops.memory import Segment
 from vitrel.ops.mixed import Mixed
 from vitrel.position import PositionEncoding, Terms
 
@@ -66,8 +67,8 @@ class Block(nn.Module):
         """The window as a grid, or None where attention is global."""
         return None if self.attn.window is None else Grid(*self.attn.window)
 
-    def forward(self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed) -> Tensor:
-        """x: [B, N, C], windowed [B, h, w, C] too; terms: on `grid`, windowed on the window. See `Attention` for Mixed."""
+    def forward(self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed | Segment) -> Tensor:
+        """x: [B, N, C], windowed [B, h, w, C] too; terms: on `grid`, windowed on the window. See `Attention` for the others."""
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(self.attn(x, terms, grid)))
             return x + self.drop_path2(self.norm2(self.mlp(x)))

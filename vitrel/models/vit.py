@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
 from vitrel.models.backbone import Backbone, check_pool, init_linear
+from vitrel.models.memory import vit_memory
 from vitrel.models.mixed import vit_mixed
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, Terms, check_options, create_position, select_options, split_position
+from vitrel.position.crop import Crop, crop_terms
 
 __all__ = ["ViT"]  # timm appends the entry points
 
@@ -125,15 +127,17 @@ class ViT(Backbone):
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         return self.add_tokens(x, grid), grid
 
-    def add_tokens(self, x: Tensor, grid: Grid) -> Tensor:
-        """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C] with what position adds to them."""
+    def add_tokens(self, x: Tensor, grid: Grid | Crop) -> Tensor:
+        """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C] with what position adds to them, also on part of a grid."""
         prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
         if self.pos_embed is not None:
-            x = x + self.pos_embed(grid).tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
+            terms = crop_terms(self.pos_embed(grid.whole), grid) if isinstance(grid, Crop) else self.pos_embed(grid)
+            x = x + terms.tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
         return x
 
     mixed = vit_mixed
+    forward_memory = vit_memory
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, N, C] -> logits, or the pooled features [B, C] before the classifier."""

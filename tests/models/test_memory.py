@@ -1,0 +1,229 @@
+"""A strip of tiles with memory against the whole strip under the same mask, block by block from the model's own parts."""
+
+import pytest
+import timm
+import torch
+
+import vitrel  # noqa: F401  registers the models with timm
+from variants import IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
+from vitrel.grid import Grid
+from vitrel.models.vit import ViT
+from vitrel.ops import BACKENDS
+
+TILES = (3, 1, 2, 2)  # rows of patches of each tile
+WIDTH, PATCH = 3, 4
+OFFSETS_ONLY = [  # encodings that read nothing but offsets: the size of the grid does not matter
+    ("clipped", {}), ("clipped", {"radius": (0, 2)}), ("t5", {}), ("t5", {"bidirectional": False}), ("cpb", {}), ("alibi", {}),
+    ("alibi", {"learnable": True, "directional": True}), ("log_decay", {}), ("shaw", {}), ("shaw", {"per_head": True}),
+    ("deberta", {}), ("transformer_xl", {}), ("rope_axial", {}), ("rope_mixed", {}), ("none", {}),
+    ("table", {"resize": "clip"}),
+]  # fmt: skip
+
+
+def model_of(position, options=None, prefix=1, **how):
+    torch.manual_seed(0)
+    heads = 12 if position == "lookhere" else 4
+    sizes = dict(img_size=(8, 12), patch_size=PATCH, embed_dim=heads * 8, depth=3, num_heads=heads, num_classes=5)
+    how = dict(class_token=prefix > 0, reg_tokens=max(0, prefix - 1), global_pool="token" if prefix else "avg") | how
+    return perturbed(ViT(**sizes, position=position, position_args=options, **how).double().eval(), 0.4)
+
+
+def strip(tiles=TILES, batch=2):
+    return torch.randn(batch, 3, sum(tiles) * PATCH, WIDTH * PATCH, dtype=torch.float64)
+
+
+def in_tiles(model, image, tiles=TILES, **how):
+    """Tokens of every tile, each run with the memory of those above."""
+    found, memory = [], None
+    for tile in image.split([rows * PATCH for rows in tiles], 2):
+        tokens, memory = model.forward_memory(tile, memory, **how)
+        found.append(tokens)
+    return found, memory
+
+
+def visible(tiles, prefix, length):
+    """[S*P + N, S*P + N] by a double loop: the prefix tokens of each tile first, then all patches."""
+    owner = [s for s in range(len(tiles)) for _ in range(prefix)]
+    owner += [s for s, rows in enumerate(tiles) for _ in range(rows * WIDTH)]
+    first = prefix * len(tiles)
+    mask = torch.zeros(len(owner), len(owner), dtype=torch.bool)
+    for i, own in enumerate(owner):
+        for j, other in enumerate(owner):
+            mask[i, j] = own == other if j < first else own - length <= other <= own
+    return mask
+
+
+def whole(model, image, tiles=TILES, length=1):
+    """The whole strip at once, with prefix tokens for every tile, under the mask; the tokens of every tile."""
+    p, n = model.num_prefix_tokens, len(tiles)
+    x = model.embed_patches(image)
+    grid = Grid(x.shape[1], x.shape[2], p * n)
+    prefix = [t.expand(x.shape[0], -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]
+    x = torch.cat((*prefix * n, x.flatten(1, 2)), 1)
+    if model.pos_embed is not None:
+        tokens = model.pos_embed(Grid(*grid[:2], p)).tokens
+        x = x + torch.cat((*[tokens[:p]] * n, tokens[p:]))
+    for block in model.blocks:
+        terms = (model.shared_position or block.position)(grid)
+        x = x + block.ls1(block.attn(block.norm1(x), terms, grid, visible(tiles, p, length)))
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+    x = model.norm(x)
+    patches = x[:, p * n :].split([rows * WIDTH for rows in tiles], 1)
+    return [torch.cat((x[:, s * p : (s + 1) * p], own), 1) for s, own in enumerate(patches)]
+
+
+def assert_same(found, wanted, atol=1e-9):
+    assert len(found) == len(wanted)
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
+    model, image = model_of(key, options, prefix), strip()
+    found, _ = in_tiles(model, image, length=2, height=image.shape[2])
+    assert_same(found, whole(model, image, length=2), 1e-7 if key == "xpos" else 1e-9)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+@pytest.mark.parametrize(("key", "options"), OFFSETS_ONLY, ids=lambda value: str(value))
+def test_encodings_that_read_offsets_need_no_height(key, options, length):
+    model, image = model_of(key, options, prefix=0 if key.startswith("rope") else 1), strip()
+    found, memory = in_tiles(model, image, length=length)
+    atol = 1e-4 if key == "rope_axial" else 1e-9  # its angles are float32
+    assert_same(found, whole(model, image, length=length), atol)
+    kept = TILES[-length:] if length else ()
+    assert memory.heights == kept
+    assert memory.below == sum(TILES)
+    assert {k.shape for layer in memory.layers for k in layer} == {(2, 4, sum(kept) * WIDTH, 8)}
+
+
+def test_encodings_that_read_the_grid_do():
+    """What makes the test above one: resampled tables and coordinates relative to the grid differ without the height."""
+    cases = ("table", {"resize": "bicubic"}), ("rope_normalised", {}), ("alibi", {"resize": "renormalise"}), ("rope_axial", {})
+    for key, options in cases:  # the last because of its class token, which is not rotated
+        model, image = model_of(key, options), strip()
+        found, _ = in_tiles(model, image)
+        assert (found[-1] - whole(model, image)[-1]).abs().max() > 1e-2, key
+
+
+def test_memory_is_seen():
+    """One tile differs from the same tile below others, and from a longer memory."""
+    model, image = model_of("rope_mixed"), strip()
+    (none, _), (one, _), (two, _) = (in_tiles(model, image, length=length) for length in (0, 1, 2))
+    torch.testing.assert_close(none[-1], model.forward_features(image[:, :, -2 * PATCH :]))
+    assert (none[-1] - one[-1]).abs().max() > 1e-2
+    assert (one[-1] - two[-1]).abs().max() > 1e-2
+    assert_same(one[:2], two[:2])
+
+
+def test_absolute_positions_restarted_in_every_tile_do_not():
+    """The negative control: rows of the embedding that begin anew below every border."""
+    model, image = model_of("absolute"), strip((2, 2))
+
+    def restarted(x, grid):
+        grid = getattr(grid, "grid", grid)
+        return ViT.add_tokens(model, x, grid)
+
+    right, _ = in_tiles(model, image, (2, 2), height=image.shape[2])
+    assert_same(right, whole(model, image, (2, 2)))
+    model.add_tokens = restarted
+    wrong, _ = in_tiles(model, image, (2, 2), height=image.shape[2])
+    assert (wrong[1] - right[1]).abs().max() > 0.1
+
+
+def test_gradients_flow_through_memory_where_asked():
+    image = strip()
+    gradients = {}
+    for name in ("whole", "kept", "detached"):
+        model = model_of("table", {"resize": "clip"})
+        if name == "whole":
+            tokens = whole(model, image, length=2)
+        else:
+            tokens, _ = in_tiles(model, image, length=2, detach=name == "detached")
+        tokens[-1].square().sum().backward()
+        gradients[name] = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert gradients["whole"].keys() == gradients["kept"].keys()
+    for key, value in gradients["whole"].items():
+        torch.testing.assert_close(gradients["kept"][key], value, rtol=1e-8, atol=1e-8 * float(value.abs().max()))
+    key = "blocks.0.attn.qkv.weight"
+    assert (gradients["detached"][key] - gradients["whole"][key]).norm() > 1e-2 * gradients["whole"][key].norm()
+
+
+def test_checkpointing_and_shared_encodings_and_layer_scale():
+    image = strip()
+    model = model_of("table", {"resize": "clip"}, share_position=True, block_args=dict(init_values=0.5))
+    wanted = whole(model, image)
+    model.train()
+    model.set_grad_checkpointing()
+    found, _ = in_tiles(model, image, detach=False)
+    assert_same(found, wanted)
+    found[-1].sum().backward()
+    stored = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    model.set_grad_checkpointing(False)
+    in_tiles(model, image, detach=False)[0][-1].sum().backward()
+    for key, value in stored.items():
+        torch.testing.assert_close(model.get_parameter(key).grad, value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_and_compositions(backend):
+    model, image = model_of("absolute+rope_mixed"), strip()
+    wanted = whole(model, image)
+    for block in model.blocks:
+        block.attn.backend = backend
+    assert_same(in_tiles(model, image, height=image.shape[2])[0], wanted)
+
+
+def test_logits_of_every_tile():
+    model, image = model_of("rope_axial"), strip()
+    tokens, _ = model.forward_memory(image)
+    torch.testing.assert_close(model.forward_head(tokens), model(image))
+
+
+def test_compiled_without_a_break():
+    model, image = model_of("rope_mixed", prefix=0).float(), strip((2, 2)).float()
+    torch._dynamo.reset()
+    run = torch.compile(model.forward_memory, backend="eager", fullgraph=True)
+    first, memory = run(image[:, :, :8])
+    second, _ = run(image[:, :, 8:], memory)
+    assert_same([first, second], in_tiles(model, image, (2, 2))[0], 1e-5)
+
+
+def test_a_registered_model_in_half_precision():
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=4).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens, memory = model.forward_memory(torch.randn(1, 3, 64, 64))
+        tokens, _ = model.forward_memory(torch.randn(1, 3, 64, 64), memory)
+    assert tokens.isfinite().all()
+
+
+@pytest.mark.parametrize("key", ["absolute", "sincos"])
+def test_absolute_positions_need_the_height(key):
+    with pytest.raises(ValueError, match="pass height, the whole strip's in pixels"):
+        model_of(key).forward_memory(strip())
+
+
+def test_refusals():
+    model, image = model_of("rope_axial"), strip()
+    _, memory = model.forward_memory(image)
+    with pytest.raises(ValueError, match="a batch of 2 tiles 2 patches wide cannot go below one of 2, 3 wide"):
+        model.forward_memory(image[..., : 2 * PATCH], memory)
+    with pytest.raises(ValueError, match="a batch of 1 tiles 3 patches wide"):
+        model.forward_memory(image[:1], memory)
+    with pytest.raises(ValueError, match="length is the number of tiles remembered, at least 0, not -1"):
+        model.forward_memory(image, length=-1)
+    with pytest.raises(ValueError, match="the tile ends at row 16 of patches, the strip has 8"):
+        model.forward_memory(image, memory, height=8 * PATCH)
+    other = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=1, num_heads=4, position="rope_axial").double()
+    with pytest.raises(ValueError, match="memory of 3 blocks, the model has 1: it is another model's"):
+        other.forward_memory(image, memory)
+    windowed = model_of("table", prefix=0, block_args=dict(window=2))
+    with pytest.raises(ValueError, match="memory needs global attention in all blocks"):
+        windowed.forward_memory(image)
+
+
+def test_every_key_is_covered():
+    assert set(IN_ATTENTION) <= {key for key, _ in VARIANTS}

@@ -1,0 +1,100 @@
+"""A strip of tiles, from the top down, each seeing the keys and values of those above it: `ViT.forward_memory`.
+
+Segment recurrence (Transformer-XL, arXiv 1901.02860, sec. 3.2) with tiles for segments. The result is that of the whole strip
+under the mask "a patch sees the patches of its own tile and of the `length` tiles above", with one tile's queries at a time.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from timm.models._manipulate import checkpoint
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops.memory import Past, Segment
+from vitrel.position import PositionEncoding, Terms
+from vitrel.position.crop import Crop, crop_terms
+
+if TYPE_CHECKING:
+    from vitrel.models.vit import ViT
+
+
+class Memory(NamedTuple):
+    """What later tiles see of earlier ones; made by `ViT.forward_memory`."""
+
+    heights: tuple[int, ...]  # rows of patches of each tile that is remembered, the topmost first
+    width: int  # patches
+    below: int  # row of the strip, counted in patches from its top, at which the next tile begins
+    layers: tuple[Past, ...]  # keys and values of every block, [B, H, sum(heights) * width, D]
+
+    def detach(self) -> "Memory":
+        """The same without its history: gradients end here."""
+        return self._replace(layers=tuple((k.detach(), v.detach()) for k, v in self.layers))
+
+
+def vit_memory(
+    model: "ViT", image: Tensor, memory: Memory | None = None, length: int = 1, height: int | None = None, detach: bool = True
+) -> tuple[Tensor, Memory]:
+    """The next tile of a strip [B, in_chans, h, w] -> (tokens [B, N, C] as `forward_features` gives them, memory for the next).
+
+    memory: what the tile above gave, None for the topmost. All tiles have one width, in whole patches; heights may differ.
+    length: number of tiles remembered. detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
+    height: of the whole strip in pixels, where it is known. Then positions are those of the whole; else those of the grid of
+    remembered and own rows, which is the same for encodings that read nothing but offsets (a rotation beside prefix tokens
+    reads more: they are not rotated).
+    A tile's prefix tokens are its own: they see the patches above, later tiles do not see them.
+    Raises ValueError for blocks with windows, tiles that do not fit below each other, and for encodings that add to tokens
+    (absolute, sincos) without `height`: their positions would start anew in every tile.
+    """
+    _check(model, length)
+    x = model.embed_patches(image)  # [B, h, w, C]
+    h, w = x.shape[1:3]
+    above, below = ((), 0) if memory is None else (memory.heights, memory.below)
+    keys = Grid(sum(above) + h, w, model.num_prefix_tokens)
+    whole = None if height is None else Grid(model.token_grid((height, 1)).h, w, keys.prefix)
+    _check_tile(model, x, memory, whole)
+
+    def terms_of(encoding: PositionEncoding) -> Terms:
+        return encoding(keys) if whole is None else crop_terms(encoding(whole), Crop(whole, (below - sum(above), 0), keys.h, w))
+
+    x = model.add_tokens(x, Crop(whole, (below, 0), h, w) if whole is not None else Grid(h, w, keys.prefix))
+    shared = None if model.shared_position is None else terms_of(model.shared_position)
+    heights = (*above, h)[-length:] if length else ()
+    layers = []
+    for i, block in enumerate(model.blocks):
+        segment = Segment(keys, None if memory is None else memory.layers[i])
+        terms = terms_of(block.position) if shared is None else shared
+        x = checkpoint(block, x, terms, segment) if model.grad_checkpointing else block(x, terms, segment)
+        layers.append(segment.last(sum(heights) * w))
+    found = Memory(heights, w, below + h, tuple(layers))
+    return model.norm(x), found.detach() if detach else found
+
+
+def _check(model: "ViT", length: int) -> None:
+    if any(block.window is not None for block in model.blocks):
+        raise ValueError("a block with a window sees nothing beyond it: memory needs global attention in all blocks")
+    if length < 0:
+        raise ValueError(f"length is the number of tiles remembered, at least 0, not {length}")
+
+
+def _check_tile(model: "ViT", x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
+    """x: patches of the tile [B, h, w, C]."""
+    if whole is None and model.pos_embed is not None:
+        raise ValueError(
+            "this model adds positions to its tokens, which would start anew in every tile: pass height, the whole strip's "
+            "in pixels, or use an encoding that acts in attention"
+        )
+    below = 0 if memory is None else memory.below
+    if whole is not None and below + x.shape[1] > whole.h:
+        raise ValueError(
+            f"the tile ends at row {below + x.shape[1]} of patches, the strip has {whole.h}: pass the height of the whole strip"
+        )
+    if memory is None:
+        return
+    if len(memory.layers) != len(model.blocks):
+        raise ValueError(f"memory of {len(memory.layers)} blocks, the model has {len(model.blocks)}: it is another model's")
+    batch, width = memory.layers[0][0].shape[0], memory.width
+    if (batch, width) != (x.shape[0], x.shape[2]):
+        raise ValueError(
+            f"a batch of {x.shape[0]} tiles {x.shape[2]} patches wide cannot go below one of {batch}, {width} wide: "
+            "tiles of a strip have one width; begin another strip with memory=None"
+        )
