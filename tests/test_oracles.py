@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,33 +12,43 @@ import pytest
 from numpy.testing import assert_allclose
 
 import oracles
-from helpers import golden
+from helpers import golden, script
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def run_make(*arguments):
-    return subprocess.run([sys.executable, GOLDEN / "make.py", *map(str, arguments)], capture_output=True, text=True)
+@pytest.fixture
+def run_make(monkeypatch):
+    """Runs make.py with arguments -> what it complains of, "" for nothing."""
+    monkeypatch.syspath_prepend(GOLDEN)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["make.py", *map(str, arguments)])
+        try:
+            script("tests/golden/make.py").main()
+        except SystemExit as stop:
+            return str(stop.code)
+        return ""
+
+    return run
 
 
-def test_stored_golden_numbers_are_the_oracles():
-    done = run_make("--check")
-    assert done.returncode == 0, done.stderr
+def test_stored_golden_numbers_are_the_oracles(run_make):
+    assert run_make("--check") == ""
 
 
-def test_make_check_sees_a_changed_number_and_a_missing_file(tmp_path):
+def test_make_check_sees_a_changed_number_and_a_missing_file(run_make, tmp_path):
     for key in oracles.ORACLES.keys() - {"none"}:
         shutil.copy(GOLDEN / f"{key}.json", tmp_path)
     content = json.loads((tmp_path / "table.json").read_text())
     content["cases"][1]["output"][0][2][3] += 1e-6
     (tmp_path / "table.json").write_text(json.dumps(content))
-    done = run_make("--check", tmp_path)
-    assert done.returncode == 1
-    assert "none.json: missing" in done.stderr
-    assert "table.json: /cases/1/output/0/2/3" in done.stderr
-    assert "founding_documents.md: not what founding_documents.json gives" in done.stderr
-    assert run_make(tmp_path).returncode == 0
-    assert run_make("--check", tmp_path).returncode == 0
+    complaint = run_make("--check", tmp_path)
+    assert "none.json: missing" in complaint
+    assert "table.json: /cases/1/output/0/2/3" in complaint
+    assert "founding_documents.md: not what founding_documents.json gives" in complaint
+    assert run_make(tmp_path) == ""
+    assert run_make("--check", tmp_path) == ""
 
 
 DEFAULTS = {
