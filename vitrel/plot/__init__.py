@@ -1,0 +1,26 @@
+"""Pictures of position in a model: what it adds by offset, what attention does with it. Each call gives a matplotlib Figure.
+
+>>> vitrel.plot.offset_maps(timm.create_model("vitrel_vit_n8_alibi"), size=96).savefig("maps.png")
+
+Offsets are query minus key, in patches: dy > 0 means that the key lies above the query, dx > 0 that it lies to the left.
+"""
+
+from vitrel.plot.buckets import bucket_map
+from vitrel.plot.heads import directions
+from vitrel.plot.lattice import Lattice, lattices
+from vitrel.plot.offsets import offset_maps, profiles
+from vitrel.plot.on_image import attention
+from vitrel.plot.overruled import overruled
+from vitrel.plot.similarity import similarity
+
+__all__ = [
+    "Lattice",
+    "attention",
+    "bucket_map",
+    "directions",
+    "lattices",
+    "offset_maps",
+    "overruled",
+    "profiles",
+    "similarity",
+]
