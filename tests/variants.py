@@ -9,7 +9,9 @@ from torch import nn
 
 import oracles
 from vitrel import POSITIONS, create_position
+from vitrel.grid import Grid
 from vitrel.ops import BACKENDS, attention
+from vitrel.ops.dispatch import Call
 
 KEYS = list(POSITIONS)
 IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
@@ -66,15 +68,23 @@ def small_model(name: str, **keywords) -> nn.Module:
     return perturbed(timm.create_model(name, **({"num_classes": 5} | keywords)).eval(), 0.2)
 
 
-def serving(terms) -> list[str]:
-    """The backends that take the terms."""
-    return [name for name, module in BACKENDS.items() if not module.refuses(terms)]
+def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) -> str:
+    """Why a backend does not take the terms on a grid, in training, or ""."""
+    call = Call(
+        "attention", terms, Grid(*grid), None, heads, width, Grid(*grid).tokens, torch.float64, torch.device("cpu"), True
+    )
+    return BACKENDS[backend].refuses(call._replace(**how))
+
+
+def serving(terms, grid, heads: int = 2, width: int = 8, **how) -> list[str]:
+    """The backends that take the terms on a grid, in training."""
+    return [name for name in BACKENDS if not refusal(name, terms, grid, heads, width, **how)]
 
 
 def attend(encoding, q, k, v, grid, backend="reference"):
     """q, k, v [B, H, N, D] with what the encoding adds to tokens (as with identity projections) and to attention."""
     terms = encoding(grid)
-    if reason := BACKENDS[backend].refuses(terms):
+    if reason := refusal(backend, terms, grid, *q.shape[1::2]):
         pytest.skip(f"{backend} refuses these terms, as it says: {reason}")
     if terms.tokens is not None:
         tokens = terms.tokens.unflatten(-1, (q.shape[1], -1)).transpose(0, 1).to(q.dtype)  # [H, N, D]

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
+from variants import refusal
 from vitrel import Grid, Table, Terms
 from vitrel.ops import BACKENDS, attention, window_attention
 
@@ -75,7 +76,7 @@ def oracle(q, k, v, terms, grid, angle, mask=None):
 
 
 def serves(backend, terms, grid):
-    if reason := BACKENDS[backend].refuses(terms):
+    if reason := refusal(backend, terms, grid, 2, 4):
         with pytest.raises(ValueError, match=f"backend '{backend}' refuses"):
             attention(*torch.zeros(3, 1, 2, grid.tokens, 4), terms, grid, backend=backend)
         pytest.skip(f"{backend} refuses these terms, as it says: {reason}")

@@ -66,7 +66,7 @@ def check(key, options, trained, grid):
     heads = 4 if key in ("xpos", "lookhere") else 2
     encoding = perturbed(make(key, trained, heads, dtype=double, **options))
     q, k, v = qkv(grid, heads)
-    for backend in serving(encoding(grid)):
+    for backend in serving(encoding(grid), grid, q.shape[0], q.shape[-1]):
         out = attend(encoding, q, k, v, grid, backend).detach()
         for b in range(2):
             expected = oracle_output(key, encoding, q[b], k[b], v[b], grid, trained, options)

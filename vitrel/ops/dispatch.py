@@ -1,9 +1,10 @@
 """The two entries through which position meets content, and the choice of the backend that serves them.
 
-A backend is a module with `refuses(terms, mask, dropout_p) -> reason or ""` and the two functions of the signatures below
-without `backend`. "auto" takes the first that does not refuse; one asked for by name that refuses raises with its reason.
+A backend is a module with `refuses(call) -> reason or ""` and the two functions of the signatures below without `backend`.
+"auto" takes the first of AUTO that does not refuse; one asked for by name that refuses raises with its reason.
 """
 
+import os
 from types import ModuleType
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops import reference, sdpa
+from vitrel.ops.reference import Call
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}  # in the order "auto" tries them
+BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}
+AUTO = ("sdpa", "reference")  # in the order they are tried; a kernel joins where it was measured to be faster
+chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # what "auto" stands for, see use_backend
 
 
 def attention(
@@ -39,7 +43,9 @@ def attention(
         check_terms(terms, grid, q.shape[-3], q.shape[-1])
     if mask is not None:
         mask = _check_mask(mask)
-    return _choose(backend, terms, mask, dropout_p).attention(q, k, v, terms, grid, mask, dropout_p)
+    shape = q.shape[-3], q.shape[-1], q.shape[-2]
+    call = Call("attention", terms, grid, None, *shape, q.dtype, q.device, _differentiated(q, k, v), mask, dropout_p)
+    return choose(backend, call).attention(q, k, v, terms, grid, mask, dropout_p)
 
 
 def window_attention(
@@ -62,23 +68,31 @@ def window_attention(
     check_window(window, shift)
     if grid.prefix:
         raise ValueError(f"windows hold patch tokens only, but the grid has {grid.prefix} prefix tokens")
-    if not torch.compiler.is_compiling() and (tuple(qkv.shape[1:3]) != (grid.h, grid.w) or qkv.shape[3] % (3 * num_heads)):
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)}; expected [B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
-        )
     if not torch.compiler.is_compiling():
+        if tuple(qkv.shape[1:3]) != (grid.h, grid.w) or qkv.shape[3] % (3 * num_heads):
+            wanted = f"[B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
+            raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected {wanted}")
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
-    return _choose(backend, terms, None, dropout_p).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
+    shape = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
+    how = qkv.dtype, qkv.device, _differentiated(qkv), None, dropout_p
+    call = Call("window_attention", terms, grid, window, *shape, *how)
+    return choose(backend, call).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
 
-def _choose(backend: str, terms: Terms, mask: Tensor | None, dropout_p: float) -> ModuleType:
+def choose(backend: str, call: Call) -> ModuleType:
+    """The backend that serves a call. ValueError for an unknown name, and for one asked for by name that refuses."""
+    backend = chosen["auto"] if backend == "auto" else backend
     if backend == "auto":
-        return next(module for module in BACKENDS.values() if not module.refuses(terms, mask, dropout_p))
+        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].refuses(call))
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
-    if reason := BACKENDS[backend].refuses(terms, mask, dropout_p):
+    if reason := BACKENDS[backend].refuses(call):
         raise ValueError(f"backend {backend!r} refuses: {reason}; use backend='auto'")
     return BACKENDS[backend]
+
+
+def _differentiated(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:

@@ -4,6 +4,7 @@ Every other backend is held to this one, outputs and all gradients. It refuses n
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,24 @@ from vitrel.ops.window import windows
 from vitrel.position.terms import Table, Terms, no_autocast
 
 
-def refuses(terms: Terms, mask: Tensor | None = None, dropout_p: float = 0.0) -> str:
+class Call(NamedTuple):
+    """One call of an entry, as a backend is asked whether it serves it."""
+
+    entry: str  # "attention" | "window_attention"
+    terms: Terms
+    grid: Grid  # of the keys; of the image where there are windows
+    window: tuple[int, int] | None
+    heads: int
+    width: int  # D
+    queries: int  # M
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool  # whether anything has to be differentiated
+    mask: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+def refuses(call: Call) -> str:
     return ""
 
 

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import gather_bias, query_logits, rotated, table_logits
+from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
 
 
-def refuses(terms: Terms, mask: Tensor | None = None, dropout_p: float = 0.0) -> str:
-    if any(table.value is not None for table in terms.tables):
+def refuses(call: Call) -> str:
+    if any(table.value is not None for table in call.terms.tables):
         return "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"
-    if terms.key_rotary is not None:  # which autocast would round, whatever is passed in
+    if call.terms.key_rotary is not None:  # which autocast would round, whatever is passed in
         return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
     return ""
 

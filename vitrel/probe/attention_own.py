@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention
 from vitrel.ops import BACKENDS, attention, window_attention
+from vitrel.ops.dispatch import Call
 from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import windows
 from vitrel.position import Terms
@@ -36,7 +37,7 @@ class _Watching:
     def __init__(self, name: str, backend: str, see: Callable[[Layer], None], position: bool):
         self.name, self.backend, self.see, self.position = name, backend, see, position
 
-    def refuses(self, terms: Terms, mask: Tensor | None = None, dropout_p: float = 0.0) -> str:
+    def refuses(self, call: Call) -> str:
         return ""  # the backend in use will say so itself
 
     def attention(

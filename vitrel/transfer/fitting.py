@@ -1,6 +1,7 @@
 """A model brought to a size: ours with a policy in force, any other as timm itself does it; and what that took."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.models.transfer_report import StageReport
 from vitrel.ops import BACKENDS
+from vitrel.ops.dispatch import Call, choose
 from vitrel.probe.footprint import border_leak
 from vitrel.probe.foreign import StageWindows, fit_to
 from vitrel.transfer.policies import in_force
@@ -84,14 +86,15 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 def _own_backend(model: Backbone, size: Size) -> str:
     """The backends that serve the layers, as vitrel.ops chooses them."""
-    asked = {module.backend for module in model.modules() if isinstance(module, Attention)}
-    names = asked - {"auto"}
-    if "auto" in asked:
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    names, weight = {layer.backend for layer in layers}, layers[0].proj.weight
+    if "auto" in names:
+        heads, entry = layers[0].num_heads, "attention" if layers[0].window is None else "window_attention"
+        how = layers[0].window, heads, len(weight) // heads, math.prod(model.token_grid(size)[:2]), weight.dtype, weight.device
         with torch.no_grad():
-            for encoding, grid in model.encodings(size):
-                if encoding.site == "attention":
-                    terms = encoding(grid)
-                    names.add(next(name for name, backend in BACKENDS.items() if not backend.refuses(terms)))
+            terms = [encoding(grid) for encoding, grid in model.encodings(size) if encoding.site == "attention"]
+            modules = [choose("auto", Call(entry, own, model.token_grid(size), *how, grad=False)) for own in terms]
+        names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
     return "+".join(sorted(names))
 
 
