@@ -14,8 +14,10 @@ from vitrel.convert import relativize
 from vitrel.grid import Grid
 from vitrel.layers import RelativeAttention
 from vitrel.models import load_pretrained, save_pretrained
+from vitrel.models.tiles import tiled_features
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
 from vitrel.probe.diagnose import diagnose
+from vitrel.probe.explain import explain
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,9 +31,11 @@ __all__ = [
     "create_model",
     "create_position",
     "diagnose",
+    "explain",
     "load_pretrained",
     "relativize",
     "save_pretrained",
+    "tiled_features",
 ]
 
 
@@ -44,6 +48,6 @@ def create_model(name: str, **kwargs) -> nn.Module:
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "transfer":  # not at import: it brings pandas and plotting
-        return importlib.import_module("vitrel.transfer")
+    if name in ("plot", "transfer"):  # not at import: they bring pandas and plotting
+        return importlib.import_module(f"vitrel.{name}")
     raise AttributeError(f"module 'vitrel' has no attribute {name!r}")
