@@ -1,0 +1,84 @@
+"""Which backend serves what: the reasons told, and how one is asked for."""
+
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+
+import vitrel  # noqa: F401  registers the models with timm
+from vitrel import Grid, Terms
+from vitrel.ops import BACKENDS, attention, use_backend, why
+
+IMAGE = torch.randn(1, 3, 64, 64)
+
+
+def small(key="shaw"):
+    return timm.create_model(f"vitrel_vit_n8_{key}", num_classes=2, depth=2).eval()
+
+
+def test_why_names_the_backend_and_what_the_others_say():
+    text = why(small(), IMAGE)
+    first, *others = text.splitlines()
+    what = "2 x attention, 8x8 + 1 tokens, 65 queries, 3 heads of 32, float32 on cpu, training"
+    assert first == f"{what}: reference (first of auto that serves it)"
+    assert len(others) == len(BACKENDS) - 1
+    assert "    sdpa: scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output" in others
+
+
+def test_why_of_an_entry_a_swin_and_a_compiled_model():
+    q = torch.randn(3, 1, 2, 6, 8)
+    with torch.no_grad():
+        text = why(attention, *q, Terms(), Grid(2, 3), backend="reference")
+    assert text.startswith(
+        "1 x attention, 2x3 tokens, 6 queries, 2 heads of 8, float32 on cpu, inference: reference (asked for by name)"
+    )
+    text = why(torch.compile(timm.create_model("vitrel_swin_n", num_classes=2)), IMAGE)
+    assert text.count("tokens in windows of 4x4") == 3
+    assert ": sdpa (first of auto that serves it)" in text
+    assert why(torch.nn.Identity(), IMAGE) == "no attention of vitrel was called"
+
+
+def test_what_is_asked_for_serves_or_says_why_not():
+    model = small("table")
+    with use_backend("reference"):
+        assert "reference (asked for by name)" in why(model, IMAGE)
+        plain = model(IMAGE)
+    assert "sdpa (first of auto" in why(model, IMAGE)
+    torch.testing.assert_close(plain, model(IMAGE))
+    with use_backend("sdpa"), pytest.raises(ValueError, match=r"backend 'sdpa' refuses: .*Table\.value"):
+        small()(IMAGE)
+    assert "sdpa (first of auto" in why(model, IMAGE)  # the error has left nothing behind
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, sdpa, reference"), use_backend("cuda"):
+        pass
+
+
+def test_a_layers_own_backend_comes_first():
+    model = small("table")
+    model.blocks[0].attn.backend = "sdpa"
+    with use_backend("reference"):
+        text = why(model, IMAGE)
+    assert "sdpa (asked for by name)" in text
+    assert "reference (asked for by name)" in text
+
+
+def test_a_compiled_model_follows():
+    model, called = small("table"), []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=lambda graph, inputs: called.append(str(graph.graph)) or graph.forward)
+    with torch.no_grad():
+        compiled(IMAGE)
+        with use_backend("reference"):
+            compiled(IMAGE)
+    assert ["scaled_dot_product_attention" in text for text in called] == [True, False]
+
+
+@pytest.mark.slow
+def test_the_environment_asks_too():
+    code = "import torch, vitrel; layer = vitrel.RelativeAttention(8, 2); "
+    code += "print(vitrel.ops.why(layer, torch.randn(1, 4, 8), (2, 2)))"
+    run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "reference"}, capture_output=True, text=True)
+    assert "reference (asked for by name)" in run.stdout, run.stderr
+    run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "fast"}, capture_output=True, text=True)
+    assert "unknown backend 'fast'; choose auto, sdpa, reference" in run.stderr
