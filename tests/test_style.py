@@ -20,6 +20,7 @@ USERS = {
     "probe": {"probe"},
     "plot": {"probe", "plot"},
     "explorer": {"probe", "explorer"},
+    "benchmark": {"benchmark"},
     "transfer": {"data", "probe", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
@@ -63,7 +64,8 @@ def test_lengths(name):
         arguments = [
             a for a in function.args.args + function.args.kwonlyargs if a.arg not in ("self", "cls", "device", "dtype")
         ]
-        assert len(arguments) <= (20 if name.startswith("vitrel/models/") else 12), where
+        flat = "/triton_" in name  # kernels and schemas of operators hold no structures
+        assert flat or len(arguments) <= (20 if name.startswith("vitrel/models/") else 12), where
 
 
 def test_the_core_is_an_afternoon():
@@ -114,7 +116,7 @@ def test_no_top_level_name_is_defined_twice():
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                     where[node.name].add(name)
-    backends = {"refuses", "attention", "window_attention"}  # one signature, many backends
+    backends = {"refuses", "pays", "attention", "window_attention"}  # one signature, many backends
     assert {k: v for k, v in where.items() if len(v) > 1 and k not in backends} == {}
 
 
@@ -136,6 +138,8 @@ def test_public_names_are_documented_and_typed(name):
             if node.name != "refuses":
                 assert ast.get_docstring(node), f"{name}: {node.name} has no docstring"
             for function in functions(node):
+                if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                    continue  # a kernel's arguments are pointers and numbers of its own language
                 arguments = [a for a in function.args.args + function.args.kwonlyargs if a.arg not in ("self", "cls")]
                 arguments += [function.args.vararg] if function.args.vararg else []
                 missing = [a.arg for a in arguments if a.annotation is None]

@@ -14,6 +14,7 @@ from vitrel.ops import BACKENDS, attention
 from vitrel.ops.dispatch import Call
 
 KEYS = list(POSITIONS)
+GENERAL = ("sdpa", "reference")  # backends that serve nearly everything; the others have tests of their own
 IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
 SMALL = {"pape": {"parabolas": 3}, "cpb": {"hidden": 6}}  # options of every test of these keys
 VARIANTS = [(key, {}) for key in KEYS] + [

@@ -5,10 +5,9 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the models with timm
-from variants import IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
+from variants import GENERAL, IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
 from vitrel.grid import Grid
 from vitrel.models.vit import ViT
-from vitrel.ops import BACKENDS
 
 TILES = (3, 1, 2, 2)  # rows of patches of each tile
 WIDTH, PATCH = 3, 4
@@ -168,7 +167,7 @@ def test_checkpointing_and_shared_encodings_and_layer_scale():
         torch.testing.assert_close(model.get_parameter(key).grad, value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 def test_backends_and_compositions(backend):
     model, image = model_of("absolute+rope_mixed"), strip()
     wanted = whole(model, image)

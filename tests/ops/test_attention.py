@@ -8,9 +8,9 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
-from variants import refusal
+from variants import GENERAL, refusal
 from vitrel import Grid, Table, Terms
-from vitrel.ops import BACKENDS, attention, window_attention
+from vitrel.ops import attention, window_attention
 
 GRIDS = [Grid(2, 3), Grid(3, 2, 2), Grid(1, 4, 1)]
 FIELDS = ["bias", "query", "key", "value", "rotary", "query_bias", "scale"]
@@ -82,7 +82,7 @@ def serves(backend, terms, grid):
         pytest.skip(f"{backend} refuses these terms, as it says: {reason}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("fields", [[], *([f] for f in FIELDS), FIELDS], ids=lambda f: "+".join(f) or "plain")
 def test_equals_the_oracle(fields, grid, backend):
@@ -94,7 +94,7 @@ def test_equals_the_oracle(fields, grid, backend):
         np.testing.assert_allclose(out[b].numpy(), oracle(q[b], k[b], v[b], terms, grid, angle), atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("fields", [FIELDS, [f for f in FIELDS if f != "value"]], ids=["all", "no value"])
 def test_gradients(fields, backend):
     """Every input and every term against finite differences."""
@@ -115,7 +115,7 @@ def test_gradients(fields, backend):
     assert gradcheck(function, (q, k, v, *leaves), atol=1e-6, fast_mode=True)  # a random projection of the Jacobian
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks(backend, kind):
     """True means attend; a query that sees no key returns 0, with finite gradients everywhere."""
@@ -134,7 +134,7 @@ def test_masks(backend, kind):
         assert gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 def test_mask_without_terms(backend):
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)
@@ -143,7 +143,7 @@ def test_mask_without_terms(backend):
     torch.testing.assert_close(out[:, :, 1], v[:, :, 0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("queries", [1, 3, 7])
 def test_fewer_queries_are_the_last_rows(backend, queries):
     grid = Grid(2, 3, 1)
@@ -154,7 +154,7 @@ def test_fewer_queries_are_the_last_rows(backend, queries):
     torch.testing.assert_close(part, whole[:, :, -queries:], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 def test_scale_as_a_tensor(backend):
     grid = Grid(2, 3)
     terms, _, _ = make_terms(grid, ["bias", "query", "key", "rotary", "query_bias", "scale"])
@@ -165,7 +165,7 @@ def test_scale_as_a_tensor(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 def test_low_precision_inputs(backend, dtype):
     """float32 terms with half-precision q, k, v: the output has v's type and stays near the float32 result."""
     grid = Grid(4, 5)
@@ -180,7 +180,7 @@ def test_low_precision_inputs(backend, dtype):
     torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 def test_dropout_is_unbiased(backend):
     q, k = torch.zeros(2, 1, 2, 6, 4)
     v = torch.ones(1, 2, 6, 4)
@@ -202,7 +202,12 @@ def test_auto_takes_the_first_that_serves():
     [
         (((1, 2, 6, 4),) * 3, Grid(2, 4), "auto", "6 keys and 6 values do not fit the 2x4 grid with 0 prefix tokens"),
         (((1, 2, 7, 4), (1, 2, 6, 4), (1, 2, 6, 4)), Grid(2, 3), "auto", "7 queries, but only 6 keys"),
-        (((1, 2, 6, 4),) * 3, Grid(2, 3), "flash9", "unknown backend 'flash9'; choose auto, sdpa, reference"),
+        (
+            ((1, 2, 6, 4),) * 3,
+            Grid(2, 3),
+            "flash9",
+            "unknown backend 'flash9'; choose auto, triton",
+        ),
     ],
 )
 def test_errors(shapes, grid, backend, text):
@@ -223,7 +228,7 @@ def test_integer_masks_are_refused(mask, text):
         attention(*torch.zeros(3, 1, 2, 6, 4), Terms(), Grid(2, 3), mask)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("shape", [(), (6,), (6, 6), (1, 6), (6, 1), (2, 1, 1, 6), (1, 2, 6, 6)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64, torch.bfloat16])
 def test_any_mask_that_broadcasts(shape, dtype, backend):
@@ -236,7 +241,7 @@ def test_any_mask_that_broadcasts(shape, dtype, backend):
     torch.testing.assert_close(attention(q, k, v, Terms(), Grid(2, 3), mask, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_large_finite_penalty_is_not_a_mask(dtype, backend):
     """A row at -1e9 or at float32's minimum sees every key alike; rounded to -inf in half precision it would see none."""

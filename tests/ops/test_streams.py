@@ -6,9 +6,9 @@ from torch import nn
 
 import oracles
 from oracles.streams import PAIRS
-from variants import make, oracle_logits, perturbed, serving
+from variants import GENERAL, make, oracle_logits, perturbed, serving
 from vitrel import Grid, Terms
-from vitrel.ops import BACKENDS, attention
+from vitrel.ops import attention
 from vitrel.ops.memory import Segment
 from vitrel.ops.two_stream import permutation_masks, two_stream_attention
 
@@ -47,7 +47,7 @@ def test_segments_equal_the_recurrence_of_the_paper(key, length):
     torch.testing.assert_close(in_segments(encoding, q, k, v, length)[0], torch.from_numpy(wanted), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("key", ["table", "rope_mixed", "shaw", "deberta", "lookhere"])
 def test_one_row_of_queries_over_a_full_key_grid(key, backend):
     heads = 4 if key == "lookhere" else HEADS

@@ -50,7 +50,10 @@ def test_what_is_asked_for_serves_or_says_why_not():
     with use_backend("sdpa"), pytest.raises(ValueError, match=r"backend 'sdpa' refuses: .*Table\.value"):
         small()(IMAGE)
     assert "sdpa (first of auto" in why(model, IMAGE)  # the error has left nothing behind
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, sdpa, reference"), use_backend("cuda"):
+    with (
+        pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, triton, columns"),
+        use_backend("cuda"),
+    ):
         pass
 
 
@@ -81,4 +84,4 @@ def test_the_environment_asks_too():
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "reference"}, capture_output=True, text=True)
     assert "reference (asked for by name)" in run.stdout, run.stderr
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "fast"}, capture_output=True, text=True)
-    assert "unknown backend 'fast'; choose auto, sdpa, reference" in run.stderr
+    assert "unknown backend 'fast'; choose auto, triton, columns, flex, sdpa, reference" in run.stderr

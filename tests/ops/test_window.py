@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import oracles
+from variants import GENERAL
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import BACKENDS, window_attention
+from vitrel.ops import window_attention
 
 double = torch.float64
 
@@ -46,7 +47,7 @@ def check(h, w, window, shift, backend, heads=2, dim=4):
 GRIDS = [(1, 1), (5, 5), (7, 7), (12, 12), (12, 9), (8, 20), (3, 16), (14, 14), (15, 6), (1, 30), (30, 1)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("shift", [(0, 0), (3, 3), (2, 0)])
 @pytest.mark.parametrize("size", GRIDS, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_equals_the_brute_force_oracle(size, shift, backend):
@@ -58,7 +59,7 @@ def test_equals_the_brute_force_oracle(size, shift, backend):
     torch.testing.assert_close(canvas(qkv, (7, 7), shift, 2, table)[0], torch.from_numpy(expected), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize(
     ("window", "shift"), [((7, 7), (3, 3)), ((4, 6), (2, 3)), ((5, 3), (0, 2)), ((8, 8), (7, 1)), ((1, 1), (0, 0))]
 )
@@ -89,7 +90,7 @@ def test_rotation_inside_windows():
     expected = oracles.window_canvas(
         qkv[0].numpy(), (4, 4), (2, 2), 2, angle_fn=lambda n, y, x: freqs[0, n] * y + freqs[1, n] * x
     )
-    for backend in BACKENDS:
+    for backend in GENERAL:
         out = window_attention(qkv, rope(Grid(4, 4)), Grid(6, 9), (4, 4), (2, 2), 2, backend=backend)
         np.testing.assert_allclose(out[0].detach().numpy(), expected, atol=1e-10)
 
@@ -99,7 +100,7 @@ def test_query_and_key_tables_inside_windows():
     grid = Grid(4, 3)
     terms = Terms(tables=(Table("h", query=torch.randn(1, 7, 4), key=torch.randn(2, 7, 4)), Table("w", bias=torch.randn(2, 5))))
     qkv = torch.randn(2, 9, 5, 24)
-    a, b = (window_attention(qkv, terms, Grid(9, 5), tuple(grid[:2]), (2, 1), 2, backend=name) for name in BACKENDS)
+    a, b = (window_attention(qkv, terms, Grid(9, 5), tuple(grid[:2]), (2, 1), 2, backend=name) for name in GENERAL)
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -107,7 +108,7 @@ def test_padding_is_never_seen_and_nothing_wraps():
     """Window 7, shift 3 on 12 rows: token (0, 0) sees rows 0-2 alone; rolling before padding would add rows 10 and 11."""
     qkv = torch.zeros(1, 12, 12, 3 * 144)
     qkv[..., 2 * 144 :] = torch.eye(144).view(1, 12, 12, 144)  # v: which token it is
-    for backend in BACKENDS:
+    for backend in GENERAL:
         out = window_attention(qkv, Terms(), Grid(12, 12), (7, 7), (3, 3), 1, backend=backend)
         seen = out[0, 0, 0].view(12, 12)
         torch.testing.assert_close(seen[:3, :3], torch.full((3, 3), 1 / 9))
@@ -118,14 +119,14 @@ def test_low_precision_with_large_logits():
     """Logits near a cosine attention's scale of 100: a mask of -100 would leak, -inf does not."""
     qkv = torch.randn(1, 5, 5, 24).bfloat16() * 40
     qkv[:, :, :, 16:] = 1
-    for backend in BACKENDS:
+    for backend in GENERAL:
         out = window_attention(qkv, Terms(), Grid(5, 5), (4, 4), (2, 2), 2, backend=backend)
         torch.testing.assert_close(out, torch.ones_like(out), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(5, 5), (8, 8), (8, 6), (3, 9)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 def test_masks_hold_against_large_logits(size, dtype, backend):
     """The first region, cut off by the shift, sees itself at logits of -200 and v = 1; padding and the far side of the cyclic
     border have logits of +200 and v = 1000, which a mask of -100 would let through."""

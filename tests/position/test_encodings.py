@@ -6,10 +6,9 @@ import torch
 
 import oracles
 from helpers import golden
-from variants import KEYS, VARIANT_IDS, VARIANTS, attend, make, oracle_output, perturbed, qkv, serving
+from variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make, oracle_output, perturbed, qkv, serving
 from vitrel import Grid, create_position
 
-BACKENDS = ["reference", "sdpa"]
 GRIDS = [Grid(1, 1), Grid(4, 3), Grid(2, 7, 1), Grid(3, 5, 3)]
 STRETCHED = ("absolute", "table", "factorised")  # their oracles hold at the training grid; the rest is in test_resize.py
 double = torch.float64
@@ -20,7 +19,7 @@ def test_has_an_oracle(key):
     assert key in oracles.ORACLES, f"encoding {key!r} has no oracle in tests/oracles"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("key", KEYS)
 def test_golden_numbers(key, backend):
     data = golden(key)
@@ -82,7 +81,7 @@ def test_sdpa_has_the_reference_gradients(key, options, trained, grid):
     weight = torch.randn(2, 2, grid.tokens, 8, dtype=double)
     reference, sdpa = (
         torch.autograd.grad((attend(encoding, q, k, v, grid, backend) * weight).sum(), leaves, allow_unused=True)
-        for backend in BACKENDS
+        for backend in GENERAL
     )
     tight = options.get("scaling") != "yarn"  # its temperature is a float32 tensor, which SDPA takes on another way
     for a, b in zip(reference, sdpa, strict=True):

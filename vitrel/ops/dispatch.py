@@ -1,7 +1,8 @@
 """The two entries through which position meets content, and the choice of the backend that serves them.
 
-A backend is a module with `refuses(call) -> reason or ""` and the two functions of the signatures below without `backend`.
-"auto" takes the first of AUTO that does not refuse; one asked for by name that refuses raises with its reason.
+A backend is a module with `refuses(call) -> reason or ""` and the two functions of the signatures below without `backend`; a
+special one says by `pays(call)` where it was measured to be faster. "auto" takes the first of AUTO that serves the call, and
+pays; one asked for by name that refuses raises with its reason.
 """
 
 import os
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops import reference, sdpa
+from vitrel.ops import columns, flex, reference, sdpa, triton_backend
 from vitrel.ops.reference import Call
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}
-AUTO = ("sdpa", "reference")  # in the order they are tried; a kernel joins where it was measured to be faster
+BACKENDS: dict[str, ModuleType] = {
+    "triton": triton_backend, "columns": columns, "flex": flex, "sdpa": sdpa, "reference": reference
+}  # fmt: skip
+AUTO = ("triton", "columns", "sdpa", "reference")  # in the order they are tried
 chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # what "auto" stands for, see use_backend
 
 
@@ -83,7 +86,8 @@ def choose(backend: str, call: Call) -> ModuleType:
     """The backend that serves a call. ValueError for an unknown name, and for one asked for by name that refuses."""
     backend = chosen["auto"] if backend == "auto" else backend
     if backend == "auto":
-        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].refuses(call))
+        modules = (BACKENDS[name] for name in AUTO)
+        return next(module for module in modules if getattr(module, "pays", bool)(call) and not module.refuses(call))
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
     if reason := BACKENDS[backend].refuses(call):

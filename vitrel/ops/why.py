@@ -60,6 +60,7 @@ def _text(call: Call, name: str, asked: str) -> str:
     ]
     for other, module in BACKENDS.items():
         if other != name:
-            reason = module.refuses(call) or (f"comes after {name}" if other in AUTO else "serves it when asked for by name")
+            auto = other in AUTO and getattr(module, "pays", bool)(call)
+            reason = module.refuses(call) or (f"comes after {name}" if auto else "serves it when asked for by name")
             lines.append(f"    {other}: {reason}")
     return "\n".join(lines)

@@ -50,7 +50,10 @@ class Alibi(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         slopes = alibi_slopes(self.head) if self.slopes is None else wide(self.slopes)
-        offsets = scaled_offsets(self.grid, grid, self.resize, self.head.device)
-        bias = -slopes[:, None] * distances(offsets, self.distance, self.direction)  # [H, R]
-        bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
-        return Terms(tables=(Table("hw", bias=pad_prefix(bias, grid)),))
+        tables = []
+        for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # the others are sums over the two axes
+            offsets = scaled_offsets(self.grid, grid, self.resize, self.head.device, axis)
+            bias = -slopes[:, None] * distances(offsets, self.distance, self.direction)  # [H, R]
+            bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
+            tables.append(Table(axis, bias=pad_prefix(bias, grid)))
+        return Terms(tables=tuple(tables))

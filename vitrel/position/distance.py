@@ -1,6 +1,7 @@
 """Distances over the lattice of offsets, for the encodings that decay with them (alibi, log_decay, fire, lookhere)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
@@ -10,9 +11,14 @@ DISTANCES = ("euclidean", "l1", "squared")
 POLICIES = ("keep", "renormalise")  # distances in patches, or as on the training grid
 
 
-def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device) -> Tensor:
-    """Offset (dy, dx) of every class, [R, 2] float32: in patches ("keep") or times trained/grid per axis ("renormalise")."""
-    offsets = grid.offsets(device=device).float()
+def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device, axis: str = "hw") -> Tensor:
+    """Offset (dy, dx) of every class, [R, 2] float32: in patches ("keep") or times trained/grid per axis ("renormalise").
+
+    axis "h", "w": of the classes of one axis, the other component 0.
+    """
+    offsets = grid.offsets(axis, device).float()
+    if axis != "hw":
+        offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))
     if resize == "keep":
         return offsets
     return torch.stack((offsets[:, 0] * (trained.h / grid.h), offsets[:, 1] * (trained.w / grid.w)), -1)

@@ -1,0 +1,227 @@
+"""Tables over one axis as extra columns: exact against the reference, flash attention alone, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from variants import IN_ATTENTION, VARIANTS, make, perturbed
+from vitrel import Grid, Table, Terms, create_position
+from vitrel.ops import attention, columns, reference, why
+from vitrel.ops.dispatch import Call
+from vitrel.position.alibi import alibi_slopes
+
+double = torch.float64
+GRIDS = [Grid(2, 5), Grid(3, 2, 1), Grid(1, 4, 3)]
+CASES = [(key, o) for key, o in VARIANTS if key in ("factorised", "decomposed", "shaw", "deberta", "transformer_xl", "t5")]
+CASES = [(key, o) for key, o in CASES if key != "t5" or o.get("mode") == "sum"]
+CASES += [("alibi", o) for key, o in VARIANTS if key == "alibi" and o.get("distance") in ("l1", "squared")]
+CASES += [("factorised+rope_mixed", {}), ("decomposed+factorised", {}), ("rope_axial+shaw", {})]
+
+
+def call(terms, grid, **changes):
+    known = dict(
+        entry="attention", terms=terms, grid=grid, window=None, heads=2, width=8, queries=grid.tokens, dtype=torch.float32,
+        device=torch.device("cpu"), grad=False,
+    )  # fmt: skip
+    return Call(**(known | changes))
+
+
+def both(encoding, grid, queries, dtype=double):
+    """Outputs of the last queries and all gradients, by columns and by the reference."""
+    q, k, v = (torch.randn(2, 2, grid.tokens, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    weight, found = torch.randn(2, 2, queries, 8, dtype=dtype), []
+    for backend in (columns, reference):
+        out = backend.attention(q[:, :, -queries:], k, v, encoding(grid), grid)
+        gradients = torch.autograd.grad((out * weight).sum(), [q, k, v, *encoding.parameters()], allow_unused=True)
+        found.append([out, *(g for g in gradients if g is not None)])
+    return found
+
+
+def bias_terms(grid, heads=2, std=0.5, dtype=torch.float32):
+    tables = tuple(Table(axis, bias=torch.randn(heads, grid.classes(axis), dtype=dtype) * std) for axis in "hw")
+    return Terms(tables=tables)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(("key", "options"), CASES, ids=str)
+def test_equals_the_reference(key, options, grid):
+    """Outputs and all gradients, all queries and the last row of them."""
+    encoding = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double, **options))
+    assert not columns.refuses(call(encoding(grid), grid))
+    for queries in (grid.tokens, grid.w):
+        for a, b in zip(*both(encoding, grid, queries), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
+
+
+def test_auto_takes_them_where_they_were_measured_to_be_faster():
+    plain, values = bias_terms(Grid(2, 3)), Terms(tables=(Table("h", value=torch.randn(1, 5, 8)),))
+    for side, grad, terms, taken in (
+        (31, False, plain, False), (32, False, plain, True), (63, True, plain, False), (64, True, plain, True),
+        (13, True, values, False), (14, True, values, True),
+    ):  # fmt: skip
+        assert columns.pays(call(terms, Grid(side, side), grad=grad)) is taken
+    assert not columns.pays(call(plain, Grid(64, 64), device=torch.device("cuda")))
+    grid = Grid(32, 32)
+    q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
+    text = why(attention, q, k, v, bias_terms(grid), grid)
+    assert ": columns (first of auto that serves it)" in text
+    assert "    sdpa: comes after columns" in text
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(
+        attention, backend=lambda graph, inputs: graphs.append(graph.code) or graph.forward, fullgraph=True
+    )
+    terms = bias_terms(grid)
+    torch.testing.assert_close(compiled(q, k, v, terms, grid), attention(q, k, v, terms, grid), atol=1e-5, rtol=1e-5)
+    assert "attn_mask = bias" in graphs[0]  # compiled, the choice does not depend on the size
+
+
+def test_scale_as_a_tensor():
+    """As of log_n: it multiplies all that content does, and no bias."""
+    grid = Grid(3, 4, 1)
+    encoding = create_position("factorised+deberta+pape", grid, 2, 8, dtype=double)
+    terms = perturbed(encoding)(grid)
+    axes = Table("w", gated=(torch.randn(2, 3, 8, dtype=double), torch.randn(2, grid.classes("w"), 3, dtype=double)))
+    tables = (*(table for table in terms.tables if table.axis != "hw"), axes)
+    terms = terms._replace(scale=torch.tensor(0.7, dtype=double), tables=tables)
+    q, k, v = torch.randn(3, 2, 2, grid.tokens, 8, dtype=double)
+    out, expected = (backend.attention(q, k, v, terms, grid) for backend in (columns, reference))
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    assert not out.allclose(columns.attention(q, k, v, terms._replace(scale=1.0), grid))
+
+
+@pytest.mark.parametrize("key", ["factorised", "decomposed", "shaw", "deberta"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_lower_precision(key, dtype, tolerance):
+    grid = Grid(5, 3, 1)
+    encoding = perturbed(make(key, grid, dtype=dtype))
+    for a, b in zip(*both(encoding, grid, grid.tokens, dtype), strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_float32_tables_with_half_precision_inputs():
+    """The bias is rounded once, to q's type: the same error as of a mask of that type."""
+    grid = Grid(6, 7)
+    q, k, v = torch.randn(3, 1, 2, 42, 16).bfloat16()
+    terms = bias_terms(grid)
+    out, exact = (
+        backend.attention(*x, terms, grid)
+        for backend, x in ((columns, (q, k, v)), (reference, (q.float(), k.float(), v.float())))
+    )
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
+    """SDPA gets q, k and v of one width, in steps of 8, which flash serves: no mask, no [N, N] anywhere before it."""
+    grid, seen, largest = Grid(12, 10, prefix), [], []
+    plain = F.scaled_dot_product_attention
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
+            return out
+
+    def watched(q, k, v, **options):
+        seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), options))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return plain(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    n, width = grid.tokens, 32  # 8 and 12 + 10 columns, with prefix tokens 13 + 11, in steps of 8
+    q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
+    encoding = perturbed(create_position("shaw", grid, 1, 8))
+    terms = encoding(grid)
+    terms = terms._replace(tables=tuple(t._replace(bias=torch.randn(1, grid.classes(t.axis))) for t in terms.tables))
+    with Sizes():
+        columns.attention(q, k, v, terms, grid).square().sum().backward()
+    shape = (1, 1, n, width)
+    assert seen == [(shape, shape, shape, {"dropout_p": 0.0, "scale": 8**-0.5})]
+    assert encoding.key_h.grad is not None and max(largest) <= n * width < n * n
+
+
+def test_a_bias_of_minus_infinity_hides():
+    """As in a directed or causal encoding; a finite number stands for it, since -inf times the 0 of a one-hot is NaN."""
+    grid = Grid(3, 4, 1)
+    terms = bias_terms(grid)
+    for table in terms.tables:
+        table.bias[:, : grid.offset_classes(table.axis) // 2] = -torch.inf  # keys below and to the right
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        q, k, v = torch.randn(3, 1, 2, 13, 8).to(dtype)
+        out, expected = (b.attention(q, k, v, terms, grid).float() for b in (columns, reference))
+        torch.testing.assert_close(out, expected, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("side", [32, 64])
+def test_squared_distances_keep_their_precision(side):
+    """Near neighbours in bfloat16, far from the corner: as columns of coordinates the logit would be off by 0.25 and more."""
+    grid = Grid(side, side)
+    slopes = alibi_slopes(torch.arange(2))
+    terms = Terms(tables=tuple(Table(a, bias=-slopes[:, None] * grid.offsets(a).float().square()) for a in "hw"))
+    v = torch.zeros(1, 2, grid.tokens, 8)
+    v[..., 0], at = 1.0, grid.tokens - side // 2 - 3 * side  # a query near the lower border
+    q, k = torch.zeros(2, 1, 2, grid.tokens, 8, dtype=torch.bfloat16)
+    for step in (1, side, side + 1):
+        v[:, :, at - step] += torch.eye(8)[1 + (step > 1) + (step > side)]
+    last = slice(at, None)  # queries are the last tokens
+    out = columns.attention(q[:, :, last], k, v.bfloat16(), terms, grid)[0, :, 0].float()
+    exact = reference.attention(q[:, :, last].float(), k.float(), v, terms, grid)[0, :, 0]
+    torch.testing.assert_close(out, exact, atol=1e-3, rtol=2**-7)
+
+
+REFUSALS = [
+    (Terms(), {}, "no table to write as columns: scaled_dot_product_attention runs these terms as they are"),
+    (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' is in general no sum of one over"),
+    (Terms(key_rotary=(torch.zeros(1, 6, 4),) * 2, tables=bias_terms(Grid(2, 3)).tables), {}, "overflow half precision"),
+    (None, {"entry": "window_attention", "window": (2, 3)}, "shifted and padded windows need a mask"),
+    (None, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "flash attention takes no mask"),
+    (None, {"dropout_p": 0.1}, "flash attention has no dropout on a CPU"),
+    (None, {"dropout_p": 0.1, "device": torch.device("cuda")}, ""),
+    (None, {"dtype": double}, ""),
+    (None, {"dtype": double, "device": torch.device("cuda")}, "flash attention has no float64 on cuda"),
+    (None, {"grid": Grid(96, 96), "width": 64}, ""),
+    (
+        None,
+        {"grid": Grid(96, 97, 1), "width": 64},
+        "the 96x97 grid with 1 prefix tokens needs 195 columns beside the head width of 64, and flash attention takes 256",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
+def test_refusals(terms, changes, text):
+    grid = Grid(2, 3)
+    reason = columns.refuses(call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
+    assert text in reason and bool(text) == bool(reason)
+
+
+@pytest.mark.parametrize(("key", "options"), [(k, o) for k, o in VARIANTS if k in IN_ATTENTION], ids=str)
+def test_every_encoding_is_served_or_refused(key, options):
+    """Those with tables over one axis alone are served; PaPE's parabolas and all lattices are not."""
+    grid = Grid(3, 4)
+    reason = columns.refuses(call(make(key, grid, **options)(grid), grid))
+    assert bool(reason) == ((key, options) not in CASES)
+
+
+def test_windows_are_not_served():
+    with pytest.raises(ValueError, match="shifted and padded windows need a mask"):
+        columns.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["factorised", "shaw"])
+def test_a_sweep_of_sizes_compiles_twice(key):
+    counter = CompileCounterWithBackend("aot_eager")
+    attend = torch.compile(columns.attention, backend=counter, fullgraph=True)
+    encoding = perturbed(make(key, Grid(4, 5, 1)))
+    for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1), Grid(9, 6, 1)):
+        q, k, v = torch.randn(3, 2, 2, grid.tokens, 8)
+        out, expected = (function(q, k, v, encoding(grid), grid) for function in (attend, reference.attention))
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == 2

@@ -1,0 +1,161 @@
+"""Position as extra columns of q and k, so that plain flash attention runs it: exact, and nothing of size [N, N] exists.
+
+A table over one axis is a sum over the places of that axis: with a one-hot column of k for every row of the grid, whatever a
+query adds to the keys of a row is one number in its own column, logit[i, j] += scale * sum_y c[i, y] [y_j = y], where
+c[i, y] = B_h[y_i - y] / scale for biases and q_i . R_h[y_i - y] for query tables. Key tables are the mirror image, one-hot
+columns of q. One-hot columns of v return the attention that falls on every row, which value tables turn into their output.
+Prefix tokens are one more place of the axis. A bias is rounded once to q's type, as a mask would be, and products with one-hots
+are exact: unlike the coordinates y_i^2 - 2 y_i y_j + y_j^2 of a squared distance, nothing cancels, so no precision is refused.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops.reference import Call, gather_bias, query_logits, rotated
+from vitrel.position.terms import Table, Terms
+
+_WIDEST = 256  # head width that flash attention takes
+_WINDOWED = "shifted and padded windows need a mask, and flash attention takes none; the [N, N] of a window is small anyway"
+
+
+def refuses(call: Call) -> str:
+    terms, grid = call.terms, call.grid
+    if call.entry == "window_attention":
+        return _WINDOWED
+    if any(table.axis == "hw" for table in terms.tables):
+        return "a table over 'hw' is in general no sum of one over 'h' and one over 'w', which could be columns"
+    if not terms.tables:
+        return "there is no table to write as columns: scaled_dot_product_attention runs these terms as they are"
+    if terms.key_rotary is not None:
+        return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+    if call.mask is not None:
+        return "flash attention takes no mask"
+    if call.dropout_p and call.device.type == "cpu":
+        return "flash attention has no dropout on a CPU"
+    if call.dtype == torch.float64 and call.device.type != "cpu":
+        return f"flash attention has no float64 on {call.device.type}"
+    extra = _columns(terms, grid)
+    if call.width + extra > _WIDEST:
+        return (
+            f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns beside the head width of "
+            f"{call.width}, and flash attention takes {_WIDEST} in all"
+        )
+    return ""
+
+
+def pays(call: Call) -> bool:
+    """Whether "auto" should come here: on a CPU, for grids on which it was measured to be faster than any other.
+
+    Not under torch.compile, where a choice by the size of the grid would cost a graph, and torch.export refuses it.
+    """
+    if torch.compiler.is_compiling() or call.device.type != "cpu":
+        return False
+    values = any(table.value is not None for table in call.terms.tables)  # else the plain reference serves them
+    return call.grid.tokens >= (196 if values else 4096 if call.grad else 1024)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """See vitrel.ops.attention. A bias of -inf acts as the lowest number of q's type: the same, unless it hides every key."""
+    if terms.query_bias is not None:
+        q = q + terms.query_bias[:, None].to(q.dtype)
+    scale, factor = q.shape[-1] ** -0.5, terms.scale
+    if isinstance(factor, Tensor):  # which SDPA does not take: it goes into q and into all columns but the biases
+        factor = factor.to(q.dtype)
+    else:
+        scale, factor = scale * factor, 1.0
+    turned_q, turned_k = rotated(q, k, terms)
+    queries, keys, values, rows = [turned_q * factor], [turned_k], [v], []
+    for axis in _axes(terms):
+        tables = [table for table in terms.tables if table.axis == axis]
+        classes, place = _places(grid, axis, q.device)
+        own = place[-q.shape[-2] :]  # [M]
+        one_hot = (place[:, None] == torch.arange(len(classes), device=q.device)).to(q.dtype)  # [N, K]
+        if any(map(_asks_queries, tables)):
+            queries.append(_query_columns(q, tables, classes[own], scale, factor))
+            keys.append(one_hot)
+        for table in tables:
+            if table.key is not None:
+                queries.append(one_hot[-q.shape[-2] :] * factor)
+                score, index = k @ table.key.to(k.dtype).mT, classes.mT[place]  # [B, H, N, R], [N, K]
+                keys.append(score.gather(-1, index.expand(*score.shape[:-1], -1)))
+            if table.value is not None:
+                values.append(one_hot)
+                rows.append((table.value, classes[own]))
+    out = F.scaled_dot_product_attention(*_joined(queries, keys, values), dropout_p=dropout_p, scale=scale)
+    return _with_values(out, v.shape[-1], rows)
+
+
+def window_attention(
+    qkv: Tensor,
+    terms: Terms,
+    grid: Grid,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    num_heads: int,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Not served: ValueError, with the reason that `refuses` gives."""
+    raise ValueError(_WINDOWED)
+
+
+def _asks_queries(table: Table) -> bool:
+    return table.bias is not None or table.query is not None or table.gated is not None
+
+
+def _axes(terms: Terms) -> list[str]:
+    return [axis for axis in ("h", "w") if any(table.axis == axis for table in terms.tables)]
+
+
+def _columns(terms: Terms, grid: Grid) -> int:
+    """Columns beside the head width, of q and k or of v, whichever has more."""
+    logits = values = 0
+    for axis in _axes(terms):
+        tables = [table for table in terms.tables if table.axis == axis]
+        places = (grid.h if axis == "h" else grid.w) + (1 if grid.prefix else 0)
+        logits += places * (any(map(_asks_queries, tables)) + sum(table.key is not None for table in tables))
+        values += places * sum(table.value is not None for table in tables)
+    return max(logits, values)
+
+
+def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the K places of an axis, prefix tokens being the first: offset classes [K, K], and the place of every token [N]."""
+    line = Grid(grid.h if axis == "h" else grid.w, 1, 1 if grid.prefix else 0)
+    place = grid.coordinates(device)[:, "hw".index(axis)] + line.prefix
+    return line.index("h", device), F.pad(place, (grid.prefix, 0))
+
+
+def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor) -> Tensor:
+    """What queries add to the keys of every place, over `scale`: [(B,) H, M, K] by the offset classes [M, K]."""
+    columns = []
+    for table in tables:
+        if table.bias is not None:
+            bias = gather_bias(table.bias, index)
+            bias = bias.to(torch.promote_types(bias.dtype, q.dtype)) / scale
+            columns.append(bias.clamp(min=torch.finfo(q.dtype).min))  # -inf times the zeros of a one-hot would be NaN
+        columns += query_logits(q, table, index, factor)
+    return sum(columns[1:], columns[0]).to(q.dtype)
+
+
+def _joined(*sides: list[Tensor]) -> list[Tensor]:
+    """Each side's columns in one tensor [B, H, M or N, W], zeros behind: flash wants one W, in steps of 8."""
+    width = -(-max(sum(part.shape[-1] for part in side) for side in sides) // 8) * 8
+    joined = []
+    for side in sides:
+        x = torch.cat([part.expand(*side[0].shape[:-1], -1) for part in side], -1)
+        joined.append(F.pad(x, (0, width - x.shape[-1])))
+    return joined
+
+
+def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[B, H, M, W] -> [B, H, M, D], with value tables [H|1, R, D] times the attention on their places, by classes [M, K]."""
+    total, at = out[..., :width], width
+    for value, index in rows:
+        mass = out[..., at : at + index.shape[-1]]  # of all keys of a place, so of an offset class
+        at += index.shape[-1]
+        by_class = mass.new_zeros(*mass.shape[:-1], value.shape[-2]).scatter(-1, index.expand(mass.shape), mass)
+        total = total + by_class @ value.to(mass.dtype)
+    return total

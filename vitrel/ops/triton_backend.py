@@ -1,0 +1,119 @@
+"""The fused kernels as a backend: biases, per-axis query tables and rotations, without any [N, N] tensor.
+
+What position adds is brought to what the kernels take: bias tables of all axes become one over the lattice of offsets, query
+tables of one axis become scores of every query with every row or column of the grid (N times h or w numbers), rotations are
+applied before global attention and inside windows. Which calls are served is said by `refuses`; "auto" does not come here as
+long as no measurement on a GPU says that it should.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops.reference import Call, rotated
+from vitrel.position.terms import Table, Terms
+
+
+def refuses(call: Call) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"its kernels run on a GPU, not on {call.device.type} (there only in Triton's interpreter, TRITON_INTERPRET=1)"
+    if call.mask is not None:
+        return "its kernels take no mask"
+    if call.dropout_p:
+        return "its kernels have no dropout of attention weights; use attn_drop_rate=0"
+    if call.terms.key_rotary is not None:
+        return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+    windowed = call.entry == "window_attention"
+    for table in call.terms.tables:
+        if table.key is not None or table.value is not None or table.gated is not None:
+            return "its kernels take biases and query tables, no tables that meet keys, values or gates"
+        if table.query is not None and (windowed or table.axis == "hw"):
+            return "its kernels take query tables of one axis, and under global attention only"
+    if windowed:
+        from vitrel.ops.triton_window import window_refuses
+
+        return window_refuses(call.dtype, call.width, call.window)
+    from vitrel.ops.triton_global import biased_refuses
+
+    return biased_refuses(call.dtype, call.width, call.grid, call.queries, any(t.query is not None for t in call.terms.tables))
+
+
+def pays(call: Call) -> bool:
+    """Whether "auto" should come here: not before a GPU has shown where (tools/measure_kernels.py)."""
+    return False
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """See vitrel.ops.attention."""
+    from vitrel.ops import triton_ops  # registers the operators
+
+    if terms.query_bias is not None:
+        q = q + terms.query_bias[:, None].to(q.dtype)
+    scale = q.shape[-1] ** -0.5
+    if isinstance(terms.scale, Tensor):
+        q = q * terms.scale.to(q.dtype)
+    else:
+        scale = scale * terms.scale
+    rows, columns = (_axis_scores(q, terms, grid, axis, scale) for axis in ("h", "w"))
+    turned_q, turned_k = rotated(q, k, terms)
+    return triton_ops.biased_op(turned_q, turned_k, v, lattice_bias(terms, grid), rows, columns, *grid, scale)[0]
+
+
+def window_attention(
+    qkv: Tensor,
+    terms: Terms,
+    grid: Grid,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    num_heads: int,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """See vitrel.ops.window_attention."""
+    from vitrel.ops import triton_ops
+
+    width = qkv.shape[-1] // (3 * num_heads)
+    factor, scale = 1.0, width**-0.5
+    if isinstance(terms.scale, Tensor):
+        factor = terms.scale.to(qkv.dtype)
+    else:
+        scale = scale * terms.scale
+    if terms.query_bias is not None or isinstance(factor, Tensor):  # neither occurs with what is usual in windows: a copy
+        added = 0.0 if terms.query_bias is None else terms.query_bias.flatten().to(qkv.dtype)
+        q, others = qkv.tensor_split((num_heads * width,), -1)
+        qkv = torch.cat(((q + added) * factor, others), -1)
+    cos, sin = terms.rotary or (None, None)
+    return triton_ops.window_op(qkv, lattice_bias(terms, Grid(*window)), cos, sin, window, shift, num_heads, scale)
+
+
+def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
+    """All bias tables as one over the offsets of both axes, [H, R] with the classes of prefix tokens last; None without."""
+    tables = [table for table in terms.tables if table.bias is not None]
+    return sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)) if tables else None
+
+
+def _on_lattice(table: Table, grid: Grid) -> Tensor:
+    if table.axis == "hw":
+        return table.bias
+    count, (h, w) = grid.offset_classes(table.axis), (2 * grid.h - 1, 2 * grid.w - 1)
+    own, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
+    own = own[:, :, None].expand(-1, h, w) if table.axis == "h" else own[:, None].expand(-1, h, w)
+    return torch.cat((own.flatten(1), prefix), 1)
+
+
+def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:
+    """What the query tables of one axis add to every key in each row or column, [B, H, M, h] or [B, H, M, w]."""
+    tables = [table.query for table in terms.tables if table.query is not None and table.axis == axis]
+    if not tables:
+        return None
+    n = grid.h if axis == "h" else grid.w
+    own = grid.coordinates(q.device)[-q.shape[-2] :, 0 if axis == "h" else 1]  # [M]
+    index = own[:, None] - torch.arange(n, device=q.device) + n - 1  # [M, n], the class of query minus key
+    scores = (q * scale) @ sum(tables[1:], tables[0]).to(q.dtype).mT  # [B, H, M, R]
+    return scores.gather(-1, index.expand(*scores.shape[:-1], n))

@@ -1,0 +1,135 @@
+"""The Triton kernels as operators of PyTorch: vitrel::window_attention and vitrel::biased_attention, with their gradients.
+
+Flat tensors, ints and floats, since schemas hold no named tuples; sizes are arguments, so that a compiled model meets no graph
+break and a sweep over resolutions compiles as it would without them. Imported by vitrel.ops.triton_backend when it is first
+asked to compute, so that neither it nor Triton is needed elsewhere. Gradients of gradients are not defined.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops import triton_global, triton_global_backward, triton_window, triton_window_backward
+
+_Maybe = Optional[Tensor]  # noqa: UP045  what infer_schema of torch 2.11 reads
+
+
+@torch.library.custom_op("vitrel::window_attention", mutates_args=())
+def window_op(
+    qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, window: Sequence[int], shift: Sequence[int], heads: int, scale: float
+) -> Tensor:
+    """[B, h, w, 3C] -> [B, h, w, C]; see `vitrel.ops.triton_window.window_forward`."""
+    return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale)
+
+
+@window_op.register_fake
+def _(
+    qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, window: Sequence[int], shift: Sequence[int], heads: int, scale: float
+) -> Tensor:
+    return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3)
+
+
+@torch.library.custom_op("vitrel::window_attention_backward", mutates_args=())
+def window_backward_op(
+    grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
+    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv, bias, cos, sin; an operator returns no None, so those that are not asked for are empty."""
+    found = triton_window_backward.window_backward(
+        grad, qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, rotary_grad
+    )
+    return tuple(_or_empty(x, qkv) for x in found)
+
+
+@window_backward_op.register_fake
+def _(
+    grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
+    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    turns = (_like(x if rotary_grad else None, qkv) for x in (cos, sin))
+    return (torch.empty_like(qkv, memory_format=torch.contiguous_format), _like(bias, qkv), *turns)
+
+
+def _keep_window(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.sizes = inputs[4:]
+
+
+def _window_gradients(ctx: Any, grad: Tensor) -> tuple:
+    qkv, bias, cos, sin = ctx.saved_tensors
+    asked = bool(ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
+    found = torch.ops.vitrel.window_attention_backward(grad, qkv, bias, cos, sin, *ctx.sizes, asked)
+    return (*_asked(found, ctx.saved_tensors, ctx.needs_input_grad), None, None, None, None)
+
+
+window_op.register_autograd(_window_gradients, setup_context=_keep_window)
+
+
+@torch.library.custom_op("vitrel::biased_attention", mutates_args=())
+def biased_op(
+    q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[B, H, M, D], [B, H, N, D] twice -> [B, H, M, D] and its log-sum-exp; see `vitrel.ops.triton_global.biased_forward`."""
+    return triton_global.biased_forward(q, k, v, bias, rows, columns, Grid(h, w, prefix), scale)
+
+
+@biased_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _tokens_first(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("vitrel::biased_attention_backward", mutates_args=())
+def biased_backward_op(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
+    h: int, w: int, prefix: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, bias, rows, columns; those of what is None are empty."""
+    grid = Grid(h, w, prefix)
+    found = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale)
+    return tuple(_or_empty(x, q) for x in found)
+
+
+@biased_backward_op.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
+    h: int, w: int, prefix: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return (*(_tokens_first(x) for x in (q, k, v)), *(_like(x, q) for x in (bias, rows, columns)))
+
+
+def _keep_biased(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.sizes = inputs[6:]
+
+
+def _biased_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
+    found = torch.ops.vitrel.biased_attention_backward(grad, *ctx.saved_tensors, *ctx.sizes)
+    return (*_asked(found, ctx.saved_tensors, ctx.needs_input_grad), None, None, None, None)
+
+
+biased_op.register_autograd(_biased_gradients, setup_context=_keep_biased)
+
+
+def _asked(found: Sequence[Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Of the gradients those that are needed, in the type of their inputs."""
+    rows = zip(found, inputs, needed, strict=False)
+    return [gradient.to(x.dtype) if x is not None and asked else None for gradient, x, asked in rows]
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.float32) if x is None else x
+
+
+def _like(x: Tensor | None, other: Tensor) -> Tensor:
+    return _or_empty(None if x is None else torch.empty_like(x, dtype=torch.float32), other)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """Uninitialised, [B, H, N, D] as the kernels lay it out in memory: [B, N, H, D]."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d).transpose(1, 2)
