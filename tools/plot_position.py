@@ -4,7 +4,8 @@
     python tools/plot_position.py vitrel_vit_s16_alibi --out plots/alibi
     python tools/plot_position.py --gallery docs/gallery
 
-MODEL is a checkpoint of tools/train.py, or a name of timm's registry (ours too) with --weights FILE or random weights.
+MODEL is a checkpoint of tools/train.py or the folder of its run, or a name of timm's registry (ours too) with --weights FILE
+or random weights.
 Writes those of offset_maps, profiles, bucket_map, similarity, attention, overruled and directions.png that the model has
 into --out and prints their paths, and why others are left out. Offsets are query minus key, in patches.
 """
@@ -18,14 +19,18 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.transforms.functional import normalize, to_tensor
+from torchvision.transforms.functional import normalize, to_pil_image, to_tensor
 
 import vitrel
 from vitrel import plot
 from vitrel.data import Shapes
+from vitrel.data.decode import decode
 from vitrel.models.backbone import Backbone
 from vitrel.plot.gallery import gallery, learned_gallery
-from vitrel.probe.attention import record
+from vitrel.plot.lattice import chosen
+from vitrel.plot.on_image import slot_of
+from vitrel.probe.attention import Layer, record
+from vitrel.probe.foreign import fit_to
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.foreign_models import load_model, trained_model
 from vitrel.transfer.settings import Size, parse_size
@@ -37,23 +42,25 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not args.model and not args.gallery:
-        parser.error("give MODEL, or --gallery DIR")
+    if bool(args.model) == bool(args.gallery) or (args.checkpoints and not args.gallery):
+        parser.error("give MODEL, or --gallery DIR (and --checkpoints), not both")
     try:
         for path in _gallery(args) if args.gallery else _pictures(args):
             print(path, flush=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         sys.exit(f"error: {error}")
 
 
 def _pictures(args: argparse.Namespace) -> list[Path]:
     trained = _trained(args.model, args.weights)
-    model, size = trained.model, args.size or trained.img_size
+    size = args.size or trained.img_size
+    model = fit_to(trained.model, size).model
     images, shown = _images(trained, size, args.image)
     seen = record(model, images[:1])
     source, at = (model, size) if isinstance(model, Backbone) else (seen, None)
-    query = args.query or (seen[-1].grid.h // 2, seen[-1].grid.w // 2)
     layer, heads = (args.layers or [-1])[-1], args.heads
+    _check(args, seen, layer)
+    query = args.query or (seen[layer].grid.h // 2, seen[layer].grid.w // 2)
     drawings: dict[str, Callable[[], Figure]] = {
         "offset_maps": lambda: plot.offset_maps(source, at, args.layers, heads),
         "profiles": lambda: plot.profiles(source, at, args.layers, heads),
@@ -69,31 +76,50 @@ def _pictures(args: argparse.Namespace) -> list[Path]:
         try:
             figure = draw()
         except ValueError as error:
-            if args.query and name == "attention":
-                raise
             print(f"no {name}.png: {error}", file=sys.stderr)
             continue
         written.append(args.out / f"{name}.png")
         figure.savefig(written[-1], dpi=110)
+    if not written:
+        raise ValueError(f"nothing of {args.model} can be drawn")
     return written
+
+
+def _check(args: argparse.Namespace, seen: list[Layer], layer: int) -> None:
+    """ValueError for layers, heads or a patch that the model does not have."""
+    chosen(seen, args.layers)
+    heads = max(one.weights.shape[2] for one in seen)
+    if missing := [head for head in args.heads or () if not 0 <= head < heads]:
+        raise ValueError(f"there is no head {missing[0]}: the model has heads 0 to {heads - 1}")
+    if args.query:
+        slot_of(seen[layer], args.query)
 
 
 def _gallery(args: argparse.Namespace) -> list[Path]:
     if not args.checkpoints:
         return [gallery(args.gallery / "gallery.png")]
-    models = [load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path) for path in args.checkpoints]
+    models = [load_checkpoint(_checkpoint(path)) for path in args.checkpoints]
     images, shown = _images(models[0], models[0].img_size, args.image)
     named = {trained.label: trained.model for trained in models}
     return [learned_gallery(args.gallery / "learned.png", named, images, shown)]
 
 
 def _trained(name: str, weights: Path | None) -> Trained:
-    if Path(name).is_file():
-        return load_checkpoint(name)
+    if Path(name).exists() or name.endswith(".ckpt"):
+        return load_checkpoint(_checkpoint(Path(name)))
     if weights is not None:
         return load_model(name, weights)
     torch.manual_seed(0)
-    return trained_model(vitrel.create_model(name).eval(), name)
+    try:
+        model = vitrel.create_model(name).eval()
+    except RuntimeError as error:
+        raise ValueError(f"{name} cannot be built: {error}") from error
+    return trained_model(model, name)
+
+
+def _checkpoint(path: Path) -> Path:
+    """The last one of a run's folder."""
+    return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
 
 
 def _images(trained: Trained, size: Size, path: Path | None) -> tuple[Tensor, Tensor]:
@@ -102,10 +128,8 @@ def _images(trained: Trained, size: Size, path: Path | None) -> tuple[Tensor, Te
         scenes = Shapes(SCENES, size, mean=(0.0,) * 3, std=(1.0,) * 3)
         shown = torch.stack([image for image, _ in scenes.__getitems__(range(SCENES))])
     else:
-        with Image.open(path) as file:
-            shown = to_tensor(ImageOps.fit(ImageOps.exif_transpose(file).convert("RGB"), size[::-1], Image.Resampling.BICUBIC))[
-                None
-            ]
+        image = ImageOps.fit(to_pil_image(decode(path)), size[::-1], Image.Resampling.BICUBIC)
+        shown = to_tensor(image)[None]
     return normalize(shown, trained.mean, trained.std), shown
 
 

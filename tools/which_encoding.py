@@ -19,12 +19,20 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
+    """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure the costs anew, into results/encoding_cost/costs.csv")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what the results give")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the results")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "which_encoding.md")
     args = parser.parse_args()
+    try:
+        _write(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _write(args: argparse.Namespace) -> None:
     costs = args.results / "encoding_cost" / "costs.csv"
     if args.measure:
         costs.parent.mkdir(parents=True, exist_ok=True)

@@ -219,9 +219,28 @@ def test_refusals():
     other = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=1, num_heads=4, position="rope_axial").double()
     with pytest.raises(ValueError, match="memory of 3 blocks, the model has 1: it is another model's"):
         other.forward_memory(image, memory)
+    heads = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=3, num_heads=2, position="rope_axial").double()
+    with pytest.raises(ValueError, match="memory of 4 heads, 8 wide, the model has 2 of 16: it is another's"):
+        heads.forward_memory(image, memory)
+    with pytest.raises(TypeError, match=r"memory is the second of what forward_memory gave .* not tuple"):
+        model.forward_memory(image, model.forward_memory(image))
+    with pytest.raises(TypeError, match=r"height one of pixels, not 1 and \(32, 12\)"):
+        model.forward_memory(image, height=(32, 12))
     windowed = model_of("table", prefix=0, block_args=dict(window=2))
     with pytest.raises(ValueError, match="memory needs global attention in all blocks"):
         windowed.forward_memory(image)
+
+
+def test_only_the_last_tile_may_end_inside_a_patch():
+    model, image = model_of("rope_axial"), strip()[:, :, : (3 + 1) * PATCH + 2]  # padded to five rows
+    first, rest = image[:, :, : 3 * PATCH], image[:, :, 3 * PATCH :]
+    for tile, height in ((rest, None), (rest, 8 * PATCH)):
+        with pytest.raises(
+            ValueError, match="a tile of 6 pixels is no whole rows of 4: its padding would lie inside the strip"
+        ):
+            model.forward_memory(tile, height=height)
+    found, memory = model.forward_memory(first, height=image.shape[2])
+    assert_same([found, model.forward_memory(rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
 
 
 def test_every_key_is_covered():

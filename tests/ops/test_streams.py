@@ -129,6 +129,15 @@ def test_masks_of_the_permutation():
     assert query.int().tolist() == [[1, 0, 1, 1], [1, 0, 0, 0], [1, 0, 1, 0]]
 
 
+def test_two_streams_compile_without_a_break():
+    q, order = draw(1, HEADS, 6, DIM), torch.randperm(6)
+    run = torch.compile(
+        lambda order: two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), order), backend="eager", fullgraph=True
+    )
+    for own, wanted in zip(run(order), two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), order), strict=True):
+        torch.testing.assert_close(own, wanted)
+
+
 def test_two_stream_refusals():
     q = draw(1, HEADS, 6, DIM)
     for order in ([0, 1, 2, 3, 4, 4], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1, 2, 3, 4, 5, 6]):
@@ -136,5 +145,7 @@ def test_two_stream_refusals():
             two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.tensor(order))
     with pytest.raises(ValueError, match="both streams hold one query for each token of the order"):
         two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.arange(5))
+    with pytest.raises(ValueError, match=r"an order of shape \(3, 6\) for a batch of 1: give \[M\] for all, or \[B, M\]"):
+        two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.arange(6).repeat(3, 1))
     with pytest.raises(ValueError, match="4 keys, but an order of 6 tokens"):
         permutation_masks(torch.arange(6), 4)

@@ -1,5 +1,7 @@
 """What is drawn on the image: the recorded weights, each at its patch."""
 
+import re
+
 import numpy as np
 import pytest
 import timm
@@ -8,7 +10,7 @@ import torch
 from variants import make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.models.vit import ViT
-from vitrel.plot import attention, overruled, similarity
+from vitrel.plot import attention, directions, offset_maps, overruled, profiles, similarity
 from vitrel.plot.overruled import find_overruled
 from vitrel.probe.attention import Layer, record
 
@@ -183,3 +185,44 @@ def test_similarity_of_what_is_not_there():
         similarity(make("table", (3, 4)))
     with pytest.raises(ValueError, match=r"patch \(3, 0\) is outside the 3x4 patches of sincos"):
         similarity(make("sincos", (3, 4)), patches=[(3, 0)])
+
+
+def broken(position):
+    model = small_model(f"vitrel_vit_n8_{position}", img_size=(32, 48))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+@pytest.mark.parametrize("draw", [offset_maps, profiles, directions])
+def test_an_encoding_of_nan_is_not_drawn_as_hidden(draw):
+    with pytest.raises(ValueError, match=r"blocks\.0 holds NaN: its weights, or the image, are not numbers"):
+        draw(broken("table"))
+
+
+def test_attention_of_nan_is_neither_drawn_nor_searched():
+    model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.full((3, 32, 48), torch.nan)
+    for draw in (lambda: attention(model, image, (0, 0)), lambda: directions(model, images=image[None])):
+        with pytest.raises(ValueError, match=r"blocks.* holds NaN"):
+            draw()
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn holds NaN"):
+        find_overruled(model, image[None])
+    with pytest.raises(ValueError, match="absolute holds NaN"):
+        similarity(broken("absolute"))
+
+
+def test_what_does_not_fit_an_image():
+    model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.rand(3, 32, 48)
+    with pytest.raises(TypeError, match="float"):
+        attention(model, image, (1.5, 0))  # which would be patch (1, 3)
+    with pytest.raises(ValueError, match=re.escape("a picture of 30x30 pixels for attention on 32x48: it is another image's")):
+        attention(model, image, (0, 0), shown=torch.rand(3, 30, 30))
+    with pytest.raises(ValueError, match="heads names no head"):
+        attention(model, image, (0, 0), heads=[])
+    with pytest.raises(ValueError, match="top is the number of attended patches to look among, at least 1, not 0"):
+        overruled(model, image[None], top=0)
+    with pytest.raises(ValueError, match="an image of 4 channels has no colours to draw: pass shown"):
+        attention(record(model, image[None]), torch.rand(4, 32, 48), (0, 0))
+    with pytest.raises(ValueError, match=r"size is a side or .*, at least 1, not 0"):
+        offset_maps(model, 0)

@@ -282,6 +282,36 @@ def test_errors(options, error):
         explain(**given)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"grid": "1x5"}, r"grid is \(h, w\) or \(h, w, prefix\) of the keys, in tokens, not '1x5'"),
+        ({"grid": 5}, "grid is .* not 5"),
+        ({"query": "1"}, r"query is the number of a token or \(row, column\) of a patch, not '1'"),
+        ({"query": (0, 1.5)}, r"query is .* not \(0, 1.5\)"),
+        ({"query": (0, 1, 2)}, r"query is .* not \(0, 1, 2\)"),
+        ({"position": torch.nn.Identity()}, "position is a key, an encoding .* not Identity"),
+        ({"position": None}, "position is a key, .* not NoneType"),
+    ],
+)
+def test_what_is_of_another_kind(options, error):
+    given = {name: FIVE["inputs"][name] for name in "qkv"} | options
+    with pytest.raises(TypeError, match=error):
+        explain(**given)
+
+
+def test_an_encoding_in_training_is_explained_as_it_evaluates():
+    encoding = create_position("rope_axial", (1, 5), 1, 4, rescale=4.0)  # which training draws
+    given = {name: FIVE["inputs"][name] for name in "qkv"} | {"position": encoding}
+    torch.testing.assert_close(explain(**given).weights, explain(**given).weights, rtol=0, atol=0)
+    assert encoding.training
+
+
+def test_nan_is_no_mask():
+    given = {name: FIVE["inputs"][name] for name in "qkv"}
+    assert "masked" not in str(explain(**given | {"q": torch.full((5, 4), torch.nan)}))
+
+
 def test_options_need_a_key():
     encoding = create_position("log_decay", Grid(1, 5), 1, 4)
     with pytest.raises(TypeError, match="options decay are for a key of POSITIONS"):

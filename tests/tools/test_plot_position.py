@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -74,7 +75,11 @@ def test_images_as_the_model_takes_them(tool, tmp_path):
     [
         (["vitrel_vit_n8_tabel"], "unknown model 'vitrel_vit_n8_tabel'; nearest: "),
         (["vitrel_vit_n8_none", "--query", "9,0"], r"query (9, 0) is outside the 8x8 patches of blocks.3.attn"),
-        (["vitrel_vit_n8_none", "--image", "no/such.png"], "no/such.png"),
+        (["vitrel_vit_n8_none", "--image", "no/such.png"], "cannot decode no/such.png: No such file"),
+        (["vitrel_vit_n8_none", "--layers", "1", "4"], "there is no layer 4: the layers that can be drawn are 0 to 3"),
+        (["vitrel_vit_n8_none", "--heads", "0", "3"], "there is no head 3: the model has heads 0 to 2"),
+        (["deit_tiny_patch16_224.nosuch"], "Invalid pretrained tag (nosuch)"),
+        (["no/such.ckpt"], "no checkpoint at no/such.ckpt"),
         (["--gallery", "no", "--checkpoints", "no/such.ckpt"], "no/such.ckpt"),
     ],
 )
@@ -84,10 +89,29 @@ def test_bad_input_ends_with_a_message(tool, arguments, message, tmp_path):
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
+def test_images_of_16_bits_keep_their_grey(tool, tmp_path):
+    Image.fromarray(np.full((40, 60), 128 << 8, np.uint16)).save(tmp_path / "grey.png")
+    _, shown = tool._images(SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3), (16, 24), tmp_path / "grey.png")
+    torch.testing.assert_close(shown, torch.full((1, 3, 16, 24), 128 / 255))
+
+
+def test_the_folder_of_a_run_stands_for_its_last_checkpoint(tool, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit, match=r"error: no checkpoint at .*run/checkpoints/last\.ckpt"):
+        tool.main([str(tmp_path / "run"), "--out", str(tmp_path)])
+
+
+def test_a_model_of_timm_is_brought_to_the_size_first(tool, tmp_path, capsys):
+    tool.main(["vit_tiny_patch16_224", "--size", "96x64", "--out", str(tmp_path)])
+    assert str(tmp_path / "attention.png") in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give MODEL, or --gallery DIR"),
+        (["m", "--gallery", "d"], "not both"),
+        (["m", "--checkpoints", "c"], "give MODEL, or --gallery DIR"),
         (["m", "--query", "3x4"], "'3x4' is no patch: write row,column as 3,4"),
         (["m", "--size", "big"], "'big' is not an image size"),
     ],

@@ -39,19 +39,22 @@ def vit_memory(
     memory: what the tile above gave, None for the topmost. All tiles have one width, in whole patches; heights may differ.
     length: number of tiles remembered. detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
     height: of the whole strip in pixels, where it is known. Then positions are those of the whole; else those of the grid of
-    remembered and own rows, which is the same for encodings that read nothing but offsets (a rotation beside prefix tokens
-    reads more: they are not rotated).
+    remembered and own rows, which is the same for encodings that read nothing but offsets. Others differ from the whole then:
+    tables resampled or normalised by the grid (table, factorised, decomposed, fire, rope_normalised, scaling, log_n), and
+    rotations beside prefix tokens, which are not rotated.
     A tile's prefix tokens are its own: they see the patches above, later tiles do not see them.
-    Raises ValueError for blocks with windows, tiles that do not fit below each other, and for encodings that add to tokens
+    Raises TypeError for a memory of another kind, ValueError for blocks with windows, tiles that do not fit below each other
+    (only the last may be no whole rows of patches, its strip's height given), and for encodings that add to tokens
     (absolute, sincos) without `height`: their positions would start anew in every tile.
     """
-    _check(model, length)
+    _check(model, memory, length, height)
     x = model.embed_patches(image)  # [B, h, w, C]
     h, w = x.shape[1:3]
     above, below = ((), 0) if memory is None else (memory.heights, memory.below)
     keys = Grid(sum(above) + h, w, model.num_prefix_tokens)
     whole = None if height is None else Grid(model.token_grid((height, 1)).h, w, keys.prefix)
     _check_tile(model, x, memory, whole)
+    _check_rows(model, image, whole is not None and below + h == whole.h)
 
     def terms_of(encoding: PositionEncoding) -> Terms:
         return encoding(keys) if whole is None else crop_terms(encoding(whole), Crop(whole, (below - sum(above), 0), keys.h, w))
@@ -69,11 +72,26 @@ def vit_memory(
     return model.norm(x), found.detach() if detach else found
 
 
-def _check(model: "ViT", length: int) -> None:
+def _check(model: "ViT", memory: Memory | None, length: int, height: int | None) -> None:
+    if not isinstance(memory, Memory | None):
+        raise TypeError(
+            f"memory is the second of what forward_memory gave for the tile above, or None, not {type(memory).__name__}"
+        )
+    if not isinstance(length, int) or not isinstance(height, int | None):
+        raise TypeError(f"length is a number of tiles and height one of pixels, not {length!r} and {height!r}")
     if any(block.window is not None for block in model.blocks):
         raise ValueError("a block with a window sees nothing beyond it: memory needs global attention in all blocks")
     if length < 0:
         raise ValueError(f"length is the number of tiles remembered, at least 0, not {length}")
+
+
+def _check_rows(model: "ViT", image: Tensor, last: bool) -> None:
+    patch = model.patch_embed.patch_size[0]
+    if image.shape[2] % patch and not last:
+        raise ValueError(
+            f"a tile of {image.shape[2]} pixels is no whole rows of {patch}: its padding would lie inside the strip. Only the "
+            "last tile of a strip whose height is given may end so: cut the others at whole patches"
+        )
 
 
 def _check_tile(model: "ViT", x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
@@ -92,7 +110,12 @@ def _check_tile(model: "ViT", x: Tensor, memory: Memory | None, whole: Grid | No
         return
     if len(memory.layers) != len(model.blocks):
         raise ValueError(f"memory of {len(memory.layers)} blocks, the model has {len(model.blocks)}: it is another model's")
-    batch, width = memory.layers[0][0].shape[0], memory.width
+    keys, width, own = memory.layers[0][0], memory.width, model.blocks[0].attn.num_heads
+    batch, heads = keys.shape[:2]
+    if (heads, keys.shape[3]) != (own, x.shape[3] // own):
+        raise ValueError(
+            f"memory of {heads} heads, {keys.shape[3]} wide, the model has {own} of {x.shape[3] // own}: it is another's"
+        )
     if (batch, width) != (x.shape[0], x.shape[2]):
         raise ValueError(
             f"a batch of {x.shape[0]} tiles {x.shape[2]} patches wide cannot go below one of {batch}, {width} wide: "

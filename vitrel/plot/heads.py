@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from vitrel.models.transfer_report import Pair
-from vitrel.plot.lattice import Lattice, Source, chosen, lattices, source_name
+from vitrel.plot.lattice import Lattice, Source, check_numbers, chosen, lattices, source_name
 from vitrel.plot.style import DX, DY, LINES, SIGN, columns_for, sheet
 from vitrel.probe.attention import Layer, for_each_layer
 
@@ -67,7 +67,9 @@ def attended_offset(layer: Layer) -> Tensor:
     patches, grid = layer.patches, layer.grid
     at = (layer.tokens - grid.prefix).clamp(min=0)
     at = torch.stack((at // grid.w, at % grid.w), -1).double()  # [W, N, 2]
-    weights = layer.weights.double() * patches[:, None, None] * patches[:, None, :, None]  # [B, W, H, N, N]
+    weights = (
+        check_numbers(layer.name, layer.weights).double() * patches[:, None, None] * patches[:, None, :, None]
+    )  # [B, W, H, N, N]
     mass = weights.sum(-1, keepdim=True)
     apart = at[None, :, None] - weights @ at[:, None] / mass  # [B, W, H, N, 2]
     asked = (mass > 0).expand_as(apart)  # else a query that is padding, or gives patches nothing

@@ -66,6 +66,13 @@ def lattices(source: Source, size: int | Pair | None = None, layers: Sequence[in
     return [lattice for layer in found for lattice in layer]
 
 
+def check_numbers(name: str, values: Tensor) -> Tensor:
+    """The values; ValueError where one is NaN, which a picture would show as something else."""
+    if bool(values.isnan().any()):
+        raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
+    return values
+
+
 def source_name(source: Source) -> str:
     """What titles call a model, an encoding or recorded layers."""
     if isinstance(source, Composition):
@@ -87,6 +94,8 @@ def chosen(layers: Sequence, indices: Sequence[int] | None) -> list:
 
 def encodings_of(source: nn.Module, size: int | Pair | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
     """(name, encoding, grid) of every encoding of a model, or of the encoding itself, at `size`; see `lattices`."""
+    if size is not None and min(to_2tuple(size)) < 1:
+        raise ValueError(f"size is a side or (h, w), at least 1, not {size}")
     if isinstance(source, PositionEncoding):
         own = next((part.grid for part in source.modules() if getattr(part, "grid", None) is not None), None)
         if own is None:
@@ -138,6 +147,7 @@ def _nothing(source: nn.Module) -> str:
 def _measured(layer: Layer) -> Lattice:
     if layer.position is None:
         raise ValueError(f"{layer.name} was recorded without position: use vitrel.probe.attention.record")
+    check_numbers(layer.name, layer.weights)
     return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, layer.position), None)
 
 
@@ -146,7 +156,10 @@ def _drawn(name: str, encoding: PositionEncoding, grid: Grid) -> list[Lattice]:
     with evaluating(encoding):
         terms = encoding(grid)
     key, trained = key_of(encoding), None if encoding.grid is None else tuple(encoding.grid[:2])
-    found = [Lattice(name, f"{key} {what}", unit, v.detach(), trained, s) for what, unit, v, s in _pictures(terms, grid)]
+    found = [
+        Lattice(name, f"{key} {what}", unit, check_numbers(name, values.detach()), trained, signed)
+        for what, unit, values, signed in _pictures(terms, grid)
+    ]
     return [one for one in found if _varies(one.values)] or found[:1]
 
 

@@ -1,5 +1,6 @@
 """Attention of one patch on its image, with position and without."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from vitrel.models.transfer_report import Pair
-from vitrel.plot.lattice import Source, chosen, source_name
+from vitrel.models.weights.record import by
+from vitrel.plot.lattice import Source, check_numbers, chosen, source_name
 from vitrel.plot.style import DIVERGING, SEQUENTIAL, panel_height, sheet
 from vitrel.probe.attention import Layer, record
 
@@ -38,8 +40,11 @@ def attention(
     if seen.content is None:
         raise ValueError(f"{seen.name} was recorded without content: use vitrel.probe.attention.record")
     window, slot = slot_of(seen, query)
+    check_numbers(seen.name, seen.weights[0])
     both = torch.stack((seen.weights[0, window, :, slot], seen.content[0, window, :, slot]))  # [2, H, N]
     count = both.shape[1]
+    if heads is not None and not len(heads):
+        raise ValueError("heads names no head: leave it out for the mean of all")
     if heads is not None and (missing := [head for head in heads if not 0 <= head < count]):
         raise ValueError(f"{seen.name} has heads 0 to {count - 1}, not {missing[0]}")
     both = both.mean(1, keepdim=True) if heads is None else both[:, list(heads)]
@@ -58,7 +63,7 @@ def attention(
 
 def slot_of(layer: Layer, query: Pair) -> Pair:
     """(window, slot) of the patch `query` (row, column) in a recorded layer; ValueError for one outside its grid."""
-    (y, x), grid = query, layer.grid
+    (y, x), grid = map(operator.index, query), layer.grid
     if not (0 <= y < grid.h and 0 <= x < grid.w):
         raise ValueError(f"query ({y}, {x}) is outside the {grid.h}x{grid.w} patches of {layer.name}")
     window, slot = (layer.tokens == grid.prefix + y * grid.w + x).nonzero()[0].tolist()
@@ -76,6 +81,10 @@ def on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
 def picture_of(source: Source, image: Tensor) -> Tensor:
     """[3, height, width] from 0 to 1: the image before the model's normalisation, or stretched where that is not known."""
     image = image.detach().float().cpu()
+    if len(image) not in (1, 3):
+        raise ValueError(
+            f"an image of {len(image)} channels has no colours to draw: pass shown, [3, height, width] from 0 to 1"
+        )
     known = getattr(source, "pretrained_cfg", None) or {}
     if "mean" in known and "std" in known:
         mean, std = (torch.tensor(known[name])[:, None, None] for name in ("mean", "std"))
@@ -86,6 +95,8 @@ def picture_of(source: Source, image: Tensor) -> Tensor:
 def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False) -> None:
     """The image in pixels, and room for padding to whole patches."""
     height, width = picture.shape[1:]
+    if layer.image is not None and (height, width) != layer.image:
+        raise ValueError(f"a picture of {by((height, width))} pixels for attention on {by(layer.image)}: it is another image's")
     axes.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, width, height, 0), alpha=0.35 if faded else 1.0)
     h, w = _extent(layer)
     axes.set(xlim=(0, w), ylim=(h, 0), xticks=[], yticks=[])

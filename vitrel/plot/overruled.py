@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from vitrel.models.transfer_report import Pair
-from vitrel.plot.lattice import Source, source_name
+from vitrel.plot.lattice import Source, check_numbers, source_name
 from vitrel.plot.on_image import draw_picture, outline, picture_of
 from vitrel.plot.style import LINES, sheet
 from vitrel.probe.attention import Layer, for_each_layer
@@ -78,6 +78,8 @@ def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None
 
 def find_overruled(source: Source, images: Tensor, top: int = 1) -> Overruled:
     """What `overruled` draws, with its arguments and errors."""
+    if top < 1:
+        raise ValueError(f"top is the number of attended patches to look among, at least 1, not {top}")
     best, lowest = None, 0.0
 
     def look(layer: Layer) -> None:
@@ -107,7 +109,7 @@ def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
     if layer.position is None:
         raise ValueError(f"{layer.name} was recorded without position: use vitrel.probe.attention.record")
     patches = layer.patches
-    keys = layer.weights.masked_fill(~patches[:, None, None], -1.0)
+    keys = check_numbers(layer.name, layer.weights).masked_fill(~patches[:, None, None], -1.0)
     weights, at = keys.topk(min(top, keys.shape[-1]), -1)  # [B, W, H, N, top]
     relative = _relative(layer.position, layer).gather(-1, at)
     seen = (layer.tokens >= 0).sum(-1)[:, None, None, None] if layer.visible is None else layer.visible.sum(-1, keepdim=True)

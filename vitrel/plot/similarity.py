@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.models.transfer_report import Pair
-from vitrel.plot.lattice import encodings_of, parts_of, source_name
+from vitrel.plot.lattice import check_numbers, encodings_of, parts_of, source_name
 from vitrel.plot.style import SEQUENTIAL, columns_for, panel_height, sheet, whole_numbers
 from vitrel.position import key_of
 from vitrel.probe.attention_layer import evaluating
@@ -23,10 +23,10 @@ def similarity(source: nn.Module, size: int | Pair | None = None, patches: Seque
     """
     name, trained, rows = _embedding(source, size)  # [h, w, C]
     grid = Grid(*rows.shape[:2])
-    patches = [(grid.h // 2, grid.w // 2)] if patches is None else list(patches)
+    patches = list(patches or [(grid.h // 2, grid.w // 2)])
     if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
         raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
-    alike = cosine_similarity(rows.flatten(0, 1), grid.w, patches)  # [M, h*w]
+    alike = cosine_similarity(check_numbers(name, rows).flatten(0, 1), grid.w, patches)  # [M, h*w]
     (rows, columns), title = columns_for(len(patches)), f"{source_name(source)}: similarity of embeddings"
     if trained != grid[:2]:
         title += f"\n{grid.h}x{grid.w} patches, trained on {trained[0]}x{trained[1]}"

@@ -1,5 +1,6 @@
 """`explain`: attention with position taken apart into its steps, for a few tokens of a small grid."""
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from vitrel.ops import attention
 from vitrel.ops.reference import masked_logits, rotated, table_logits
 from vitrel.position import PositionEncoding, Table, Terms, create_position, key_of
 from vitrel.position.terms import Composition
+from vitrel.probe.attention_layer import evaluating
 from vitrel.probe.explanation import ROWS, Explanation, lines_of
 
 Array = Tensor | np.ndarray | Sequence
@@ -45,10 +47,11 @@ def explain(
     as with identity projections. grid: (h, w) or (h, w, prefix) of the keys, a row of N tokens unless given; the queries are
     its last M tokens. query: one of them, a number counted as the keys are or (row, column) of a patch; None for all. mask:
     broadcastable to [H, M, N], bool with True = attend, or additive. head: one of H, None for all. tokens: N names.
-    Raises ValueError for what does not fit together, and for more rows of text than one can read, naming the way out.
+    Raises TypeError for what is of another kind, ValueError for what does not fit together and for more rows of text than one
+    can read, naming the way out.
     """
     q, k, v = _of_heads(q=q, k=k, v=v)
-    grid = Grid(1, k.shape[-2]) if grid is None else Grid(*grid)
+    grid = Grid(1, k.shape[-2]) if grid is None else _checked_grid(grid)
     queries = _chosen_queries(query, grid, q.shape[-2])
     heads = _chosen_heads(head, len(q))
     if (rows := lines_of(len(heads), len(queries), grid.tokens)) > ROWS:
@@ -144,7 +147,13 @@ def _terms(position: Position, grid: Grid, q: Tensor, options: dict) -> Terms:
         position = create_position(position, grid, q.shape[0], q.shape[-1], device=q.device, **options).eval()
     elif options:
         raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
-    return position if isinstance(position, Terms) else position(grid)
+    if isinstance(position, Terms):
+        return position
+    if not isinstance(position, PositionEncoding):
+        kind = type(position).__name__
+        raise TypeError(f"position is a key, an encoding (of a model: model.blocks[0].position) or Terms, not {kind}")
+    with evaluating(position):  # which in training may shift positions at random
+        return position(grid)
 
 
 def _title(position: Position, options: dict) -> str:
@@ -185,15 +194,25 @@ def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int)
     first = grid.tokens - count
     if query is None:
         return list(range(first, grid.tokens))
-    index = query
-    if isinstance(query, Sequence):
-        row, column = query
-        inside = 0 <= row < grid.h and 0 <= column < grid.w
-        index = grid.prefix + row * grid.w + column if inside else -1
+    try:
+        if isinstance(query, Sequence):
+            row, column = map(operator.index, query)
+            inside = 0 <= row < grid.h and 0 <= column < grid.w
+            index = grid.prefix + row * grid.w + column if inside else -1
+        else:
+            index = operator.index(query)
+    except (TypeError, ValueError):
+        raise TypeError(f"query is the number of a token or (row, column) of a patch, not {query!r}") from None
     if not max(first, 0) <= index < grid.tokens:
         has = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens has queries {first} to {grid.tokens - 1}"
         raise ValueError(f"there is no query {query}: {has}, or (row, column)")
     return [index]
+
+
+def _checked_grid(grid: Sequence[int]) -> Grid:
+    if not isinstance(grid, Sequence) or len(grid) not in (2, 3) or not all(isinstance(n, int) for n in grid):
+        raise TypeError(f"grid is (h, w) or (h, w, prefix) of the keys, in tokens, not {grid!r}")
+    return Grid(*grid)
 
 
 def _chosen_heads(head: int | None, count: int) -> list[int]:

@@ -79,7 +79,7 @@ class Explanation:
             columns["biased"] = "scaled and all that position adds", self.biased
         logits = "biased" if self.added else "scaled"
         masked = ""
-        if not torch.equal(self.biased, self.masked):
+        if not torch.equal(self.biased.nan_to_num(), self.masked.nan_to_num()):  # of NaN too
             columns["masked"], logits, masked = (f"{logits}, with the mask", self.masked), "masked", ", with the same mask"
         columns["exp"] = f"exp({logits} - maximum), so that the largest is 1 and nothing overflows", self.exponentials
         columns["weight"] = "exp / sum of exp", self.weights
