@@ -2,6 +2,10 @@
 
 import importlib.util
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -32,3 +36,13 @@ def shared(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"../shared/{name} is not there: this test needs real data")
     return path
+
+
+def run_in_the_interpreter(module: str) -> None:
+    """Runs a test module in Triton's interpreter, in a new process: it must be chosen before triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", module]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout[-1000:]

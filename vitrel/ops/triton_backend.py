@@ -22,6 +22,8 @@ def refuses(call: Call) -> str:
         return "Triton is not installed"
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"its kernels run on a GPU, not on {call.device.type} (there only in Triton's interpreter, TRITON_INTERPRET=1)"
+    if torch.compiler.is_exporting():
+        return "an exported program holds PyTorch's own operators, which run wherever it is loaded"
     if call.mask is not None:
         return "its kernels take no mask"
     if call.dropout_p:

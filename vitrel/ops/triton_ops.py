@@ -59,10 +59,10 @@ def _keep_window(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _window_gradients(ctx: Any, grad: Tensor) -> tuple:
-    qkv, bias, cos, sin = ctx.saved_tensors
+    inputs = ctx.saved_tensors  # once: checkpointing recomputes them
     asked = bool(ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
-    found = torch.ops.vitrel.window_attention_backward(grad, qkv, bias, cos, sin, *ctx.sizes, asked)
-    return (*_asked(found, ctx.saved_tensors, ctx.needs_input_grad), None, None, None, None)
+    found = torch.ops.vitrel.window_attention_backward(grad, *inputs, *ctx.sizes, asked)
+    return (*_asked(found, inputs, ctx.needs_input_grad), None, None, None, None)
 
 
 window_op.register_autograd(_window_gradients, setup_context=_keep_window)
@@ -108,8 +108,9 @@ def _keep_biased(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None
 
 
 def _biased_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
-    found = torch.ops.vitrel.biased_attention_backward(grad, *ctx.saved_tensors, *ctx.sizes)
-    return (*_asked(found, ctx.saved_tensors, ctx.needs_input_grad), None, None, None, None)
+    saved = ctx.saved_tensors
+    found = torch.ops.vitrel.biased_attention_backward(grad, *saved, *ctx.sizes)
+    return (*_asked(found, saved, ctx.needs_input_grad), None, None, None, None)
 
 
 biased_op.register_autograd(_biased_gradients, setup_context=_keep_biased)
@@ -126,7 +127,7 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _like(x: Tensor | None, other: Tensor) -> Tensor:
-    return _or_empty(None if x is None else torch.empty_like(x, dtype=torch.float32), other)
+    return _or_empty(None if x is None else other.new_empty(x.shape, dtype=torch.float32), other)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

@@ -1,0 +1,316 @@
+"""The Triton kernels of global attention against the reference in float64, and what they compile to.
+
+Run natively where a GPU is to hand; elsewhere in Triton's interpreter, which must be chosen before triton is imported, so in a
+process of its own: `test_in_the_interpreter` runs this file there. The interpreter cannot do bfloat16.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers import run_in_the_interpreter
+from vitrel.grid import Grid
+from vitrel.ops import reference
+from vitrel.position.terms import Table, Terms
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from vitrel.ops import triton_global, triton_global_backward  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_kernels = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no GPU: run by test_in_the_interpreter, in the interpreter"
+)
+compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+LIMITS = {torch.float32: (2e-6, 4e-6), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 3e-2)}  # outputs, gradients
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+
+
+class Biased(torch.autograd.Function):
+    """The two functions under test as one differentiable call."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, rows, columns, grid, scale):
+        out, lse = triton_global.biased_forward(q, k, v, bias, rows, columns, grid, scale)
+        ctx.save_for_backward(q, k, v, bias, rows, columns, out, lse)
+        ctx.rest = grid, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *saved, out, lse = ctx.saved_tensors
+        found = triton_global_backward.biased_backward(grad, *saved, out, lse, *ctx.rest)
+        assert all(x is None or x.dtype == torch.float32 for x in found[3:])
+        return *(x if x is None else x.to(y.dtype) for x, y in zip(found, saved, strict=True)), None, None
+
+
+def axis_scores(q, table, grid, axis, scale):
+    """What the queries make of a query table [H, R, D] along one axis, by row or column of the key: [B, H, M, h or w]."""
+    n = grid.h if axis == "h" else grid.w
+    at = grid.coordinates(q.device)[-q.shape[-2] :, 0 if axis == "h" else 1]
+    index = at[:, None] - torch.arange(n, device=q.device) + n - 1  # [M, n]
+    return (scale * q @ table.mT).gather(-1, index.expand(*q.shape[:-2], *index.shape))
+
+
+def inputs(grid, dtype, batch=1, heads=1, width=16, queries=None, axes=()):
+    """q, k, v as views of one projection, a bias and the query tables of `axes`, all with gradients, and a gradient."""
+    qkv = torch.randn(batch, grid.tokens, 3, heads, width, device=DEVICE).to(dtype)
+    q, k, v = (t.detach() for t in qkv.permute(2, 0, 3, 1, 4).unbind(0))
+    q = q[..., grid.tokens - (queries or grid.tokens) :, :]
+    tables = [0.5 * torch.randn(heads, grid.classes(), device=DEVICE)]
+    tables += [0.5 * torch.randn(heads, grid.classes(axis), width, device=DEVICE) for axis in axes]
+    leaves = [t.requires_grad_() for t in (q, k, v, *(t.to(dtype) for t in tables))]
+    return leaves, torch.randn(q.shape, device=DEVICE).to(dtype)
+
+
+def results(leaves, grad, grid, axes, scale):
+    """Outputs and gradients of the kernels, and those of the reference in float64."""
+    q, k, v, bias, *tables = leaves
+    scores = {axis: axis_scores(q, table, grid, axis, scale) for axis, table in zip(axes, tables, strict=True)}
+    out = Biased.apply(q, k, v, bias, scores.get("h"), scores.get("w"), grid, scale)
+    got = (out, *torch.autograd.grad(out, leaves, grad))
+    leaves = [t.detach().double().requires_grad_() for t in leaves]
+    q, k, v, bias, *tables = leaves
+    tables = Table("hw", bias=bias), *(Table(axis, query=table) for axis, table in zip(axes, tables, strict=True))
+    out = reference.attention(q, k, v, Terms(scale=scale * q.shape[-1] ** 0.5, tables=tables), grid)
+    return got, (out, *torch.autograd.grad(out, leaves, grad.double()))
+
+
+def check(leaves, grad, grid, axes=(), scale=0.3, names=("out", "q", "k", "v", "bias", "table", "table")):
+    got, want = results(leaves, grad, grid, axes, scale)
+    for name, a, b in zip(names, got, want, strict=False):
+        limit = LIMITS[leaves[0].dtype][name != "out"]
+        error = (a.double() - b).abs().max() / b.abs().max().clamp(min=1)
+        assert error <= limit, f"{name}: {error:.1e} > {limit:.0e}"
+
+
+QUICK = [
+    (Grid(3, 5, 1), dict(batch=2, heads=3)),
+    (Grid(5, 3), dict(axes=("h", "w"), heads=2)),
+    (Grid(1, 1), {}),
+    (Grid(2, 33, 3), {}),
+]
+CASES = [
+    (Grid(1, 1), dict(axes=("h", "w"))),
+    (Grid(3, 5, 3), dict(width=32)),
+    (Grid(3, 5), dict(batch=2, heads=3, axes=("h",))),
+    (Grid(5, 3, 3), dict(queries=6, batch=2)),
+    (Grid(5, 3, 3), dict(queries=15)),
+    (Grid(5, 3), dict(queries=9, axes=("h", "w"))),
+    (Grid(1, 17), dict(width=64)),
+    (Grid(17, 1, 1), {}),
+    (Grid(17, 1), dict(axes=("h", "w"))),
+    (Grid(2, 33), dict(axes=("h", "w"))),
+    (Grid(3, 70), dict(queries=70, axes=("w",))),
+    (Grid(2, 70, 1), dict(batch=2)),
+    (Grid(14, 14), dict(width=32)),
+    (Grid(14, 14), dict(axes=("h", "w"), queries=28)),
+]
+
+
+@on_kernels
+@pytest.mark.parametrize(("grid", "options"), QUICK, ids=str)
+def test_outputs_and_gradients(grid, options):
+    check(*inputs(grid, torch.float32, **options), grid, options.get("axes", ()))
+
+
+@on_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("grid", "options"), CASES, ids=str)
+def test_outputs_and_gradients_of_more(grid, options, dtype):
+    check(*inputs(grid, dtype, **options), grid, options.get("axes", ()))
+
+
+@on_kernels
+def test_half_precision():
+    check(*inputs(Grid(3, 5), torch.float16, width=64), Grid(3, 5))
+
+
+@on_kernels
+def test_no_bias_and_a_bias_that_hides():
+    """Without any table; and with one that hides most keys, of one head all (a query that sees no key returns 0)."""
+    grid = Grid(3, 4)
+    (q, k, v, bias), grad = inputs(grid, torch.float32, heads=2)
+    out = Biased.apply(q, k, v, None, None, None, grid, 0.3)
+    want = ((0.3 * q @ k.mT).softmax(-1) @ v).detach()
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
+    far = (grid.offsets(device=DEVICE).abs() > 1).any(-1)
+    bias = bias.detach().masked_fill(far, float("-inf"))
+    bias[1] = float("-inf")
+    check([q, k, v, bias.requires_grad_()], grad, grid)
+
+
+@on_kernels
+@pytest.mark.slow
+def test_everything_is_written(monkeypatch):
+    """With memory that holds NaN before the kernels write to it."""
+    for holder, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        make = getattr(holder, name)
+        monkeypatch.setattr(
+            holder, name, lambda *args, make=make, **options: make(*args, **options).fill_(float("nan")), raising=True
+        )
+    for grid, options in ((Grid(3, 5, 3), {}), (Grid(2, 33), dict(axes=("h", "w"))), (Grid(5, 3, 1), dict(queries=6))):
+        leaves, grad = inputs(grid, torch.float32, **options)
+        check(leaves, grad, grid, options.get("axes", ()))
+
+
+class Largest(TorchDispatchMode):
+    """Records the most elements of any tensor an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@on_kernels
+@pytest.mark.slow
+def test_memory_grows_as_the_tokens():
+    largest = {}
+    for side in (8, 16):
+        grid = Grid(side, side)
+        (q, k, v, bias), grad = inputs(grid, torch.float32)
+        arguments = (q.detach(), k.detach(), v.detach(), bias.detach(), None, None)
+        with Largest() as record:
+            out, lse = triton_global.biased_forward(*arguments, grid, 0.3)
+            triton_global_backward.biased_backward(grad, *arguments, out, lse, grid, 0.3)
+        largest[grid.tokens] = record.numel
+    assert largest[256] <= 4 * largest[64] and largest[256] < 256 * 256
+
+
+@on_kernels
+@pytest.mark.slow
+def test_the_same_bits_again():
+    grid = Grid(5, 7, 1)
+    leaves, grad = inputs(grid, torch.float32, batch=2)
+    first, second = (results(leaves, grad, grid, (), 0.3)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype=torch.float64), "float32, float16 and bfloat16, not torch.float64"),
+        (dict(width=48), "heads of width 16, 32, 64, 128, not 48"),
+        (dict(grid=Grid(4, 5, 17), queries=37), "up to 16 prefix tokens, not 17"),
+        (dict(grid=Grid(4, 5, 1), queries=21, axis_scores=True), "to patch tokens only"),
+        (dict(queries=7), "7 queries are neither all 20 tokens of the grid nor its last whole rows of 5"),
+        (dict(grid=Grid(4, 5, 3), queries=22), "22 queries are neither all 23"),
+    ],
+)
+def test_refusals(change, reason):
+    call = dict(dtype=torch.float16, width=64, grid=Grid(4, 5), queries=20)
+    assert triton_global.biased_refuses(**call) == ""
+    assert reason in triton_global.biased_refuses(**call | change)
+
+
+def test_a_refused_call_raises():
+    q = torch.zeros(1, 1, 20, 48)
+    with pytest.raises(ValueError, match="not 48"):
+        triton_global.biased_forward(q, q, q, None, None, None, Grid(4, 5), 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
+def test_in_the_interpreter():
+    run_in_the_interpreter(__file__)
+
+
+def ahead_of_time(kernel, arguments, constants):
+    """Registers and bytes of stack of a thread on sm_90; arguments: their types, in tuples as the kernel takes them."""
+    from triton.backends.compiler import GPUTarget
+
+    constants = dict(constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    values, attributes = {}, {}
+
+    def typed(value, path):
+        if isinstance(value, tuple):
+            parts = [typed(part, (*path, n)) for n, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if value is None:
+            values[path] = None
+            return "constexpr"
+        if value.endswith(":16"):
+            attributes[path] = [["tt.divisibility", 16]]
+        return value.removesuffix(":16")
+
+    signature = {}
+    for n, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(n,)] = "constexpr", constants[name]
+        else:
+            signature[name] = typed(arguments[name], (n,))
+    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        pytest.skip("this triton ships no cuobjdump")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(binary)
+        usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    return tuple(int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+
+
+def kernel_case(name, dtype, grid, width, axes):
+    """A kernel, the types of its arguments and its constants, as the two functions would call it."""
+    element = {torch.bfloat16: "*bf16:16", torch.float16: "*fp16:16"}[dtype]
+    x, number = (element, "i32:16", "i32:16", "i32:16"), "*fp32:16"
+    tile = triton_global._query_tile(dtype, width, axes)
+    if name == "_keys":
+        tile = triton_global_backward._keys_tile(dtype, width, axes)
+    lanes = tile[1]
+    constants = triton_global._constants(grid, width, tile)
+    arguments = dict(
+        tables=(number, element if axes else None, element if axes else None),
+        sizes=triton_global._Sizes(*["i32"] * 8),
+        scale="fp32",
+        inputs=(x,) * (3 if name == "_forward" else 5),
+        stats=(number, number),
+        out=x,
+        lse=number,
+        parts=number,
+        batch="i32",
+    )
+    if name == "_queries":
+        gradient = (number, "i32:16") if axes else None
+        arguments["grads"] = (x, gradient, number if axes else None, number if grid.prefix else None)
+    elif name == "_keys":
+        arguments["grads"] = (x, x)
+    elif name == "_table":
+        lanes, warps, stages = 64, 8, 2
+        constants = dict(PREFIX=grid.prefix > 0, D=width, BLOCK=lanes, num_warps=warps, num_stages=stages)
+    if name != "_keys":
+        constants["PACKED"] = triton_global._row_lanes(grid.w, lanes)
+    module = triton_global if name == "_forward" else triton_global_backward
+    return getattr(module, name), arguments, constants
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [False, True], ids=["bias", "axes"])
+@pytest.mark.parametrize("grid", [Grid(14, 14), Grid(14, 14, 1), Grid(16, 16), Grid(64, 64)], ids=str)
+@pytest.mark.parametrize("name", ["_forward", "_queries", "_keys", "_table"])
+def test_nothing_spills_on_sm_90(name, grid, axes):
+    if axes and grid.prefix:
+        pytest.skip("refused")
+    registers, stack = ahead_of_time(*kernel_case(name, torch.bfloat16, grid, 64, axes))
+    assert registers <= 255 and stack == 0
+
+
+@compiled
+def test_the_forward_kernel_does_not_spill_on_sm_90():
+    registers, stack = ahead_of_time(*kernel_case("_forward", torch.float16, Grid(32, 32), 64, False))
+    assert registers <= 255 and stack == 0

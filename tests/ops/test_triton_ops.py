@@ -1,0 +1,234 @@
+"""The kernels as operators of PyTorch: behind the entries, in models, compiled, checkpointed, under autocast and DDP.
+
+Run in Triton's interpreter, in a process of its own (see test_triton_window.py), natively where there is a GPU.
+"""
+
+import os
+
+import pytest
+import timm
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers import run_in_the_interpreter
+from variants import IN_ATTENTION, VARIANT_IDS, VARIANTS, make, perturbed, refusal
+from vitrel import Grid, Table, Terms
+from vitrel.ops import attention, triton_backend, use_backend, why, window_attention
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no GPU; test_in_the_interpreter runs it in a process of its own"
+)
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+SERVED = {  # keys that the kernels take under global attention; the others meet keys or values, or tables of both axes
+    "none", "table", "factorised", "clipped", "t5", "cpb", "alibi", "log_decay", "fire", "decomposed", "rope_axial",
+    "rope_mixed", "rope_normalised", "lookhere",
+}  # fmt: skip
+MODELS = {
+    "swin table": ("vitrel_swin_n", dict(depths=(2, 1), num_heads=(1, 2))),
+    "swin rope_mixed": ("vitrel_swin_n_rope_mixed", dict(depths=(2, 1), num_heads=(1, 2))),
+    "swin v2": ("vitrel_swinv2_n", dict(depths=(2, 1), num_heads=(1, 2))),
+    "vit table": ("vitrel_vit_n8_table", dict(depth=2)),
+    "vit absolute+rope_mixed": ("vitrel_vit_n8_absolute_rope_mixed", dict(depth=2)),
+    "vit decomposed": ("vitrel_vit_n8_decomposed", dict(depth=2, class_token=False, global_pool="avg")),
+}
+
+
+def terms_of(key, grid, **options):
+    return perturbed(make(key, Grid(3, 4, grid.prefix), heads=4, dim=16, dtype=torch.float32, **options).to(DEVICE))(grid)
+
+
+@runs
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+def test_every_encoding_is_right_or_refused(key, options, prefix):
+    grid = Grid(4, 5, prefix)
+    encoding = perturbed(make(key, Grid(3, 4, prefix), heads=4, dim=16, **options).to(DEVICE))
+    if key not in IN_ATTENTION:
+        return
+    reason = refusal("triton", encoding(grid), grid, 4, 16, dtype=torch.float32, device=torch.device(DEVICE))
+    served = key in SERVED or options.get("values") is False  # Shaw's keys alone are query tables of one axis
+    assert bool(reason) == (not served or (key in ("decomposed", "shaw") and prefix > 0)), reason
+    if reason:
+        return
+    found = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(1, 4, grid.tokens, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+        for queries in (grid.tokens, 2 * grid.w):
+            out = attention(q[:, :, -queries:], k, v, encoding(grid), grid, backend=backend)
+            weight = torch.randn(out.shape, device=DEVICE)
+            learned = [p for p in encoding.parameters() if p.requires_grad]
+            found.append([out, *torch.autograd.grad((out * weight).sum(), [q, k, v, *learned], allow_unused=True)])
+    for kernel, plain in ((found[0], found[2]), (found[1], found[3])):
+        for a, b in zip(kernel, plain, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@runs
+@pytest.mark.parametrize("key", ["table", "factorised", "cpb", "rope_mixed", "lookhere", "none"])
+def test_windows(key):
+    encoding = perturbed(make(key, Grid(3, 4), heads=4, dim=16).to(DEVICE))
+    found = []
+    for backend in ("triton", "reference"):
+        torch.manual_seed(1)
+        qkv = torch.randn(2, 5, 7, 3 * 64, device=DEVICE, requires_grad=True)
+        out = window_attention(qkv, encoding(Grid(3, 4)), Grid(5, 7), (3, 4), (1, 2), 4, backend=backend)
+        weight = torch.randn(out.shape, device=DEVICE)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), [qkv, *encoding.parameters()])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@runs
+@pytest.mark.parametrize("entry", ["attention", "window_attention"])
+def test_scales_and_query_biases(entry):
+    """What no encoding of the package combines with plain biases: a number, a 0-d tensor, and a bias of the queries."""
+    grid = Grid(3, 4)
+    for scale in (0.7, torch.tensor(0.7, device=DEVICE)):
+        query_bias = torch.randn(4, 16, device=DEVICE, requires_grad=True)
+        terms = Terms(query_bias=query_bias, scale=scale, tables=(Table("w", bias=torch.randn(4, 7, device=DEVICE)),))
+        x = torch.randn(1, 3, 4, 3 * 64, device=DEVICE)
+        found = []
+        for backend in ("triton", "reference"):
+            if entry == "attention":
+                q, k, v = x.view(1, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)
+                out = attention(q, k, v, terms, grid, backend=backend)
+            else:
+                out = window_attention(x, terms, grid, (3, 4), (0, 0), 4, backend=backend)
+            found.append((out, torch.autograd.grad(out.square().sum(), query_bias)[0]))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@runs
+def test_operators_are_registered_as_pytorch_wants():
+    from vitrel.ops import triton_ops
+
+    bias = (torch.randn(2, 35, device=DEVICE) * 0.5).requires_grad_()
+    angle = torch.randn(1, 12, 8, device=DEVICE)
+    qkv = torch.randn(1, 5, 6, 3 * 32, device=DEVICE, requires_grad=True)
+    for turn in ((None, None), (angle.cos().requires_grad_(), angle.sin().requires_grad_())):
+        torch.library.opcheck(triton_ops.window_op, (qkv, bias, *turn, (3, 4), (1, 2), 2, 0.25))
+    q, k, v = (torch.randn(1, 2, 12, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    rows, columns = (torch.randn(1, 2, 12, n, device=DEVICE, requires_grad=True) for n in (3, 4))
+    for given in ((bias, None, None), (None, rows, columns), (None, None, None)):
+        torch.library.opcheck(triton_ops.biased_op, (q, k, v, *given, 3, 4, 0, 0.25))
+
+
+def run_model(model, image):
+    model.zero_grad()
+    out = model(image)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_close(first, second, tolerance=1e-4):
+    for a, b in zip(first, second, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm() + 1e-6
+
+
+def small(name, **how):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, img_size=64, drop_path_rate=0.0, **how)
+    return perturbed(model, 0.1).to(DEVICE).train(), torch.randn(1, 3, 24, 40, device=DEVICE)
+
+
+@runs
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_through_them(name):
+    model, image = small(MODELS[name][0], **MODELS[name][1])
+    plain = run_model(model, image)
+    with use_backend("triton"):
+        assert_close(run_model(model, image), plain)
+        model.set_grad_checkpointing()
+        assert_close(run_model(model, image), plain)
+        text = why(model, image)
+    assert ": triton (asked for by name)" in text
+    assert "reference (" not in text
+
+
+@runs
+@pytest.mark.parametrize("name", ["swin table", "vit table"])
+def test_compiled_models_have_no_graph_break(name):
+    model, image = small(MODELS[name][0], **MODELS[name][1])
+    plain = run_model(model, image)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with use_backend("triton"):
+        assert_close(run_model(compiled, image), plain)
+        other = torch.randn(1, 3, 32, 24, device=DEVICE)
+        assert_close([compiled(other).detach()], [model(other).detach()])
+
+
+@runs
+@pytest.mark.parametrize("name", ["swin table", "vit table"])
+def test_autocast(name):
+    model, image = small(MODELS[name][0], **MODELS[name][1])
+    plain = run_model(model, image)
+    with use_backend("triton"), torch.autocast(DEVICE, HALF):
+        assert "float16" in why(model, image)
+        assert_close(run_model(model, image), plain, 0.05)
+
+
+@runs
+def test_ddp(tmp_path):
+    model, image = small(*MODELS["vit table"][:1], depth=2)
+    plain = run_model(model, image)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with use_backend("triton"):
+            assert_close(run_model(DistributedDataParallel(model), image), plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@runs
+def test_frozen_inputs_have_no_gradient():
+    """A table trained alone, and qkv alone."""
+    bias, qkv = torch.randn(2, 35, device=DEVICE), torch.randn(1, 3, 4, 96, device=DEVICE)
+    for trained in (bias, qkv):
+        trained.requires_grad_()
+        window_attention(
+            qkv, Terms(tables=(Table(bias=bias),)), Grid(3, 4), (3, 4), (0, 0), 2, backend="triton"
+        ).sum().backward()
+        assert trained.grad is not None
+        assert (bias.grad is None) == (trained is qkv)
+        trained.requires_grad_(False)
+        trained.grad = None
+
+
+def test_it_says_why_it_does_not_serve(monkeypatch):
+    grid, on_cpu = Grid(3, 4), dict(dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "run on a GPU, not on cpu" in refusal("triton", Terms(), grid, **on_cpu)
+    on_cpu["device"] = torch.device("cuda")
+    assert refusal("triton", Terms(), grid, width=16, **on_cpu) == ""
+    for how, reason in (
+        (dict(mask=torch.ones(12, 12)), "take no mask"),
+        (dict(dropout_p=0.1), "use attn_drop_rate=0"),
+        (dict(width=24), "heads of width"),
+        (dict(dtype=torch.float64), "not torch.float64"),
+        (dict(queries=5), "nor its last whole rows of 4"),
+        (dict(terms=Terms(tables=(Table(value=torch.zeros(1, 35, 16)),))), "no tables that meet keys, values or gates"),
+        (dict(terms=Terms(tables=(Table(query=torch.zeros(1, 35, 16)),))), "query tables of one axis"),
+    ):
+        assert reason in refusal("triton", **dict(terms=Terms(), grid=grid, width=16) | on_cpu | how)
+    windows = dict(entry="window_attention", window=(3, 4)) | on_cpu
+    assert "under global attention only" in refusal(
+        "triton", Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),)), grid, **windows
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal("triton", Terms(), grid, **on_cpu) == "Triton is not installed"
+    assert not triton_backend.pays(None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
+def test_in_the_interpreter():
+    run_in_the_interpreter(__file__)

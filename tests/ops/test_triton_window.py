@@ -1,0 +1,261 @@
+"""The Triton window kernels against the reference in float64: in Triton's interpreter on a CPU, natively where there is a GPU.
+
+The interpreter must be chosen before triton is imported, so one test runs this module once more in a process of its own.
+"""
+
+import itertools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import run_in_the_interpreter
+from vitrel import Grid, Table, Terms
+from vitrel.ops import reference
+
+triton = pytest.importorskip("triton")
+
+from vitrel.ops import triton_window, triton_window_backward  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no GPU; test_in_the_interpreter runs it in a process of its own"
+)
+compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value
+
+GRIDS = [(1, 1), (5, 5), (12, 9), (8, 20), (3, 16)]
+WINDOWS = [(4, 4), (3, 5), (7, 7)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Whatever a kernel does not write is NaN; and a program serves several windows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    monkeypatch.setattr(triton_window, "PROGRAMS", 3)
+    monkeypatch.setattr(triton_window_backward, "_PROGRAMS", 3)
+
+
+def make(grid, window, heads=2, width=16, batch=1, bias=True, rotary=0, dtype=torch.float32):
+    """(qkv, bias, cos, sin), grad_out; `rotary`: number of heads of the angles. The table has a standard deviation of 0.5."""
+    n, classes = window[0] * window[1], (2 * window[0] - 1) * (2 * window[1] - 1)
+    qkv = torch.randn(batch, *grid, 3 * heads * width, device=DEVICE).to(dtype)
+    table = torch.randn(heads, classes, device=DEVICE) * 0.5 if bias else None
+    angle = torch.randn(rotary, n, width // 2, device=DEVICE) * 2 if rotary else None
+    cos, sin = (angle.cos(), angle.sin()) if rotary else (None, None)
+    return (qkv, table, cos, sin), torch.randn(batch, *grid, heads * width, device=DEVICE).to(dtype)
+
+
+def expected(inputs, grad_out, grid, window, shift, heads):
+    """Output and gradients of the reference in float64, the content logits scaled by 0.7 besides D ** -0.5."""
+    qkv, table, cos, sin = inputs = [None if t is None else t.double().requires_grad_() for t in inputs]
+    terms = Terms(scale=0.7, rotary=None if cos is None else (cos, sin), tables=() if table is None else (Table(bias=table),))
+    out = reference.window_attention(qkv, terms, Grid(*grid), window, shift, heads)
+    out.backward(grad_out.double())
+    return out, *(None if t is None else t.grad for t in inputs)
+
+
+def ours(inputs, grad_out, window, shift, heads):
+    scale = 0.7 * (grad_out.shape[-1] // heads) ** -0.5
+    out = triton_window.window_forward(*inputs, window, shift, heads, scale)
+    return out, *triton_window_backward.window_backward(grad_out, *inputs, window, shift, heads, scale, rotary_grad=True)
+
+
+def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
+    inputs, grad_out = make(grid, window, heads, dtype=dtype, **options)
+    results = ours(inputs, grad_out, window, shift, heads)
+    truth = expected(inputs, grad_out, grid, window, shift, heads)
+    for name, ours_, true in zip(("out", "qkv", "bias", "cos", "sin"), results, truth, strict=True):
+        assert (ours_ is None) == (true is None), name
+        if true is not None:
+            assert ours_.shape == true.shape and ours_.dtype == (dtype if name in ("out", "qkv") else torch.float32), name
+            error = (ours_.double() - true).abs().max()
+            assert error <= TOLERANCE[dtype] * max(1.0, true.abs().max()), f"{name}: {error / true.abs().max():.1e}"
+
+
+@runs
+@pytest.mark.parametrize(("grid", "window"), itertools.product(GRIDS, WINDOWS))
+def test_equals_the_reference(grid, window):
+    """Grids that the window does not divide or that it exceeds, with and without shift, bias and rotary term; three widths."""
+    n = GRIDS.index(grid) + WINDOWS.index(window)
+    shift = [(0, 0), (window[0] // 2, window[1] // 2), (1, window[1] - 1)][n % 3]
+    width, heads, rotary = [16, 32, 64][(n + 1) % 3], [2, 1, 3][n % 3], [0, 1, 1][n % 3]
+    check(grid, window, shift, heads, width=width, rotary=rotary, bias=n % 4 != 1, batch=1 + n % 2)
+
+
+@runs
+@pytest.mark.parametrize("rotary", [0, 1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_combination_of_terms(bias, rotary):
+    check((5, 9), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("grid", "window", "shift"),
+    [((9, 10), (8, 9), (4, 5)), ((12, 25), (12, 12), (6, 6)), ((17, 16), (16, 16), (8, 8))],
+)
+def test_windows_of_more_than_one_tile(grid, window, shift):
+    check(grid, window, shift, width=16, heads=1, rotary=1)
+    check(grid, window, shift, width=32, heads=1)
+
+
+@runs
+@pytest.mark.parametrize("shift", [(0, 0), (3, 3), (0, 6)])
+@pytest.mark.parametrize("h", [1, 6, 7, 8, 11, 14, 15])
+def test_every_border(h, shift):
+    for w in (1, 6, 8):
+        check((h, w), (7, 7), shift, heads=1)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_half_precision(dtype):
+    check((8, 15), (7, 7), (3, 3), width=32, heads=1, rotary=1, dtype=dtype)
+    check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
+
+
+@runs
+@pytest.mark.parametrize("window", [(4, 4), (9, 8)])
+def test_two_runs_agree_to_the_bit(window):
+    inputs, grad_out = make((9, 9), window, rotary=2)
+    first, second = (ours(inputs, grad_out, window, (2, 2), 2) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@runs
+def test_any_strides(monkeypatch):
+    (qkv, *rest), grad_out = make((5, 6), (4, 4))
+    results = ours((qkv, *rest), grad_out, (4, 4), (2, 2), 2)
+    slanted = qkv.transpose(1, 2).contiguous().transpose(1, 2), grad_out.flip(-1).contiguous().flip(-1)
+    monkeypatch.undo()  # one window a program
+    for a, b in zip(results, ours((slanted[0], *rest), slanted[1], (4, 4), (2, 2), 2), strict=True):
+        assert a is None if b is None else torch.allclose(a, b, atol=1e-6)
+
+
+@runs
+@pytest.mark.parametrize("window", [(4, 4), (9, 8)])
+@pytest.mark.parametrize("level", [-300, 300])
+def test_large_logits_stay_finite(window, level):
+    """Where exp would overflow, and a shift of the logits by the maximum does not; also in the rows of padding."""
+    (qkv, table, *rest), grad_out = make((6, 5), window, heads=1)
+    out, *grads = ours((qkv * 40, table + level, *rest), grad_out, window, (2, 2), 1)
+    assert out.isfinite().all() and all(g is None or g.isfinite().all() for g in grads)
+
+
+@runs
+def test_an_empty_batch():
+    inputs, grad_out = make((5, 5), (4, 4), batch=0, rotary=1)
+    out, qkv, bias, cos, sin = ours(inputs, grad_out, (4, 4), (2, 2), 2)
+    assert out.numel() == qkv.numel() == 0 and not bias.any() and not cos.any() and not sin.any()
+
+
+@compiles
+def test_sums_by_offset_class():
+    pairs = torch.randn(3, 15, 15, dtype=torch.double)
+    index = Grid(3, 5).index().flatten()
+    truth = torch.zeros(3, 45, dtype=torch.double).index_add_(1, index, pairs.flatten(1))
+    torch.testing.assert_close(triton_window_backward.by_offset(pairs, (3, 5)), truth, atol=1e-12, rtol=0)
+
+
+@compiles
+def test_refusals():
+    refuses = triton_window.window_refuses
+    assert refuses(torch.float16, 32, (7, 7)) == refuses(torch.bfloat16, 64, (16, 16)) == ""
+    assert "not torch.float64" in refuses(torch.float64, 32, (7, 7))
+    assert "not 24" in refuses(torch.float32, 24, (7, 7))
+    assert "not 17x16" in refuses(torch.float32, 32, (17, 16))
+    with pytest.raises(ValueError, match="heads of width 16, 32, 48, 64, not 8"):
+        triton_window.window_forward(torch.zeros(1, 4, 4, 24), None, None, None, (4, 4), (0, 0), 1, 1.0)
+    with pytest.raises(ValueError, match="shift along width"):
+        triton_window.window_forward(torch.zeros(1, 4, 4, 48), None, None, None, (4, 4), (0, 4), 1, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
+def test_in_the_interpreter():
+    run_in_the_interpreter(__file__)
+
+
+class Hopper:
+    """A driver for launches that compile and do not run; no device of this number exists, so that nothing else finds them."""
+
+    def get_current_device(self):
+        return 1000
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Kernels launched are compiled for sm_90 instead: list of (name, registers, bytes of stack, products on wgmma)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this triton brings no cuobjdump, which counts registers")
+    found, launch = [], triton.runtime.jit.JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        (tmp_path / "kernel").write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run([tool, "--dump-resource-usage", tmp_path / "kernel"], capture_output=True, text=True).stdout
+        counts = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
+        found.append((self.__name__, *counts, kernel.asm["ptx"].count("wgmma.mma_async")))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    return found
+
+
+def compile_all(window, width, rotary):
+    n, classes = window[0] * window[1], (2 * window[0] - 1) * (2 * window[1] - 1)
+    qkv = torch.zeros(2, 32, 32, 3 * 2 * width, dtype=torch.bfloat16)
+    angle = torch.zeros(1, n, width // 2) if rotary else None
+    inputs = (qkv, torch.zeros(2, classes), angle, angle, window, (1, 1), 2, 1.0)
+    triton_window_backward.window_backward(triton_window.window_forward(*inputs), *inputs)
+
+
+# Registers of the forward kernel (4 warps) and of the hungriest backward kernel (8 warps) may not grow beyond these.
+REGISTERS = {
+    ((7, 7), 32, False): (168, 240),
+    ((8, 8), 32, False): (128, 216),
+    ((12, 12), 32, False): (96, 168),
+    ((16, 16), 32, False): (128, 176),
+    ((16, 16), 64, False): (176, 208),
+    ((7, 7), 32, True): (200, 255),
+    ((12, 12), 32, True): (128, 208),
+    ((16, 16), 64, True): (240, 248),
+}
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REGISTERS, ids=lambda c: f"{c[0][0]}x{c[0][1]}-{c[1]}{'-rotary' if c[2] else ''}")
+def test_compiles_for_hopper_without_spills(case, compiled):
+    compile_all(*case)
+    forward, backward = REGISTERS[case]
+    for name, registers, stack, products in compiled:
+        assert stack == 0, f"{name} spills {stack} bytes"
+        assert registers <= (forward if name == "_forward" else backward), f"{name} takes {registers} registers"
+        assert products > 0, f"{name} does not use wgmma"
+
+
+@compiles
+def test_the_grid_compiles_nothing_anew(compiled):
+    kernels = triton_window._forward, triton_window_backward._whole
+    counts = []
+    for h, w in [(16, 16), (15, 17), (1, 30)]:
+        qkv = torch.zeros(1, h, w, 48)
+        inputs = (qkv, torch.zeros(1, 9), None, None, (2, 2), (1, 1), 1, 1.0)
+        triton_window_backward.window_backward(triton_window.window_forward(*inputs), *inputs)
+        counts.append([len(kernel.device_caches[1000][0]) for kernel in kernels])
+    assert counts[0] == counts[1], counts

@@ -1,0 +1,307 @@
+"""Global attention with a table of offsets or per-axis query scores, forward, in Triton: no [N, N] tensor anywhere.
+
+Algorithm: flash attention (online softmax, arXiv 2205.14135): a program owns BLOCK_M queries of one head and walks over the
+keys, tile by tile. Of every query the log-sum-exp is kept, from which the backward pass computes the weights again.
+Table: the offset class of query i and key j is line(i) - cell(j), with line(i) = (y + h-1)(2w-1) + x + w-1 and cell(j) =
+y (2w-1) + x, so one subtraction per score finds it; a tile of a rows of queries and b rows of keys touches a+b-1 lines of the
+table, each contiguous and at most 2w-1 long (from L1; staged through shared memory as the keys are). Nothing else depends on
+rows: a tile is any BLOCK_N consecutive patch keys, no lane is wasted whatever w is. Prefix keys are a tile of 16 lanes.
+Row and column scores do need tiles aligned with the rows: then a tile is as many whole rows as fit (two of 14 fill 28 of 32
+lanes), or a chunk of a wider row, a row score is one value per query and tile, and the column scores of a chunk stay in
+registers for all rows of the image.
+In registers: logits, then weights [BLOCK_M, BLOCK_N], out [BLOCK_M, D], maximum and sum of each query, with column scores a
+[BLOCK_M, BLOCK_N] of these; all float32. Queries, keys and values are read from shared memory by the matrix products.
+Bytes moved, per head: q, out and lse once; k and v once per tile of queries (from L2); table, row and column scores once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitrel.grid import Grid
+
+WIDTHS = (16, 32, 64, 128)  # of a head
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PREFIX_LANES = tl.constexpr(16)  # of the tile of prefix keys, the fewest a matrix product takes
+LOG2E = tl.constexpr(1.4426950408889634)  # logits are held in units of log 2: exp2 is what the hardware has
+
+
+def biased_refuses(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
+    """Why the kernels do not serve heads of `width` on `grid` (of the keys) for that many queries, or ""."""
+    if dtype not in DTYPES:
+        return f"the kernel computes in float32, float16 and bfloat16, not {dtype}"
+    if width not in WIDTHS:
+        return f"the kernel takes heads of width {', '.join(map(str, WIDTHS))}, not {width}"
+    if grid.prefix > PREFIX_LANES.value:
+        return f"the kernel takes up to {PREFIX_LANES.value} prefix tokens, not {grid.prefix}"
+    if grid.prefix and axis_scores:
+        return "the kernel adds row and column scores to patch tokens only, and the grid has prefix tokens"
+    if queries != grid.tokens and (queries % grid.w or not 0 < queries <= grid.h * grid.w):
+        return f"{queries} queries are neither all {grid.tokens} tokens of the grid nor its last whole rows of {grid.w}"
+    return ""
+
+
+def biased_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    row_scores: Tensor | None,
+    column_scores: Tensor | None,
+    grid: Grid,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q.k + bias[class] + row_scores[.., y of key] + column_scores[.., x of key]) v, and its log-sum-exp.
+
+    q [B, H, M, D], k, v [B, H, N, D] of one dtype, any strides; the queries are the last M tokens of `grid` (of the keys):
+    all, or whole rows. bias [H, R] by offset class (query minus key, Grid.index("hw")). row_scores [B, H, M, h],
+    column_scores [B, H, M, w].
+    Returns out [B, H, M, D] in v's dtype, in memory as [B, M, H, D], and lse [B, H, M] float32, what the backward pass needs.
+    Raises ValueError where `biased_refuses` gives a reason.
+    """
+    aligned = row_scores is not None or column_scores is not None
+    if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
+        raise ValueError(reason)
+    batch, heads, queries, width = q.shape
+    out = _like_tokens(q)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    block_m, block_n, *_ = tile = _query_tile(q.dtype, width, aligned)
+    with torch.cuda.device_of(q):
+        _forward[(triton.cdiv(queries, block_m) * batch * heads,)](
+            (_strided(q), _strided(k), _strided(v)),
+            _strided(out),
+            lse,
+            (_in_log2(bias), _packed(row_scores), _packed(column_scores)),
+            _sizes_for(grid, heads, queries, block_n, aligned),
+            float(scale),
+            PACKED=_row_lanes(grid.w, block_n),
+            **_constants(grid, width, tile),
+        )
+    return out, lse
+
+
+def _query_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int, int, int]:
+    """Queries and keys of a tile, warps and stages of the kernels that own queries."""
+    if dtype == torch.float32:
+        return 32, 32, 8, 1
+    return (64, 32, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
+
+
+class _Sizes(NamedTuple):
+    """What the kernels know of the shapes: sides of the grid, numbers of tokens, of tiles down (groups) and across (chunks).
+
+    A tile is any consecutive patch keys, chunks 1; or, aligned, `rows` whole image rows or a chunk of one.
+    """
+
+    heads: int
+    h: int
+    w: int
+    prefix: int
+    queries: int
+    rows: int
+    groups: int
+    chunks: int
+
+
+def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) -> _Sizes:
+    """Sizes for tiles of `lanes` keys."""
+    rows = max(1, lanes // grid.w)
+    if not aligned:
+        return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h * grid.w, lanes), 1)
+    return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h, rows), triton.cdiv(grid.w, lanes))
+
+
+def _constants(grid: Grid, width: int, tile: tuple[int, int, int, int]) -> dict[str, int]:
+    """What the kernels are compiled for, but for PACKED."""
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    return {"PREFIX": grid.prefix > 0, "D": width, **dict(zip(names, tile, strict=True))}
+
+
+def _row_lanes(columns: int, lanes: int) -> int:
+    """Lanes that hold one value for each image row of a tile; 0 where a tile is one row or a part of it."""
+    rows = lanes // columns
+    return max(16, triton.next_power_of_2(rows)) if rows > 1 else 0
+
+
+def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """x [B, H, N, D] and its strides, the last one 1."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, *x.stride()[:3]
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    """x, contiguous."""
+    return None if x is None else x.contiguous()
+
+
+def _in_log2(bias: Tensor | None) -> Tensor | None:
+    """A table as the kernels read it: contiguous, float32, in units of log 2."""
+    return None if bias is None else (bias.float() * LOG2E.value).contiguous()
+
+
+def _like_tokens(x: Tensor) -> Tensor:
+    """An empty [B, H, N, D] that lies in memory as [B, N, H, D], so that joining the heads is free."""
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+
+@triton.jit
+def _head_line(head, sizes, PREFIX: tl.constexpr):
+    """Where the table of a head starts in [H, R]."""
+    return head.to(tl.int32) * ((2 * sizes.h - 1) * (2 * sizes.w - 1) + (3 if PREFIX else 0))
+
+
+@triton.jit
+def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
+    """Line of queries i [BLOCK_M] in the tables [H, R], and which are prefix tokens; lanes beyond the last query repeat it."""
+    h, w = sizes.h, sizes.w
+    patch = tl.minimum(i, sizes.queries - 1) + (h * w - sizes.queries)
+    at = tl.maximum(patch, 0)
+    y = at // w
+    return _head_line(head, sizes, PREFIX) + (y + h - 1) * (2 * w - 1) + (at - y * w) + w - 1, patch < 0
+
+
+@triton.jit
+def _prefix_line(head, sizes):
+    """Where the classes with prefix tokens start: prefix query and token key, token and prefix, prefix and prefix."""
+    return _head_line(head, sizes, True) + (2 * sizes.h - 1) * (2 * sizes.w - 1)
+
+
+@triton.jit
+def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Row y, column x, token and existence of the lanes of a tile of patch keys."""
+    lane = tl.arange(0, LANES)
+    if ALIGNED:
+        r = lane // sizes.w
+        y = group * sizes.rows + r
+        x = chunk * LANES + lane - r * sizes.w
+        return y, x, sizes.prefix + y * sizes.w + x, (r < sizes.rows) & (y < sizes.h) & (x < sizes.w)
+    else:
+        patch = group * LANES + lane
+        y = patch // sizes.w
+        return y, patch - y * sizes.w, sizes.prefix + patch, patch < sizes.h * sizes.w
+
+
+@triton.jit
+def _load_tokens(x, b, head, tokens, exist, D: tl.constexpr):
+    """[len(tokens), D] of x [B, H, N, D], zero where a token does not exist."""
+    base, of_batch, of_head, of_token = x
+    at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
+    return tl.load(base + at, mask=exist[:, None], other=0.0)
+
+
+@triton.jit
+def _store_tokens(x, b, head, tokens, exist, value, D: tl.constexpr):
+    """Write `value` [len(tokens), D] into x [B, H, N, D]."""
+    base, of_batch, of_head, of_token = x
+    at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
+    tl.store(base + at, value.to(base.dtype.element_ty), mask=exist[:, None])
+
+
+@triton.jit
+def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX: tl.constexpr):
+    """Content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), in units of log 2; -inf where there is no key."""
+    s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+    if bias is not None:
+        cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # so that no address needs a mask
+        table = tl.load(bias + (line[:, None] - cell[None, :]))
+        if PREFIX:
+            table = tl.where(is_prefix[:, None], tl.load(bias + _prefix_line(head, sizes)), table)
+        s += table
+    return tl.where(inside[None, :], s, float("-inf"))
+
+
+@triton.jit
+def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
+    """The same of the prefix keys, [BLOCK_M, PREFIX_LANES]."""
+    s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+    if bias is not None:
+        s += tl.load(bias + _prefix_line(head, sizes) + tl.where(is_prefix, 2, 1))[:, None]
+    return tl.where((tl.arange(0, PREFIX_LANES) < sizes.prefix)[None, :], s, float("-inf"))
+
+
+@triton.jit
+def _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED: tl.constexpr):
+    """Row scores [B*H, M, h] of queries i at the keys of a tile, in units of log 2."""
+    row += bh * sizes.queries * sizes.h
+    if PACKED:
+        score = tl.load(row + ((i * sizes.h)[:, None] + y[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
+    else:
+        score = tl.load(row + (i * sizes.h + group), mask=exist, other=0.0)[:, None]
+    return score.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
+    """Column scores [B*H, M, w] of queries i at the keys of any tile of a chunk, in units of log 2."""
+    _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
+    column += bh * sizes.queries * sizes.w
+    score = tl.load(column + ((i * sizes.w)[:, None] + x[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
+    return score.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def _attend(s, v, acc, top, total):
+    """One step of the online softmax over logits s [BLOCK_M, keys]."""
+    new = tl.maximum(top, tl.max(s, 1))
+    shift = tl.where(new == float("-inf"), 0.0, new)  # a table may hide every key so far from a query
+    p = tl.exp2(s - shift[:, None])
+    old = tl.exp2(top - shift)
+    acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return acc, new, total * old + tl.sum(p, 1)
+
+
+@triton.jit
+def _forward(
+    inputs,
+    out,
+    lse,
+    tables,
+    sizes,
+    scale,
+    PREFIX: tl.constexpr,
+    PACKED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    q, k, v = inputs
+    bias, row, column = tables
+    ALIGNED: tl.constexpr = row is not None or column is not None
+    heads, prefix, queries = sizes.heads, sizes.prefix, sizes.queries
+    tiles = tl.cdiv(queries, BLOCK_M)
+    bh = (tl.program_id(0) // tiles).to(tl.int64)
+    b, head = bh // heads, bh % heads
+    i = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    exist, first = i < queries, bh * queries
+    query = _load_tokens(q, b, head, i, exist, D)
+    line, is_prefix = _query_lanes(i, head, sizes, PREFIX)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if PREFIX:
+        lane = tl.arange(0, PREFIX_LANES)
+        first_key, first_value = (
+            _load_tokens(k, b, head, lane, lane < prefix, D),
+            _load_tokens(v, b, head, lane, lane < prefix, D),
+        )
+        first_logits = _prefix_logits(query, first_key, bias, is_prefix, head, scale, sizes)
+        acc, top, total = _attend(first_logits, first_value, acc, top, total)
+    for chunk in range(sizes.chunks):
+        if column is not None:
+            columns = _column_terms(column, bh, i, exist, chunk, sizes, BLOCK_N)
+        for group in range(sizes.groups):
+            y, x, j, inside = _key_tile(group, chunk, sizes, BLOCK_N, ALIGNED)
+            key, value = _load_tokens(k, b, head, j, inside, D), _load_tokens(v, b, head, j, inside, D)
+            s = _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX)
+            if row is not None:
+                s += _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED)
+            if column is not None:
+                s += columns
+            acc, top, total = _attend(s, value, acc, top, total)
+    blind = total == 0.0  # a query that sees no key returns 0
+    total = tl.where(blind, 1.0, total)
+    _store_tokens(out, b, head, i, exist, acc / total[:, None], D)
+    tl.store(lse + first + i, (tl.where(blind, 0.0, top) + tl.log2(total)) / LOG2E, mask=exist)
