@@ -39,6 +39,7 @@ class Check(NamedTuple):
     error: float
 
 
+@vitrel.ops.use_backend("auto")  # kernels asked for would be asked of every machine that loads the file
 def export_model(
     model: vitrel.models.Backbone,
     path: str | Path,
@@ -162,7 +163,7 @@ def _trace(model: vitrel.models.Backbone, size: tuple[int, int], dynamic_size: b
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
         # Sizes stay free, also where the example's happens to be 1 or to equal another.
-        with vitrel.ops.use_backend("auto"), fx_config.patch(backed_size_oblivious=True), torch.no_grad():
+        with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
             return torch.export.export(model, (image,), dynamic_shapes=(shapes,))
     except Exception as error:
         raise RuntimeError(f"torch.export cannot trace this model at {size[0]}x{size[1]}: {_first_line(error)}") from error
@@ -185,7 +186,7 @@ def _write_onnx(
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it tells of every constant that it does not fold
     program = _trace(model, size, dynamic_size)
     try:
-        with vitrel.ops.use_backend("auto"), fx_config.patch(backed_size_oblivious=True), torch.no_grad():
+        with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
             graph = torch.onnx.export(program, verbose=False, input_names=["image"], output_names=["logits"])
     except Exception as error:
         raise RuntimeError(f"the exporter has no ONNX for this model: {_first_line(_origin(error))}") from error

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from variants import small_model as build
 from vitrel import POSITIONS
 from vitrel.export import export_model
+from vitrel.ops import use_backend
 
 FAMILIES = {
     "absolute": ("vitrel_vit_n8_absolute", {}),
@@ -207,3 +208,17 @@ def test_hub_backbone(hub):
         backbone = timm.create_model(source, pretrained=True, features_only=True, out_indices=(0, 2)).eval()
         expected = model.forward_intermediates(image, indices=[0, 2], intermediates_only=True)
         assert all(torch.equal(a, b) for a, b in zip(backbone(image), expected, strict=True))
+
+
+@pytest.mark.slow
+def test_exports_hold_pytorchs_own_operators_whatever_is_asked_for(tmp_path, monkeypatch):
+    """Also where kernels are asked for, which an exported program would need wherever it is loaded."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that they would serve it
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=3, depth=1).eval()
+    with use_backend("triton"):
+        export_model(model, tmp_path / "model.pt2", "exported")
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert "scaled_dot_product_attention" in str(program.graph)
+    assert "vitrel" not in str(program.graph)
+    with use_backend("triton"), pytest.raises(Exception, match="an exported program holds PyTorch's own operators"):
+        torch.export.export(model, (torch.randn(1, 3, 64, 64),))
