@@ -1,0 +1,164 @@
+"""What is measured: shapes of models in use, and the small shapes on which everything has to be right first."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrel.grid import Grid
+from vitrel.ops.window import windows
+from vitrel.position import create_position
+from vitrel.position.terms import Table, Terms
+
+STD = 0.5  # of bias and query tables: a table near zero hides every index error
+
+
+class Case(NamedTuple):
+    """One call of an entry of vitrel.ops; windowed where `window` is given. width: D, of a head."""
+
+    name: str
+    encoding: str  # "table" | "factorised" | "decomposed" | "rope"
+    grid: Grid
+    batch: int
+    heads: int
+    width: int
+    window: tuple[int, int] | None = None
+    shift: tuple[int, int] = (0, 0)
+    compiled: bool = True  # whether compiled peers, whose compilation takes most of the time, are measured too
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole batch."""
+        return self.batch * self.grid.tokens
+
+    def flops(self, training: bool) -> float:
+        """Of the two matrix products of attention; training has five more beside them."""
+        keys = self.window[0] * self.window[1] if self.window else self.grid.tokens
+        return 4.0 * self.tokens * keys * self.heads * self.width * (3.5 if training else 1.0)
+
+
+class Problem(NamedTuple):
+    """The numbers of a case. `inputs` (q, k, v or qkv) and `leaves` (the tables) are what is differentiated."""
+
+    case: Case
+    inputs: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+    rotary: tuple[Tensor, Tensor] | None
+    grad: Tensor  # of the output
+    fixed: tuple[Tensor, ...] = ()  # what peers keep of windows: who sees whom [L, N, N], offset classes [N, N]
+
+    def terms(self) -> Terms:
+        """The position terms, from the leaves."""
+        tables = []
+        for name, value in self.leaves.items():
+            kind, axis = name.split("_")
+            tables.append(Table(axis, bias=value) if kind == "bias" else Table(axis, query=value))
+        return Terms(rotary=self.rotary, tables=tuple(tables))
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        """The same numbers, inputs and tables in `dtype`."""
+        inputs, leaves = ({name: x.to(dtype) for name, x in group.items()} for group in (self.inputs, self.leaves))
+        rotary = None if self.rotary is None else tuple(x.to(dtype) for x in self.rotary)
+        return Problem(self.case, inputs, leaves, rotary, self.grad.to(dtype), self.fixed)
+
+    def part(self, first: int, last: int) -> "Problem":
+        """The images first to last - 1."""
+        return self._replace(inputs={name: x[first:last] for name, x in self.inputs.items()}, grad=self.grad[first:last])
+
+
+def make_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
+    """Random numbers for a case: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    b, heads, width, grid = case.batch, case.heads, case.width, case.grid
+    place, channels = Grid(*case.window) if case.window else grid, heads * width
+    if case.window:
+        inputs = {"qkv": draw(b, grid.h, grid.w, 3 * channels).to(dtype)}
+        grad = draw(b, grid.h, grid.w, channels).to(dtype)
+    else:  # as a linear layer leaves them: [B, N, 3, H, D], seen as [B, H, N, D]
+        q, k, v = draw(b, grid.tokens, 3, heads, width).to(dtype).permute(2, 0, 3, 1, 4)
+        inputs = {"q": q, "k": k, "v": v}
+        grad = draw(b, grid.tokens, heads, width).to(dtype).transpose(1, 2)
+    leaves, rotary = {}, None
+    if case.encoding == "table":
+        leaves = {"bias_hw": draw(heads, place.classes()) * STD}
+    elif case.encoding == "factorised":
+        leaves = {f"bias_{axis}": draw(heads, place.classes(axis)) * STD for axis in ("h", "w")}
+    elif case.encoding == "decomposed":
+        leaves = {f"query_{axis}": draw(1, place.classes(axis), width) * STD for axis in ("h", "w")}
+    else:
+        rotary = tuple(x.to(device) for x in create_position("rope_axial", place, heads, width)(place).rotary)
+    fixed = ()
+    if case.window:
+        visible = windows(grid.h, grid.w, case.window, case.shift, device).visible
+        fixed = (visible.unflatten(0, (-1, place.tokens)), place.index(device=device))
+    return Problem(case, inputs, leaves, rotary, grad, fixed)
+
+
+def hard_case(case: Case) -> Case:
+    """A small case with the same kernel to run, and everything in it that goes wrong: no side is divisible or square."""
+    grid = Grid(9, 21, case.grid.prefix)
+    shift = (0, 0)
+    if case.window:
+        (h, w), grid = case.window, Grid(2 * case.window[0] + 3, case.window[1] + 2)
+        shift = max(1, h // 2 - 1), max(1, w // 2)
+    return case._replace(name=family(case), grid=grid, batch=2, heads=3, shift=shift)
+
+
+def family(case: Case) -> str:
+    """What cases have in common that are right or wrong together."""
+    where = f"windows of {case.window[0]}x{case.window[1]}" if case.window else f"global, {case.grid.prefix} prefix tokens"
+    return f"{where}, heads of {case.width}, {case.encoding}"
+
+
+def _windows(name: str, batch: int, side: int, heads: int, window: int, shift: int, width: int = 32, **options) -> Case:
+    title = f"{name} {side}x{side}, window {window}, shift {shift}, batch {batch}"
+    options = {"encoding": "table"} | options
+    if options["encoding"] != "table":
+        title += f", {options['encoding']}"
+    return Case(
+        title, grid=Grid(side, side), batch=batch, heads=heads, width=width, window=(window,) * 2, shift=(shift,) * 2, **options
+    )
+
+
+def _global(side: int, batch: int, encoding: str, prefix: int = 1, compiled: bool = True) -> Case:
+    name = f"ViT-B {side}x{side}{f'+{prefix}' if prefix else ''}, {encoding}, batch {batch}"
+    return Case(name, encoding, Grid(side, side, prefix), batch, 12, 64, compiled=compiled)
+
+
+CASES = (  # what matters most comes first
+    _windows("Swin-T", 256, 56, 3, 7, 3),
+    _global(28, 16, "table"),
+    _windows("Swin-T", 256, 14, 12, 7, 3),
+    _global(64, 2, "table", prefix=0),
+    _global(14, 64, "table"),
+    _windows("Swin-T", 256, 28, 6, 7, 3, compiled=False),
+    _windows("Swin-T", 256, 7, 24, 7, 0, compiled=False),
+    _windows("Swin-T", 256, 56, 3, 7, 0, compiled=False),
+    _windows("Swin-B", 32, 96, 4, 12, 6),
+    _windows("Swin-T", 64, 64, 3, 16, 8),
+    _global(64, 2, "decomposed", prefix=0),
+    _global(28, 16, "factorised"),
+    _global(28, 16, "rope"),
+    _windows("Swin-T", 256, 28, 6, 7, 0, compiled=False),
+    _windows("Swin-T", 256, 14, 12, 7, 0, compiled=False),
+    _windows("Swin-B", 32, 48, 8, 12, 6, compiled=False),
+    _windows("Swin-B", 32, 24, 16, 12, 6, compiled=False),
+    _windows("Swin-B", 32, 12, 32, 12, 0, compiled=False),
+    _windows("ViT-B", 8, 64, 12, 16, 0, 64, compiled=False),
+    _global(14, 64, "factorised", compiled=False),
+    _global(14, 64, "decomposed", prefix=0, compiled=False),
+    _global(14, 64, "rope", compiled=False),
+    _global(28, 16, "decomposed", prefix=0, compiled=False),
+    _global(64, 2, "factorised", prefix=0, compiled=False),
+    _global(64, 2, "rope", prefix=0, compiled=False),
+    _windows("Swin-T", 256, 28, 6, 7, 3, encoding="rope", compiled=False),
+)
+QUICK = (  # to see that all of it runs, on any machine
+    Case("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),
+    Case("quick table", "table", Grid(3, 5, 1), 1, 2, 16, compiled=False),
+    Case("quick decomposed", "decomposed", Grid(3, 5), 1, 2, 16, compiled=False),
+)

@@ -1,0 +1,139 @@
+"""The raw rows of a measurement: one JSON line each, written as they come; what is there is not measured again."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEY = ("kind", "case", "mode", "contender")  # what makes two rows the same measurement
+_CODE = ("ops/*.py", "benchmark/cases.py", "benchmark/contenders.py", "benchmark/timing.py")  # what is measured, and how
+
+
+class Samples:
+    """Rows of one file. A row of other code, or of another machine, is kept there but counts as not measured."""
+
+    def __init__(self, path: Path, stamp: dict[str, str]):
+        self.path, self.stamp = path, stamp
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows = read_rows(path)
+        self._known = {_key(row) for row in self.rows if all(row.get(name) == value for name, value in stamp.items())}
+
+    def add(self, kind: str, **row: Any) -> None:
+        """Write a row and see it on the disk before anything else happens."""
+        row = {"kind": kind, **row, **self.stamp}
+        with self.path.open("a+b") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell() and not _ends_line(file):
+                file.write(b"\n")  # a killed run left a part of a row
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(row)
+        self._known.add(_key(row))
+
+    def has(self, kind: str, **row: Any) -> bool:
+        """Whether this code has such a row on this machine."""
+        return _key({"kind": kind, **row}) in self._known
+
+    def find(self, kind: str, **row: Any) -> dict[str, Any]:
+        """The last such row. KeyError where there is none."""
+        key = _key({"kind": kind, **row})
+        for found in reversed(self.rows):
+            if _key(found) == key and all(found.get(name) == value for name, value in self.stamp.items()):
+                return found
+        raise KeyError(key)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a file, none where there is no file; a killed run may have left a part of one."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def machine(device: torch.device, commit: str = "") -> dict[str, str]:
+    """What the figures depend on: hardware, driver, versions, commit, and a fingerprint of the code that is measured."""
+    gpu = device.type == "cuda"
+    found = {
+        "device": hardware_name(device),
+        "cpu": _cpu(),
+        "driver": _driver() if gpu else "",
+        "cuda": str(torch.version.cuda) if gpu else "",
+        "cudnn": str(torch.backends.cudnn.version()) if gpu else "",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "interpreter": os.environ.get("TRITON_INTERPRET", ""),
+        "commit": commit or _commit(),
+        "code": _fingerprint(),
+    }
+    return found
+
+
+def stamp(found: dict[str, str]) -> dict[str, str]:
+    """The part of `machine` that decides whether a row is measured anew."""
+    return {name: found[name] for name in ("device", "torch", "triton", "interpreter", "code")}
+
+
+def hardware_name(device: torch.device) -> str:
+    """Name of the accelerator or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found[0].strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for pattern in _CODE:
+        for path in sorted(Path(__file__).parents[1].glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _key(row: dict[str, Any]) -> tuple:
+    return tuple(row.get(name) for name in KEY)
+
+
+def _ends_line(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
