@@ -97,7 +97,7 @@ def _given(key: str) -> tuple[str, str]:
     if any(part is not None for table in terms.tables for part in (table.query, table.key, table.gated)):
         found.append("content scores, B·H·N²")
     if any(table.value is not None for table in terms.tables):
-        found.append("values by offset (no SDPA)")
+        found.append("values by offset")
     return f"{count:,}", "; ".join(found) or "nothing"
 
 
