@@ -8,9 +8,9 @@ import pytest
 import timm
 import torch
 
+from vitrel.files import commit
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.columns import COLUMNS, PER_CLASS, TRANSLATION
-from vitrel.transfer.environment import commit
 from vitrel.transfer.fitting import fitted, gflops, static_columns
 from vitrel.transfer.folder import read_folder, read_lines, write_folder
 from vitrel.transfer.measure import shift_content

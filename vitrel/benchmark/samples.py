@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vitrel.files import commit as commit_of
+
 KEY = ("kind", "case", "mode", "contender")  # what makes two rows the same measurement
 _CODE = ("ops/*.py", "benchmark/cases.py", "benchmark/contenders.py", "benchmark/timing.py")  # what is measured, and how
 
@@ -75,7 +77,7 @@ def machine(device: torch.device, commit: str = "") -> dict[str, str]:
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "interpreter": os.environ.get("TRITON_INTERPRET", ""),
-        "commit": commit or _commit(),
+        "commit": commit or commit_of(Path(__file__).parents[2]),
         "code": _fingerprint(),
     }
     return found
@@ -112,14 +114,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def _fingerprint() -> str:

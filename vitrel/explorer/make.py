@@ -1,10 +1,8 @@
 """Puts explorer.html together: one file that needs no network, no server and no other file."""
 
-import re
-from importlib.resources import files
 from pathlib import Path
 
-from vitrel.files import whole
+from vitrel.files import one_page, whole
 
 PARTS = ("base", "math", "cells", "bias", "weights", "buckets", "start")  # scripts, in the order in which they run
 MARK = '<meta name="generator" content="vitrel explorer">'
@@ -23,14 +21,6 @@ def write_explorer(path: str | Path) -> Path:
         raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into: create it first")
     if path.exists() and MARK.encode() not in path.read_bytes():
         raise FileExistsError(f"{path} is there and is no explorer page: give another name, or remove it first")
-    page = files("vitrel.explorer") / "page"
-    parts = {
-        "mark": MARK,
-        "style": (page / "page.css").read_text("utf-8"),
-        "script": "\n".join((page / f"{name}.js").read_text("utf-8") for name in PARTS),
-    }
-    template = (page / "page.html").read_text("utf-8")
-    text = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
     with whole(path) as part:
-        part.write_text(text, "utf-8")
+        part.write_text(one_page("vitrel.explorer", PARTS, mark=MARK), "utf-8")
     return path

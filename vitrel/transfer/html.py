@@ -6,14 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from vitrel.files import whole
+from vitrel.files import one_page, whole
 from vitrel.transfer.columns import COLUMNS
 from vitrel.transfer.folder import read_lines
 from vitrel.transfer.metrics import t_interval
@@ -61,18 +60,15 @@ def write_html(folder: Path, title: str = "") -> Path:
     if not rows:
         raise ValueError(f"{folder / 'results.csv'} holds no rows: evaluate first")
     title = title or folder.resolve().name
-    page, pictures = files("vitrel.transfer") / "page", folder / "pictures.json.gz"
-    parts = {
-        "title": escape(title),
-        "style": (page / "page.css").read_text("utf-8"),
-        "plotly": get_plotlyjs(),
-        "data": json.dumps(contents(rows, folder, title), allow_nan=False).replace("<", "\\u003c"),
-        "pictures": base64.b64encode(pictures.read_bytes()).decode() if pictures.exists() else "",
-        "script": "\n".join((page / f"{name}.js").read_text("utf-8") for name in SCRIPTS),
-    }
-    template = (page / "page.html").read_text("utf-8")
-    # one pass, so that nothing in the parts is taken for a place to fill
-    text = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)
+    pictures = folder / "pictures.json.gz"
+    text = one_page(
+        "vitrel.transfer",
+        SCRIPTS,
+        title=escape(title),
+        plotly=get_plotlyjs(),
+        data=json.dumps(contents(rows, folder, title), allow_nan=False).replace("<", "\\u003c"),
+        pictures=base64.b64encode(pictures.read_bytes()).decode() if pictures.exists() else "",
+    )
     with whole(folder / "report.html") as part:
         part.write_text(text, "utf-8")
     return folder / "report.html"
