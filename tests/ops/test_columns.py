@@ -1,5 +1,7 @@
 """Tables over one axis as extra columns: exact against the reference, flash attention alone, and what is refused."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,6 +65,9 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster():
         (13, True, values, False), (14, True, values, True),
     ):  # fmt: skip
         assert columns.pays(call(terms, Grid(side, side), grad=grad)) is taken
+    asked = Terms(tables=(Table("h", query=torch.zeros(1, 63, 8)), Table("w", query=torch.zeros(1, 63, 8))))
+    for side, batch, terms, taken in ((32, 2, plain, False), (64, 3, plain, True), (64, 4, plain, False), (32, 8, asked, True)):
+        assert columns.pays(call(terms, Grid(side, side), batch=batch)) is taken  # a mask of biases serves every image
     assert not columns.pays(call(plain, Grid(64, 64), device=torch.device("cuda")))
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
@@ -114,6 +119,29 @@ def test_float32_tables_with_half_precision_inputs():
     )
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("cast", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_hidden_keys(dtype, cast):
+    """-inf in one table, in two of one axis and beside a query table, also where autocast rounds q: no NaN."""
+    if dtype == torch.float16 and cast == torch.bfloat16:
+        pytest.skip("autocast does not mix the two")
+    grid = Grid(4, 5)
+    bias = torch.randn(2, 7)
+    bias[:, :2] = -math.inf
+    q, k, v = torch.randn(3, 1, 2, grid.tokens, 16, dtype=dtype)
+    for tables in (
+        (Table("h", bias=bias),),
+        (Table("h", bias=bias),) * 2,
+        (Table("h", bias=bias, query=3 * torch.randn(1, 7, 16)),),
+        (Table("h", bias=bias), Table("w", bias=300 * torch.randn(2, 9))),
+    ):
+        with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
+            out = columns.attention(q, k, v, Terms(tables=tables), grid)
+        expected = reference.attention(q.double(), k.double(), v.double(), Terms(tables=tables), grid)
+        limit = 1e-4 if (cast or dtype) == torch.float32 else 0.05
+        torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("prefix", [0, 1])

@@ -221,6 +221,24 @@ def test_a_refused_call_raises():
         triton_global.biased_forward(q, q, q, None, None, None, Grid(4, 5), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (dict(k=torch.zeros(1, 2, 20, 16)), r"float32 \[2, 2, 20, 16\], float32 \[1, 2, 20, 16\].* twice \[B, H, 20, D\]"),
+        (dict(v=torch.zeros(2, 2, 20, 32)), "of one type"),
+        (dict(v=torch.zeros(2, 2, 20, 16, dtype=torch.float16)), "float16 .* of one type"),
+        (dict(bias=torch.zeros(2, 62)), r"bias of shape \[2, 62\]; the kernel takes \[2, 63\]"),
+        (dict(row_scores=torch.zeros(2, 2, 20, 5)), r"row scores .* takes \[2, 2, 20, 4\]"),
+        (dict(column_scores=torch.zeros(1, 2, 20, 5)), r"column scores .* takes \[2, 2, 20, 5\]"),
+    ],
+)
+def test_shapes_beyond_which_memory_would_be_read(change, text):
+    q = torch.zeros(2, 2, 20, 16)
+    call = dict(q=q, k=q, v=q, bias=None, row_scores=None, column_scores=None, grid=Grid(4, 5), scale=1.0)
+    with pytest.raises(ValueError, match=text):
+        triton_global.biased_forward(**call | change)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():

@@ -121,6 +121,41 @@ def test_operators_are_registered_as_pytorch_wants():
         torch.library.opcheck(triton_ops.biased_op, (q, k, v, *given, 3, 4, 0, 0.25))
 
 
+@runs
+def test_shared_keys():
+    """Of one image for all, or of one head: expanded, never read beyond their end."""
+    grid, bias = Grid(3, 5), torch.randn(2, 45, device=DEVICE)
+    q, k, v = (torch.randn(2, 2, 15, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    for x in ((q, k[:1], v[:1]), (q[:1], k, v), (q, k[:, :1], v[:, :1])):
+        found = []
+        for backend in ("triton", "reference"):
+            out = attention(*x, Terms(tables=(Table(bias=bias),)), grid, backend=backend)
+            found.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@runs
+def test_other_derivatives_are_refused():
+    """A second derivative, and torch.func, where a forward derivative would be zero without a word."""
+    terms = Terms(tables=(Table(bias=torch.randn(2, 35, device=DEVICE)),))
+    q = torch.randn(1, 2, 12, 16, device=DEVICE, requires_grad=True)
+    qkv = torch.randn(1, 3, 4, 96, device=DEVICE, requires_grad=True)
+    for run, x in (
+        (lambda x: attention(x, x, x, terms, Grid(3, 4), backend="triton"), q),
+        (lambda x: window_attention(x, terms, Grid(3, 4), (3, 4), (0, 0), 2, backend="triton"), qkv),
+    ):
+        (first,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            first.sum().backward()
+        for transformed in (
+            lambda run=run, x=x: torch.func.jvp(run, (x,), (x,)),
+            lambda run=run, x=x: torch.func.grad(lambda x: run(x).sum())(x),
+        ):
+            with pytest.raises(ValueError, match="no transforms of torch"):
+                transformed()
+
+
 def run_model(model, image):
     model.zero_grad()
     out = model(image)

@@ -52,8 +52,14 @@ def pays(call: Call) -> bool:
     """
     if torch.compiler.is_compiling() or call.device.type != "cpu":
         return False
-    values = any(table.value is not None for table in call.terms.tables)  # else the plain reference serves them
-    return call.grid.tokens >= (196 if values else 4096 if call.grad else 1024)
+    tables, tokens = call.terms.tables, call.grid.tokens
+    if any(table.value is not None for table in tables):  # else the plain reference serves them
+        return tokens >= 196
+    # A mask of biases alone is made once for all images, while the extra columns are multiplied for every one.
+    shared = all(table.query is None and table.key is None and table.gated is None for table in tables)
+    if shared and 10 * call.batch * _columns(call.terms, call.grid) > tokens:
+        return False
+    return tokens >= (4096 if call.grad else 1024)
 
 
 def attention(
@@ -134,10 +140,17 @@ def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, 
     for table in tables:
         if table.bias is not None:
             bias = gather_bias(table.bias, index)
-            bias = bias.to(torch.promote_types(bias.dtype, q.dtype)) / scale
-            columns.append(bias.clamp(min=torch.finfo(q.dtype).min))  # -inf times the zeros of a one-hot would be NaN
+            columns.append(bias.to(torch.promote_types(bias.dtype, q.dtype)) / scale)
         columns += query_logits(q, table, index, factor)
-    return sum(columns[1:], columns[0]).to(q.dtype)
+    largest = torch.finfo(_computed_in(q)).max  # -inf times the zeros of a one-hot would be NaN
+    return sum(columns[1:], columns[0]).clamp(-largest, largest).to(q.dtype)
+
+
+def _computed_in(q: Tensor) -> torch.dtype:
+    """The type in which scaled_dot_product_attention takes q, which autocast rounds."""
+    device = q.device.type
+    rounds = torch.is_autocast_enabled(device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return torch.get_autocast_dtype(device) if rounds else q.dtype
 
 
 def _joined(*sides: list[Tensor]) -> list[Tensor]:

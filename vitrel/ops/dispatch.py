@@ -48,6 +48,7 @@ def attention(
         mask = _check_mask(mask)
     shape = q.shape[-3], q.shape[-1], q.shape[-2]
     call = Call("attention", terms, grid, None, *shape, q.dtype, q.device, _differentiated(q, k, v), mask, dropout_p)
+    call = call._replace(batch=q.shape[0])
     return choose(backend, call).attention(q, k, v, terms, grid, mask, dropout_p)
 
 
@@ -78,7 +79,7 @@ def window_attention(
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
     shape = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
     how = qkv.dtype, qkv.device, _differentiated(qkv), None, dropout_p
-    call = Call("window_attention", terms, grid, window, *shape, *how)
+    call = Call("window_attention", terms, grid, window, *shape, *how, qkv.shape[0])
     return choose(backend, call).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
 

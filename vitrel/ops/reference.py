@@ -30,6 +30,7 @@ class Call(NamedTuple):
     grad: bool  # whether anything has to be differentiated
     mask: Tensor | None = None
     dropout_p: float = 0.0
+    batch: int = 1
 
 
 def refuses(call: Call) -> str:

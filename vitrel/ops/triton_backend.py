@@ -24,6 +24,8 @@ def refuses(call: Call) -> str:
         return f"its kernels run on a GPU, not on {call.device.type} (there only in Triton's interpreter, TRITON_INTERPRET=1)"
     if torch.compiler.is_exporting():
         return "an exported program holds PyTorch's own operators, which run wherever it is loaded"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # jvp would give zeros
+        return "its kernels have first derivatives by backward() alone, no transforms of torch.func"
     if call.mask is not None:
         return "its kernels take no mask"
     if call.dropout_p:
@@ -56,6 +58,8 @@ def attention(
     """See vitrel.ops.attention."""
     from vitrel.ops import triton_ops  # registers the operators
 
+    shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k, v = (x.expand(*shape, *x.shape[-2:]) for x in (q, k, v))
     if terms.query_bias is not None:
         q = q + terms.query_bias[:, None].to(q.dtype)
     scale = q.shape[-1] ** -0.5

@@ -65,6 +65,7 @@ def biased_forward(
     aligned = row_scores is not None or column_scores is not None
     if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
         raise ValueError(reason)
+    _check_shapes(q, k, v, (bias, row_scores, column_scores), grid)
     batch, heads, queries, width = q.shape
     out = _like_tokens(q)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
@@ -81,6 +82,18 @@ def biased_forward(
             **_constants(grid, width, tile),
         )
     return out, lse
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], grid: Grid) -> None:
+    """ValueError for what the kernels would read beyond its end, or as another type."""
+    keys = (*q.shape[:2], grid.tokens, q.shape[-1])
+    if q.dim() != 4 or k.shape != keys or v.shape != keys or not q.dtype == k.dtype == v.dtype:
+        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
+        raise ValueError(f"q, k, v are {given}; the kernel takes [B, H, M, D] and twice [B, H, {grid.tokens}, D] of one type")
+    wanted = (q.shape[1], grid.classes()), (*q.shape[:3], grid.h), (*q.shape[:3], grid.w)
+    for name, table, shape in zip(("bias", "row scores", "column scores"), tables, wanted, strict=True):
+        if table is not None and table.shape != shape:
+            raise ValueError(f"{name} of shape {list(table.shape)}; the kernel takes {list(shape)} on this grid")
 
 
 def _query_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int, int, int]:

@@ -96,7 +96,7 @@ def _query_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, sca
         inputs,
         stats,
         tables,
-        (_strided(dq), None if drow is None else (drow, drow.stride(0)), dcolumn, to_prefix),
+        (_strided(dq), None if drow is None else (drow, batch * heads), dcolumn, to_prefix),
         shape,
         float(scale),
         PACKED=_row_lanes(grid.w, block_n),
@@ -171,14 +171,14 @@ def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: 
     """Add up ds over the columns of a tile into drow [chunks, B*H, M, h]."""
     h, rows = sizes.h, sizes.rows
     drow, of_chunk = drow
-    drow += bh * sizes.queries * h
+    drow += (chunk * of_chunk + bh) * sizes.queries * h  # 64 bits, as bh
     if PACKED:
         r = tl.arange(0, PACKED)
         place = drow + ((i * h + group * rows)[:, None] + r[None, :])
         there = (r < rows) & (group * rows + r < h)
         tl.store(place, _sums_by(ds, y - group * rows, PACKED, PRECISION), mask=exist[:, None] & there[None, :])
     else:
-        place = drow + chunk * of_chunk + (i * h + group)
+        place = drow + (i * h + group)
         tl.store(place, tl.sum(ds, 1), mask=exist)
 
 

@@ -88,6 +88,7 @@ def window_forward(
     Raises ValueError where `window_refuses` says so, and for an impossible window or shift.
     """
     check_qkv(qkv, window, shift, num_heads)
+    _check_tables(bias, cos, sin, window, num_heads, qkv.shape[-1] // (3 * num_heads))
     out = torch.empty(*qkv.shape[:-1], qkv.shape[-1] // 3, dtype=qkv.dtype, device=qkv.device)
     turn = packed_angles(cos, sin, num_heads)
     shared = {"QKV": qkv.contiguous(), "BIAS": rows_of(bias), "TURN": turn, "GRAD": None, "scale": scale}
@@ -140,6 +141,19 @@ def check_qkv(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], num_
     check_window(window, shift)
     if reason := window_refuses(qkv.dtype, qkv.shape[-1] // (3 * num_heads), window):
         raise ValueError(reason)
+
+
+def _check_tables(
+    bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, window: tuple[int, int], num_heads: int, width: int
+) -> None:
+    """ValueError for tables of other shapes, beyond which the kernels would read."""
+    (h, w), turn = window, (window[0] * window[1], width // 2)
+    if bias is not None and bias.shape != (num_heads, (2 * h - 1) * (2 * w - 1)):
+        wanted = [num_heads, (2 * h - 1) * (2 * w - 1)]
+        raise ValueError(f"bias of shape {list(bias.shape)}; windows of {h}x{w} take {wanted}")
+    for angle in (cos, sin):
+        if angle is not None and angle.shape not in ((1, *turn), (num_heads, *turn)):
+            raise ValueError(f"cos or sin of shape {list(angle.shape)}; windows of {h}x{w} take {[num_heads, *turn]}")
 
 
 def window_count(qkv: Tensor, window: tuple[int, int]) -> int:
