@@ -11,7 +11,7 @@ import torch
 from vitrel.files import commit
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.columns import COLUMNS, PER_CLASS, TRANSLATION
-from vitrel.transfer.fitting import fitted, gflops, static_columns
+from vitrel.transfer.fitting import gflops, static_columns
 from vitrel.transfer.folder import read_folder, read_lines, write_folder
 from vitrel.transfer.measure import shift_content
 from vitrel.transfer.plan import plan
@@ -131,6 +131,9 @@ def test_windows_padding_and_backend_are_told():
     assert (columns["window"], columns["resized"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
     vit = timm.create_model("vitrel_vit_n8_shaw")
     assert static_columns(vit, (64, 96), "none")["window"] == "global"
+    large = timm.create_model("vitrel_vit_n8_factorised")
+    chosen = [static_columns(large, (256, 256), "none", batch=batch)["backend"] for batch in (1, 100)]
+    assert chosen == ["columns", "sdpa"]  # as vitrel.ops chooses by the size of the batch
 
 
 def test_attention_across_borders_is_found():
@@ -148,9 +151,7 @@ def test_attention_across_borders_is_found():
 
 def test_the_backend_is_the_one_that_serves():
     def backend(**how):
-        model = timm.create_model("vitrel_vit_n8_none", **how)
-        with fitted(model, (64, 64), "none") as fit:
-            return fit.backend
+        return static_columns(timm.create_model("vitrel_vit_n8_none", **how), (64, 64), "none")["backend"]
 
     assert backend(position="table") == "sdpa" and backend(position="xpos") == "reference"
 

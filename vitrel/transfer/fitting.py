@@ -1,7 +1,6 @@
 """A model brought to a size: ours with a policy in force, any other as timm itself does it; and what that took."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ class Fit(NamedTuple):
     saturated: float
     tokens: float
     stages: Stages
-    backend: str
 
 
 @contextlib.contextmanager
@@ -42,22 +40,25 @@ def fitted(model: nn.Module, size: Size, policy: str) -> Iterator[Fit]:
         found = fit_to(model, size)
         grid = found.windows[0].grid if found.windows else (float("nan"), 1)
         unknown = float("nan")
-        yield Fit(found.model, found.resized, unknown, unknown, grid[0] * grid[1], found.windows, _foreign_backend(found.model))
+        yield Fit(found.model, found.resized, unknown, unknown, grid[0] * grid[1], found.windows)
         return
     grid = model.token_grid(size)
     with in_force(model, policy, size):
         report = model.transfer_report(size)
         own = report.resized, report.unseen, report.saturated
-        yield Fit(model, *own, grid.h * grid.w, report.stages, _own_backend(model, size))
+        yield Fit(model, *own, grid.h * grid.w, report.stages)
 
 
-def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False) -> Row:
-    """The columns that follow from architecture, size and policy alone, without an image; leak: with the border-leak test."""
+def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
+    """The columns that follow from architecture, size, policy and batch size alone, without an image; leak: with the
+    border-leak test.
+    """
     with fitted(model, size, policy) as fit:
         windows = any(stage.window is not None for stage in fit.stages)
         seen = border_leak(fit.model, size) if leak and windows else None
         share = float("nan") if seen is None else round(seen, 4)
-        return _geometry(fit) | {"gflops": round(gflops(fit.model, size), 4), "border_leak": share}
+        backend = _own_backend(model, size, batch) if isinstance(model, Backbone) else _foreign_backend(fit.model)
+        return _geometry(fit) | {"backend": backend, "gflops": round(gflops(fit.model, size), 4), "border_leak": share}
 
 
 def _geometry(fit: Fit) -> Row:
@@ -70,7 +71,6 @@ def _geometry(fit: Fit) -> Row:
         "resized_params": sum(fit.resized.values()),
         "unseen": round(fit.unseen, 4),
         "saturated": round(fit.saturated, 4),
-        "backend": fit.backend,
     }
 
 
@@ -84,16 +84,16 @@ def gflops(model: nn.Module, size: Size) -> float:
     return counter.get_total_flops() / 2e9  # it counts a multiply-add as two
 
 
-def _own_backend(model: Backbone, size: Size) -> str:
-    """The backends that serve the layers, as vitrel.ops chooses them."""
+def _own_backend(model: Backbone, size: Size, batch: int) -> str:
+    """The backends that serve the layers in batches of that size, as vitrel.ops chooses them."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    names, weight = {layer.backend for layer in layers}, layers[0].proj.weight
+    names, weight, grid = {layer.backend for layer in layers}, layers[0].proj.weight, model.token_grid(size)
     if "auto" in names:
         heads, entry = layers[0].num_heads, "attention" if layers[0].window is None else "window_attention"
-        how = layers[0].window, heads, len(weight) // heads, math.prod(model.token_grid(size)[:2]), weight.dtype, weight.device
+        how = layers[0].window, heads, len(weight) // heads, grid.tokens, weight.dtype, weight.device
         with torch.no_grad():
-            terms = [encoding(grid) for encoding, grid in model.encodings(size) if encoding.site == "attention"]
-            modules = [choose("auto", Call(entry, own, model.token_grid(size), *how, grad=False)) for own in terms]
+            terms = [encoding(own) for encoding, own in model.encodings(size) if encoding.site == "attention"]
+            modules = [choose("auto", Call(entry, own, grid, *how, grad=False, batch=batch)) for own in terms]
         names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
     return "+".join(sorted(names))
 

@@ -50,7 +50,8 @@ def evaluate_rows(
         if found is None or not complete(found, task, sweep):
             place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
             if place not in static:
-                static[place] = static_columns(task.trained.model, task.size, task.policy, sweep.border_leak)
+                how = sweep.border_leak, sweep.batch_size
+                static[place] = static_columns(task.trained.model, task.size, task.policy, *how)
             found = measure(task, sweep, images, advance)
             found = found._replace(row=key | static[place] | found.row)
         else:
