@@ -58,8 +58,9 @@ def biased_backward(
     lse: Tensor,
     grid: Grid,
     scale: float,
+    bias_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v and, in float32, of bias, row_scores and column_scores of `biased_forward`; None for what is None.
+    """Gradients of q, k, v and, in float32, of bias (if asked), row_scores and column_scores of `biased_forward`, else None.
 
     grad_out [B, H, M, D] of any strides; out and lse as `biased_forward` returned them. Deterministic.
     """
@@ -69,7 +70,7 @@ def biased_backward(
     with torch.cuda.device_of(q):
         dq, drow, dcolumn, to_prefix = _query_gradients(inputs, stats, tables, grid, scale)  # first: it fills in delta
         dk, dv = _key_gradients(inputs, stats, tables, grid, scale)
-        dbias = None if bias is None else _table_gradient(inputs, stats, tables, to_prefix, grid, scale)
+        dbias = _table_gradient(inputs, stats, tables, to_prefix, grid, scale) if bias is not None and bias_grad else None
     return dq, dk, dv, dbias, drow, dcolumn
 
 

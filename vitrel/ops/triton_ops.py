@@ -1,8 +1,9 @@
 """The Triton kernels as operators of PyTorch: vitrel::window_attention and vitrel::biased_attention, with their gradients.
 
 Flat tensors, ints and floats, since schemas hold no named tuples; sizes are arguments, so that a compiled model meets no graph
-break and a sweep over resolutions compiles as it would without them. Imported by vitrel.ops.triton_backend when it is first
-asked to compute, so that neither it nor Triton is needed elsewhere. Gradients of gradients are not defined.
+break. (The global kernels themselves are compiled anew for sizes that are 1 or divisible by 16 where others were not.)
+Imported by vitrel.ops.triton_backend when it is first asked to compute, so that neither it nor Triton is needed elsewhere.
+Gradients of gradients are not defined.
 """
 
 from collections.abc import Sequence
@@ -86,20 +87,20 @@ def _(
 @torch.library.custom_op("vitrel::biased_attention_backward", mutates_args=())
 def biased_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
-    h: int, w: int, prefix: int, scale: float,
+    h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, bias, rows, columns; those of what is None are empty."""
+    """Gradients of q, k, v, bias, rows, columns; those of what is None or not asked for are empty."""
     grid = Grid(h, w, prefix)
-    found = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale)
+    found = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
     return tuple(_or_empty(x, q) for x in found)
 
 
 @biased_backward_op.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
-    h: int, w: int, prefix: int, scale: float,
+    h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return (*(_tokens_first(x) for x in (q, k, v)), *(_like(x, q) for x in (bias, rows, columns)))
+    return (*(_tokens_first(x) for x in (q, k, v)), *(_like(x, q) for x in (bias if bias_grad else None, rows, columns)))
 
 
 def _keep_biased(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -109,7 +110,7 @@ def _keep_biased(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None
 
 def _biased_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
     saved = ctx.saved_tensors
-    found = torch.ops.vitrel.biased_attention_backward(grad, *saved, *ctx.sizes)
+    found = torch.ops.vitrel.biased_attention_backward(grad, *saved, *ctx.sizes, bool(ctx.needs_input_grad[3]))
     return (*_asked(found, saved, ctx.needs_input_grad), None, None, None, None)
 
 
