@@ -92,7 +92,8 @@ def assert_same_run(a, b):
     moments = [[state for state in c["optimizer_states"][0]["state"].values()] for c in (one, two)]
     assert all(torch.equal(x[k], y[k]) for x, y in zip(*moments, strict=True) for k in x)
     logs = [[{k: v for k, v in row.items() if k not in MEASURED} for row in rows(f / "metrics.csv")] for f in (a, b)]
-    assert logs[0] == logs[1]
+    differ = [pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]]
+    assert logs[0] == logs[1], f"{len(logs[0])} and {len(logs[1])} lines of metrics.csv; the first that differ: {differ[:2]}"
     assert {path.name for path in (a / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     best = [read(folder / "checkpoints" / "best.ckpt") for folder in (a, b)]
     assert best[0]["vitrel"] == best[1]["vitrel"]

@@ -13,6 +13,7 @@ import pytest
 from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
 from vitrel.data.pack import pack
 from vitrel.train import run
+from vitrel.train.saving import Saving
 
 
 @pytest.mark.parametrize("call", [2, 5, 6, 7, 12])
@@ -101,6 +102,28 @@ def test_another_order_or_schedule_is_refused(command, tmp_path, change, text):
     run(args)
     with pytest.raises(ValueError, match=f"cannot resume, the run would see other batches .*{text}"):
         run([*resumed(args, tmp_path / "run"), change])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, tmp_path, accumulate):
+    """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
+    extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", f"--trainer.accumulate_grad_batches={accumulate}")
+    args = command("cut", *extra)
+
+    def install():
+        save = Saving.on_train_epoch_end
+
+        def patched(self, trainer, module):
+            save(self, trainer, module)
+            if trainer.current_epoch == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Saving.on_train_epoch_end = patched
+
+    assert status(in_child(args, install)) == -signal.SIGKILL
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *extra))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -152,6 +152,10 @@ class Saving(Checkpoint):
         self._leave(not trainer.sanity_checking and not trainer.fit_loop._should_accumulate() and self._stop(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        # Lightning logs the epoch's metrics after this hook, to which a run resumed from this save does not come back
+        metrics = {name: value.item() for name, value in trainer._logger_connector.metrics["log"].items()}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
+        self.csv.log_metrics(metrics | {"epoch": trainer.current_epoch}, step)
         self._save(trainer)
         self._leave(self._stop(trainer))
 
