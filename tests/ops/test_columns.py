@@ -58,7 +58,7 @@ def test_equals_the_reference(key, options, grid):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
 
 
-def test_auto_takes_them_where_they_were_measured_to_be_faster():
+def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
     plain, values = bias_terms(Grid(2, 3)), Terms(tables=(Table("h", value=torch.randn(1, 5, 8)),))
     for side, grad, terms, taken in (
         (31, False, plain, False), (32, False, plain, True), (63, True, plain, False), (64, True, plain, True),
@@ -82,6 +82,8 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster():
     terms = bias_terms(grid)
     torch.testing.assert_close(compiled(q, k, v, terms, grid), attention(q, k, v, terms, grid), atol=1e-5, rtol=1e-5)
     assert "attn_mask = bias" in graphs[0]  # compiled, the choice does not depend on the size
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    assert not columns.pays(call(terms, grid))
 
 
 def test_scale_as_a_tensor():

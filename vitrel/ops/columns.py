@@ -48,9 +48,9 @@ def refuses(call: Call) -> str:
 def pays(call: Call) -> bool:
     """Whether "auto" should come here: on a CPU, for grids on which it was measured to be faster than any other.
 
-    Not under torch.compile, where a choice by the size of the grid would cost a graph, and torch.export refuses it.
+    Not in a graph that serves other sizes too: under torch.compile the choice would cost another, torch.export refuses it.
     """
-    if torch.compiler.is_compiling() or call.device.type != "cpu":
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or call.device.type != "cpu":
         return False
     tables, tokens = call.terms.tables, call.grid.tokens
     if any(table.value is not None for table in tables):  # else the plain reference serves them
