@@ -12,6 +12,7 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the models with timm
+from explorer_page import driven
 from helpers import ROOT
 from vitrel.data import Shapes
 from vitrel.transfer.checkpoint import Trained
@@ -82,19 +83,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    driver.downloads = tmp_path_factory.mktemp("downloads")
-    driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(driver.downloads)})
-    yield driver
-    driver.quit()
+    with driven() as driver:
+        driver.downloads = tmp_path_factory.mktemp("downloads")
+        driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(driver.downloads)})
+        yield driver
 
 
 def look(browser, path, size=LAPTOP, scheme="light"):

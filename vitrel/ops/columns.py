@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gather_bias, query_logits, rotated
+from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, with_query_bias
+from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
 _WIDEST = 256  # head width that flash attention takes
@@ -29,7 +30,7 @@ def refuses(call: Call) -> str:
     if not terms.tables:
         return "there is no table to write as columns: scaled_dot_product_attention runs these terms as they are"
     if terms.key_rotary is not None:
-        return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+        return KEY_ROTARY
     if call.mask is not None:
         return "flash attention takes no mask"
     if call.dropout_p and call.device.type == "cpu":
@@ -66,8 +67,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
     """See vitrel.ops.attention. A bias of -inf acts as the lowest number of q's type: the same, unless it hides every key."""
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
+    q = with_query_bias(q, terms)
     scale, factor = q.shape[-1] ** -0.5, terms.scale
     if isinstance(factor, Tensor):  # which SDPA does not take: it goes into q and into all columns but the biases
         factor = factor.to(q.dtype)

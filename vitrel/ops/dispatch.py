@@ -46,9 +46,8 @@ def attention(
         check_terms(terms, grid, q.shape[-3], q.shape[-1])
     if mask is not None:
         mask = _check_mask(mask)
-    shape = q.shape[-3], q.shape[-1], q.shape[-2]
-    call = Call("attention", terms, grid, None, *shape, q.dtype, q.device, _differentiated(q, k, v), mask, dropout_p)
-    call = call._replace(batch=q.shape[0])
+    shape, how = (q.shape[-3], q.shape[-1], q.shape[-2]), (q.dtype, q.device, _differentiated(q, k, v))
+    call = Call("attention", terms, grid, None, *shape, *how, mask, dropout_p, batch=q.shape[0])
     return choose(backend, call).attention(q, k, v, terms, grid, mask, dropout_p)
 
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, rotated
+from vitrel.ops.reference import Call, rotated, with_query_bias
+from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
 _WINDOWED = "flex_attention works in blocks of 128 tokens, of which a window fills a part: 49 of 128 for a window of 7x7"
@@ -29,7 +30,7 @@ def refuses(call: Call) -> str:
     if any(table.value is not None for table in call.terms.tables):
         return "flex_attention cannot add position-dependent values (Table.value) to its output"
     if call.terms.key_rotary is not None:
-        return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+        return KEY_ROTARY
     if call.dropout_p:
         return "flex_attention has no dropout of attention weights"
     if call.grad and cpu:
@@ -47,8 +48,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
     """See vitrel.ops.attention."""
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
+    q = with_query_bias(q, terms)
     scale = terms.scale * q.shape[-1] ** -0.5
     lookups = [lookup for table in terms.tables for lookup in _lookups(q, k, table, grid, scale)]
     q, k = rotated(q, k, terms)

@@ -65,8 +65,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: 
 def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
     """Logits [..., H, M, N] of queries that are the last M tokens of the key grid, -inf where a bool mask hides the key."""
     scale = terms.scale * q.shape[-1] ** -0.5
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
+    q = with_query_bias(q, terms)
     turned_q, turned_k = rotated(q, k, terms)
     logits = turned_q @ turned_k.mT * scale
     bias = table_logits(q, k, terms.tables, grid, scale)
@@ -95,6 +94,11 @@ def window_attention(
     out = attention(q, k, v, terms, Grid(*window), visible, dropout_p)
     out = out.transpose(1, 2).flatten(2).flatten(0, 1).unflatten(0, (batch, -1))  # [B, L*N, C]
     return out[:, layout.inverse].unflatten(1, (grid.h, grid.w))
+
+
+def with_query_bias(q: Tensor, terms: Terms) -> Tensor:
+    """q [..., H, M, D] plus the bias of each head's queries, where there is one."""
+    return q if terms.query_bias is None else q + terms.query_bias[:, None].to(q.dtype)
 
 
 def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

@@ -9,16 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits
+from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits, with_query_bias
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
+
+# Why no backend but the reference serves xPos; autocast would round, whatever is passed in.
+KEY_ROTARY = "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
 
 
 def refuses(call: Call) -> str:
     if any(table.value is not None for table in call.terms.tables):
         return "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"
-    if call.terms.key_rotary is not None:  # which autocast would round, whatever is passed in
-        return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+    if call.terms.key_rotary is not None:
+        return KEY_ROTARY
     return ""
 
 
@@ -80,8 +83,7 @@ def _prepare(
 
     slot: place in its window of every row of q and k [B, H, L*N, D], whose bias is then [.., H, L*N, N].
     """
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
+    q = with_query_bias(q, terms)
     width_scale = q.shape[-1] ** -0.5
     scale = terms.scale * width_scale
     if slot is None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, rotated
+from vitrel.ops.reference import Call, rotated, with_query_bias
+from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
 
@@ -31,7 +32,7 @@ def refuses(call: Call) -> str:
     if call.dropout_p:
         return "its kernels have no dropout of attention weights; use attn_drop_rate=0"
     if call.terms.key_rotary is not None:
-        return "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
+        return KEY_ROTARY
     windowed = call.entry == "window_attention"
     for table in call.terms.tables:
         if table.key is not None or table.value is not None or table.gated is not None:
@@ -60,8 +61,7 @@ def attention(
 
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (x.expand(*shape, *x.shape[-2:]) for x in (q, k, v))
-    if terms.query_bias is not None:
-        q = q + terms.query_bias[:, None].to(q.dtype)
+    q = with_query_bias(q, terms)
     scale = q.shape[-1] ** -0.5
     if isinstance(terms.scale, Tensor):
         q = q * terms.scale.to(q.dtype)
