@@ -66,12 +66,14 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
     ):  # fmt: skip
         assert columns.pays(call(terms, Grid(side, side), grad=grad)) is taken
     asked = Terms(tables=(Table("h", query=torch.zeros(1, 63, 8)), Table("w", query=torch.zeros(1, 63, 8))))
+    assert not columns.pays(call(asked, Grid(47, 47), grad=True))
+    assert columns.pays(call(asked, Grid(48, 48), grad=True))
     for side, batch, terms, taken in ((32, 2, plain, False), (64, 3, plain, True), (64, 4, plain, False), (32, 8, asked, True)):
         assert columns.pays(call(terms, Grid(side, side), batch=batch)) is taken  # a mask of biases serves every image
     assert not columns.pays(call(plain, Grid(64, 64), device=torch.device("cuda")))
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
-    text = why(attention, q, k, v, bias_terms(grid), grid)
+    text = why(attention, q, k, v, asked, grid)
     assert ": columns (first of auto that serves it)" in text
     assert "    sdpa: comes after columns" in text
     torch._dynamo.reset()

@@ -56,11 +56,12 @@ def pays(call: Call) -> bool:
     tables, tokens = call.terms.tables, call.grid.tokens
     if any(table.value is not None for table in tables):  # else the plain reference serves them
         return tokens >= 196
-    # A mask of biases alone is made once for all images, while the extra columns are multiplied for every one.
+    # A mask of biases alone is made once for all images, while the extra columns are multiplied for every one. (Of these calls
+    # "auto" brings here only what the backend of rows refuses, which is faster and comes first.)
     shared = all(table.query is None and table.key is None and table.gated is None for table in tables)
     if shared and 10 * call.batch * _columns(call.terms, call.grid) > tokens:
         return False
-    return tokens >= (4096 if call.grad else 1024)
+    return tokens >= ((4096 if shared else 2304) if call.grad else 1024)
 
 
 def attention(

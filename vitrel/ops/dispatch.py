@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops import columns, flex, reference, sdpa, triton_backend
+from vitrel.ops import columns, flex, reference, rows, sdpa, triton_backend
 from vitrel.ops.reference import Call
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
 BACKENDS: dict[str, ModuleType] = {
-    "triton": triton_backend, "columns": columns, "flex": flex, "sdpa": sdpa, "reference": reference
+    "triton": triton_backend, "columns": columns, "rows": rows, "flex": flex, "sdpa": sdpa, "reference": reference
 }  # fmt: skip
-AUTO = ("triton", "columns", "sdpa", "reference")  # in the order they are tried
+AUTO = ("triton", "rows", "columns", "sdpa", "reference")  # in the order they are tried
 chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # what "auto" stands for, see use_backend
 
 
