@@ -14,6 +14,7 @@ from vitrel.convert import relativize
 from vitrel.grid import Grid
 from vitrel.layers import RelativeAttention
 from vitrel.models import load_pretrained, save_pretrained
+from vitrel.models.optimize import optimize
 from vitrel.models.tiles import tiled_features
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
 from vitrel.probe.diagnose import diagnose
@@ -33,6 +34,7 @@ __all__ = [
     "diagnose",
     "explain",
     "load_pretrained",
+    "optimize",
     "relativize",
     "save_pretrained",
     "tiled_features",

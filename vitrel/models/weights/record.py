@@ -16,6 +16,7 @@ from vitrel.position.terms import Composition
 
 # The grid has a rule of its own; policies, temperature and what acts in training only are the user's choice.
 _FREE = {"training", "grid", "resize", "init_std", "scaling", "logit_scale", "shift", "jitter", "rescale"}
+_FREE |= {"forward"}  # of an optimized model
 _OPTIONS = {"window": "pretrained_window"}  # attributes that have another name as options
 
 
