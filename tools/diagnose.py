@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+import vitrel
 from vitrel.probe.diagnose import diagnose
-from vitrel.probe.leak_plot import plot_leak
 from vitrel.transfer.settings import parse_size
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.json:
             args.json.write_text(json.dumps([one.to_dict() for one in found], indent=1) + "\n")
         if args.plot:
-            plot_leak(found, args.plot)
+            vitrel.plot.leak(found).savefig(args.plot, dpi=110)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

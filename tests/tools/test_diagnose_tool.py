@@ -8,7 +8,6 @@ from PIL import Image
 
 import vitrel
 from helpers import script
-from vitrel.probe.leak_plot import plot_leak
 
 SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
 
@@ -59,17 +58,3 @@ def test_sizes_are_needed(tool, capsys):
     with pytest.raises(SystemExit) as stop:
         tool.main(["test_vit"])
     assert stop.value.code == 2 and "--sizes" in capsys.readouterr().err
-
-
-def test_all_rows_show_one_stage(tmp_path, monkeypatch):
-    """The stage where the first model leaks most decides, whatever leaks most in the others."""
-    from vitrel.probe import leak_plot
-
-    shown = []
-    monkeypatch.setattr(leak_plot, "_image", lambda axes, values, colours, title: shown.append((values.shape, title)))
-    small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
-    ours = timm.create_model("vitrel_swin_t", **SWIN)
-    found = [vitrel.diagnose(model, [80, 56]) for model in (small, ours)]
-    plot_leak(found, tmp_path / "leak.png")
-    assert [shape for shape, _ in shown] == [(20, 20)] * 4
-    assert "stage 1 at 80x80 px: 20x20 tokens, window 7x7" in shown[0][1] and shown[2][1].startswith("vitrel_swin_t, as built")

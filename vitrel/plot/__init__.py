@@ -8,6 +8,7 @@ Offsets are query minus key, in patches: dy > 0 means that the key lies above th
 from vitrel.plot.buckets import bucket_map
 from vitrel.plot.heads import directions
 from vitrel.plot.lattice import Lattice, lattices
+from vitrel.plot.leak import leak
 from vitrel.plot.offsets import offset_maps, profiles
 from vitrel.plot.on_image import attention
 from vitrel.plot.overruled import overruled
@@ -19,6 +20,7 @@ __all__ = [
     "bucket_map",
     "directions",
     "lattices",
+    "leak",
     "offset_maps",
     "overruled",
     "profiles",
