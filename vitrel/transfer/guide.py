@@ -1,16 +1,16 @@
 """The tables of docs/which_encoding.md: from the encodings themselves, from measured costs and from an evaluation's rows."""
 
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 import timm
 import torch
 from torch import nn
 
+from vitrel.benchmark.kernel_table import milliseconds, ratio
+from vitrel.benchmark.timing import Stopwatch
 from vitrel.position import POSITIONS
 from vitrel.transfer.report import aggregate, read_csv
 from vitrel.transfer.settings import Row
@@ -41,19 +41,19 @@ def _interleaved(keys: Sequence[str], mode: str, side: int, batch: int, rounds: 
     image = torch.randn(batch, 3, side, side)
     models = {key: timm.create_model(f"vitrel_vit_ti16_{key}", num_classes=10) for key in keys}
     runs = {key: _run(model, image, mode) for key, model in models.items()}
-    times: dict[str, list[float]] = {key: [] for key in keys}
+    watch = Stopwatch(torch.device("cpu"))
+    found: dict[str, Row] = {key: {"rounds": []} for key in keys}
     for number in range(rounds + 1):
         for key, run in runs.items():
-            start = time.process_time()
-            run()
+            ms, _ = watch(run)
             if number:
-                times[key].append(time.process_time() - start)
-    ratios = {key: [a / b for a, b in zip(own, times["none"], strict=True)] for key, own in times.items()}
-    return [
-        {"key": key, "mode": mode, "img_size": side, "batch": batch, "ratio": round(median(found), 4)}
-        | {"low": round(min(found), 4), "high": round(max(found), 4), "seconds": round(median(times[key]), 5)}
-        for key, found in ratios.items()
-    ]
+                found[key]["rounds"].append([ms])
+    rows = []
+    for key, row in found.items():
+        middle, low, high = (round(x, 4) for x in ratio(row, found["none"]))
+        cost = {"ratio": middle, "low": low, "high": high, "seconds": round(milliseconds(row) / 1e3, 5)}
+        rows.append({"key": key, "mode": mode, "img_size": side, "batch": batch} | cost)
+    return rows
 
 
 def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]:
@@ -71,13 +71,13 @@ def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]
 
 def cost_table(costs: Sequence[Row]) -> str:
     """Markdown: parameters of every encoding in ViT-S/16, where it acts, and its measured time beside the model without one."""
-    ratio = {(row["key"], row["mode"], int(row["img_size"])): float(row["ratio"]) for row in costs}
+    measured = {(row["key"], row["mode"], int(row["img_size"])): float(row["ratio"]) for row in costs}
     lines = [
         "| key | values in ViT-S/16 | what attention is given | forward 224 | training 224 | forward 448 |",
         "|---|---|---|---|---|---|",
     ]
     for key in POSITIONS:
-        times = (ratio.get((key, mode, side)) for mode, side, _ in _MODES)
+        times = (measured.get((key, mode, side)) for mode, side, _ in _MODES)
         cells = ["" if found is None else f"{found:.2f}" for found in times]
         lines.append(f"| `{key}` | {' | '.join((*_given(key), *cells))} |")
     return "\n".join(lines)
