@@ -21,11 +21,14 @@ USERS = {
     "plot": {"probe", "plot"},
     "explorer": {"probe", "explorer"},
     "benchmark": {"benchmark"},
-    "transfer": {"data", "probe", "transfer"},
+    "transfer": {"data", "probe", "benchmark", "transfer"},
     "convert": {"convert"},
 }  # and all of ORDER
-# Not run by an ordinary forward pass: further backends, reports, perturbed positions, segments, crops, foreign names.
-APART = r"triton|transfer_report|/(flex|columns|why|perturb|mixed|memory|two_stream|crop|tiles|skew)\.py|models/weights/"
+# Not run by an ordinary forward pass: further backends, optimization, reports, perturbed positions, segments, crops, weights.
+APART = (
+    r"triton|transfer_report|/(flex|columns|rows|onednn|window_kinds|window_op|why|perturb|mixed|memory|two_stream|crop|tiles|skew)\.py"
+    r"|models/(weights/|optimize|kept)"
+)
 CORE = [  # what one reads to know what the models compute
     n for n in SOURCES if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(APART, n)
 ]

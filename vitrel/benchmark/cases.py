@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     leaves: dict[str, Tensor]
     rotary: tuple[Tensor, Tensor] | None
     grad: Tensor  # of the output
-    fixed: tuple[Tensor, ...] = ()  # what peers keep of windows: who sees whom [L, N, N], offset classes [N, N]
+    fixed: tuple[Tensor, ...] = ()  # what peers keep: offset classes per table; of windows who sees whom [L, N, N] before
 
     def terms(self) -> Terms:
         """The position terms, from the leaves."""
@@ -66,8 +66,11 @@ class Problem(NamedTuple):
         return self._replace(inputs={name: x[first:last] for name, x in self.inputs.items()}, grad=self.grad[first:last])
 
 
-def make_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
-    """Random numbers for a case: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training."""
+def make_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0, keep: bool = True) -> Problem:
+    """Random numbers for a case: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training.
+
+    keep: whether what peers keep is made too, of which some is [N, N].
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -91,11 +94,17 @@ def make_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int
         leaves = {f"query_{axis}": draw(1, place.classes(axis), width) * STD for axis in ("h", "w")}
     else:
         rotary = tuple(x.to(device) for x in create_position("rope_axial", place, heads, width)(place).rotary)
+    return Problem(case, inputs, leaves, rotary, grad, _kept(case, place, tuple(leaves), device) if keep else ())
+
+
+def _kept(case: Case, place: Grid, leaves: tuple[str, ...], device: torch.device) -> tuple[Tensor, ...]:
     fixed = ()
     if case.window:
-        visible = windows(grid.h, grid.w, case.window, case.shift, device).visible
-        fixed = (visible.unflatten(0, (-1, place.tokens)), place.index(device=device))
-    return Problem(case, inputs, leaves, rotary, grad, fixed)
+        visible = windows(*case.grid[:2], case.window, case.shift, device).visible.unflatten(0, (-1, place.tokens))
+        fixed = (visible, torch.zeros(visible.shape, device=device).masked_fill(~visible, float("-inf")))
+    if case.encoding == "decomposed":
+        return (*fixed, Grid(place.h, 1).index("h", device), Grid(1, place.w).index("w", device))
+    return fixed + tuple(place.index(name.split("_")[1], device) for name in leaves)
 
 
 def hard_case(case: Case) -> Case:
@@ -124,9 +133,9 @@ def _windows(name: str, batch: int, side: int, heads: int, window: int, shift: i
     )
 
 
-def _global(side: int, batch: int, encoding: str, prefix: int = 1, compiled: bool = True) -> Case:
-    name = f"ViT-B {side}x{side}{f'+{prefix}' if prefix else ''}, {encoding}, batch {batch}"
-    return Case(name, encoding, Grid(side, side, prefix), batch, 12, 64, compiled=compiled)
+def _global(side: int, batch: int, encoding: str, prefix: int = 1, compiled: bool = True, model: str = "ViT-B") -> Case:
+    name = f"{model} {side}x{side}{f'+{prefix}' if prefix else ''}, {encoding}, batch {batch}"
+    return Case(name, encoding, Grid(side, side, prefix), batch, 12 if model == "ViT-B" else 6, 64, compiled=compiled)
 
 
 CASES = (  # what matters most comes first
@@ -156,6 +165,26 @@ CASES = (  # what matters most comes first
     _global(64, 2, "factorised", prefix=0, compiled=False),
     _global(64, 2, "rope", prefix=0, compiled=False),
     _windows("Swin-T", 256, 28, 6, 7, 3, encoding="rope", compiled=False),
+)
+CPU_CASES = (  # a batch of 1 and 8, sizes at which a call takes seconds at most: a quarter of an hour in all
+    _windows("Swin-T", 8, 56, 3, 7, 3),
+    _global(28, 1, "table", model="ViT-S"),
+    _global(64, 1, "table", 0, model="ViT-S", compiled=False),
+    _windows("Swin-T", 1, 56, 3, 7, 3, compiled=False),
+    _windows("Swin-T", 8, 14, 12, 7, 3, compiled=False),
+    _global(14, 8, "table", model="ViT-S"),
+    _global(14, 1, "table", compiled=False),
+    Case("Swin-T 60x50, window 7, shift 3, batch 1", "table", Grid(60, 50), 1, 3, 32, (7, 7), (3, 3), compiled=False),
+    _windows("Swin-T", 8, 28, 6, 7, 3, compiled=False),
+    _windows("Swin-T", 8, 7, 24, 7, 0, compiled=False),
+    _windows("Swin-T", 1, 14, 12, 7, 3, compiled=False),
+    *(_global(28, 1, name, 0, model="ViT-S", compiled=False) for name in ("rope", "factorised", "decomposed")),
+    _global(28, 1, "table", compiled=False),
+    _global(14, 8, "rope", model="ViT-S", compiled=False),
+    _global(14, 8, "factorised", model="ViT-S", compiled=False),
+    _windows("Swin-T", 1, 28, 6, 7, 3, compiled=False),
+    _windows("Swin-T", 1, 7, 24, 7, 0, compiled=False),
+    *(_global(48, 1, name, 0, model="ViT-S", compiled=False) for name in ("decomposed", "factorised", "rope")),
 )
 QUICK = (  # to see that all of it runs, on any machine
     Case("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),

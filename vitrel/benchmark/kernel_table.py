@@ -4,10 +4,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from vitrel.benchmark.contenders import FLOOR
+from vitrel.benchmark.samples import last_run, machine_lines
 from vitrel.ops import BACKENDS
 
 Row = dict[str, Any]
-_MACHINE = ("device", "cpu", "threads", "driver", "cuda", "cudnn", "torch", "triton", "python", "interpreter", "commit", "code")
 
 
 class Ratio(NamedTuple):
@@ -54,21 +54,17 @@ def advice(rows: dict[str, Row]) -> str:
 
 def write_table(rows: list[Row]) -> str:
     """table.md, from the rows of the last code and machine: advice, times, what failed or was refused, SDPA's kernels."""
-    machines = [row for row in rows if row["kind"] == "machine"]
-    if not machines:
+    if not any(row["kind"] == "machine" for row in rows):
         return "Nothing was measured.\n"
-    last = machines[-1]
-    same = ("device", "torch", "triton", "interpreter", "code")
-    rows = [row for row in rows if all(row.get(name) == last[name] for name in same)]
-    lines = ["# Kernels", "", *(f"- {name}: {last[name]}" for name in _MACHINE if last.get(name)), ""]
-    lines += [f"How: {last['how']}", ""]
+    found, rows = last_run(rows)
+    lines = ["# Kernels", "", *machine_lines(found), ""]
     cases = _by_case(rows)
     lines += ["## What auto should take", ""]
     lines += [f"- {case}, {mode}: {advice(found)}" for (case, mode), found in cases.items()]
     lines += ["", "## Times", ""]
     for (case, mode), found in cases.items():
         lines += [f"### {case}, {mode}", "", *_times(found), ""]
-    lines += ["## Not timed", "", *_not_timed(rows), "", "## SDPA with a bias", "", *_sdpa(rows)]
+    lines += ["## Not timed", "", *not_timed(rows), "", "## SDPA with a bias", "", *_sdpa(rows)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -101,7 +97,8 @@ def _times(rows: dict[str, Row]) -> list[str]:
     return lines
 
 
-def _not_timed(rows: list[Row]) -> list[str]:
+def not_timed(rows: list[Row]) -> list[str]:
+    """Who was refused, wrong or failed, where and why, as lines of Markdown."""
     said: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["kind"] in ("refused", "wrong", "failed") and not row["text"].startswith("at the gate: "):  # said there

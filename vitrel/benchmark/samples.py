@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,25 @@ import torch
 from vitrel.files import commit as commit_of
 
 KEY = ("kind", "case", "mode", "contender")  # what makes two rows the same measurement
+STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")  # what decides whether a row is measured anew
 _CODE = ("ops/*.py", "benchmark/cases.py", "benchmark/contenders.py", "benchmark/timing.py")  # what is measured, and how
 
 
 class Samples:
-    """Rows of one file. A row of other code, or of another machine, is kept there but counts as not measured."""
+    """Rows of one file. A row of other code, or of another machine, is kept there but counts as not measured.
 
-    def __init__(self, path: Path, stamp: dict[str, str]):
-        self.path, self.stamp = path, stamp
+    stamp: what every row carries and has to agree in. carried: what every row carries besides.
+    """
+
+    def __init__(self, path: Path, stamp: dict[str, str], carried: dict[str, str] | None = None):
+        self.path, self.stamp, self.carried = path, stamp, carried or {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(path)
         self._known = {_key(row) for row in self.rows if all(row.get(name) == value for name, value in stamp.items())}
 
     def add(self, kind: str, **row: Any) -> None:
         """Write a row and see it on the disk before anything else happens."""
-        row = {"kind": kind, **row, **self.stamp}
+        row = {"kind": kind, **row, **self.carried, **self.stamp}
         with self.path.open("a+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell() and not _ends_line(file):
@@ -63,8 +68,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(device: torch.device, commit: str = "") -> dict[str, str]:
-    """What the figures depend on: hardware, driver, versions, commit, and a fingerprint of the code that is measured."""
+def machine(device: torch.device, commit: str = "", code: Iterable[str] = _CODE) -> dict[str, str]:
+    """What the figures depend on: hardware, driver, versions, commit, and a fingerprint of the code that is measured.
+
+    code: patterns of its files in the package.
+    """
     gpu = device.type == "cuda"
     found = {
         "device": hardware_name(device),
@@ -74,18 +82,43 @@ def machine(device: torch.device, commit: str = "") -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()) if gpu else "",
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "timm": _version("timm"),
+        "torchvision": _version("torchvision"),
+        "transformers": _version("transformers"),
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "interpreter": os.environ.get("TRITON_INTERPRET", ""),
         "commit": commit or commit_of(Path(__file__).parents[2]),
-        "code": _fingerprint(),
+        "code": _fingerprint(code),
     }
     return found
 
 
 def stamp(found: dict[str, str]) -> dict[str, str]:
     """The part of `machine` that decides whether a row is measured anew."""
-    return {name: found[name] for name in ("device", "torch", "triton", "interpreter", "code")}
+    return {name: found[name] for name in STAMP}
+
+
+def last_run(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The "machine" row that was written last, and all rows of that machine and code. ValueError where there is none."""
+    machines = [row for row in rows if row["kind"] == "machine"]
+    if not machines:
+        raise ValueError("the rows do not say on which machine they were measured: measure first")
+    return machines[-1], [row for row in rows if all(row.get(name) == machines[-1].get(name) for name in STAMP)]
+
+
+def machine_lines(found: dict[str, Any]) -> list[str]:
+    """A "machine" row as a list in Markdown, but what is unknown or does not apply; how it was measured is the last line."""
+    left_out = ("kind", "how", *(("device",) if found.get("device") == found.get("cpu") else ()))
+    lines = [f"- {name}: {value}" for name, value in found.items() if value and name not in left_out]
+    return [*lines, "", f"How: {found['how']}"] if found.get("how") else lines
+
+
+def footer(found: dict[str, Any]) -> str:
+    """A "machine" row as one line, for the bottom of a plot."""
+    threads = f"{found['threads']} thread{'s' if found['threads'] != '1' else ''}"
+    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "timm", "python") if found.get(name))
+    return ", ".join(filter(None, (found["device"], threads, versions, f"commit {found['commit']}" if found["commit"] else "")))
 
 
 def hardware_name(device: torch.device) -> str:
@@ -116,9 +149,9 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _fingerprint() -> str:
+def _fingerprint(patterns: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for pattern in _CODE:
+    for pattern in patterns:
         for path in sorted(Path(__file__).parents[1].glob(pattern)):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]

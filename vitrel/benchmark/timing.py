@@ -29,11 +29,11 @@ class Repeats(NamedTuple):
 
 
 class Stopwatch:
-    """Measures one call on a device."""
+    """Measures one call on a device. isolated False, for whole models: a GPU's cache is not flushed, the host's time counts."""
 
-    def __init__(self, device: torch.device):
-        self.gpu = device.type == "cuda"
-        self.buffer = torch.empty(_FLUSHED, dtype=torch.int8, device=device) if self.gpu else None
+    def __init__(self, device: torch.device, isolated: bool = True):
+        self.gpu, self.isolated = device.type == "cuda", isolated
+        self.buffer = torch.empty(_FLUSHED, dtype=torch.int8, device=device) if self.gpu and isolated else None
 
     def __call__(self, run: Callable[[], object], busy: float = 0.0) -> tuple[float, float]:
         """Milliseconds of the device and of the host. busy: for how many the device is kept busy first."""
@@ -43,8 +43,9 @@ class Stopwatch:
             return (time.process_time() - start) * 1e3, (time.perf_counter() - wall) * 1e3
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        self.buffer.zero_()
-        torch.cuda._sleep(int(min(busy, _MOST_BUSY) * _BUSY_CYCLES) + 1)
+        if self.isolated:
+            self.buffer.zero_()
+            torch.cuda._sleep(int(min(busy, _MOST_BUSY) * _BUSY_CYCLES) + 1)
         wall = time.perf_counter()
         start.record()
         run()

@@ -1,0 +1,181 @@
+"""Where the time of a profiled step went, by kind of work.
+
+Ranges around the modules, put there by hooks, say what an operator inside them is for; inside attention, and between modules,
+its name and the last dimensions of what it takes do. A gradient is of the kind of the forward operator whose number it bears.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
+
+PRODUCTS, BIAS, LAYOUT, RESIDUAL, PATCHES, HEAD = "attention", "bias", "layout", "residual", "patch embedding", "head"
+DISPATCH, UNKNOWN = "Python and dispatch", "unattributed"
+KINDS = {  # and what each of them is
+    "qkv": "linear layer, as the next three",
+    "proj": "of attention's output",
+    "fc1": "of the MLP, with the GELU where the two are fused",
+    "fc2": "of the MLP",
+    PRODUCTS: "softmax and the two products, scaled_dot_product_attention",
+    BIAS: "looking up the tables, masks, adding them to logits",
+    LAYOUT: "tokens into windows, heads and chunks of a batch, and back: gather, roll, copy",
+    "norm": "layer norms",
+    "GELU": "where it is a pass of its own",
+    RESIDUAL: "sums, drop path, layer scale, adding up gradients",
+    PATCHES: "its norm and prefix tokens included",
+    "merging": "Swin's patch merging, its norm included",
+    HEAD: "pooling, classifier, loss",
+    DISPATCH: "between operators, views, autograd's engine; on a GPU all time in which no kernel runs",
+    UNKNOWN: "operators of which nothing above is known",
+}
+_STEP, _RANGE = "vitrel step", "vitrel: "
+_ATTENTION, _FUNCTION = "inside attention", "inside a function of attention"  # not kinds: there the operator decides
+_PARTS = {  # by the name of a submodule
+    "patch_embed": PATCHES, "pos_embed": PATCHES, "downsample": "merging", "head": HEAD, "norm": "norm", "norm1": "norm",
+    "norm2": "norm", "fc_norm": "norm", "attn": _ATTENTION, "qkv": "qkv", "proj": "proj", "position": BIAS,
+    "shared_position": BIAS, "fc1": "fc1", "act": "GELU", "fc2": "fc2", "ls1": RESIDUAL, "ls2": RESIDUAL,
+    "drop_path1": RESIDUAL, "drop_path2": RESIDUAL,
+}  # fmt: skip
+_OPERATORS = {  # by name, without aten::
+    PRODUCTS: "scaled_dot_product_attention matmul bmm baddbmm softmax _softmax mul",
+    LAYOUT: "index_select index gather reshape flatten contiguous clone copy_ roll pad stack",
+    DISPATCH: "view unflatten permute transpose mT t unbind select slice expand as_strided unsqueeze squeeze alias detach to "
+    "empty empty_like new_empty _unsafe_view split chunk",
+    "norm": "layer_norm",
+    "GELU": "gelu gelu_",
+    RESIDUAL: "add add_",
+    PATCHES: "cat conv2d",
+    HEAD: "mean cross_entropy_loss",
+    BIAS: "arange ones zeros new_full new_zeros where eq lt gt ge __or__ bitwise_not sub floor_divide clamp masked_fill flip",
+}
+_KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names.split()}
+_OF_TOKENS = {f"aten::{name}" for name in (*_OPERATORS[LAYOUT].split(), "add", "add_", "mul")}
+_LINEARS = ("mkldnn::_linear_pointwise", "aten::linear")
+_ENGINE = "autograd::engine::evaluate_function"
+
+
+def profile_step(step: Callable[[], object], model: nn.Module, device: torch.device, hooked: bool = True) -> dict[str, float]:
+    """Milliseconds of one `step` of `model` by kind of work, every one of KINDS; their sum is all that it took.
+
+    CPU: the time of the operators in the profiler, their own; GPU: that of their kernels. hooked: False for a model whose
+    blocks change their way where they have hooks; operators in its blocks are told by name and by the shape of their weight.
+    No number of tokens, of the image or of a window, may be a width of the model: by these, tokens are told from biases.
+    """
+    gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with _ranges(model, hooked), profile(activities=activities, record_shapes=True) as found, record_function(_STEP):
+        step()
+        if gpu:
+            torch.cuda.synchronize(device)
+    return _Attribution(model, gpu).milliseconds(found.events())
+
+
+@contextlib.contextmanager
+def _ranges(model: nn.Module, hooked: bool) -> Iterator[None]:
+    handles = [handle for module, kind in _parts(model, hooked) for handle in _mark(module, kind)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(module: nn.Module, kind: str) -> tuple[RemovableHandle, RemovableHandle]:
+    opened = []
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        opened.append(record_function(_RANGE + kind))
+        opened[-1].__enter__()
+
+    def leave(module: nn.Module, args: tuple, out: object) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+
+
+def _parts(module: nn.Module, hooked: bool) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost submodules of one kind; inside attention, its parts too."""
+    for name, child in module.named_children():
+        kind = _PARTS.get(name)
+        if isinstance(child, nn.Identity):
+            continue
+        if kind is not None:
+            yield child, kind
+        if name == "blocks" and not hooked:
+            continue
+        if kind in (None, _ATTENTION):
+            yield from _parts(child, hooked)
+
+
+class _Attribution:
+    """Sums the own times of a step's events by kind."""
+
+    def __init__(self, model: nn.Module, gpu: bool):
+        self.gpu = gpu
+        self.found = dict.fromkeys(KINDS, 0.0)
+        self.forward: dict[int, tuple[str, str]] = {}  # kind and place of what made the gradient's node of this number
+        self.weights: dict[tuple[int, ...], set[str]] = {}
+        self.widths: set[int] = set()  # of x, of qkv and of a head; what ends in other dimensions is a bias or its index
+        for name, module in model.named_modules():
+            kind = _PARTS.get(name.rpartition(".")[2], UNKNOWN)
+            if isinstance(module, nn.Linear):
+                self.weights.setdefault(tuple(module.weight.shape), set()).add(kind)
+            if kind == _ATTENTION:
+                width = module.proj.in_features
+                self.widths |= {width, 3 * width, width // module.num_heads}
+
+    def milliseconds(self, events: list[FunctionEvent]) -> dict[str, float]:
+        events = sorted((e for e in events if e.device_type == DeviceType.CPU), key=lambda e: e.time_range.start)
+        for event in events:
+            if event.cpu_parent is None:
+                self._visit(event, "", "")
+        if self.gpu:
+            took = next(e for e in events if e.name == _STEP).cpu_time_total
+            self.found[DISPATCH] = took - (sum(self.found.values()) - self.found[DISPATCH])
+        return {kind: us / 1e3 for kind, us in self.found.items()}
+
+    def _visit(self, event: FunctionEvent, place: str, kind: str) -> None:
+        """place: the innermost range; kind: of the operator around this one, which decides for all inside it, or ""."""
+        own = DISPATCH
+        if event.name.startswith(_RANGE):
+            place = event.name.removeprefix(_RANGE)
+        elif event.name.startswith(_ENGINE):
+            kind, place = self._gradient(event)
+        elif place == _ATTENTION and "::" not in event.name and not kind:  # an autograd.Function
+            place = _FUNCTION
+            self.forward[event.sequence_nr] = "", place
+        elif event.name != _STEP and event.scope != 1:  # 1: a gradient's node, in which operators do the work
+            parent = event.cpu_parent
+            if parent is not None and parent.name.startswith(_ENGINE) and event.name in ("aten::add", "aten::add_"):
+                kind = RESIDUAL  # gradients of a tensor that is used twice
+            own = kind = kind or self._kind(event, place)
+            if event.sequence_nr >= 0:
+                self.forward[event.sequence_nr] = (LAYOUT if kind == DISPATCH else kind), ""  # a view's gradient may copy
+        self.found[own] += sum(k.duration for k in event.kernels) if self.gpu else event.self_cpu_time_total
+        for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
+            self._visit(child, place, kind)
+
+    def _gradient(self, event: FunctionEvent) -> tuple[str, str]:
+        """Kind and place of the forward operator whose gradient the engine computes here."""
+        if event.name.endswith("AccumulateGrad"):
+            return RESIDUAL, ""
+        numbers = (node.sequence_nr for node in event.cpu_children if node.scope == 1)
+        return next((self.forward[n] for n in numbers if n in self.forward), (UNKNOWN, ""))
+
+    def _kind(self, event: FunctionEvent, place: str) -> str:
+        if place not in ("", _ATTENTION, _FUNCTION):
+            return place
+        if event.name in _LINEARS:  # products of attention have no weight
+            kinds = self.weights.get(tuple(event.input_shapes[1]), {PRODUCTS})
+            return next(iter(kinds)) if len(kinds) == 1 else UNKNOWN
+        kind, shape = _KIND_OF.get(event.name.removeprefix("aten::"), UNKNOWN), (event.input_shapes or [[]])[0]
+        if event.name in _OF_TOKENS and self.widths.isdisjoint(shape[-2:]):
+            return BIAS
+        if (place and kind == PATCHES) or (place == _ATTENTION and kind == RESIDUAL):
+            return BIAS
+        return PRODUCTS if place == _FUNCTION and kind in (RESIDUAL, UNKNOWN) else kind
