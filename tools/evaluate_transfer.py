@@ -61,6 +61,7 @@ def _run(args: argparse.Namespace) -> None:
         attention_n=args.attention_n,
         border_leak=args.border_leak,
         compile=args.compile,
+        optimize=args.optimize,
     )
     models = _labelled([*(load_checkpoint(path) for path in args.checkpoint), *_named(args)])
     if args.dry_run:
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="float32", help="float32, or bfloat16 autocast on a GPU")
     add("--compile", action="store_true", help="run the models by torch.compile")
+    add("--optimize", action="store_true", help="run the models by vitrel.optimize, which is faster on many processors")
     add(
         "--on-bad-image",
         choices=("raise", "count"),

@@ -9,6 +9,7 @@ import timm
 import torch
 
 from vitrel.files import commit
+from vitrel.models.optimize import FastBlock
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.columns import COLUMNS, PER_CLASS, TRANSLATION
 from vitrel.transfer.fitting import gflops, static_columns
@@ -132,8 +133,8 @@ def test_windows_padding_and_backend_are_told():
     vit = timm.create_model("vitrel_vit_n8_shaw")
     assert static_columns(vit, (64, 96), "none")["window"] == "global"
     large = timm.create_model("vitrel_vit_n8_factorised")
-    chosen = [static_columns(large, (256, 256), "none", batch=batch)["backend"] for batch in (1, 100)]
-    assert chosen == ["columns", "sdpa"]  # as vitrel.ops chooses by the size of the batch
+    chosen = [static_columns(large, (side, side), "none")["backend"] for side in (128, 256)]
+    assert chosen == ["sdpa", "rows"]  # as vitrel.ops chooses by the number of tokens
 
 
 def test_attention_across_borders_is_found():
@@ -169,6 +170,23 @@ def test_a_compiled_model_gives_the_same_row_from_batches_of_one_size(trained, n
     assert len(graphs) == 1 and compiled.row["compile"] is True
     assert (compiled.row["top1"], compiled.row["n"], compiled.row["unchanged"]) == (plain.row["top1"], 12, True)
     assert compiled.row["nll"] == pytest.approx(plain.row["nll"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+def test_an_optimized_model_gives_the_same_row_and_is_plain_afterwards(name, trained, noise, monkeypatch):
+    model, seen = trained(name), []
+    kinds = [type(module) for module in model.model.modules()]
+    [plain] = evaluate_rows([model], sweep(**ONE))
+    forward = FastBlock.forward
+    monkeypatch.setattr(FastBlock, "forward", lambda self, *args: seen.append(self) or forward(self, *args))
+    [optimized] = evaluate_rows([model], sweep(**ONE, optimize=True))
+    assert seen and optimized.row["optimize"] is True and plain.row["optimize"] is False
+    for column in ("top1", "n", "unchanged", "state_hash_after"):
+        assert optimized.row[column] == plain.row[column]
+    assert optimized.row["nll"] == pytest.approx(plain.row["nll"], abs=1e-5)
+    assert [type(module) for module in model.model.modules()] == kinds
+    with pytest.raises(ValueError, match="optimize is for models on a CPU"):
+        sweep(**ONE, optimize=True, compile=True)
 
 
 def test_the_commit_is_that_of_the_checkout(tmp_path):

@@ -59,6 +59,7 @@ COLUMNS = {
     "device": "of the computation",
     "backend": "of attention",
     "compile": "whether by torch.compile",
+    "optimize": "whether by vitrel.optimize",
     "data": "data evaluated on",
     "data_seed": "seed of generated or sampled images",
     "n_asked": "limit on the number of images, empty for all",
@@ -74,7 +75,7 @@ COLUMNS = {
 ADDED = (
     "saturated", "left_out", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops", "attention_entropy",
     "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
-    "resize_backend", "backend", "model_args", "border_leak", "compile", "python", "torchvision", "commit",
+    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "python", "torchvision", "commit",
 )  # fmt: skip
 TEXT = (
     "model",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrel.models.optimize import optimize, restore
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.checkpoint import class_outputs
 from vitrel.transfer.fitting import fitted
@@ -90,6 +91,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
     try:
         with fitted(trained.model.to(device), task.size, task.policy) as fit:
             model, parameters = fit.model.to(device), list(fit.model.parameters())
+            model = optimize(model) if sweep.optimize else model
             runner = Runner(model, device, sweep.batch_size, sweep.dtype, sweep.compile)
             count = _Counting(task, runner, outputs)
             reset_peak(device)
@@ -100,7 +102,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
             columns = _run_columns(count, peak, kind)
             shifted = {shift: _shifted(task, sweep, images, outputs, model, shift, advance) for shift in task.shifts}
             columns |= _attention(task, sweep, images, model)
-            after = state_hash(model)
+            after = state_hash(restore(model))
             same = [*map(id, parameters)] == [*map(id, model.parameters())]
     finally:
         trained.model.cpu()

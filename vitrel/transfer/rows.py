@@ -135,6 +135,7 @@ def _settings(task: Task, sweep: Sweep) -> Row:
         "std": " ".join(f"{value:g}" for value in trained.std),
         "class_map": trained.class_map,
         "compile": sweep.compile,
+        "optimize": sweep.optimize,
         "dtype": sweep.dtype,
         "device": device_name(sweep.torch_device),
     }
