@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 import torchvision
-from optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
 from timm.models import mlp_mixer, swin_transformer, vision_transformer
 from torch import nn
 
 import vitrel
+from optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
 from variants import IN_ATTENTION, KEYS
 from vitrel.models.registry import COMPOSITIONS
 from vitrel.models.tiles import tiled_features

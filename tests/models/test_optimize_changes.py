@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from optimized import assert_near, change, check, lively, picture, small, twins
 from torch import nn
 
 import vitrel
+from optimized import assert_near, change, check, lively, picture, small, twins
 from vitrel.position import create_position
 
 PAIR = [("vit", "table"), ("swin", "table"), ("swinv2", "cpb"), ("vit", "absolute+rope_mixed")]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from optimized import KINDS, apart, build, check, encoding_calls, picture, twins
 from torch import nn
 
 import vitrel
+from optimized import KINDS, apart, build, check, encoding_calls, picture, twins
 from vitrel.layers import Attention, Block
 
 EVERY = pytest.mark.parametrize("kind", KINDS)

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from optimized import assert_near, change, check, encoding_calls, lively, operators, picture, small, twins, uses_onednn
 
 import vitrel
+from optimized import assert_near, change, check, encoding_calls, lively, operators, picture, small, twins, uses_onednn
 from variants import IN_ATTENTION, KEYS
 from vitrel.models.optimize import refresh, restore
 

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import vitrel
+from optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
 from vitrel.models.optimize import restore
 
 ONEDNN = torch.backends.mkldnn.is_available()

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from optimized import KINDS, apart, assert_near, build, check, graph, picture, twins, uses_onednn
 from safetensors import safe_open
 from timm.layers import get_notrace_modules
 from timm.models._features_fx import create_feature_extractor
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models import feature_extraction
 
 import vitrel
+from optimized import KINDS, apart, assert_near, build, check, graph, picture, twins, uses_onednn
 from vitrel.layers import Attention, Block
 from vitrel.models.optimize import refresh, restore
 

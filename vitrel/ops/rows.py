@@ -155,7 +155,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # else the second derivative would silently lack this part
-            raise RuntimeError("backend 'rows' has no second derivatives (create_graph=True); use backend='reference'")
+            raise RuntimeError("backend 'rows' has no second derivatives; use vitrel.ops.use_backend('reference')")
         saved = ctx.saved_tensors
         q, k, v, lines, prefix, out = map(wide, saved)
         dq, dk, dv, dlines, dprefix = found = [torch.zeros_like(x) for x in (q, k, v, lines, prefix)]

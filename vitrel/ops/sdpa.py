@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits, with_query_bias
-from vitrel.ops.window import windows
+from vitrel.ops.window_op import window_layout
 from vitrel.position.terms import Terms
 
 # Why no backend but the reference serves xPos; autocast would round, whatever is passed in.
@@ -54,7 +54,7 @@ def window_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """See vitrel.ops.window_attention."""
-    layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
+    layout, n = window_layout(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
     x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
     q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
     if terms.rotary is not None:

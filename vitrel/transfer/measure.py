@@ -102,10 +102,10 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
             columns = _run_columns(count, peak, kind)
             shifted = {shift: _shifted(task, sweep, images, outputs, model, shift, advance) for shift in task.shifts}
             columns |= _attention(task, sweep, images, model)
-            after = state_hash(restore(model))
+            after = state_hash(model)
             same = [*map(id, parameters)] == [*map(id, model.parameters())]
     finally:
-        trained.model.cpu()
+        restore(trained.model).cpu()
     columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
     return Share(columns, count.tally, shifted)
 
