@@ -1,4 +1,4 @@
-"""vitrel::window_layout: compiled graphs hold the operator and nothing of its arithmetic, exported programs the reverse."""
+"""vitrel::window_layout: graphs for any size hold the operator and nothing of its arithmetic, all others the reverse."""
 
 import pytest
 import torch
@@ -58,6 +58,17 @@ def test_compiled_layout(window, shift):
     assert counter.frame_count == 1
     called = {str(node.target) for node in counter.graphs[0].graph.nodes if node.op == "call_function"}
     assert called == {"vitrel.window_layout.default", "<built-in function getitem>"}
+
+
+def test_a_graph_of_one_size_has_the_arithmetic_inlined():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    layout = torch.compile(
+        lambda x: window_layout(*x.shape, (4, 3), (2, 1), x.device), backend=counter, fullgraph=True, dynamic=False
+    )
+    assert all(map(torch.equal, layout(torch.empty(9, 13)), windows(9, 13, (4, 3), (2, 1))))
+    code = str(counter.graphs[0].graph)
+    assert "arange" in code and "vitrel" not in code
 
 
 def test_traces_hold_pytorchs_own_operators():

@@ -28,6 +28,7 @@ from vitrel.ops.window_kinds import window_kinds
 from vitrel.position import PositionEncoding, Terms
 
 _LONG = 512  # tokens from which attention runs in blocks of queries, with products of its own
+_LARGE = 4096  # tokens above which expanded biases, 25 MB a block of ViT-B there, are not kept: expanding takes 3 % of the time
 
 
 def optimize(model: nn.Module, training: bool = False, linears: str = "auto") -> nn.Module:
@@ -141,7 +142,9 @@ class FastBlock(Block):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
             if self._fast.onednn and qkv.dtype == torch.float32:
                 q, k, v, scale = self._split(qkv, terms)
-                return blockwise_attention(q * scale, k, v, kept.get_or_make("lines", 4, lambda: _lines(terms, grid)), grid)
+                most = 4 if grid.tokens <= _LARGE else 0
+                lines = kept.get_or_make("lines", most, lambda: _lines(terms, grid))
+                return blockwise_attention(q * scale, k, v, lines, grid)
         return self.attn._attend(qkv, terms, grid, None)
 
     def _in_windows(self, qkv: Tensor, terms: Terms, grid: Grid) -> Tensor:

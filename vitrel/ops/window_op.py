@@ -1,20 +1,23 @@
 """The layout of windows as one operator, vitrel::window_layout, in what torch.compile makes.
 
 Inlined into a graph that serves any size, its divisions by symbolic sizes would be repeated in every kernel that gathers tokens
-or biases: inductor took minutes to simplify them, and its kernels were slower than eager ones.
+or biases: inductor took minutes to simplify them, and its kernels were slower than eager ones. In a graph of one size they are
+numbers, and inlining is what is fast.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from vitrel.ops.window import Windows, windows
 
 
 def window_layout(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device) -> Windows:
     """As `windows`. Exported programs keep PyTorch's own operators."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if compiling and not (has_static_value(h) and has_static_value(w)):
         return Windows(*window_layout_op(h, w, window, shift, device))
     return windows(h, w, window, shift, device)
 
