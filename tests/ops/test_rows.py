@@ -270,4 +270,4 @@ def test_memory_at_64x64():
     """In a fresh process. One [H, N, N] in float32 is 268 MB, the biases of a block of queries 17 MB, the lines 8 MB."""
     text = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True).stdout
     forward, both = map(int, text.split())
-    assert 0 < forward < 4 * 4096**2 * 4 / 3 and 0 < both < 4 * 4096**2 * 4 * 3 / 4
+    assert 0 < forward < 4 * 4096**2 * 4 / 3 and 0 < both < 4 * 4096**2 * 4
