@@ -61,8 +61,10 @@ def test_refusals_of_graphs_and_windows(monkeypatch):
 def test_auto_takes_them_where_they_were_measured_to_be_faster():
     """From a size on; with biases that nothing learns only where masks are large, for there SDPA's backward pass is faster."""
     learned = Terms(tables=(Table(bias=torch.zeros(2, 15, requires_grad=True)),))
+    several = Terms(tables=learned.tables * 2)
     for side, grad, terms, taken in (
-        (31, False, BIAS, False), (32, False, BIAS, True), (32, True, learned, True), (31, True, learned, False),
+        (27, False, BIAS, False), (28, False, BIAS, True), (32, True, learned, True), (31, True, learned, False),
+        (27, True, several, False), (28, True, several, True),
         (32, True, BIAS, False), (63, True, BIAS, False), (64, True, BIAS, True),
     ):  # fmt: skip
         assert rows.pays(call(terms, Grid(side, side), grad=grad)) is taken

@@ -25,7 +25,7 @@ def run_ops(samples: Samples, device: torch.device, until: float, quick: bool, o
     until: `time.time()` after which nothing starts. only: a pattern that the names of cases match, those of sizes begin with
     "sizes". Inference ("forward") and training of each; a failure is a row.
     """
-    gpu = device.type == "cuda"
+    gpu, running = device.type == "cuda", folder / ".running.json"
     for case in QUICK if quick else CASES if gpu else CPU_CASES:
         if not re.search(only, case.name):
             continue
@@ -34,9 +34,9 @@ def run_ops(samples: Samples, device: torch.device, until: float, quick: bool, o
                 return False
             torch._dynamo.reset()  # it compiles a function for a few shapes only
             plan = Repeats(2, 3, 0.0, 1) if quick else Repeats() if gpu else cpu_repeats(case, mode == "training")
-            Measurement(samples, device, plan, until, folder / ".running.json").measure(case, mode)
+            Measurement(samples, device, plan, until, running).measure(case, mode)
+            running.unlink(missing_ok=True)
         write_ops(samples.rows, folder)
-    (folder / ".running.json").unlink(missing_ok=True)
     return run_sizes(samples, device, until, quick, only, lambda: write_ops(samples.rows, folder))
 
 

@@ -21,8 +21,9 @@ from vitrel.layers import Attention, Block
 from vitrel.models.kept import Kept, KeptPosition, KeptTerms, elsewhere, watched
 from vitrel.ops.dispatch import chosen
 from vitrel.ops.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product
-from vitrel.ops.reference import gather_bias, rotated, with_query_bias
+from vitrel.ops.reference import gather_bias
 from vitrel.ops.rows import expanded
+from vitrel.ops.sdpa import prepare
 from vitrel.ops.triton_backend import lattice_bias
 from vitrel.ops.window_kinds import window_kinds
 from vitrel.position import PositionEncoding, Terms
@@ -37,7 +38,7 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
     Acts on every nn.Linear and timm Mlp of any model, and on the blocks of vitrel's own. Active in model.eval() without
     gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16; everything else runs as before.
     training: linear layers use oneDNN, with its products in the backward pass, also while gradients are recorded (float32).
-    linears: "onednn", "torch", or "auto", which times both here, on one thread, and takes the faster.
+    linears: "onednn", "torch", or "auto", which times both here and takes the faster.
     Changed weights are noticed, but for those written through `.data` or made in inference mode: call `refresh` after that.
     `restore` undoes all of it. Raises ValueError for another value of `linears`, or where this torch has no oneDNN.
     """
@@ -118,7 +119,7 @@ class FastBlock(Block):
             return super().forward(x, terms, grid)
         tokens = x.reshape(x.shape[0], -1, x.shape[-1])
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        for images in chunks(len(tokens), 3 * tokens[0].numel()):
+        for images in chunks(len(tokens), 6 * tokens[0].numel()):  # q, k and v, twice where there are windows
             own = tokens[images]
             qkv = self.attn.qkv(own if self.post_norm else self.norm1(own))
             qkv = self.attn._cosine(qkv) if self.attn.cosine else qkv
@@ -137,11 +138,11 @@ class FastBlock(Block):
             if self.window is not None:
                 return self._in_windows(qkv, terms, grid)
             if grid.tokens < _LONG:
-                q, k, v, scale = self._split(qkv, terms)
+                q, k, v, scale = self._split(qkv, terms, grid)
                 mask = kept.get_or_make(q.dtype, 4, lambda: _mask(terms, grid, q.dtype))
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
             if self._fast.onednn and qkv.dtype == torch.float32:
-                q, k, v, scale = self._split(qkv, terms)
+                q, k, v, scale = self._split(qkv, terms, grid)
                 most = 4 if grid.tokens <= _LARGE else 0
                 lines = kept.get_or_make("lines", most, lambda: _lines(terms, grid))
                 return blockwise_attention(q * scale, k, v, lines, grid)
@@ -153,7 +154,7 @@ class FastBlock(Block):
         key = grid, window, shift, len(qkv)
         layout = self._fast.layouts.get_or_make(key, 32, lambda: window_kinds(*key))
         qkv = qkv.flatten(0, 1).index_select(0, layout.source).unflatten(0, (-1, window.tokens))
-        q, k, v, scale = self._split(qkv, terms)  # [L, H, N, D], of all images
+        q, k, v, scale = self._split(qkv, terms, window)  # [L, H, N, D], of all images
         masks = terms.expanded.get_or_make((grid, shift, q.dtype), 4, lambda: _masks(terms, window, layout.visible, q))
         out, at = torch.empty_like(v.transpose(1, 2), memory_format=torch.contiguous_format), 0  # [L, N, H, D]
         for mask, count in zip(masks, layout.counts, strict=True):
@@ -162,12 +163,11 @@ class FastBlock(Block):
             at += count
         return out.view(-1, v.shape[1] * v.shape[3]).index_select(0, layout.inverse).unflatten(0, (-1, grid.tokens))
 
-    def _split(self, qkv: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor, float]:
+    def _split(self, qkv: Tensor, terms: Terms, place: Grid) -> tuple[Tensor, Tensor, Tensor, float]:
         """[b, N, 3C] -> q, k, v [b, H, N, D] with what position does to them, and the scale of the logits."""
         q, k, v = qkv.unflatten(-1, (3, self.attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = rotated(with_query_bias(q, terms), k, terms)
-        scale = q.shape[-1] ** -0.5
-        return (q * terms.scale.to(q.dtype), k, v, scale) if isinstance(terms.scale, Tensor) else (q, k, v, scale * terms.scale)
+        q, k, _, scale = prepare(q, k, terms._replace(tables=()), place)
+        return q, k, v, scale
 
 
 _FAST = (FastLinear, FastMlp, FastBlock)

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.ops.rows import query_blocks, row_bias
+from vitrel.ops.rows import QUERIES, query_blocks, row_bias
 
 CHUNK = 1 << 21  # numbers in the widest tensor of a chunk: 8 MB in float32, which the third-level cache holds
-_QUERIES = 256  # of attention at a time
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
@@ -69,8 +68,10 @@ class MlpFunction(torch.autograd.Function):
         for own in chunks(len(x), len(weight1)):
             before = product(x[own], weight1, bias1)
             through = torch.ops.aten.gelu_backward(product(grad[own], weight2.t()), before)
-            dweight2 += _weight_gradient(grad[own], F.gelu(before))
-            dweight1 += _weight_gradient(through, x[own])
+            if ctx.needs_input_grad[3]:
+                dweight2 += _weight_gradient(grad[own], F.gelu(before))
+            if ctx.needs_input_grad[1]:
+                dweight1 += _weight_gradient(through, x[own])
             dbias1 += through.sum(0)
             dx[own] = product(through, weight1.t())
         dbias2 = None if bias2 is None else grad.sum(0)
@@ -98,7 +99,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, lines: tuple[Tensor, Te
     for image in range(len(q)):
         for head in range(q.shape[1]):
             keys, values = k[image, head].contiguous(), v[image, head].mT.contiguous()
-            for rows in query_blocks(grid, _QUERIES):
+            for rows in query_blocks(grid, QUERIES):
                 scores = product(q[image, head, rows.tokens], keys)  # [M, N]
                 if lines is not None:
                     scores += row_bias(lines[0][head : head + 1], lines[1][head : head + 1], grid, rows)[0]

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, rotated, with_query_bias
-from vitrel.ops.sdpa import KEY_ROTARY
+from vitrel.ops.reference import Call
+from vitrel.ops.sdpa import KEY_ROTARY, prepare
 from vitrel.ops.triton_backend import lattice_bias
 from vitrel.position.terms import Terms, no_autocast, wide
 
 _WINDOWED = "windows are small: their biases are no burden"
-_QUERIES = 256  # in one block; the backward pass holds all scores of a block
+QUERIES = 256  # at most in one block; the backward pass holds all scores of a block
+_NUMBERS = 1 << 23  # at most in the biases of a block: arrays above 32 MB come fresh from the system, page by page
 
 
 def refuses(call: Call) -> str:
@@ -52,8 +53,10 @@ def pays(call: Call) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False  # a question about the size would cost another compiled graph
-    learned = any(table.bias is not None and table.bias.requires_grad for table in call.terms.tables)
-    return call.grid.tokens >= (4096 if call.grad and not learned else 1024)
+    biases = [table.bias for table in call.terms.tables if table.bias is not None]
+    if call.grad and not any(bias.requires_grad for bias in biases):
+        return call.grid.tokens >= 4096
+    return call.grid.tokens >= (784 if len(biases) > 1 or not call.grad else 1024)
 
 
 def attention(
@@ -63,12 +66,7 @@ def attention(
     if torch.is_autocast_enabled("cpu"):  # SDPA would cast them inside, where the backward pass does not know of it
         q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q, k = rotated(with_query_bias(q, terms), k, terms)
-    if isinstance(terms.scale, Tensor):
-        q = q * terms.scale.to(q.dtype)
-        scale = q.shape[-1] ** -0.5
-    else:
-        scale = terms.scale * q.shape[-1] ** -0.5
+    q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
     q, k, v = (x.expand(*shape, *x.shape[-2:]).reshape(-1, shape[-1], *x.shape[-2:]) for x in (q, k, v))
     lines, prefix = expanded(lattice_bias(terms, grid), grid)
     out = _Rows.apply(q, k, v, lines, prefix, grid, scale)
@@ -144,7 +142,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lines: Tensor, prefix: Tensor, grid: Grid, scale: float) -> Tensor:
         out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)  # as a linear layer takes it
         own = lines.to(q.dtype), prefix.to(q.dtype)
-        for rows in query_blocks(grid, _QUERIES):
+        for rows in query_blocks(grid, min(QUERIES, _NUMBERS // (q.shape[1] * q.shape[2]))):
             bias = row_bias(*own, grid, rows)[None]
             part = F.scaled_dot_product_attention(q[:, :, rows.tokens], k, v, attn_mask=bias, scale=scale)
             out[:, :, rows.tokens] = part
@@ -163,7 +161,7 @@ class _Rows(torch.autograd.Function):
         hidden = any(x.isneginf().any() for x in biases)
         softmax = torch._safe_softmax if hidden else torch.softmax  # the slower gives 0 to a query that sees no key
         with no_autocast(q.device):
-            for rows in query_blocks(ctx.grid, _QUERIES):
+            for rows in query_blocks(ctx.grid, QUERIES):
                 own, do = q[:, :, rows.tokens] * ctx.scale, wide(grad[:, :, rows.tokens])
                 bias = wide(row_bias(*biases, ctx.grid, rows))
                 weights = softmax((own @ k.mT).add_(bias), -1)  # [B, H, M, N]
@@ -174,6 +172,7 @@ class _Rows(torch.autograd.Function):
                 dk += d.mT @ own
                 if ctx.needs_input_grad[3]:
                     _add_row_bias(dlines, dprefix, d.sum(0), ctx.grid, rows)
+                del bias, weights, d  # before those of the next block exist
         return *(g.to(x.dtype) for g, x in zip(found, saved, strict=False)), None, None
 
 

@@ -29,7 +29,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
     """See vitrel.ops.attention."""
-    q, k, bias, scale = _prepare(q, k, terms, grid)
+    q, k, bias, scale = prepare(q, k, terms, grid)
     if mask is None:
         bias = None if bias is None else _four_dimensional(bias.to(q.dtype))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
@@ -61,7 +61,7 @@ def window_attention(
         terms = terms._replace(rotary=tuple(t.index_select(1, layout.slot) for t in terms.rotary))
     # -inf is safe: padding sees padding, so no row is ever wholly masked; -100 is not, where logits reach it.
     bias = torch.zeros((), device=q.device).masked_fill(~layout.visible, float("-inf"))  # [L*N, N]
-    q, k, table_bias, scale = _prepare(q, k, terms, Grid(*window), layout.slot)
+    q, k, table_bias, scale = prepare(q, k, terms, Grid(*window), layout.slot)
     bias = bias if table_bias is None else table_bias + bias
     bias = bias.expand(*bias.shape[:-3], num_heads, -1, -1).to(q.dtype)  # [(B,) H, L*N, N]
     bias = _four_dimensional(bias.flatten(-3, -2).unflatten(-2, (-1, n)))  # [1 or B, H*L, N, N]
@@ -76,7 +76,7 @@ def _four_dimensional(bias: Tensor) -> Tensor:
     return bias[None] if bias.dim() == 3 else bias
 
 
-def _prepare(
+def prepare(
     q: Tensor, k: Tensor, terms: Terms, grid: Grid, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes (a tensor scale is folded into q).
