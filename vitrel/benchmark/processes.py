@@ -81,7 +81,7 @@ class Worker:
     def outcome(self) -> dict[str, Tensor]:
         """What the last call returned: after `start` the first one."""
         path = self._ask("outcome", f"{self._folder.name}/outcome.pt")
-        return torch.load(path)
+        return torch.load(path, weights_only=True)
 
     def run(self, calls: int) -> list[float]:
         """Milliseconds of each of so many calls: processor time of the process, on a GPU between events around the call."""
