@@ -84,4 +84,4 @@ def test_the_environment_asks_too():
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "reference"}, capture_output=True, text=True)
     assert "reference (asked for by name)" in run.stdout, run.stderr
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "fast"}, capture_output=True, text=True)
-    assert "unknown backend 'fast'; choose auto, triton, columns, flex, sdpa, reference" in run.stderr
+    assert "unknown backend 'fast'; choose auto, triton, columns, rows, flex, sdpa, reference" in run.stderr
