@@ -3,8 +3,9 @@
     python tools/compare.py configs/quickstart.yaml
 
 Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed; with several data sets, into a
-folder for each. What is done already is not done again, what was interrupted goes on from its last checkpoint. --jobs 2 trains
-two models at a time, each on its share of the CPU's cores: small models gain.
+folder for each; --data NAME takes one of them alone. All models are trained with the first seed before any with the second.
+What is done already is not done again, what was interrupted goes on from its last checkpoint. --jobs 2 trains two models at a
+time, each on its share of the CPU's cores: small models gain.
 """
 
 import argparse
@@ -32,12 +33,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="e.g. configs/quickstart.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the results; default runs")
     parser.add_argument("--jobs", type=int, default=1, help="models trained at a time, on a CPU; default 1")
+    parser.add_argument("--data", help="of several data sets, this one alone: the last part of its path")
     parser.add_argument("--no-report", action="store_true", help="tables and plots, but no pictures and no report.html")
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs is 1 or more, not {args.jobs}")
     try:
-        comparisons = load_comparison(args.config)
+        comparisons = chosen(load_comparison(args.config), args.data)
         for comparison in comparisons:  # before the first is trained
             check_data(comparison.sweep, comparison.train_size)
         for comparison in comparisons:
@@ -48,12 +50,20 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("interrupted: the same command goes on from here")
 
 
+def chosen(comparisons: list[Comparison], data: str | None) -> list[Comparison]:
+    """Those on the data set of that name, all for None; ValueError where there is none."""
+    names = [Path(comparison.data).name for comparison in comparisons]
+    if data is not None and data not in names:
+        raise ValueError(f"--data {data}: the data of this configuration are {', '.join(names)}")
+    return [comparison for comparison, name in zip(comparisons, names, strict=True) if data in (None, name)]
+
+
 def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = True) -> None:
     """Trains what is missing, evaluates all, and prints the tables and one verdict per model."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     start = time.perf_counter()
     own = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
-    places = {(label, seed): folder / f"{label}-seed{seed}" for label in own for seed in comparison.seeds}
+    places = {(label, seed): folder / f"{label}-seed{seed}" for seed in comparison.seeds for label in own}
     train_all({place: comparison.training(own[label], seed, place) for (label, seed), place in places.items()}, jobs)
     trained = time.perf_counter()
     models: list[Trained] = []

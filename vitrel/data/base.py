@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
 
 from vitrel.data.decode import BadImage, Reading
 from vitrel.data.draw import Draw
@@ -36,6 +38,7 @@ class ImageSet(Dataset, ABC):
         self.classes, self.prepare, self.augment, self.reading = classes, prepare, augment, reading
         self.bad = torch.zeros(n, dtype=torch.uint8).share_memory_()
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # with reading.keep
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, int]:
@@ -91,7 +94,7 @@ class ImageSet(Dataset, ABC):
         for step in range(self.reading.bad_limit):
             at = (index + step) % len(self)
             try:
-                return self.read(at)
+                return self.read(at) if self.reading.keep is None else self._once(at)
             except BadImage as error:
                 if self.reading.on_bad == "raise":
                     raise
@@ -100,6 +103,15 @@ class ImageSet(Dataset, ABC):
                     return None, -1
                 last = error
         raise bad_in_a_row(self.reading.bad_limit, last)
+
+    def _once(self, index: int) -> tuple[Tensor, int]:
+        """As `read`, reduced and from memory once it was asked for."""
+        if index not in self._kept:
+            image, label = self.read(index)
+            if min(image.shape[-2:]) > self.reading.keep:
+                image = resize(image, [self.reading.keep], InterpolationMode.BICUBIC, antialias=True)
+            self._kept[index] = image, label
+        return self._kept[index]
 
 
 def bad_in_a_row(count: int, last: BadImage) -> BadImage:

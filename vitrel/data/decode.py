@@ -50,6 +50,8 @@ class Reading:
             gives zeros labelled -1, which metrics must leave out. The last two mark the image in `.bad`.
         bad_limit: "replace" stops after this many unreadable images in a row.
         bad_share: training stops when more than this share of its images turned out to be unreadable.
+        keep: shorter side, pixels, to which decoded training images are reduced (those that are larger; antialiased bicubic) and
+            then kept in memory, by every process that loads them: a small set is decoded once. Null decodes whenever asked.
 
     Raises:
         ValueError: for an unknown decoder or on_bad, or a limit out of range.
@@ -60,6 +62,7 @@ class Reading:
     on_bad: OnBad = "raise"
     bad_limit: int = 100
     bad_share: float = 0.01
+    keep: int | None = None
 
     def __post_init__(self) -> None:
         _check_decoder(self.decoder)
@@ -71,6 +74,8 @@ class Reading:
             raise ValueError(f"bad_limit is at least 1, not {self.bad_limit}")
         if not 0 <= self.bad_share <= 1:
             raise ValueError(f"bad_share lies between 0 and 1, not {self.bad_share}")
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep is the shorter side of the images in memory, at least 1 pixel, not {self.keep}")
 
 
 def decode(

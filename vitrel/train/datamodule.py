@@ -73,7 +73,7 @@ class ImageData(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Build both data sets with the preprocessing of the model's cfg, and the plan of an epoch."""
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
-        strict = replace(self.reading, on_bad="raise")
+        strict = replace(self.reading, on_bad="raise", keep=None)  # evaluation sees the images as they are
         self.train_set = self._train_set(module.preprocessing)
         self.val_set = create_dataset(self.data, "val", self.size, **module.preprocessing, n=self.n_val, reading=strict)
         n, even = len(self.train_set), module.mixup is not None
@@ -81,6 +81,8 @@ class ImageData(LightningDataModule):
         if isinstance(self.train_set, Shards):
             if self.repeats > 1:
                 raise ValueError("shards are streamed: data.repeats needs images that can be read in any order, a folder")
+            if self.reading.keep is not None:
+                raise ValueError("shards are streamed, not kept: leave data.reading.keep out, or train on a folder")
             self.order = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
         else:
             self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
