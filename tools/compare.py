@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         comparisons = chosen(load_comparison(args.config), args.data)
         for comparison in comparisons:  # before the first is trained
-            check_data(comparison.sweep, comparison.train_size)
+            for size in comparison.train_sizes:
+                check_data(comparison.sweep, size)
         for comparison in comparisons:
             compare(comparison, args.runs / comparison.name, args.jobs, not args.no_report)
     except (ValueError, OSError, MemoryError, FloatingPointError) as error:
@@ -64,12 +65,15 @@ def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = 
     start = time.perf_counter()
     own = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
     places = {(label, seed): folder / f"{label}-seed{seed}" for seed in comparison.seeds for label in own}
-    train_all({place: comparison.training(own[label], seed, place) for (label, seed), place in places.items()}, jobs)
+    for tuned in (False, True):  # after what they start from
+        here = {(label, seed): place for (label, seed), place in places.items() if bool(own[label].tuned_from) == tuned}
+        if here:
+            train_all({place: comparison.training(own[label], seed, place) for (label, seed), place in here.items()}, jobs)
     trained = time.perf_counter()
     models: list[Trained] = []
     for entry in comparison.entries:
         for seed in comparison.seeds:
-            path = places[entry.weights_of or entry.label, seed] / "checkpoints" / f"{comparison.checkpoint}.ckpt"
+            path = comparison.checkpoint_of(entry.weights_of or entry.label, seed, folder)
             model = load_checkpoint(path, entry.label, seed)
             models.append(model if entry.weights_of is None else with_arguments(model, entry, comparison))
     rows = run_sweep(models, comparison.sweep, folder, comparison.name, report, comparison.claims)

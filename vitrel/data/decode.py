@@ -50,8 +50,8 @@ class Reading:
             gives zeros labelled -1, which metrics must leave out. The last two mark the image in `.bad`.
         bad_limit: "replace" stops after this many unreadable images in a row.
         bad_share: training stops when more than this share of its images turned out to be unreadable.
-        keep: shorter side, pixels, to which decoded training images are reduced (those that are larger; antialiased bicubic) and
-            then kept in memory, by every process that loads them: a small set is decoded once. Null decodes whenever asked.
+        keep: shorter side, pixels, to which larger images are reduced once decoded (antialiased bicubic), and then kept in the
+            memory of every process that loads them: a small set is decoded once. In training alone. Null decodes every time.
 
     Raises:
         ValueError: for an unknown decoder or on_bad, or a limit out of range.

@@ -1,55 +1,24 @@
 """The configuration of a comparison: which models, trained how, with which seeds, evaluated at which sizes."""
 
-import difflib
 import os
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import timm
 import yaml
 
-import vitrel  # noqa: F401  registers the models with timm
 from vitrel.data import SHAPES
 from vitrel.transfer.claims import Claim, read_claim
+from vitrel.transfer.entries import TRAIN_KEYS, Entry, check_decided, only_entries, plain_name, read_entries, section
 from vitrel.transfer.settings import Size, Sweep, format_size, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)
-MODEL_KEYS = ("name", "label", "position", "model_args", "weights_of")
-TRAIN_KEYS = ("trainer", "data", "model")
-DATA_KEYS = (
-    "data",
-    "only",
-    "seeds",
-    "train",
-    "evaluate",
-    "claims",
-)  # of an item of a list: its own, on top of the comparison's
+# of an item of a list: its own, on top of the comparison's
+DATA_KEYS = ("data", "only", "seeds", "train", "evaluate", "claims")
 CHECKPOINTS = ("last", "best")
-EVALUATE_KEYS = (*(field.name for field in fields(Sweep) if field.name != "data"), "checkpoint")
-# what the comparison itself fills in
-DECIDED = {
-    ("trainer", "default_root_dir"): "the comparison names its folders",
-    ("data", "data"): "it is the comparison's data",
-    ("data", "seed"): "it is one of the comparison's seeds",
-    ("model", "model"): "models are listed under models",
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A model of a comparison: its timm name, further keywords of `timm.create_model`, its name in tables and folders.
-
-    weights_of: label of the entry whose trained weights it is evaluated with; None trains its own.
-    """
-
-    name: str
-    label: str
-    model_args: dict[str, Any]
-    weights_of: str | None = None
+EVALUATE_KEYS = (*(one.name for one in fields(Sweep) if one.name != "data"), "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -69,17 +38,30 @@ class Comparison:
 
     @property
     def train_size(self) -> Size:
-        size = self.train["data"]["size"]
-        return (size, size) if isinstance(size, int) else tuple(size)
+        return _pair(self.train["data"]["size"])
+
+    @property
+    def train_sizes(self) -> tuple[Size, ...]:
+        """The size of the comparison, and those of entries with their own."""
+        own = (_merged(self.train, entry.train)["data"]["size"] for entry in self.entries)
+        return tuple(dict.fromkeys((self.train_size, *map(_pair, own))))
+
+    def checkpoint_of(self, label: str, seed: int, folder: Path) -> Path:
+        """The checkpoint of a run that is evaluated, or tuned."""
+        return folder / f"{label}-seed{seed}" / "checkpoints" / f"{self.checkpoint}.ckpt"
 
     def training(self, entry: Entry, seed: int, folder: Path) -> dict[str, Any]:
-        """The configuration of one training run, as `tools/train.py fit --config` reads it."""
-        common = self.train.get("model") or {}
+        """The configuration of one training run in `folder`, beside the others', as `tools/train.py fit --config` reads it."""
+        train = _merged(self.train, entry.train)
+        common = train.get("model") or {}
         arguments = {**(common.get("model_args") or {}), **entry.model_args}
+        if entry.tuned_from:
+            source = self.checkpoint_of(entry.tuned_from, seed, folder.parent)
+            common = _merged(common, {"tuning": {**(common.get("tuning") or {}), "init_from": str(source)}})
         return {
             "seed_everything": seed,
-            "trainer": {**self.train["trainer"], "default_root_dir": str(folder)},
-            "data": {**self.train["data"], "data": self.data},
+            "trainer": {**train["trainer"], "default_root_dir": str(folder)},
+            "data": {**train["data"], "data": self.data},
             "model": {**common, "model": entry.name, "model_args": arguments},
         }
 
@@ -99,38 +81,31 @@ def load_comparison(path: str | Path) -> list[Comparison]:
         config = yaml.safe_load(path.read_text("utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not plain YAML: {error}") from error
-    config = _section(config, (*KEYS, *OPTIONAL), str(path))
+    config = section(config, (*KEYS, *OPTIONAL), str(path))
     for key in KEYS:
         if not config.get(key):
             raise ValueError(f"{path}: {key} is missing or empty; a comparison needs {', '.join(KEYS)}")
-    name, entries, several = _plain(config["name"], f"{path}: name"), _entries(config["models"], path), config["data"]
+    name, entries, several = plain_name(config["name"], f"{path}: name"), read_entries(config["models"], path), config["data"]
     if not isinstance(several, list):
         return [_comparison(name, config, entries, path)]
     found: dict[str, Comparison] = {}
     for item in several:
-        item = _section(item if isinstance(item, Mapping) else {"data": item}, DATA_KEYS, f"{path}, data")
-        own = f"{name}/{_plain(Path(str(item.get('data'))).name, f'{path}: data')}"
+        item = section(item if isinstance(item, Mapping) else {"data": item}, DATA_KEYS, f"{path}, data")
+        own = f"{name}/{plain_name(Path(str(item.get('data'))).name, f'{path}: data')}"
         if own in found:
             raise ValueError(f"{path}: two data sets are called {own}; rename one of the folders")
-        found[own] = _comparison(own, _merged(config, item), _only(item.get("only"), entries, path), path)
+        found[own] = _comparison(own, _merged(config, item), only_entries(item.get("only"), entries, path), path)
     return [*found.values()]
 
 
-def _only(labels: list[str] | None, entries: tuple[Entry, ...], path: Path) -> tuple[Entry, ...]:
-    """The entries with these labels and those that borrow their weights; all for None."""
-    if labels is None:
-        return entries
-    if unknown := sorted(set(labels) - {entry.label for entry in entries if entry.weights_of is None}):
-        raise ValueError(f"{path}: data, only: no model that is trained here is called {unknown[0]}")
-    return tuple(entry for entry in entries if (entry.weights_of or entry.label) in labels)
-
-
 def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], path: Path) -> Comparison:
-    evaluation, data = _section(config["evaluate"], EVALUATE_KEYS, f"{path}, evaluate"), _data(config["data"], path)
+    evaluation, data = section(config["evaluate"], EVALUATE_KEYS, f"{path}, evaluate"), _data(config["data"], path)
     checkpoint = evaluation.pop("checkpoint", "last")
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"{path}: evaluate.checkpoint is last or best, got {checkpoint!r}")
     seeds, train = _seeds(config["seeds"], path), _train(config["train"], path)
+    for entry in entries:
+        _train(_merged(train, entry.train), f"{path}, {entry.label}")
     claims = _claims(config.get("claims") or [], entries, path)
     found = Comparison(name, data, entries, seeds, train, _sweep(evaluation, data, path), checkpoint, claims)
     for number, claim in enumerate(claims, 1):
@@ -174,22 +149,6 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return {**common, **own, **both}
 
 
-def _section(given: Any, allowed: Collection[str], where: str) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: keys and values are expected ({', '.join(allowed)}), got {given!r}")
-    for key in given:
-        if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, 1, 0.0)[0]
-            raise ValueError(f"{where}: unknown key {key!r}; did you mean {near!r}? The keys are {', '.join(allowed)}")
-    return dict(given)
-
-
-def _plain(text: Any, what: str) -> str:
-    if not isinstance(text, str) or not re.fullmatch(r"[\w+-][\w.+-]*", text):
-        raise ValueError(f"{what} names a folder: letters, digits and . _ + - are allowed, got {text!r}")
-    return text
-
-
 def _data(data: Any, path: Path) -> str:
     if data in SHAPES:
         return data
@@ -203,31 +162,6 @@ def _data(data: Any, path: Path) -> str:
     )
 
 
-def _entries(models: Any, path: Path) -> tuple[Entry, ...]:
-    entries = []
-    for given in models if isinstance(models, list) else [models]:
-        given = _section({"name": given} if isinstance(given, str) else given, MODEL_KEYS, f"{path}, models")
-        name, arguments = given.get("name"), dict(given.get("model_args") or {})
-        if not isinstance(name, str) or not timm.is_model(name):
-            near = ", ".join(difflib.get_close_matches(str(name), timm.list_models("vitrel*"), 3, 0.0))
-            raise ValueError(f"{path}: unknown model {name!r}; the nearest are {near}")
-        if "position" in given:
-            arguments["position"] = given["position"]
-        label = _plain(given.get("label", name), f"{path}: label")
-        entries.append(Entry(name, label, arguments, given.get("weights_of")))
-    labels = [entry.label for entry in entries]
-    own = {entry.label: entry for entry in entries if entry.weights_of is None}
-    for entry in entries:
-        if entry.weights_of is not None and (entry.weights_of not in own or own[entry.weights_of].name != entry.name):
-            raise ValueError(
-                f"{path}: {entry.label} has weights_of: {entry.weights_of}, but no {entry.name} with that label is trained "
-                "here; give the label of one"
-            )
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f"{path}: two models are called {twice[0]}; give each its own label")
-    return tuple(entries)
-
-
 def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
     seeds = seeds if isinstance(seeds, list) else [seeds]
     if len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
@@ -235,14 +169,12 @@ def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _train(given: Any, path: Path) -> dict[str, Any]:
-    train = _section(given, TRAIN_KEYS, f"{path}, train")
-    for section in ("trainer", "data"):
-        if not isinstance(train.get(section), Mapping):
-            raise ValueError(f"{path}: train.{section} is missing or no section of keys and values")
-    for (section, key), why in DECIDED.items():
-        if key in (train.get(section) or {}):
-            raise ValueError(f"{path}: train.{section}.{key} cannot be set here: {why}")
+def _train(given: Any, path: Path | str) -> dict[str, Any]:
+    train = section(given, TRAIN_KEYS, f"{path}, train")
+    for part in ("trainer", "data"):
+        if not isinstance(train.get(part), Mapping):
+            raise ValueError(f"{path}: train.{part} is missing or no section of keys and values")
+    check_decided(train, str(path))
     epochs = train["trainer"].get("max_epochs")
     if type(epochs) is not int or epochs < 1:
         raise ValueError(f"{path}: train.trainer.max_epochs must be given, 1 or more, got {epochs!r}")
@@ -253,6 +185,10 @@ def _train(given: Any, path: Path) -> dict[str, Any]:
             f"{path}: train.data.size must be given: the size to train at, 96 or [96, 128] (height, width), got {size!r}"
         )
     return train
+
+
+def _pair(size: int | Sequence[int]) -> Size:
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _sweep(given: dict[str, Any], data: str, path: Path) -> Sweep:
