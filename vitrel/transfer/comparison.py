@@ -14,7 +14,7 @@ from vitrel.transfer.entries import TRAIN_KEYS, Entry, check_decided, only_entri
 from vitrel.transfer.settings import Size, Sweep, format_size, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
-OPTIONAL = ("claims",)
+OPTIONAL = ("claims", "like")
 # of an item of a list: its own, on top of the comparison's
 DATA_KEYS = ("data", "only", "seeds", "train", "evaluate", "claims")
 CHECKPOINTS = ("last", "best")
@@ -70,18 +70,18 @@ def load_comparison(path: str | Path) -> list[Comparison]:
     """Reads and checks a YAML file; nothing in it is executed.
 
     One comparison for each data set. Where `data` is a list, all models are trained and evaluated on each, and a comparison is
-    called <name>/<data set>; an item may be {data: ..., evaluate: {...}} with what differs there. A relative data folder is
+    called <name>/<data set>; an item may be {data: ..., evaluate: {...}} with what differs there. `like: other.yaml`, a file in
+    the same folder, is what the file stands on: its own keys are merged over that one's. A relative data folder is
     looked for from the working directory, then from the folder of the file. Raises FileNotFoundError for a missing file or
     data folder, ValueError for anything in it that is unknown, missing or wrong.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no configuration at {path}; configs/quickstart.yaml is one to start from")
-    try:
-        config = yaml.safe_load(path.read_text("utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not plain YAML: {error}") from error
-    config = section(config, (*KEYS, *OPTIONAL), str(path))
+    config = _read(path)
+    if "like" in config:
+        other = path.parent / plain_name(config.pop("like"), f"{path}: like")
+        config = _merged(_read(other), config)
+        if "like" in config:
+            raise ValueError(f"{path} is like {other}, which is like another file: name that one")
     for key in KEYS:
         if not config.get(key):
             raise ValueError(f"{path}: {key} is missing or empty; a comparison needs {', '.join(KEYS)}")
@@ -96,6 +96,15 @@ def load_comparison(path: str | Path) -> list[Comparison]:
             raise ValueError(f"{path}: two data sets are called {own}; rename one of the folders")
         found[own] = _comparison(own, _merged(config, item), only_entries(item.get("only"), entries, path), path)
     return [*found.values()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no configuration at {path}; configs/quickstart.yaml is one to start from")
+    try:
+        return section(yaml.safe_load(path.read_text("utf-8")), (*KEYS, *OPTIONAL), str(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not plain YAML: {error}") from error
 
 
 def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], path: Path) -> Comparison:
