@@ -41,7 +41,7 @@ def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure
     figure = Figure(figsize=(1.5 + 5.2 * len(protocols), height), layout="constrained")
     panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
     for axes, protocol in zip(panels[0], protocols, strict=True):
-        _panel(axes, table[table["protocol"] == protocol], column)
+        panel(axes, table[table["protocol"] == protocol], column)
         if column == "top1":
             axes.set_title(f"{protocol} protocol", fontsize=11)
         else:
@@ -57,7 +57,8 @@ def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure
     return figure
 
 
-def _panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
+def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
+    """Draws the curves of an aggregated table of one protocol into `axes`, against image side."""
     drawn = list(curves(table))
     labels = list(dict.fromkeys(label for label, _, _ in drawn))
     for place, (label, policy, rows) in enumerate(drawn):
