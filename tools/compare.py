@@ -19,6 +19,7 @@ from pathlib import Path
 import timm
 
 from vitrel.train.several import train_all
+from vitrel.train.tuning import within
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.comparison import Comparison, Entry, load_comparison
 from vitrel.transfer.plan import check_data
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         for comparison in comparisons:  # before the first is trained
             for size in comparison.train_sizes:
                 check_data(comparison.sweep, size)
+            check_models(comparison)
         for comparison in comparisons:
             compare(comparison, args.runs / comparison.name, args.jobs, not args.no_report)
     except (ValueError, OSError, MemoryError, FloatingPointError) as error:
@@ -57,6 +59,24 @@ def chosen(comparisons: list[Comparison], data: str | None) -> list[Comparison]:
     if data is not None and data not in names:
         raise ValueError(f"--data {data}: the data of this configuration are {', '.join(names)}")
     return [comparison for comparison, name in zip(comparisons, names, strict=True) if data in (None, name)]
+
+
+def check_models(comparison: Comparison) -> None:
+    """ValueError now, not after hours of training, for a model that cannot be built, or a rate for what it does not have."""
+    for entry in comparison.entries:
+        config = comparison.training(entry, 0, Path())
+        model, size = config["model"], config["data"]["size"]
+        try:
+            built = timm.create_model(entry.name, img_size=size, **model["model_args"])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{entry.label} cannot be built: {error}") from error
+        scale, trained = (model.get("optim") or {}).get("position_lr_scale", 1), (model.get("tuning") or {}).get("trainable")
+        position = built.position_parameters() if hasattr(built, "position_parameters") else set()
+        if scale != 1 and entry.weights_of is None and not [n for n in position if trained is None or within(n, trained)]:
+            raise ValueError(
+                f"{entry.label} has no position parameters to train {scale:g} times as fast: give it "
+                "train: {model: {optim: {position_lr_scale: 1}}}"
+            )
 
 
 def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = True) -> None:
