@@ -1,5 +1,6 @@
 """A model of a comparison with training of its own, on top of the comparison's."""
 
+import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -24,9 +25,9 @@ EVALUATE = {"sizes": [64, 96], "protocols": ["scale"], "n": 10}
 def load(tmp_path):
     """load(entry's train, **changes): the comparisons of two models, the second one of which, called own, has that train."""
 
-    def write(train, entry=None, **changes):
-        own = {"name": NAME, "label": "own", "train": train} | (entry or {})
-        config = {"name": "trial", "data": "shapes", "models": [NAME, own], "seeds": [0], "train": TRAIN, "evaluate": EVALUATE}
+    def write(own, entry=None, **changes):
+        models = [NAME, {"name": NAME, "label": "own", "train": own} | (entry or {})]
+        config = {"name": "trial", "data": "shapes", "models": models, "seeds": [0], "train": TRAIN, "evaluate": EVALUATE}
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(deepcopy(config | changes)))
         return load_comparison(path)
@@ -136,11 +137,14 @@ def test_mistakes_are_named_before_anything_is_trained(load, train, message):
 
 
 @pytest.mark.parametrize("data", ["shapes", ["shapes-place", "shapes"]])
-@pytest.mark.parametrize("size", [24, [24, 64]])
+@pytest.mark.parametrize("size", [256, [64, 256]])
 def test_every_size_is_checked_before_the_first_is_trained(load, tmp_path, monkeypatch, data, size):
-    """Objects of shapes do not fit into 24 pixels; the own size is that of the last model."""
-    monkeypatch.setattr(several, "train_one", lambda *_: pytest.fail("trained"))
-    load({"data": {"size": size}}, data=data)
-    with pytest.raises(SystemExit, match="error: .*objects do not fit") as caught:
-        script("tools/compare.py").main([str(tmp_path / "trial.yaml"), "--runs", str(tmp_path)])
-    assert "24x" in str(caught.value)
+    """Objects that are drawn for 256 pixels do not fit into 64; the own size is that of the last model."""
+    trained = []
+    monkeypatch.setattr(several, "train_one", lambda config, place: trained.append(place) or sys.exit("trained"))
+    evaluate = EVALUATE | {"sizes": [64], "protocols": ["canvas"]}
+    for own, message in (({"data": {"size": size}}, r"^error: evaluation at 64x64, .*objects do not fit"), ({}, "^trained$")):
+        load(own, data=data, evaluate=evaluate)
+        with pytest.raises(SystemExit, match=message):
+            script("tools/compare.py").main([str(tmp_path / "trial.yaml"), "--runs", str(tmp_path)])
+        assert len(trained) == (own == {})
