@@ -85,10 +85,13 @@ def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = 
     start = time.perf_counter()
     own = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
     places = {(label, seed): folder / f"{label}-seed{seed}" for seed in comparison.seeds for label in own}
-    for tuned in (False, True):  # after what they start from
-        here = {(label, seed): place for (label, seed), place in places.items() if bool(own[label].tuned_from) == tuned}
-        if here:
-            train_all({place: comparison.training(own[label], seed, place) for (label, seed), place in here.items()}, jobs)
+    order = [(label, seed) for seed in comparison.seeds for label in sorted(own, key=lambda label: bool(own[label].tuned_from))]
+    # one after the other in this order; several at a time only once what they start from is there
+    parts = (
+        [order] if jobs == 1 else [[run for run in order if bool(own[run[0]].tuned_from) == tuned] for tuned in (False, True)]
+    )
+    for part in filter(None, parts):
+        train_all({places[run]: comparison.training(own[run[0]], run[1], places[run]) for run in part}, jobs)
     trained = time.perf_counter()
     models: list[Trained] = []
     for entry in comparison.entries:

@@ -26,9 +26,11 @@ def compare(tmp_path, monkeypatch, capsys):
         for name in ("cat", "dog"):
             (tmp_path / "folders" / "animals" / split / name).mkdir(parents=True)
     tool, trained, evaluated = script("tools/compare.py"), [], []
+    configs = {}
 
     def train_one(config, place):
         trained.append(place.relative_to(tmp_path).as_posix())
+        configs[trained[-1]] = config
         print("training for 1 epochs")
 
     def run_sweep(models, sweep, folder, *further):
@@ -47,7 +49,7 @@ def compare(tmp_path, monkeypatch, capsys):
         tool.main([str(path), "--runs", str(tmp_path), *arguments])
         return list(trained), list(evaluated), capsys.readouterr().out
 
-    run.trained = trained
+    run.trained, run.configs = trained, configs
     return run
 
 
@@ -101,3 +103,14 @@ def test_a_tuned_model_comes_after_its_source_and_before_the_next_seed(compare, 
         own = [label for label, at in zip(labels, seeds, strict=True) if at == seed]
         assert own.index("rope") < own.index("tuned")
     assert seeds == [4] * 3 + [1] * 3 + [2] * 3
+
+
+def test_each_starts_from_the_run_of_its_seed(compare, tmp_path):
+    train = {"data": {"size": 96}, "model": {"tuning": {"trainable": ["norm", "head"]}}}
+    compare("--data", "shapes", models=[*CONFIG["models"], TUNED | {"train": train}, TUNED | {"label": "plain"}])
+    for seed in (4, 1, 2):
+        source = str(tmp_path / "trial" / "shapes" / f"rope-seed{seed}" / "checkpoints" / "last.ckpt")
+        tuned, plain, rope = (compare.configs[f"trial/shapes/{label}-seed{seed}"] for label in ("tuned", "plain", "rope"))
+        assert tuned["model"]["tuning"] == {"trainable": ["norm", "head"], "init_from": source}
+        assert plain["model"]["tuning"] == {"init_from": source} and "tuning" not in rope["model"]
+        assert [run["data"]["size"] for run in (tuned, plain, rope)] == [96, 64, 64] and tuned["seed_everything"] == seed

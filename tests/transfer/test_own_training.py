@@ -137,7 +137,7 @@ def test_mistakes_are_named_before_anything_is_trained(load, train, message):
 
 
 @pytest.mark.parametrize("data", ["shapes", ["shapes-place", "shapes"]])
-@pytest.mark.parametrize("size", [256, [64, 256]])
+@pytest.mark.parametrize("size", [256, [256, 320]])
 def test_every_size_is_checked_before_the_first_is_trained(load, tmp_path, monkeypatch, data, size):
     """Objects that are drawn for 256 pixels do not fit into 64; the own size is that of the last model."""
     trained = []

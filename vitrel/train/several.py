@@ -68,8 +68,13 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
     config = yaml.safe_load(yaml.safe_dump(config))
     if last.exists():
         known = (yaml.safe_load(settings.read_text("utf-8")) if settings.exists() else None) or {}
-        # the folder may have been moved with all that is in it
-        if changes := [text for text in _differences(known, config) if not text.startswith("trainer.default_root_dir:")]:
+        # the folder may have been moved with all that is in it and beside it
+        moved = (
+            ("trainer.default_root_dir:", "model.tuning.init_from:")
+            if _same_start(known, config)
+            else "trainer.default_root_dir:"
+        )
+        if changes := [text for text in _differences(known, config) if not text.startswith(moved)]:
             raise ValueError(
                 f"{folder} holds a run of another configuration ({'; '.join(changes)}): "
                 "remove that folder to train anew, or give the comparison another name"
@@ -97,6 +102,12 @@ def epochs_done(checkpoint: Path) -> int:
         size, run_folder = checkpoint.stat().st_size, checkpoint.parent.parent
         reason = f"{checkpoint} ({size:,} bytes) cannot be read ({type(error).__name__})"
         raise ValueError(f"{reason}: remove {run_folder} to train anew") from error
+
+
+def _same_start(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether both start from a run's checkpoint of the same name, in whatever folder that run's lies."""
+    paths = [((config.get("model") or {}).get("tuning") or {}).get("init_from") for config in (old, new)]
+    return all(paths) and len({Path(path).parts[-3:] for path in paths}) == 1
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:

@@ -56,9 +56,14 @@ def read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
         if "position" in given:
             arguments["position"] = given["position"]
         label = plain_name(given.get("label", name), f"{path}: label")
-        train = section(given.get("train") or {}, TRAIN_KEYS, f"{path}, train of {label}")
+        own = given.get("train")
+        train = section({} if own is None else own, TRAIN_KEYS, f"{path}, train of {label}")
         check_decided(train, f"{path}, train of {label}")
-        entries.append(Entry(name, label, arguments, given.get("weights_of"), given.get("tuned_from"), train))
+        sources = {key: given.get(key) for key in ("weights_of", "tuned_from")}
+        for key, source in sources.items():
+            if not isinstance(source, str | None):
+                raise ValueError(f"{path}: {label} has {key}: {source!r}, which is the label of no model")
+        entries.append(Entry(name, label, arguments, **sources, train=train))
     labels = [entry.label for entry in entries]
     own = {entry.label: entry for entry in entries if entry.weights_of is None}
     for entry in entries:
@@ -82,9 +87,12 @@ def only_entries(labels: list[str] | None, entries: tuple[Entry, ...], path: Pat
     """The entries with these labels, and those that start from their weights or borrow them; all for None."""
     if labels is None:
         return entries
-    if unknown := sorted(set(labels) - {entry.label for entry in entries if entry.source is None}):
+    if unknown := sorted(set(labels) - {entry.label for entry in entries if entry.weights_of is None}):
         raise ValueError(f"{path}: data, only: no model that is trained here is called {unknown[0]}")
     kept = set(labels)
+    for entry in entries:
+        if entry.label in kept and entry.tuned_from not in (None, *kept):
+            raise ValueError(f"{path}: data, only: {entry.label} is tuned from {entry.tuned_from}, which is not among them")
     for _ in range(2):  # what is tuned from a kept one, then what borrows the weights of that
         kept |= {entry.label for entry in entries if entry.source in kept}
     return tuple(entry for entry in entries if entry.label in kept)
@@ -111,5 +119,7 @@ def plain_name(text: Any, what: str) -> str:
 def check_decided(train: Mapping[str, Any], where: str) -> None:
     """ValueError for a key that the comparison fills in."""
     for (part, key), why in DECIDED.items():
+        if not isinstance(train.get(part), Mapping | None):
+            raise ValueError(f"{where}: {part} is a section of keys and values, got {train[part]!r}")
         if key in (train.get(part) or {}):
             raise ValueError(f"{where}: train.{part}.{key} cannot be set here: {why}")
