@@ -3,9 +3,9 @@
     python tools/compare.py configs/quickstart.yaml
 
 Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed; with several data sets, into a
-folder for each; --data NAME takes one of them alone. All models are trained with the first seed before any with the second.
-What is done already is not done again, what was interrupted goes on from its last checkpoint. --jobs 2 trains two models at a
-time, each on its share of the CPU's cores: small models gain.
+folder for each; --data NAME takes one of them alone. One at a time, all models are trained with the first seed before any with
+the second. What is done already is not done again, what was interrupted goes on from its last checkpoint. --jobs 2 trains two
+models at a time, each on its share of the CPU's cores: small models gain.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import timm
 
 from vitrel.train.several import train_all
-from vitrel.train.tuning import within
+from vitrel.train.tuning import Tuning, within
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.comparison import Comparison, Entry, load_comparison
 from vitrel.transfer.plan import check_data
@@ -66,11 +66,13 @@ def check_models(comparison: Comparison) -> None:
     for entry in comparison.entries:
         config = comparison.training(entry, 0, Path())
         model, size = config["model"], config["data"]["size"]
+        trained = (model.get("tuning") or {}).get("trainable")
         try:
             built = timm.create_model(entry.name, img_size=size, **model["model_args"])
+            Tuning(trainable=trained).freeze(built)
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{entry.label} cannot be built: {error}") from error
-        scale, trained = (model.get("optim") or {}).get("position_lr_scale", 1), (model.get("tuning") or {}).get("trainable")
+        scale = (model.get("optim") or {}).get("position_lr_scale", 1)
         position = built.position_parameters() if hasattr(built, "position_parameters") else set()
         if scale != 1 and entry.weights_of is None and not [n for n in position if trained is None or within(n, trained)]:
             raise ValueError(

@@ -160,3 +160,16 @@ def test_two_jobs_wait_for_the_source(tool, tmp_path):
     source, tuned = weights(tmp_path, "absolute", 0), weights(tmp_path, "absolute-tuned", 0)
     assert all(torch.equal(source[name], tuned[name]) for name in source if not trained(name) and name != POSITION)
     assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["label"]) == {"absolute", "absolute-tuned"}
+
+
+def test_a_source_trained_anew_is_noticed(tool, finished, tmp_path):
+    for label in ("rope", "rope-tuned"):
+        shutil.copytree(finished / "trial" / f"{label}-seed0", tmp_path / "trial" / f"{label}-seed0")
+    path = tmp_path / "trial" / "rope-seed0" / "checkpoints" / "last.ckpt"
+    source = read(path)
+    source["state_dict"]["model.cls_token"].add_(1.0)
+    torch.save(source, path)
+    with pytest.raises(
+        SystemExit, match=r"rope-tuned-seed0 was tuned from other weights than .*last\.ckpt holds now .* remove"
+    ):
+        compare(tool, tmp_path, "--no-report", models=CONFIG["models"][2:4], seeds=[0])

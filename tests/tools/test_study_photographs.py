@@ -43,6 +43,13 @@ def test_the_whole_grid_is_configured(data):
             assert entry.name.endswith(f"_{key}"), entry.label
 
 
+def test_both_data_sets_are_asked_the_same():
+    first, second = (yaml.safe_load((ROOT / "configs" / f"study_{data}.yaml").read_text("utf-8")) for data in DATA)
+    for config in (first, second):
+        config.pop("name"), config.pop("data"), config["train"]["trainer"].pop("max_epochs")
+    assert first == second
+
+
 def photographs(folder, side=40):
     """Two classes, told apart by colour, three training and two validation images each."""
     generator = torch.Generator().manual_seed(0)

@@ -99,3 +99,16 @@ def test_training_of_its_own_is_read_at_each_data_set(load):
     for found in load(BASE, TUNED, data=["shapes", place]):
         assert found.train_size == (64, 64) and labels(found) == ["base", "tuned"]
         assert found.entries[1].train == FINER
+
+
+def test_a_source_twice_and_training_of_what_is_not_trained_are_refused(load):
+    with pytest.raises(ValueError, match=r"tuned starts from base: leave model\.tuning\.init_from out"):
+        load(BASE, TUNED | {"train": {"model": {"tuning": {"init_from": "other.ckpt"}}}})
+    with pytest.raises(ValueError, match="aid has the weights of base, it is not trained: leave its train out"):
+        load(BASE, AID | {"train": FINER})
+
+
+def test_what_is_tuned_is_built_as_its_source(load, tmp_path):
+    (found,) = load(BASE | {"model_args": {"depth": 2}}, {"name": NAME, "label": "tuned", "tuned_from": "base", "train": FINER})
+    arguments = [found.training(entry, 0, tmp_path)["model"]["model_args"] for entry in found.entries]
+    assert arguments == [{"position": "rope_mixed", "depth": 2}] * 2

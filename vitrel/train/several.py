@@ -1,6 +1,7 @@
 """Several training runs, one after another or a few at a time, each into its own folder; what is done is not done again."""
 
 import contextlib
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -63,21 +64,22 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
     Raises ValueError when the folder holds a run of another configuration, or when training stopped early.
     """
     last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
-    arguments = ["fit", "--config", str(settings)]
+    start, arguments = folder / "init_from.sha256", ["fit", "--config", str(settings)]
     # as it will be read back: YAML knows no tuples
     config = yaml.safe_load(yaml.safe_dump(config))
     if last.exists():
         known = (yaml.safe_load(settings.read_text("utf-8")) if settings.exists() else None) or {}
         # the folder may have been moved with all that is in it and beside it
-        moved = (
-            ("trainer.default_root_dir:", "model.tuning.init_from:")
-            if _same_start(known, config)
-            else "trainer.default_root_dir:"
-        )
-        if changes := [text for text in _differences(known, config) if not text.startswith(moved)]:
+        moved = ["trainer.default_root_dir:", *(["model.tuning.init_from:"] if _same_name(known, config) else [])]
+        if changes := [text for text in _differences(known, config) if not text.startswith(tuple(moved))]:
             raise ValueError(
                 f"{folder} holds a run of another configuration ({'; '.join(changes)}): "
                 "remove that folder to train anew, or give the comparison another name"
+            )
+        if start.exists() and (found := _start(config)) not in (None, start.read_text("utf-8")):
+            raise ValueError(
+                f"{folder} was tuned from other weights than {config['model']['tuning']['init_from']} holds now (SHA-256 "
+                f"{found:.8}): remove that folder to train anew"
             )
         done = epochs_done(last)
         if done >= epochs:
@@ -88,6 +90,8 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
     else:
         print(f"training for {epochs} epochs", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
+        if found := _start(config):
+            start.write_text(found, "utf-8")
     settings.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
     run(arguments)
     if not last.exists() or epochs_done(last) < epochs:
@@ -104,10 +108,21 @@ def epochs_done(checkpoint: Path) -> int:
         raise ValueError(f"{reason}: remove {run_folder} to train anew") from error
 
 
-def _same_start(old: dict[str, Any], new: dict[str, Any]) -> bool:
+def _init_from(config: dict[str, Any]) -> Path | None:
+    given = ((config.get("model") or {}).get("tuning") or {}).get("init_from")
+    return Path(given) if given else None
+
+
+def _start(config: dict[str, Any]) -> str | None:
+    """Hash of the file that training starts from; None where there is none."""
+    path = _init_from(config)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else None
+
+
+def _same_name(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether both start from a run's checkpoint of the same name, in whatever folder that run's lies."""
-    paths = [((config.get("model") or {}).get("tuning") or {}).get("init_from") for config in (old, new)]
-    return all(paths) and len({Path(path).parts[-3:] for path in paths}) == 1
+    paths = [_init_from(config) for config in (old, new)]
+    return all(paths) and len({path.parts[-3:] for path in paths}) == 1
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:

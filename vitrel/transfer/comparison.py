@@ -14,7 +14,7 @@ from vitrel.transfer.entries import TRAIN_KEYS, Entry, check_decided, only_entri
 from vitrel.transfer.settings import Size, Sweep, format_size, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
-OPTIONAL = ("claims", "like")
+OPTIONAL = ("claims",)
 # of an item of a list: its own, on top of the comparison's
 DATA_KEYS = ("data", "only", "seeds", "train", "evaluate", "claims")
 CHECKPOINTS = ("last", "best")
@@ -54,7 +54,8 @@ class Comparison:
         """The configuration of one training run in `folder`, beside the others', as `tools/train.py fit --config` reads it."""
         train = _merged(self.train, entry.train)
         common = train.get("model") or {}
-        arguments = {**(common.get("model_args") or {}), **entry.model_args}
+        started = next((other.model_args for other in self.entries if other.label == entry.tuned_from), {})
+        arguments = {**(common.get("model_args") or {}), **started, **entry.model_args}
         if entry.tuned_from:
             source = self.checkpoint_of(entry.tuned_from, seed, folder.parent)
             common = _merged(common, {"tuning": {**(common.get("tuning") or {}), "init_from": str(source)}})
@@ -70,18 +71,12 @@ def load_comparison(path: str | Path) -> list[Comparison]:
     """Reads and checks a YAML file; nothing in it is executed.
 
     One comparison for each data set. Where `data` is a list, all models are trained and evaluated on each, and a comparison is
-    called <name>/<data set>; an item may be {data: ..., evaluate: {...}} with what differs there. `like: other.yaml`, a file in
-    the same folder, is what the file stands on: its own keys are merged over that one's. A relative data folder is
+    called <name>/<data set>; an item may be {data: ..., evaluate: {...}} with what differs there. A relative data folder is
     looked for from the working directory, then from the folder of the file. Raises FileNotFoundError for a missing file or
     data folder, ValueError for anything in it that is unknown, missing or wrong.
     """
     path = Path(path)
     config = _read(path)
-    if "like" in config:
-        other = path.parent / plain_name(config.pop("like"), f"{path}: like")
-        config = _merged(_read(other), config)
-        if "like" in config:
-            raise ValueError(f"{path} is like {other}, which is like another file: name that one")
     for key in KEYS:
         if not config.get(key):
             raise ValueError(f"{path}: {key} is missing or empty; a comparison needs {', '.join(KEYS)}")
@@ -114,7 +109,9 @@ def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], p
         raise ValueError(f"{path}: evaluate.checkpoint is last or best, got {checkpoint!r}")
     seeds, train = _seeds(config["seeds"], path), _train(config["train"], path)
     for entry in entries:
-        _train(_merged(train, entry.train), f"{path}, {entry.label}")
+        own = _train(_merged(train, entry.train), f"{path}, {entry.label}")
+        if entry.tuned_from and ((own.get("model") or {}).get("tuning") or {}).get("init_from"):
+            raise ValueError(f"{path}: {entry.label} starts from {entry.tuned_from}: leave model.tuning.init_from out")
     claims = _claims(config.get("claims") or [], entries, path)
     found = Comparison(name, data, entries, seeds, train, _sweep(evaluation, data, path), checkpoint, claims)
     for number, claim in enumerate(claims, 1):

@@ -78,6 +78,10 @@ def read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
                 f"{path}: {entry.label} has tuned_from: {entry.tuned_from}; that takes the label of a {entry.name} that is "
                 "trained here from the start, and no weights_of beside it"
             )
+        if entry.weights_of is not None and entry.train:
+            raise ValueError(
+                f"{path}: {entry.label} has the weights of {entry.weights_of}, it is not trained: leave its train out"
+            )
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"{path}: two models are called {twice[0]}; give each its own label")
     return tuple(entries)

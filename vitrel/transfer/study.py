@@ -30,7 +30,9 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
     "resampled" is what some place needs. ValueError for a curve or a place that is not in the rows.
     """
     tables = {name: _table(folder / name) for name in names}
-    head = ["", "resampled", *(f"{name}: {_where(table, *place)}" for name, table in tables.items() for place in places)]
+    labels = {label for label, _ in shown}
+    own = {name: set(table[table["label"].isin(labels)]["train_size"]) for name, table in tables.items()}
+    head = ["", "resampled", *(f"{name}: {_where(own[name], *place)}" for name in names for place in places)]
     lines = []
     for curve, called in shown.items():
         cells, resized = [], ""
@@ -69,11 +71,11 @@ def _table(folder: Path) -> pd.DataFrame:
     return aggregate(rows)
 
 
-def _where(table: pd.DataFrame, size: str, protocol: str) -> str:
-    """ "128 px, canvas", or that it was trained there."""
+def _where(trained: set[str], size: str, protocol: str) -> str:
+    """ "128, canvas", or that all were trained there."""
     height, width = size.split("x")
     side = height if height == width else f"{height}×{width}"
-    return f"{side} (trained)" if size in set(table["train_size"]) else f"{side}, {protocol}"
+    return f"{side} (trained)" if trained == {size} else f"{side}, {protocol}"
 
 
 def _row(table: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict:

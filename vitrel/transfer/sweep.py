@@ -1,5 +1,6 @@
 """A whole evaluation in one folder: its tables as they grow, table.md, plots and the report at the end, a progress bar."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,14 +30,15 @@ def run_sweep(
     shifted), table.md, claims.md (where there are claims) and plots/*.png into `folder`; with `report`, pictures.json.gz and
     report.html too.
 
-    The tables are written after every evaluation. Rows found there that stem from the same weights, data and settings are
-    not made again; rows of anything else are dropped once all is done.
+    The tables are written as they grow, so often that it takes a tenth of the time at most. Rows found there that stem from the
+    same weights, data and settings are not made again; rows of anything else are dropped once all is done.
     """
     for size in dict.fromkeys(trained.img_size for trained in models):
         check_data(sweep, size)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {line_key(one.row): one for one in read_folder(folder)}
     done: list[Evaluated] = []
+    again = 0.0
     with progress_bar() as bar:
         work = bar.add_task("", total=len(plan(models, sweep)))
 
@@ -46,8 +48,11 @@ def run_sweep(
         for one in evaluate_rows(models, sweep, list(kept.values()), advance):
             done.append(one)
             known = kept.pop(line_key(one.row), None)
-            if known is None or known.per_class is not one.per_class:  # made now
+            made_now = known is None or known.per_class is not one.per_class
+            if made_now and time.perf_counter() > again:  # of thousands of rows, writing takes as long as a row
+                start = time.perf_counter()
                 write_folder([*done, *kept.values()], folder)
+                again = time.perf_counter() + 10 * (time.perf_counter() - start)
     rows = with_curves([one.row for one in done])
     write_folder([one._replace(row=row) for one, row in zip(done, rows, strict=True)], folder)
     table = aggregate(rows)
