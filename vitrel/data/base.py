@@ -61,6 +61,10 @@ class ImageSet(Dataset, ABC):
         """The epoch whose augmentations are drawn from now on, in loader processes too."""
         self._epoch.fill_(epoch)
 
+    def forget(self) -> None:
+        """Free the images kept in memory; they are decoded again when they are asked for."""
+        self._kept.clear()
+
     def __len__(self) -> int:
         return len(self.bad)
 

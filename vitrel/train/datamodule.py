@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from vitrel.data import Augmentation, Reading, class_names, create_dataset, create_shapes
+from vitrel.data import Augmentation, ImageSet, Reading, class_names, create_dataset, create_shapes
 from vitrel.data.shards import Shards
 from vitrel.data.stream import ShardBatches
 from vitrel.train.order import EpochLoader, EpochOrder, EveryImageOnce, Plan
@@ -95,6 +95,11 @@ class ImageData(LightningDataModule):
             raise ValueError("data.region limits where shapes are drawn; images of a folder have none: leave it out")
         how = {"size": self.size, "mean": how["mean"], "std": how["std"], "region": self.region}
         return create_shapes("train", self.n_train, self.seed, **how)
+
+    def teardown(self, stage: str) -> None:
+        """Free the kept images: Lightning's trainers of former runs stay in memory, and all they refer to."""
+        if isinstance(getattr(self, "train_set", None), ImageSet):
+            self.train_set.forget()
 
     @property
     def batches(self) -> int:
