@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from vitrel.transfer.guide import fill
-from vitrel.transfer.study import headline, study_figure, study_tables
+from vitrel.transfer.study import headline, kept_beside, study_figure, study_tables
 
 ROOT = Path(__file__).parent.parent
 DATA = ("imagenette224", "flowers256")
@@ -25,6 +25,8 @@ CURVES = {  # of the picture; all others are in the tables
 }
 PLACES = (("64x64", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
 
+AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"), ("192x192", "canvas"))
+
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
@@ -35,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         tables = study_tables(args.results, DATA)
+        tables.append(("kept", kept_beside(args.results, DATA, CURVES, AWAY)))
         tables.append(("pretrained", (args.results / "pretrained" / "table.md").read_text("utf-8")))
         pages = {"docs/study.md": tables, "README.md": [("study", headline(args.results, DATA, CURVES, PLACES))]}
         for name, found in pages.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from vitrel.transfer.metrics import t_interval
 from vitrel.transfer.plots import panel
 from vitrel.transfer.report import accuracy_tables, aggregate, curves, markdown, read_csv
 
@@ -45,6 +46,27 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
     return markdown(head, lines).rstrip()
 
 
+def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:
+    """Markdown: how much more of its own accuracy at the training size each curve keeps than the first one, in points of top-1.
+
+    That is (top1 there - top1 at the training size) of the curve less the same of the first curve, paired seed by seed, ± half
+    Student's 95 % interval over the seeds. Models that differ at the training size already are compared by what they lose.
+    """
+    first, *others = shown
+    head = ["", *(f"{name}: {_side_of(size)}, {protocol}" for name in names for size, protocol in places)]
+    lines = [[shown[curve]] for curve in others]
+    for name in names:
+        rows = pd.DataFrame(read_csv(folder / name / "results.csv"))
+        for size, protocol in places:
+            reference = _losses(rows, first, size, protocol)
+            for line, curve in zip(lines, others, strict=True):
+                own = _losses(rows, curve, size, protocol)
+                gaps = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
+                low, high = t_interval(gaps)
+                line.append(f"{sum(gaps) / len(gaps):+.1f} ±{(high - low) / 2:.1f}")
+    return markdown(head, lines).rstrip()
+
+
 def study_figure(folder: Path, names: Sequence[str], shown: Mapping[Curve, str]) -> Figure:
     """Top-1 against size with intervals: a row of panels for each data set, a column for each protocol, the curves `shown`."""
     tables = [_table(folder / name) for name in names]
@@ -71,11 +93,23 @@ def _table(folder: Path) -> pd.DataFrame:
     return aggregate(rows)
 
 
+def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str) -> dict[int, float]:
+    """{seed: top1 at the place less top1 at the training size} of a curve."""
+    found = {}
+    for seed, part in rows[(rows["label"] == curve[0]) & (rows["protocol"] == protocol)].groupby("seed"):
+        own = next(of for _, policy, of in curves(part) if policy == curve[1]).set_index("img_size")["top1"]
+        found[seed] = own[size] - own[part["train_size"].iloc[0]]
+    return found
+
+
+def _side_of(size: str) -> str:
+    height, width = size.split("x")
+    return height if height == width else f"{height}×{width}"
+
+
 def _where(trained: set[str], size: str, protocol: str) -> str:
     """ "128, canvas", or that all were trained there."""
-    height, width = size.split("x")
-    side = height if height == width else f"{height}×{width}"
-    return f"{side} (trained)" if trained == {size} else f"{side}, {protocol}"
+    return f"{_side_of(size)} (trained)" if trained == {size} else f"{_side_of(size)}, {protocol}"
 
 
 def _row(table: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict:
