@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from torchvision.io import write_jpeg
 from helpers import ROOT, script, shared
 from vitrel.transfer.comparison import load_comparison
 from vitrel.transfer.report import read_csv
+from vitrel.transfer.study import headline, kept_beside, study_figure, study_tables
 
 RELATIVE = ["table", "factorised", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
 ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalised"]
@@ -111,3 +113,54 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     assert "claims of the configuration" in printed
     compare.main([str(path), "--runs", str(tmp_path), "--no-report"])
     assert capsys.readouterr().out.count("trained already") == len(labels)
+
+
+def test_the_pages_are_what_the_results_give(tmp_path, capsys):
+    tool = script("tools/study.py")
+    tool.main(["--check"])
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/study.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs" / "study.md"
+    text = page.read_text("utf-8")
+    page.write_text(re.sub(r"(\| absolute +\| .*?)\d\d\.\d ±", r"\g<1>99.9 ±", text, count=1), "utf-8")
+    with pytest.raises(SystemExit, match=r"study\.md is not what the results give: run python tools/study\.py"):
+        tool.main(["--check", "--root", str(tmp_path)])
+    tool.main(["--root", str(tmp_path)])
+    assert page.read_text("utf-8") == text and (tmp_path / "docs" / "study_curves.png").stat().st_size > 20_000
+    with pytest.raises(SystemExit, match=r"no results\.csv in .*imagenette224: run the evaluation first"):
+        tool.main(["--results", str(tmp_path)])
+
+
+ROWS = ROOT / "results" / "study"
+SHOWN = {("absolute", "bicubic"): "interpolated", ("rope_mixed", "none"): "turned"}
+
+
+def test_figures_of_the_tables_are_those_of_the_rows():
+    """Taken from the rows by pandas alone."""
+    frame = pd.read_csv(ROWS / "flowers256" / "results.csv")
+    frame = frame[frame["protocol"] == "scale"].set_index(["label", "seed", "img_size"])["top1"]
+    means = {label: frame.loc[label, :, "128x128"].groupby("seed").first() for label in ("absolute", "rope_mixed")}
+    lost = {label: means[label] - frame.loc[label, :, "64x64"] for label in means}
+    place = [("128x128", "scale")]
+    lines = headline(ROWS, ["flowers256"], SHOWN, [("64x64", "scale"), *place]).splitlines()
+    assert "flowers256: 64 (trained)" in lines[0] and "flowers256: 128, scale" in lines[0]
+    assert "interpolated | absolute bicubic" in lines[2] and "turned" in lines[3] and "nothing" in lines[3]
+    for line, label in zip(lines[2:], means, strict=True):
+        assert f"| {means[label].mean():.1f} ±" in line.replace("|  ", "| ")
+    (line,) = kept_beside(ROWS, ["flowers256"], SHOWN, place).splitlines()[2:]
+    gap = lost["rope_mixed"] - lost["absolute"]
+    assert f"{gap.mean():+.1f} ±{4.30265 * gap.std() / math.sqrt(3):.1f}" in line  # Student's, two degrees of freedom
+
+
+def test_what_is_not_in_the_rows_is_refused():
+    with pytest.raises(ValueError, match=r"flowers256 has no row of rope_mixed/none at 80x80 in the scale protocol"):
+        headline(ROWS, ["flowers256"], SHOWN, [("80x80", "scale")])
+    with pytest.raises(FileNotFoundError, match=r"no results\.csv"):
+        study_tables(ROWS, ["nowhere"])
+
+
+def test_the_picture_shows_what_it_is_asked_for():
+    figure = study_figure(ROWS, DATA, SHOWN)
+    assert [axes.get_title() for axes in figure.axes] == [f"{name}, {kind}" for name in DATA for kind in ("scale", "canvas")]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*SHOWN.values()]
