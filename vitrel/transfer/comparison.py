@@ -138,6 +138,8 @@ def _check_place(claim: Claim, found: Comparison, where: str) -> None:
     sizes = [trained, *map(format_size, sweep.sizes)]
     if claim.img_size not in sizes:
         raise ValueError(f"{where}: {claim.img_size} is not evaluated, only {', '.join(dict.fromkeys(sizes))}")
+    if f"{claim.img_size} {claim.protocol}" in sweep.skip:
+        raise ValueError(f"{where}: {claim.img_size} in the {claim.protocol} protocol is left out by evaluate.skip")
     if claim.protocol not in sweep.protocols:
         raise ValueError(f"{where}: the protocol {claim.protocol!r} is not evaluated, only {', '.join(sweep.protocols)}")
     if claim.shift is not None and (

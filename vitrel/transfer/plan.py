@@ -33,9 +33,9 @@ def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
     """Every row to make: models at their training sizes first (retention refers to them), then size by size so that images are
     shared.
 
-    The size a model was trained at is always evaluated. Where a model can choose how to serve a size, there is one task per
-    policy (`policies_at`). Content is shifted at the training size, in the first protocol: both show the same images there.
-    ValueError for a policy that no model has.
+    The size a model was trained at is always evaluated, unless `skip` names it. Where a model can choose how to serve a size,
+    there is one task per policy (`policies_at`). Content is shifted at the training size, in the first protocol: both show the
+    same images there. ValueError for a policy that no model has.
     """
     offered = {policy for trained in models for policy in policies_of(trained.model)}
     if unknown := [policy for policy in sweep.policies or () if policy not in offered]:
@@ -48,7 +48,7 @@ def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
     for size, here in places:
         policies = [policies_at(trained.model, size, sweep.policies) for trained in here]
         crops = dict.fromkeys(crop for trained in here for crop in sweep.crop_pct or (trained.crop_pct,))
-        for protocol in sweep.protocols:
+        for protocol in (one for one in sweep.protocols if f"{format_size(size)} {one}" not in sweep.skip):
             for crop in crops:
                 for trained, names in zip(here, policies, strict=True):
                     shifts = sweep.shifts if size == trained.img_size and protocol == sweep.protocols[0] else ()

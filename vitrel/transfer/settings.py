@@ -20,8 +20,8 @@ class Sweep:
     counted. crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the model's own). shifts:
     pixels by which the content is moved down and right at the training size, each evaluated. attention_n: images that the
     attention statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border (models with
-    windows; seconds per size). compile: by torch.compile. optimize: by vitrel.optimize, on a CPU; rows made without it still
-    stand, for it changes no figure but speed and memory.
+    windows; seconds per size). skip: places left out, "192x192 canvas" (size and protocol). compile: by torch.compile. optimize:
+    by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
     """
 
     data: str
@@ -39,6 +39,7 @@ class Sweep:
     shifts: tuple[int, ...] = ()
     attention_n: int = 16
     border_leak: bool = True
+    skip: tuple[str, ...] = ()
     compile: bool = False
     optimize: bool = False
 
@@ -60,6 +61,12 @@ class Sweep:
         for name, least in (("batch_size", 1), ("attention_n", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        object.__setattr__(self, "skip", tuple(self.skip))
+        places = {f"{format_size(size)} {protocol}" for size in self.sizes for protocol in self.protocols}
+        if unknown := sorted({*self.skip} - places):
+            raise ValueError(
+                f"skip names {unknown[0]!r}, which is no size and protocol of this evaluation, as '192x192 canvas'"
+            )
         self._several("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
         self._several("shifts", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
 
