@@ -20,7 +20,7 @@ class Sweep:
     counted. crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the model's own). shifts:
     pixels by which the content is moved down and right at the training size, each evaluated. attention_n: images that the
     attention statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border (models with
-    windows; seconds per size). skip: places left out, "192x192 canvas" (size and protocol). compile: by torch.compile. optimize:
+    windows; seconds per size). skip: places left out, such as "192x192 canvas". compile: by torch.compile. optimize:
     by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
     """
 
