@@ -43,6 +43,13 @@ def test_killed_where_epochs_and_evaluations_do_not_end_together(command, tmp_pa
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_a_finished_run_leaves_no_handler(command):
+    """What follows in the same process, an evaluation for one, must end when it is told to."""
+    before = signal.getsignal(signal.SIGTERM)
+    run(command("run", epochs=1))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_sigterm_to_loader_processes_too(command, tmp_path):
     """As SLURM and `timeout` send it; a run without its loader could not save."""
 

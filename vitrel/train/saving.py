@@ -159,7 +159,14 @@ class Saving(Checkpoint):
         self._save(trainer)
         self._leave(self._stop(trainer))
 
-    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        # Before Lightning puts back what was there before itself: after it, its handler would stay, which ends nothing
         if self.former is not None:
             signal.signal(signal.SIGTERM, self.former)
             self.former = None
