@@ -156,6 +156,8 @@ def test_figures_of_the_tables_are_those_of_the_rows():
 def test_what_is_not_in_the_rows_is_refused():
     with pytest.raises(ValueError, match=r"flowers256 has no row of rope_mixed/none at 80x80 in the scale protocol"):
         headline(ROWS, ["flowers256"], SHOWN, [("80x80", "scale")])
+    with pytest.raises(ValueError, match=r"flowers256 has no row of absolute/bicubic at 192x192 in the canvas protocol"):
+        kept_beside(ROWS, ["flowers256"], SHOWN, [("192x192", "canvas")])
     with pytest.raises(FileNotFoundError, match=r"no results\.csv"):
         study_tables(ROWS, ["nowhere"])
 

@@ -58,9 +58,9 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
     for name in names:
         rows = pd.DataFrame(read_csv(folder / name / "results.csv"))
         for size, protocol in places:
-            reference = _losses(rows, first, size, protocol)
+            reference = _losses(rows, first, size, protocol, name)
             for line, curve in zip(lines, others, strict=True):
-                own = _losses(rows, curve, size, protocol)
+                own = _losses(rows, curve, size, protocol, name)
                 gaps = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
                 low, high = t_interval(gaps)
                 line.append(f"{sum(gaps) / len(gaps):+.1f} ±{(high - low) / 2:.1f}")
@@ -93,13 +93,14 @@ def _table(folder: Path) -> pd.DataFrame:
     return aggregate(rows)
 
 
-def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str) -> dict[int, float]:
-    """{seed: top1 at the place less top1 at the training size} of a curve."""
-    found = {}
-    for seed, part in rows[(rows["label"] == curve[0]) & (rows["protocol"] == protocol)].groupby("seed"):
-        own = next(of for _, policy, of in curves(part) if policy == curve[1]).set_index("img_size")["top1"]
-        found[seed] = own[size] - own[part["train_size"].iloc[0]]
-    return found
+def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict[int, float]:
+    """{seed: top1 at the place less top1 at the training size} of a curve. ValueError where it is not in the rows."""
+    parts = rows[rows["label"] == curve[0]].groupby("seed")
+    trained = rows[rows["label"] == curve[0]]["train_size"].iloc[0] if len(parts) else ""
+    return {
+        seed: _row(p, curve, size, protocol, name)["top1"] - _row(p, curve, trained, protocol, name)["top1"]
+        for seed, p in parts
+    }
 
 
 def _side_of(size: str) -> str:
