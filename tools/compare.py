@@ -71,7 +71,8 @@ def check_models(comparison: Comparison) -> None:
             built = timm.create_model(entry.name, img_size=size, **model["model_args"])
             Tuning(trainable=trained).freeze(built)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{entry.label} cannot be built: {error}") from error
+            what = f"have the weights of {entry.weights_of}" if entry.weights_of else "be built"
+            raise ValueError(f"{entry.label} cannot {what}: {error}") from error
         scale = (model.get("optim") or {}).get("position_lr_scale", 1)
         position = built.position_parameters() if hasattr(built, "position_parameters") else set()
         if scale != 1 and entry.weights_of is None and not [n for n in position if trained is None or within(n, trained)]:
