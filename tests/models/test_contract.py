@@ -1,5 +1,7 @@
 """What a timm model owes: features, intermediates, pruning, classifier, checkpointing, layer decay, fx, compile, export."""
 
+import copy
+
 import pytest
 import timm
 import timm.optim
@@ -8,11 +10,14 @@ import torch.fx.experimental._config as fx_config
 from timm.layers import get_notrace_modules
 from timm.models import FeatureListNet
 from timm.models._features_fx import create_feature_extractor
+from timm.models.vision_transformer import VisionTransformer
 from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
 
+import vitrel
+from variants import perturbed
 from variants import small_model as build
-from vitrel import POSITIONS
+from vitrel import POSITIONS, load_pretrained
 from vitrel.layers import Block
 
 SMALL = [f"vitrel_vit_n8_{key}" for key in POSITIONS]
@@ -68,6 +73,53 @@ def test_intermediates_of_a_vit(norm):
     assert all(torch.equal(a, b) for a, (b, _) in zip(plain, pairs, strict=True))
     with pytest.raises(ValueError, match="output_fmt must be NCHW or NLC, not 'NHWC'"):
         model.forward_intermediates(image, output_fmt="NHWC")
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """timm's ViT with register tokens, and ours with its weights."""
+    sizes = dict(img_size=64, patch_size=8, embed_dim=96, depth=4, num_heads=3, reg_tokens=2, num_classes=5)
+    theirs = VisionTransformer(**sizes, dynamic_img_size=True).eval()
+    return perturbed(theirs, 0.2), load_pretrained(build("vitrel_vit_n8_absolute", reg_tokens=2), theirs.state_dict()).eval()
+
+
+@pytest.mark.parametrize("n", [1, 3, (0, 2), [1]])
+@pytest.mark.parametrize("how", [{}, {"norm": True}, {"reshape": True}, {"return_prefix_tokens": True}, {"mask": True}])
+def test_intermediate_layers_are_timms(n, how, twins):
+    """The interface of DINO: shapes, prefix tokens apart, the last norm, and masks of both kinds."""
+    ours = twins[1]
+    image, masks = torch.randn(2, 3, 64, 48), [None]
+    if how == {"mask": True}:
+        visible = torch.rand(2, 1, 51, 51) < 0.5
+        visible[..., 0] = True
+        how, masks = {}, [visible, torch.randn(51, 51)]
+    for mask in masks:
+        found, wanted = (model.get_intermediate_layers(image, n, attn_mask=mask, **how) for model in twins)
+        assert type(found) is type(wanted) and len(found) == len(wanted)
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+        if mask is not None:
+            plain = ours.get_intermediate_layers(image, n, **how)
+            assert (plain[0] - found[0]).abs().max() > 1e-2
+    everything = dict(reshape=True, return_prefix_tokens=True, norm=True)
+    found, wanted = (model.get_intermediate_layers(image, n, **everything) for model in twins)
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_masks_of_intermediates_in_other_models(twins):
+    """With gradient checkpointing and optimized they are the same; blocks with windows have masks of their own."""
+    _, ours = twins
+    image, mask = torch.randn(1, 3, 64, 64), torch.rand(67, 67) < 0.5
+    mask[:, 0] = True
+    wanted = ours.forward_intermediates(image, attn_mask=mask)
+    changed = copy.deepcopy(ours)
+    changed.set_grad_checkpointing()
+    torch.testing.assert_close(changed.forward_intermediates(image, attn_mask=mask), wanted)
+    with torch.no_grad():
+        found = vitrel.optimize(copy.deepcopy(ours)).forward_intermediates(image, attn_mask=mask)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    windowed = build("vitrel_vit_n8_table", class_token=False, global_pool="avg", block_args=dict(window=4))
+    with pytest.raises(ValueError, match="a windowed layer makes its own mask"):
+        windowed.get_intermediate_layers(image, attn_mask=mask[:64, :64])
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -243,5 +243,35 @@ def test_only_the_last_tile_may_end_inside_a_patch():
     assert_same([found, model.forward_memory(rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
 
 
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("key", ["absolute", "table", "rope_normalised", "absolute+rope_mixed"])
+def test_the_last_tile_may_be_shorter_than_a_patch(key, prefix):
+    """As the whole strip, whose last patch is filled with zeros; also where it is all that later tiles could remember."""
+    for pixels in (1, PATCH - 1):
+        model, image = model_of(key, prefix=prefix), strip()[:, :, : (3 + 1) * PATCH + pixels]
+        found, memory = [], None
+        for tile in image.split([3 * PATCH, PATCH, pixels], 2):
+            tokens, memory = model.forward_memory(tile, memory, length=2, height=image.shape[2])
+            found.append(tokens)
+        assert_same(found, whole(model, image, (3, 1, 1), length=2))
+        assert memory.below == 5 and memory.heights == (1, 1)
+        padded = torch.nn.functional.pad(image, (0, 0, 0, PATCH - pixels))
+        assert_same(found, in_tiles(model, padded, (3, 1, 1), length=2, height=padded.shape[2])[0])
+
+
+def test_a_short_tile_inside_a_strip_is_refused():
+    model, image = model_of("rope_axial"), strip()
+    _, memory = model.forward_memory(image[:, :, :PATCH], height=8 * PATCH)
+    for height in (8 * PATCH, None):
+        with pytest.raises(
+            ValueError, match="a tile of 1 pixels is no whole rows of 4: its padding would lie inside the strip"
+        ):
+            model.forward_memory(image[:, :, :1], memory, height=height)
+    with pytest.raises(ValueError, match="image of 1x12 pixels is smaller than one patch of 4x4"):  # as model(image) says
+        model.forward_memory(image[:, :, :1], height=1)
+    with pytest.raises(ValueError, match="image of 0x12 pixels is smaller than one patch of 4x4"):
+        model.forward_memory(image[:, :, :0], memory, height=8 * PATCH)
+
+
 def test_every_key_is_covered():
     assert set(IN_ATTENTION) <= {key for key, _ in VARIANTS}

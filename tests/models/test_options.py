@@ -12,7 +12,7 @@ from timm.layers import DropPath
 from timm.models import group_modules, group_parameters, save_for_hf
 from timm.optim import param_groups_weight_decay
 
-from vitrel import POSITIONS, PositionEncoding, Terms
+from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained
 from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
@@ -109,6 +109,47 @@ def test_attention_dropout(name):
     assert torch.equal(model(image), plain(image))
     assert not torch.equal(model.train()(image), model(image))
     assert torch.equal(plain.train()(image), plain(image))
+
+
+TWINS = {
+    "vit": ("vitrel_vit_ti16_absolute", "vit_tiny_patch16_224", dict(depth=2, num_classes=5, img_size=48)),
+    "swin": ("vitrel_swin_t", "swin_tiny_patch4_window7_224", dict(depths=(1, 2), num_heads=(2, 4), num_classes=5)),
+    "swinv2": ("vitrel_swinv2_t", "swinv2_tiny_window8_256", dict(depths=(1, 2), num_heads=(2, 4), num_classes=5)),
+}
+
+
+@pytest.mark.parametrize("rates", [dict(proj_drop_rate=0.3), dict(drop_rate=0.1, proj_drop_rate=0.2, drop_path_rate=0.0)])
+@pytest.mark.parametrize("kind", TWINS)
+def test_projection_dropout_where_timm_has_it(kind, rates):
+    """After attention's projection, inside the MLP and after it."""
+    ours, theirs = (timm.create_model(name, **TWINS[kind][2], **rates) for name in TWINS[kind][:2])
+    own, wanted = (
+        {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p} for model in (ours, theirs)
+    )
+    assert own == {name: p for name, p in wanted.items() if "attn_drop" not in name}
+    assert sum("proj_drop" in name for name in own) == len(own.keys() - {"head_drop", "head.drop"}) / 3 > 0
+
+
+@pytest.mark.parametrize(
+    "rates", [dict(proj_drop_rate=0.3), dict(pos_drop_rate=0.4), dict(pos_drop_rate=0.1, proj_drop_rate=0.2)]
+)
+def test_dropout_of_a_vit_is_timms(rates):
+    """The same random numbers drop the same activations; none in evaluation."""
+    ours, theirs = (timm.create_model(name, **TWINS["vit"][2], **rates) for name in TWINS["vit"][:2])
+    load_pretrained(ours, theirs.state_dict())
+    image, outputs = torch.randn(2, 3, 48, 48), []
+    for model, training in itertools.product((ours, theirs), (True, False)):
+        torch.manual_seed(3)
+        outputs.append(model.train(training)(image))
+    torch.testing.assert_close(outputs[:2], outputs[2:], atol=1e-5, rtol=1e-5)
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "swiglu_norm"])
+def test_projection_dropout_of_swiglu(mlp):
+    model = build("vitrel_vit_n8_table", block_args=dict(mlp=mlp), proj_drop_rate=0.5)
+    assert {(block.mlp.drop1.p, block.mlp.drop2.p) for block in model.blocks} == {(0.5, 0.5)}
+    assert {block.attn.proj_drop.p for block in model.blocks} == {0.5}
 
 
 @pytest.mark.parametrize("name", PAIR)

@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import save_file
 from timm.data import create_transform
 from timm.layers import resample_abs_pos_embed
+from timm.models import load_state_dict
 from torchvision.datasets import ImageFolder
 
 import vitrel
 from helpers import shared
+from vitrel.models.weights.load import plan_weights
 
 SHORT = dict(depths=(2, 2, 2, 2), num_classes=10)
 
@@ -139,12 +141,150 @@ def test_own_state_dict_round_trip(tmp_path):
     assert torch.equal(model(image), again(image))
 
 
-@pytest.mark.parametrize("wrap", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
-def test_names_of_wrappers_are_taken_off(wrap):
-    model = perturb(timm.create_model("vitrel_vit_n8_table", num_classes=3))
-    again = timm.create_model("vitrel_vit_n8_table", num_classes=3)
-    vitrel.load_pretrained(again, {"state_dict": {f"{wrap}{name}": value for name, value in model.state_dict().items()}})
+WRAPS = ["module.", "model.", "_orig_mod.", "module._orig_mod.", "model.module.", "_orig_mod.module.model.", "ema.module."]
+
+
+def named(prefix, state):
+    """The state dict of a module that holds the model as `prefix`."""
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def other_than(state):
+    """Weights of the same names and shapes that are not those of `state`."""
+    return {name: value + 1 for name, value in state.items()}
+
+
+@pytest.fixture
+def pair():
+    """A model whose weights are looked for, and one of the same kind that takes them."""
+    return perturb(timm.create_model("vitrel_vit_n8_table", num_classes=3)), timm.create_model(
+        "vitrel_vit_n8_table", num_classes=3
+    )
+
+
+def takes(model, again, source, **how):
+    vitrel.load_pretrained(again, source, **how)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_names_of_wrappers_are_taken_off(wrap, pair):
+    takes(*pair, {"state_dict": named(wrap, pair[0].state_dict())})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda ema, raw: {"arch": "vit", "state_dict": raw, "state_dict_ema": ema},  # timm's train.py
+        lambda ema, raw: {"state_dict": raw, "state_dict_ema": named("module.", ema)},
+        lambda ema, raw: {"model": raw, "model_ema": ema},
+        lambda ema, raw: {"model": raw, "ema": ema, "teacher": None},
+        lambda ema, raw: {"state_dict": raw, "ema": {"decay": 0.999, "module": ema}},
+        lambda ema, raw: {"state_dict": raw, "ema_state_dict": ema},
+        lambda ema, raw: {"model": {"state_dict": raw, "state_dict_ema": ema}, "epoch": 3},
+        lambda ema, raw: {"student": raw, "teacher": ema},
+        lambda ema, raw: {"model": raw, "teacher": ema},
+        lambda ema, raw: {"state_dict": named("model.", raw) | named("ema_model.", ema)},
+        lambda ema, raw: {"state_dict": named("model._orig_mod.", raw) | named("model_ema.module.", ema)},
+        lambda ema, raw: named("module.student.backbone.", raw) | named("module.teacher.backbone.", ema),
+        lambda ema, raw: {"state_dict": ema, "ema": None, "model_ema": {}},
+        lambda ema, raw: {"state_dict": ema, "ema": {"decay": 0.999, "updates": torch.tensor(3)}},
+        lambda ema, raw: {"n_averaged": torch.tensor(7)} | named("module.", ema),  # torch's AveragedModel
+        lambda ema, raw: named("student.", ema),
+    ],
+)
+def test_averaged_weights_go_before_others(layout, pair):
+    state = pair[0].state_dict()
+    takes(*pair, layout(state, other_than(state)))
+
+
+def test_what_timms_loader_takes_is_taken(tmp_path, pair):
+    """Of all keys it knows, with and without averaged weights."""
+    states = [{name: value + i for name, value in pair[0].state_dict().items()} for i in range(4)]
+    keys = ("model", "state_dict", "model_ema", "state_dict_ema")
+    for count in range(1, 5):
+        torch.save(dict(zip(keys[:count], states[:count], strict=True)), tmp_path / "both.pth")
+        theirs = load_state_dict(str(tmp_path / "both.pth"))
+        own = vitrel.load_pretrained(pair[1], tmp_path / "both.pth").state_dict()
+        assert all(torch.equal(own[name], theirs[name]) for name in own), count
+
+
+def test_averaged_weights_that_cannot_be_read_are_no_reason_to_take_others(pair):
+    state = pair[0].state_dict()
+    with pytest.raises(ValueError, match=r"averaged weights under 'ema', but no dictionary of tensors by name"):
+        vitrel.load_pretrained(pair[1], {"state_dict": state, "ema": {"decay": 0.9, "shadow_params": [*state.values()]}})
+    short = {name: value for name, value in state.items() if name != "norm.bias"}
+    with pytest.raises(RuntimeError, match=r"not in the file: norm\.bias\..*'teacher' was taken, not 'student'"):
+        vitrel.load_pretrained(pair[1], {"student": state, "teacher": short})
+    with pytest.raises(RuntimeError, match=r"not in the file: norm\.bias\..*'ema_model' was taken, not 'model'"):
+        vitrel.load_pretrained(pair[1], named("model.", state) | named("ema_model.", short))
+
+
+def test_what_lies_beside_the_model_is_named(pair):
+    state, extra = pair[0].state_dict(), {"criterion.weight": torch.ones(3)}
+    for wrapped in (named("model.", state) | extra, named("module.", named("model._orig_mod.", state) | extra)):
+        with pytest.raises(RuntimeError, match=r"nothing was loaded\. not in the model: criterion\.weight\. .*allow_unused=\["):
+            vitrel.load_pretrained(pair[1], {"state_dict": wrapped})
+        takes(*pair, {"state_dict": wrapped}, allow_unused=["criterion.*"])
+        rows = {row.source: row for row in plan_weights(pair[1], wrapped).rows}
+        assert rows["criterion.weight",][1:3] == ("", "unused")
+
+
+def test_heads_of_self_distillation_are_named(pair):
+    """DINO: student and teacher, each a backbone with a head; the other copy is not taken, what has no copy is named."""
+    state = {name: value for name, value in pair[0].state_dict().items() if not name.startswith("head.")}
+    whole = named("backbone.", state) | {"head.mlp.0.weight": torch.ones(3, 3)}
+    both = named("teacher.", whole) | named("student.", other_than(whole)) | {"student.ibot.weight": torch.ones(2)}
+    trunk = timm.create_model("vitrel_vit_n8_table", num_classes=0)
+    with pytest.raises(RuntimeError, match=r"not in the model: student\.ibot\.weight, head\.mlp\.0\.weight\."):
+        vitrel.load_pretrained(trunk, both)
+    vitrel.load_pretrained(trunk, both, allow_unused=["head.*", "student.*"])
+    assert all(torch.equal(value, state[name]) for name, value in trunk.state_dict().items())
+    copies = [row.source[0] for row in plan_weights(trunk, both).rows if "copy" in row.rule]
+    assert copies == [*named("student.", whole)]
+
+
+def test_a_head_beside_the_trunk_is_not_guessed(pair):
+    state = pair[0].state_dict()
+    wrapped = {name if name.startswith("head.") else f"backbone.{name}": value for name, value in state.items()}
+    with pytest.raises(RuntimeError, match=r"not in the file: head\.weight, head\.bias\. not in the model: head.*lies beside"):
+        vitrel.load_pretrained(pair[1], wrapped)
+    vitrel.load_pretrained(pair[1], wrapped, reset_head=True)
+    assert torch.equal(pair[1].norm.weight, state["norm.weight"])
+
+
+def test_names_of_vitdet_stay_as_they_are(pair):
+    """Its trunk is backbone.net, and what lies beside it in the file is named with all of its name."""
+    detector = named("backbone.net.", pair[0].state_dict()) | {
+        "backbone.simfpn_2.weight": torch.ones(1),
+        "roi_heads.a": torch.ones(1),
+    }
+    with pytest.raises(RuntimeError, match=r"not in the model: backbone\.simfpn_2\.weight, roi_heads\.a\."):
+        vitrel.load_pretrained(pair[1], detector)
+    takes(*pair, detector, allow_unused=["backbone.simfpn*", "roi_heads.*"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("name", ["blocks.1.mlp.fc1.weight", "blocks.0.position.relative_position_bias_table"])
+def test_quantised_weights_are_refused(dtype, name, pair):
+    model, again = pair
+    before = {key: value.clone() for key, value in again.state_dict().items()}
+    for size in (64, 96):  # where the table is resampled too
+        again = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=size)
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} is {str(dtype)[6:]}, the model's .* float32"):
+            vitrel.load_pretrained(again, model.state_dict() | {name: model.state_dict()[name].to(dtype)})
+    again = pair[1]
+    with pytest.raises(ValueError, match="int8"):
+        vitrel.load_pretrained(again, {key: value.to(torch.int8) for key, value in model.state_dict().items()})
+    assert all(torch.equal(value, before[key]) for key, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floats_are_cast(dtype, pair):
+    state = {name: value.to(dtype) for name, value in pair[0].state_dict().items()}
+    vitrel.load_pretrained(pair[1], state | {"steps": torch.tensor(3)}, allow_unused=["steps"])
+    own = pair[1].state_dict()
+    assert all(value.dtype == torch.float32 and torch.equal(value, state[name].float()) for name, value in own.items())
 
 
 def test_loading_resamples_into_the_models_grid():

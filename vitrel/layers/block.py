@@ -20,6 +20,7 @@ class Block(nn.Module):
     With `post_norm` (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x + norm2(mlp(x)), where both norms start
     at zero, so that a new block changes nothing. `init_values`: layer scale (CaiT, arXiv 2103.17239), both branches times a
     learned vector that starts there. `mlp`: "gelu", or EVA-02's "swiglu" and "swiglu_norm" (arXiv 2303.11331, sec. 2.1).
+    `mlp_drop`: dropout inside and after the MLP; that after attention's projection is `attn`'s.
     `position` is the block's own encoding. The trunk calls it, so that the block receives only tensors, but it lives here: then
     pruning, layer decay and checkpoint names simply work.
     """
@@ -35,6 +36,7 @@ class Block(nn.Module):
         post_norm: bool = False,
         init_values: float | None = None,
         mlp: str = "gelu",
+        mlp_drop: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -58,7 +60,8 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, eps=norm_eps, **factory)
         inner = partial(nn.LayerNorm, eps=norm_eps) if mlp == "swiglu_norm" else None
-        self.mlp = (Mlp if mlp == "gelu" else SwiGLU)(dim, int(dim * mlp_ratio), norm_layer=inner, **factory)
+        kind = Mlp if mlp == "gelu" else SwiGLU
+        self.mlp = kind(dim, int(dim * mlp_ratio), norm_layer=inner, drop=mlp_drop, **factory)
         self.ls2 = scale()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
@@ -67,12 +70,14 @@ class Block(nn.Module):
         """The window as a grid, or None where attention is global."""
         return None if self.attn.window is None else Grid(*self.attn.window)
 
-    def forward(self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed | Segment) -> Tensor:
+    def forward(
+        self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed | Segment, mask: Tensor | None = None
+    ) -> Tensor:
         """x: [B, N, C], windowed [B, h, w, C] too; terms: on `grid`, windowed on the window. See `Attention` for the others."""
         if self.post_norm:
-            x = x + self.drop_path1(self.norm1(self.attn(x, terms, grid)))
+            x = x + self.drop_path1(self.norm1(self.attn(x, terms, grid, mask)))
             return x + self.drop_path2(self.norm2(self.mlp(x)))
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), terms, grid)))
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), terms, grid, mask)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 

@@ -6,6 +6,7 @@ under the mask "a patch sees the patches of its own tile and of the `length` til
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.nn.functional as F
 from timm.models._manipulate import checkpoint
 from torch import Tensor
 
@@ -44,11 +45,12 @@ def vit_memory(
     rotations beside prefix tokens, which are not rotated.
     A tile's prefix tokens are its own: they see the patches above, later tiles do not see them.
     Raises TypeError for a memory of another kind, ValueError for blocks with windows, tiles that do not fit below each other
-    (only the last may be no whole rows of patches, its strip's height given), and for encodings that add to tokens
-    (absolute, sincos) without `height`: their positions would start anew in every tile.
+    (only the last may end inside a patch, its strip's height given: that row of patches is filled with zeros,
+    as the whole strip's), and for encodings that add to tokens (absolute, sincos) without `height`: their positions would start
+    anew in every tile.
     """
     _check(model, memory, length, height)
-    x = model.embed_patches(image)  # [B, h, w, C]
+    x = model.embed_patches(image if memory is None else _filled(model, image))  # [B, h, w, C]
     h, w = x.shape[1:3]
     above, below = ((), 0) if memory is None else (memory.heights, memory.below)
     keys = Grid(sum(above) + h, w, model.num_prefix_tokens)
@@ -83,6 +85,13 @@ def _check(model: "ViT", memory: Memory | None, length: int, height: int | None)
         raise ValueError("a block with a window sees nothing beyond it: memory needs global attention in all blocks")
     if length < 0:
         raise ValueError(f"length is the number of tiles remembered, at least 0, not {length}")
+
+
+def _filled(model: "ViT", image: Tensor) -> Tensor:
+    """A tile below others that is shorter than a patch, filled up with zeros as the embedding fills a last partial patch."""
+    patch = model.patch_embed.patch_size[0]
+    short = image.dim() == 4 and 0 < image.shape[2] < patch
+    return F.pad(image, (0, 0, 0, patch - image.shape[2])) if short else image
 
 
 def _check_rows(model: "ViT", image: Tensor, last: bool) -> None:

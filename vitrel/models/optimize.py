@@ -110,10 +110,10 @@ class FastMlp(Mlp):
 class FastBlock(Block):
     """A block that evaluates a few images at a time and keeps what position adds."""
 
-    def forward(self, x: Tensor, terms: Terms, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
         """See Block.forward."""
-        if torch.is_grad_enabled() or type(grid) is not Grid or type(self.attn) is not Attention:
-            return super().forward(x, terms, grid)
+        if torch.is_grad_enabled() or mask is not None or type(grid) is not Grid or type(self.attn) is not Attention:
+            return super().forward(x, terms, grid, mask)
         # Each part says by itself whether it is in training: dropout in an evaluated model is a method too.
         if any(part.training for part in self.modules()) or _off(self, x, self.attn.qkv) or watched(self):
             return super().forward(x, terms, grid)

@@ -62,6 +62,7 @@ class Swin(Backbone):
         position: str = "table",
         position_args: dict | None = None,
         drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.1,
         init_gain: float | None = None,
@@ -100,9 +101,9 @@ class Swin(Backbone):
 
         def block(dim: int, heads: int, stage: int, shifted: bool, drop_path: float) -> Block:
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
-            attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, cosine=v2, **factory)
+            attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, proj_drop_rate, cosine=v2, **factory)
             own = encoding(in_attention or "none", window, dim, heads, stage)
-            return Block(dim, attn, own, mlp_ratio, drop_path, norm_eps, v2, **factory)
+            return Block(dim, attn, own, mlp_ratio, drop_path, norm_eps, v2, mlp_drop=proj_drop_rate, **factory)
 
         self.pos_embed = encoding(on_tokens, patches, embed_dim, num_heads[0]) if on_tokens else None
         stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)

@@ -47,6 +47,8 @@ class ViT(Backbone):
         position: str = "absolute",
         position_args: dict | None = None,
         drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         init_gain: float | None = None,
@@ -56,6 +58,7 @@ class ViT(Backbone):
         dtype: torch.dtype | None = None,
     ):
         """Arguments as in timm. img_size: the size learned encodings are trained at, in pixels.
+        pos_drop_rate: dropout of the tokens before the first block, also where no encoding adds to them.
         position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
         share_position: one encoding in attention for all blocks (BEiT) instead of one each.
         block_args: init_values and mlp (see `Block`), norm_eps of every norm, and window, an int or (h, w) in tokens, which
@@ -89,11 +92,12 @@ class ViT(Backbone):
 
         def block(index: int, drop_path: float) -> Block:
             own = None if index in global_blocks else window
-            attn = Attention(embed_dim, num_heads, own, (0, 0), qkv_bias, attn_drop_rate, **factory)
+            attn = Attention(embed_dim, num_heads, own, (0, 0), qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
             position = encoding("none" if share_position else in_attention or "none", Grid(*own) if own else grid)
-            return Block(embed_dim, attn, position, mlp_ratio, drop_path, **inside, **factory)
+            return Block(embed_dim, attn, position, mlp_ratio, drop_path, mlp_drop=proj_drop_rate, **inside, **factory)
 
         self.pos_embed = encoding(on_tokens, grid) if on_tokens else None
+        self.pos_drop = nn.Dropout(pos_drop_rate)
         self.shared_position = encoding(in_attention or "none", grid) if share_position else None
         self.blocks = nn.Sequential(*(block(i, p) for i, p in enumerate(calculate_drop_path_rates(drop_path_rate, depth))))
         self.feature_info = [
@@ -134,7 +138,7 @@ class ViT(Backbone):
         if self.pos_embed is not None:
             terms = crop_terms(self.pos_embed(grid.whole), grid) if isinstance(grid, Crop) else self.pos_embed(grid)
             x = x + terms.tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
-        return x
+        return self.pos_drop(x)
 
     mixed = vit_mixed
     forward_memory = vit_memory
@@ -154,15 +158,19 @@ class ViT(Backbone):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
+        attn_mask: Tensor | None = None,
     ) -> list | tuple[Tensor, list]:
-        """As timm: (forward_features(x), [features of the chosen blocks]); output_fmt "NCHW" or "NLC"."""
+        """As timm: (forward_features(x), [features of the chosen blocks]); output_fmt "NCHW" or "NLC".
+
+        attn_mask: broadcastable to [B, H, N, N] with prefix tokens first, bool with True = attend, or additive; in all blocks.
+        """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x)
         found, shared = [], None if self.shared_position is None else self.shared_position(grid)
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = self._run(block, x, shared, grid)
+            x = self._run(block, x, shared, grid, attn_mask)
             if i in take:
                 found.append(self.norm(x) if norm else x)
         prefix = [y[:, : grid.prefix] for y in found]
@@ -172,6 +180,22 @@ class ViT(Backbone):
         if return_prefix_tokens and grid.prefix:
             found = list(zip(found, prefix, strict=True))
         return found if intermediates_only else (self.norm(x), found)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | list[int] | tuple[int, ...] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> list:
+        """As timm, the interface of DINO: features of the last n blocks, or of those with these indices, prefix tokens apart.
+
+        [B, h * w, C] each, with `reshape` [B, C, h, w]; with return_prefix_tokens pairs of these and [B, prefix, C].
+        """
+        how = dict(norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True, attn_mask=attn_mask)
+        return self.forward_intermediates(x, n, return_prefix_tokens, **how)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -215,9 +239,9 @@ class ViT(Backbone):
         for block in self.blocks:
             yield block.position, block.window or grid
 
-    def _run(self, block: Block, x: Tensor, shared: Terms | None, grid: Grid) -> Tensor:
+    def _run(self, block: Block, x: Tensor, shared: Terms | None, grid: Grid, mask: Tensor | None = None) -> Tensor:
         terms = block.position(block.window or grid) if shared is None else shared
-        return checkpoint(block, x, terms, grid) if self.grad_checkpointing else block(x, terms, grid)
+        return checkpoint(block, x, terms, grid, mask) if self.grad_checkpointing else block(x, terms, grid, mask)
 
 
 def _block_args(block_args: dict, depth: int) -> tuple[dict, tuple[int, int] | None, tuple[int, ...]]:

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from vitrel.files import whole
 from vitrel.models.weights.differences import differences, other_family
 from vitrel.models.weights.draft import Draft, Row
-from vitrel.models.weights.place import place
+from vitrel.models.weights.place import fit, place
 from vitrel.models.weights.record import check_record, position_record
 from vitrel.models.weights.swin_names import read_swin
+from vitrel.models.weights.unwrap import Unwrapped, unwrap
 from vitrel.models.weights.vit_names import read_vit
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 
-_WRAPPERS = ("model_ema", "model", "state_dict", "module", "teacher")
+# What may become a float parameter. Integers and the 8-bit floats of quantisation mean other numbers without their scales.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class WeightPlan(NamedTuple):
@@ -55,8 +57,10 @@ def load_pretrained(
     """Load a state dict, or a file that holds one, into a vitrel model and return the model.
 
     source: .safetensors, or anything torch.load reads with weights_only=True; a dictionary with the weights under "model" or
-    "state_dict" is unwrapped, averaged ones ("model_ema", "teacher") before others. What `save_pretrained` and tools/train.py
-    save tells the training grids of its encodings too, so that no other function is read from the same numbers.
+    "state_dict" is unwrapped, averaged ones ("state_dict_ema", "model_ema", "ema", "teacher") before others, and so are names
+    with the prefixes of a training module (see `unwrap`). What `save_pretrained` and tools/train.py save tells the training
+    grids of its encodings too, so that no other function is read from the same numbers. Tensors of float16, bfloat16 and
+    float64 are cast to the model's type, quantised ones and other integers refused.
     Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
     ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them.
     reset_head: leave the classifier as initialised, for another number of classes. source_grid: (h, w) in tokens that the
@@ -109,11 +113,14 @@ def plan_weights(
         raise ValueError(f"weights are loaded into a vitrel backbone, not into {type(model).__name__}; see vitrel.relativize")
     loaded = source if isinstance(source, dict) else read_file(source)
     record = _record(loaded)
-    draft, own = Draft(_unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))), model.state_dict()
+    found = unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))
+    draft, own = Draft(found.state), model.state_dict()
     check_record(model, record)
     try:
         (read_swin if hasattr(model, "layers") else read_vit)(draft, model)
-        place(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
+        place(draft, model)
+        _check_dtypes(draft, found.state, own)
+        fit(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
     except (IndexError, RuntimeError) as error:
         raise ValueError(f"a tensor of the file has a shape that no known layout has: {error}") from error
     unset = [n for n in own if n not in draft] + _not_trained_with(draft, model)
@@ -123,9 +130,11 @@ def plan_weights(
         hints = [family]
     else:
         _check_patch(draft, model)
-        hints = differences(unset, unused, {n: (draft[n].shape, own[n].shape) for n in differ})
-    names = [n for name in unused for n in draft.items[name].source]
+        hints = differences(unset, [*unused, *found.beside], {n: (draft[n].shape, own[n].shape) for n in differ})
+    hints += _of_the_file(found, unset) if unset or unused or differ or found.beside else []
+    names = [n for name in unused for n in draft.items[name].source] + [*found.beside]
     rows = [row if row.target not in unused else row._replace(target="", rule="unused") for row in draft.rows()]
+    rows += [Row((name,), "", "unused") for name in found.beside] + [*found.rows]
     tensors = {n: item.value for n, item in draft.items.items()}
     return WeightPlan(tuple(rows), tensors, tuple(dict.fromkeys(names)), tuple(unset), tuple(differ), tuple(hints))
 
@@ -196,15 +205,23 @@ def _record(loaded: object) -> dict[str, dict[str, Any]]:
     return about.get("position", {}) if isinstance(about, dict) else {}
 
 
-def _unwrap(loaded: object, origin: str) -> dict[str, Tensor]:
-    while isinstance(loaded, dict) and (key := next((k for k in _WRAPPERS if isinstance(loaded.get(k), dict)), None)):
-        loaded = loaded[key]
-    if not isinstance(loaded, dict) or not loaded or not all(isinstance(v, Tensor) for v in loaded.values()):
-        raise ValueError(f"{origin} holds no state dict (a dictionary of tensors, perhaps under 'model' or 'state_dict')")
-    for wrapper in ("module.", "model.", "_orig_mod.", "backbone."):  # DataParallel, a training module, torch.compile, ...
-        if all(name.startswith(wrapper) for name in loaded):
-            loaded = {name.removeprefix(wrapper): value for name, value in loaded.items()}
-    return loaded
+def _check_dtypes(draft: Draft, state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    for target in (name for name in draft.items if name in own and own[name].is_floating_point()):
+        for name in draft.items[target].source:
+            if state[name].dtype not in _FLOATS:
+                dtype = str(state[name].dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"{name} is {dtype}, the model's {target} {str(own[target].dtype).removeprefix('torch.')}: quantised or "
+                    "integer weights are no numbers without their scales; save the file dequantised, in a float type"
+                )
+
+
+def _of_the_file(found: Unwrapped, unset: list[str]) -> list[str]:
+    """What in the way a file was unwrapped may be why it does not fit."""
+    hints = [found.choice] if found.choice else []
+    if both := [name for name in found.beside if name in unset]:
+        hints.append(f"{both[0]} lies beside the names of the model in the file (rename it to begin as they do)")
+    return hints
 
 
 def _not_trained_with(draft: Draft, model: nn.Module) -> list[str]:

@@ -24,14 +24,8 @@ _ZEROS = "rows of zeros for the prefix tokens"
 _IN_ATTENTION = re.compile(r"(.*)attn\.(relative_position_bias_table|cpb_mlp\..*|rel_pos_[hw]|freqs)")
 
 
-def place(
-    draft: Draft,
-    model: nn.Module,
-    source_grid: tuple[int, int] | None,
-    key_minus_query: bool,
-    record: dict[str, dict[str, Any]],
-) -> None:
-    """Move what belongs to position to the model's own names, then resample what was trained on another grid."""
+def place(draft: Draft, model: nn.Module) -> None:
+    """Move what belongs to position to the model's own names."""
     own = [*model.state_dict()]
     shared = "shared_position.relative_position_bias_table"
     if shared in draft and getattr(model, "shared_position", None) is None:
@@ -42,6 +36,16 @@ def place(
         target = _own_name(name, own)
         if target != name:
             draft.move(name, target)
+
+
+def fit(
+    draft: Draft,
+    model: nn.Module,
+    source_grid: tuple[int, int] | None,
+    key_minus_query: bool,
+    record: dict[str, dict[str, Any]],
+) -> None:
+    """Bring what `place` has moved from the grid it was trained on to the model's."""
     found = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
     found = [(name, owner, recorded) for name, owner, recorded in found if name in draft]
     named = None if source_grid is None else Grid(*source_grid)
