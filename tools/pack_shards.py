@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> None:
         index = pack(
             args.source, args.out, args.splits, shard_bytes=args.shard_size, images_per_shard=args.images_per_shard,
             short_side=args.resize, seed=args.seed, check=args.check, max_pixels=args.max_pixels, workers=args.workers,
-            advance=_progress,
+            follow_links=args.follow_links, advance=_progress,
         )  # fmt: skip
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         sys.exit(f"error: {error}")
     for split, content in index["splits"].items():
         size = sum(shard["bytes"] for shard in content["shards"])
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-check", dest="check", action="store_false", help="pack without decoding every image")
     add("--max-pixels", type=_count, default=MAX_PIXELS, help="refuse larger images before decoding (default %(default)s)")
     add("--workers", type=int, default=0, help="processes that read and check images (default: this one)")
+    add("--follow-links", action="store_true", help="look for images where links to folders inside class folders lead to, too")
     return parser
 
 

@@ -24,6 +24,12 @@ def whole(path: str | Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def shown(path: str | Path) -> str:
+    """A path, or a name in one, as text that can be written anywhere: bytes that are no UTF-8 are shown as \\xe9."""
+    text = re.sub(r"[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:x}", str(path))  # as Python reads such bytes
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:
     """HTML that needs no other file: `package`/page/page.html with its style, its scripts in this order and `parts` filled in.
 

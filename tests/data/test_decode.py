@@ -1,5 +1,6 @@
 """One rule for every kind of file, the same from both decoders; what is damaged or too large is named and not decoded."""
 
+import errno
 import io
 import os
 import random
@@ -171,6 +172,39 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path):
     for name in ("pipe.jpg", "zeros.png"):
         with pytest.raises(BadImage, match=f"cannot decode .*{name}: it is a pipe or a device; repair or remove it"):
             decode(tmp_path / name)
+
+
+def test_a_path_that_leads_nowhere_is_a_bad_image_and_a_fault_of_the_machine_is_not(tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").symlink_to("b.jpg")
+    (tmp_path / "b.jpg").symlink_to("a.jpg")
+    (tmp_path / "file").write_bytes(b"")
+    for name, text in (("a.jpg", "Too many levels"), ("file/c.jpg", "Not a directory"), ("x" * 300 + ".jpg", "too long")):
+        with pytest.raises(BadImage, match=f"cannot decode .*{name}: .*{text}.*; repair or remove it"):
+            decode(tmp_path / name)
+
+    def fails(number):
+        def stat(path):
+            raise OSError(number, os.strerror(number), str(path))
+
+        return stat
+
+    module = sys.modules["vitrel.data.decode"]
+    monkeypatch.setattr(module.os, "stat", fails(errno.EACCES))  # of a folder on the way; tests may run as root
+    with pytest.raises(BadImage, match=r"cannot decode cat.jpg: Permission denied"):
+        decode("cat.jpg")
+    monkeypatch.setattr(module.os, "stat", fails(errno.EMFILE))
+    with pytest.raises(OSError, match=r"Too many open files: 'cat.jpg'"):
+        decode("cat.jpg")
+
+
+@pytest.mark.parametrize("sign", ["DefaultCPUAllocator: not enough memory: you tried to", "Insufficient memory (case 4)"])
+def test_a_lack_of_memory_is_no_bad_image(monkeypatch, sign):
+    def full(*args, **how):
+        raise RuntimeError(sign)
+
+    monkeypatch.setattr(sys.modules["vitrel.data.decode"], "decode_image", full)
+    with pytest.raises(MemoryError, match=r"memory ran out while train/0.tar: 7 \(24x32 pixels\) was decoded"):
+        decode(LOSSY["jpg"][0], name="train/0.tar: 7")
 
 
 @pytest.mark.parametrize("kind", ["jpg", "jpg progressive", "webp lossy", "webp", "png", "png palette"])

@@ -1,11 +1,19 @@
+import os
+import pickle
+import sys
+import warnings
+
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
 
-from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, folder_classes
+from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, class_names, create_dataset, folder_classes
+from vitrel.data.decode import SUFFIXES
+from vitrel.transfer.runner import out_of_memory
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -240,3 +248,264 @@ def test_counts_and_the_end(root):
     assert sum(Folder(root, "train", plain(), n=4).class_counts()) == 4
     with pytest.raises(IndexError, match="index -1 of 5 images"):
         data[-1]
+
+
+def save(path, seed=0, **how):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(picture(24, 32, seed)).save(path, **how)
+    return path
+
+
+def link(path, target):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+    return path
+
+
+def names(data):
+    """Paths below the split, and labels."""
+    return [(path.split("/train/")[1], label) for path, label in data.samples]
+
+
+ORDINARY = [(f"{name}/{i}.png", label) for label, name in enumerate(("cat", "dog")) for i in range(3)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_order_is_that_of_torchvision_and_nothing_is_told_of_an_ordinary_folder(root):
+    for name in ("cat/b/10.jpg", "cat/b/2.jpg", "cat/b-c/0.jpg", "cat/b/d/x.JPEG", "cat/A.jpeg", "dog/.hidden/1.png"):
+        save(root / "train" / name)
+    save(root / "train" / "dog" / "w.webp")
+    by_torchvision = ImageFolder(str(root / "train")).samples
+    assert Folder(root, "train", identity).samples == by_torchvision and len(by_torchvision) == 13
+
+
+def test_a_link_to_a_folder_inside_a_class_folder_is_not_followed_and_told(root):
+    for target, name in (("..", "dog/up"), ("../../../val", "dog/deep/val"), ("../cat", "dog/cats"), (".", "cat/here")):
+        link(root / "train" / name, target)
+    with pytest.warns(UserWarning, match=r"train: 4 folder links \(.*cat/here, .*follow_links"):
+        data = Folder(root, "train", identity)
+    assert names(data) == ORDINARY and data.class_counts() == [3, 3]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_links_that_are_followed_give_each_file_once_under_its_own_class(root, tmp_path_factory, follow):
+    store = tmp_path_factory.mktemp("store")
+    save(store / "more" / "sub" / "7.png")
+    link(store / "more" / "back", store)  # a loop outside
+    link(root / "train" / "dog" / "more", store / "more")
+    link(root / "train" / "dog" / "again", store / "more")
+    link(root / "train" / "dog" / "up", "..")
+    link(root / "train" / "cat" / "up", "..")
+    with pytest.warns(UserWarning, match="left out of") as told:
+        data = Folder(root, "train", identity, reading=Reading(follow_links=follow))
+    assert sorted(names(data)) == sorted([*ORDINARY, *[("dog/again/sub/7.png", 1)] * follow])
+    text = str(told[0].message)
+    assert ("folder links" in text) != follow and ("counts already" in text) == follow
+
+
+def test_class_folders_and_images_may_be_links(root, tmp_path_factory):
+    """Sets assembled from others by links alone read as if they were copied, from the same paths."""
+    other, before = tmp_path_factory.mktemp("assembled"), Folder(root, "train", identity)
+    link(other / "train" / "cat", root / "train" / "cat")
+    for i in range(3):
+        link(other / "train" / "dog" / f"{i}.png", root / "train" / "dog" / f"{i}.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = Folder(other, "train", identity)
+    assert names(data) == names(before) and all(path.startswith(str(other)) for path, _ in data.samples)
+    assert torch.equal(data[4][0], before[4][0])
+    link(other / "again", other / "train")
+    assert names(Folder(link(tmp_path_factory.mktemp("root") / "root", other), "train", identity)) == ORDINARY
+
+
+def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
+    store = tmp_path_factory.mktemp("store")
+    save(store / "7.png")
+    link(store / "to 7.png", "7.png")
+    train = root / "train"
+    link(train / "cat" / "0 is dog 1.png", "../dog/1.png")  # sorts before the file itself, which counts
+    link(train / "dog" / "x.png", store / "7.png")
+    link(train / "dog" / "y.png", store / "to 7.png")
+    link(train / "dog" / "z.png", train.resolve() / ".." / "train" / "dog" / "x.png")
+    with pytest.warns(
+        UserWarning, match=r"3 links whose image .* 1 of them in another class \(.*0 is dog 1.png is .*dog/1.png"
+    ):
+        data = Folder(root, "train", identity)
+    assert names(data) == [*ORDINARY, ("dog/x.png", 1)]
+    os.link(train / "cat" / "0.png", train / "cat" / "9.png")  # as a copy is, which it may be to save room
+    assert len(Folder(root, "train", identity)) == 8
+
+
+def test_two_class_folders_that_are_one_are_refused(root):
+    for split in ("train", "val"):
+        link(root / split / "kitten", "cat")
+    with pytest.raises(
+        ValueError, match=r"without images in .*train: kitten; .*links whose image counts already.*another class"
+    ):
+        Folder(root, "train", identity)
+
+
+def test_a_class_of_links_that_are_not_followed_says_how_they_are(root, tmp_path_factory):
+    store = tmp_path_factory.mktemp("store")
+    save(store / "7.png")
+    for split in ("train", "val"):
+        link(root / split / "emu" / "part", store)
+    with pytest.raises(ValueError, match=r"without images in .*: emu; .*1 folder link \(.*emu/part\)"):
+        Folder(root, "train", identity)
+    data = create_dataset(str(root), "train", (8, 8), **RAW, reading=Reading(follow_links=True))
+    assert names(data)[-1] == ("emu/part/7.png", 2) and len(data) == 7
+
+
+def test_loops_of_links_are_unreadable_images_or_left_out_or_refused(root):
+    train = root / "train"
+    link(train / "cat" / "a.png", "b.png")
+    link(train / "cat" / "b.png", "a.png")
+    link(train / "cat" / "gone.png", "nowhere.png")
+    link(train / "cat" / "round", "round")
+    with pytest.warns(UserWarning, match=r"1 file of kinds that are not decoded: 1 broken link \(.*cat/round\)"):
+        data = Folder(root, "train", plain(), reading=Reading(on_bad="leave_out"))
+    assert [label for _, label in data] == [0, 0, 0, -1, -1, -1, 1, 1, 1]
+    assert [data.name(i).split("train/")[1] for i in data.bad_indices()] == ["cat/a.png", "cat/b.png", "cat/gone.png"]
+    with pytest.raises(BadImage, match=r"cannot decode .*cat/a.png: Too many levels of symbolic links; repair"):
+        Folder(root, "train", plain())[3]
+    with pytest.raises(ValueError, match=r"cannot be read, .*cat/round \(a link that leads nowhere\)"):
+        Folder(root, "train", plain(), reading=Reading(follow_links=True))
+
+
+@pytest.mark.parametrize("target", ["nowhere", "emu"])
+def test_a_class_folder_that_is_a_link_to_nothing_is_not_a_class_less(root, target):
+    for split in ("train", "val"):
+        link(root / split / "emu", target)
+    with pytest.raises(ValueError, match=r"links among class folders that lead nowhere.*: .*train/emu; mend or remove"):
+        folder_classes(root)
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """forbidden(path): what the system says of a folder that this user may not read; tests may run as root, who may."""
+    original, closed = os.scandir, set()
+
+    def scandir(path):
+        if str(path) in closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    return lambda path: closed.add(str(path))
+
+
+def test_folders_that_may_not_be_read_are_refused_and_all_named(root, forbidden):
+    for name in ("cat/more", "dog/a/b"):
+        save(root / "train" / name / "7.png")
+        forbidden(root / "train" / name)
+    with pytest.raises(ValueError, match=r"cannot be read, .*cat/more \(Permission denied\), .*dog/a/b \(Permission"):
+        Folder(root, "train", identity)
+    forbidden(root / "val")
+    with pytest.raises(ValueError, match=r"/val cannot be read \(Permission denied\)"):
+        folder_classes(root)
+
+
+def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(root):
+    train = root / "train"
+    for i, kind in enumerate(("gif", "BMP", "webp", "jpe", "jfif", "apng")):
+        save(train / "cat" / f"x{i}.{kind}", i)
+    for name in ("a.tiff", "b.TIFF", "c.heic", "README", ".DS_Store"):
+        (train / "dog" / name).write_bytes(b"?")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        data = Folder(root, "train", plain())
+        again = pickle.loads(pickle.dumps(data))  # as to a loader process
+        Folder(root, "train", plain((8, 8)))
+    assert len(data) == len(again) == 12 and all(label >= 0 for _, label in data)
+    [text] = [str(one.message) for one in told]
+    assert "5 files of kinds that are not decoded" in text
+    for part in ("2 .tiff (", "dog/a.tiff)", "1 .heic (", "2 no suffix (", "dog/.DS_Store)"):
+        assert part in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_several_processes_that_share_the_work_the_first_tells(root, monkeypatch):
+    (root / "train" / "dog" / "a.tiff").write_bytes(b"?")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    Folder(root, "train", identity)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    with pytest.raises(UserWarning, match="not decoded"):
+        Folder(root, "train", identity)
+
+
+def test_the_suffixes_are_those_of_the_kinds_that_are_decoded():
+    formats = sys.modules["vitrel.data.decode"].FORMATS
+    assert set(SUFFIXES) == {suffix for suffix, kind in Image.registered_extensions().items() if kind in formats}
+
+
+NO_TEXT = os.fsdecode(b"caf\xe9")
+
+
+def test_an_image_whose_name_is_no_utf8_is_an_image_like_any_other(root):
+    folder = root / "train" / "cat"
+    save(folder / f"{NO_TEXT}.png", 5, format="PNG")
+    (folder / f"{NO_TEXT} cut.jpg").write_bytes(b"")
+    data = Folder(root, "train", plain(), reading=Reading(on_bad="leave_out"))
+    assert [label for _, label in data] == [0, 0, 0, -1, 0, 1, 1, 1] and data[4][0].any()
+    assert data.name(4).encode().endswith(b"caf\\xe9.png") and data.name(0) == data.samples[0][0]
+    with pytest.raises(BadImage) as caught:
+        Folder(root, "train", plain())[3]
+    assert b"train/cat/caf\\xe9 cut.jpg: the file is empty" in str(caught.value).encode()
+
+
+def test_a_class_or_a_root_whose_name_is_no_utf8_is_refused_with_its_name(root):
+    for split in ("train", "val"):
+        save(root / split / NO_TEXT / "0.png")
+    for ask in (
+        class_names,
+        lambda data: create_dataset(data, "val", (8, 8), **RAW),
+        lambda data: Folder(data, "val", plain()),
+    ):
+        with pytest.raises(ValueError, match="no UTF-8") as caught:
+            ask(str(root))
+        assert b"train/caf\\xe9" in str(caught.value).encode() and "rename" in str(caught.value)
+    odd = root / f"{NO_TEXT} data"
+    (root / "val").rename(save(odd / "x.png").parent / "val")
+    with pytest.raises(ValueError, match=r"path of the data is no UTF-8: .*caf\\xe9 data; .* rename"):
+        class_names(str(odd))
+
+
+def no_memory(*args, **how):
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to")
+
+
+def no_more(*args, **how):
+    raise MemoryError("Unable to allocate 3.00 GiB for an array")
+
+
+def another_fault(*args, **how):
+    raise RuntimeError("stack expects each tensor to be equal size")
+
+
+@pytest.mark.parametrize("fail", [no_memory, no_more])
+@pytest.mark.parametrize("where", ["vitrel.data.decode.decode_image", "vitrel.data.base.resize", "prepare", "augment"])
+def test_memory_that_runs_out_names_image_and_size_and_is_no_bad_image(root, monkeypatch, where, fail):
+    Image.fromarray(picture(24, 32)).save(root / "train" / "cat" / "1.png", "JPEG")  # which torchvision decodes
+    module, _, name = where.rpartition(".")
+    if module:
+        monkeypatch.setattr(sys.modules[module], name, fail)
+    prepare, augment = fail if where == "prepare" else plain(), fail if where == "augment" else None
+    data = Folder(root, "train", prepare, augment, reading=Reading(on_bad="replace", keep=8))
+    with pytest.raises(MemoryError, match=r"memory ran out while .*train/cat/1.png \(\d+x\d+ pixels\) was") as caught:
+        data[Draw(1, (40, 48)) if augment else 1]
+    assert ("(24x32" in str(caught.value)) == bool(module) and ("at 40x48" in str(caught.value)) == bool(augment)
+    assert out_of_memory(caught.value) and data.bad_indices() == []
+
+
+def test_other_faults_of_preparation_stay_what_they_are(root):
+    with pytest.raises(RuntimeError, match="stack expects"):
+        Folder(root, "train", another_fault)[1]
+
+
+def test_memory_that_runs_out_for_a_replaced_image_names_the_one_that_was_read(damaged):
+    data = Folder(damaged, "train", no_memory, reading=Reading(on_bad="replace"))
+    with pytest.raises(MemoryError, match=r"train/dog/0.png \(24x32 pixels\) was prepared"):
+        data[1]
+    with pytest.raises(MemoryError, match=r"train/dog/0.png \(24x32 pixels\) was prepared"):
+        list(DataLoader(data, sampler=[1], num_workers=1))

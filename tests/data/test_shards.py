@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 
 import numpy as np
@@ -298,6 +299,37 @@ def test_unreadable_images_in_a_stream(root, on_bad, workers):
         assert key(images[2]) == key(images[3]) == key(images[4]) == (0, 204)
     else:
         assert labels[2:5].tolist() == [-1, -1, 0] and not images[2:4].any()
+
+
+@pytest.mark.parametrize("n", [None, 45])
+def test_unreadable_images_have_their_names_in_a_subset_too(root, n):
+    """What an evaluation lists: the names of the indices that turned out bad, in whichever process."""
+    rewrite(root, members(bad=(1, 2, 3)))
+    shards = Shards(root, "train", plain(), n=n, seed=1, reading=Reading(on_bad="leave_out"))
+    labels = [int(label) for _, label in DataLoader(shards, num_workers=2)]
+    expected = [f"train/00000.tar: {i}" for i in (1, 2, 3) if n is None or i in shards.chosen]
+    assert [shards.name(i) for i in shards.bad_indices()] == expected and labels.count(-1) == len(expected) > 1
+
+
+def test_memory_that_runs_out_in_a_stream_names_the_image(root):
+    def full(*args):
+        raise MemoryError
+
+    rewrite(root, members(bad=(0,)))
+    shards = Shards(root, "train", plain(), full, reading=Reading(on_bad="replace"))
+    with pytest.raises(MemoryError, match=r"train/00000.tar: 1 \(8x12 pixels\) was prepared"):  # in the place of 0
+        next(iter(ShardBatches(shards, lambda epoch: [Batch(25)] * 2, shuffle=False)))
+
+
+def test_names_that_are_no_utf8_are_shown_escaped_and_classes_refused(root):
+    odd = os.fsdecode(b"caf\xe9")
+    rewrite(root, [(f"{odd}.cls", b"0"), (f"{odd}.gif", b"GIF")], images=1)
+    with pytest.raises(BadImage, match=r"cannot decode train/00000.tar: caf\\xe9: "):
+        Shards(root, "train", plain())[0]
+    index = json.loads((root / "index.json").read_text())
+    (root / "index.json").write_text(json.dumps(index | {"classes": [odd, "dog"]}))
+    with pytest.raises(ValueError, match=r"index.json names classes that are no UTF-8: caf\\xe9; rename"):
+        class_names(str(root))
 
 
 def test_the_last_of_a_batch_is_replaced_by_its_first(root):

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -177,3 +179,49 @@ def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path
     for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
         assert frames[0][name].tolist() == pytest.approx(frames[1][name].tolist(), nan_ok=True), name
     assert set(frames[1]["decoder"]) == {"torchvision"} and set(frames[1]["resize_backend"]) == {"torchvision antialiased"}
+
+
+def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp_path):
+    """80 images are 80, whatever else lies in the class folders."""
+    rng = np.random.default_rng(0)
+    val = tmp_path / "data" / "val"
+    for name in ("apple", "banana"):
+        (val / name).mkdir(parents=True)
+        for i in range(6):
+            file = ("1.jpg", "2.gif", "3.bmp", "4.webp", "5.png", os.fsdecode(b"\xff6.png"))[i]
+            Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(val / name / file)
+    for path, target in (("banana/up", ".."), ("banana/a.jpg", "../apple/1.jpg"), ("apple/loop.png", "loop.png")):
+        (val / path).symlink_to(target)
+    (val / "apple" / "x.tiff").write_bytes(b"?")
+    (val / "apple" / os.fsdecode(b"\xffcut.png")).write_bytes(b"")
+    torch.manual_seed(0)
+    torch.save(timm.create_model("vitrel_vit_n8_table", num_classes=2, img_size=32).state_dict(), tmp_path / "w.pth")
+    named = ["--model", "vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
+    asked = [
+        "--data",
+        str(tmp_path / "data"),
+        "--sizes",
+        "48",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+        "--no-report",
+    ]
+    given = [*named, *asked, "--attention-n", "0", "--policies", "clip"]
+    with pytest.warns(UserWarning, match="left out of") as told:
+        tool.main([*given, "--on-bad-image", "count", "--workers", "1"])
+    [text] = [str(one.message) for one in told if "left out of" in str(one.message)]
+    assert "1 folder link (" in text and "1 link whose image counts already, 1 of them in another class" in text
+    assert "1 file of kinds that are not decoded: 1 .tiff" in text
+    frame = pd.read_csv(tmp_path / "out" / "results.csv")
+    assert set(frame["n"]) == {12} and set(frame["left_out"]) == {2}
+    assert set(pd.read_csv(tmp_path / "out" / "per_class.csv")["n"]) == {6}
+    with pytest.raises(SystemExit, match=r"apple/loop.png: Too many levels"):
+        tool.main(given)
+    (val / "apple" / "loop.png").unlink()
+    with pytest.raises(SystemExit, match=r"apple/\\xffcut.png: the file is empty"):
+        tool.main(given)
+    (val / "banana").rename(val / os.fsdecode(b"banane\xff"))
+    with pytest.raises(SystemExit, match=r"no UTF-8.*val/banane\\xff"):
+        tool.main(given)

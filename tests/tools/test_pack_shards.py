@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import tarfile
 
 import numpy as np
@@ -103,6 +104,51 @@ def test_unreadable_images_are_all_named_and_no_index_is_left(tool, source, tmp_
         tool.main([str(source), str(out)])
     tool.main([str(source), str(tmp_path / "unchecked"), "--no-check"])
     assert len(Shards(tmp_path / "unchecked", "train", PREPARE)) == 18
+
+
+def test_every_kind_is_packed_as_it_is_and_what_is_left_out_is_told(tool, source, tmp_path):
+    colours = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(4, 8, 3))
+    for kind in ("gif", "bmp", "webp"):
+        colours.save(source / "train" / "cat" / f"x.{kind}")
+    (source / "train" / "cat" / os.fsdecode(b"caf\xe9.png")).write_bytes((source / "train" / "cat" / "1.png").read_bytes())
+    (source / "train" / "dog" / "x.tiff").write_bytes(b"?")
+    with pytest.warns(UserWarning, match=r"train: 1 file of kinds that are not decoded: 1 .tiff \(.*dog/x.tiff\)"):
+        tool.main([str(source), str(tmp_path / "out"), "--splits", "train"])
+    data = Shards(tmp_path / "out", "train", PREPARE)
+    assert len(data) == 22 and data.class_counts() == [13, 9] and all(label >= 0 for _, label in data)
+    packed = members(tmp_path / "out" / "train" / "00000.tar")
+    assert {"gif", "bmp", "webp"} < {name.split(".")[1] for name in packed}
+
+
+def test_links_to_folders_are_followed_where_asked(tool, source, tmp_path):
+    (source / "val" / "dog" / "up").symlink_to("..")
+    Image.new("RGB", (30, 20)).save(tmp_path / "more.png")
+    (source / "val" / "dog" / "more").symlink_to(tmp_path)
+    with pytest.warns(UserWarning, match=r"val: 2 folder links \(.*dog/more, .*dog/up\)"):
+        tool.main([str(source), str(tmp_path / "out"), "--splits", "val"])
+    assert Shards(tmp_path / "out", "val", PREPARE).class_counts() == [3, 3]
+    with pytest.warns(UserWarning, match="counts already"):
+        tool.main([str(source), str(tmp_path.parent / "followed"), "--splits", "val", "--follow-links"])
+    # all of tmp_path lies behind the link: the training images are found there too, and more.png; its shards are no images
+    assert Shards(tmp_path.parent / "followed", "val", PREPARE).class_counts() == [3, 22]
+
+
+def test_what_cannot_be_opened_or_does_not_fit_in_memory_is_named(tool, source, tmp_path, monkeypatch):
+    (source / "val" / "dog" / "a.png").symlink_to("a.png")
+    os.mkfifo(source / "val" / "cat" / "b.png")
+    for number, options in enumerate(([], ["--no-check"])):
+        with pytest.raises(SystemExit) as caught:
+            tool.main([str(source), str(tmp_path / str(number)), *options])
+        assert all(
+            text in str(caught.value) for text in ("2 images cannot", "dog/a.png: Too many levels", "cat/b.png: it is a pipe")
+        )
+
+    def full(*args, **how):
+        raise MemoryError
+
+    monkeypatch.setattr("vitrel.data.pack.resize", full)
+    with pytest.raises(SystemExit, match=r"error: memory ran out while .*train/.* \(40x60 pixels\) was resized"):
+        tool.main([str(source), str(tmp_path / "small"), "--resize", "8"])
 
 
 def test_a_failure_while_writing_leaves_no_index(tool, source, tmp_path, monkeypatch):

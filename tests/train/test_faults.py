@@ -1,6 +1,8 @@
 """What stops a run: a loss or weight that is not a number, images that cannot be read. Nothing saved before is lost."""
 
+import os
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +89,33 @@ def test_unreadable_images_are_replaced_and_listed(command, own, tmp_path, worke
     listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()
     assert listed[0] == "image" and sorted(listed[1:]) == sorted(map(str, bad))
     assert len([row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/top1"]]) == 3
+
+
+def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_asked(command, own, tmp_path, capfd):
+    odd, red = os.fsdecode(b"caf\xe9"), own / "train" / "red"
+    (red / f"{odd}.png").write_bytes(b"<html>")
+    for name, target in (("loop.png", "loop.png"), ("up", ".."), ("more", tmp_path / "extra")):
+        (red / name).symlink_to(target)
+    (tmp_path / "extra").mkdir()
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "extra" / "more.gif")
+
+    def told():  # pytest keeps warnings to itself
+        warnings.showwarning = lambda message, *where: print(f"warning: {message}")
+
+    args = command("run", f"--data.data={own}", "--data.reading.bad_share=0.05", epochs=1)
+    assert status(in_child([*args, "--data.workers=2"], told)) == 0
+    listed = (tmp_path / "run" / "bad_images.csv").read_text("utf-8").splitlines()
+    assert sorted(listed[1:]) == sorted([f"{red}/caf\\xe9.png", f"{red}/loop.png"])
+    text = capfd.readouterr().out
+    assert "2 of 98 training images cannot be read" in text and text.count("2 folder links") == 1
+    args = command("more", f"--data.data={own}", "--data.reading.bad_share=0.05", "--data.reading.follow_links=true", epochs=1)
+    assert status(in_child(args, told)) == 0
+    text = capfd.readouterr().out
+    assert "folder link" not in text and "2 of 99 training images cannot be read" in text
+    (own / "train" / "red").rename(own / "train" / odd)
+    (own / "val" / "red").rename(own / "val" / odd)
+    assert status(in_child(args)) == 1
+    assert "no UTF-8" in (error := capfd.readouterr().err) and "train/caf\\xe9" in error
 
 
 def test_too_many_unreadable_images_stop_the_run(command, own, capfd):

@@ -16,6 +16,7 @@ from vitrel.data.sets import SETS, TorchvisionSet, set_classes
 from vitrel.data.shapes import Shapes
 from vitrel.data.shards import INDEX, Shards, shard_index
 from vitrel.data.stream import Batch, ShardBatches
+from vitrel.files import shown
 
 __all__ = [
     "SHAPES",
@@ -75,7 +76,7 @@ def create_dataset(
         augment: what is drawn for each training image; None prepares them as for evaluation. Not for `shapes`.
         n: number of images: for `shapes` 10,000 to train and 1,000 to evaluate by default, for all else all.
         seed: of the shapes, of the augmentation, and of the choice of n.
-        reading: decoder, pixel limit, and what happens to unreadable images.
+        reading: decoder, pixel limit, what happens to unreadable images, and whether links to folders are followed.
         download: let torchvision fetch a set that is not at its root; nothing uses the network otherwise.
         view: `crop_pct` and `interpolation` from the model's `pretrained_cfg`, `protocol` ("scale": the same field of view at
             every size, or "canvas": objects keep their pixels) and `base_size`, (H, W) of training, which `canvas` needs; as
@@ -86,6 +87,7 @@ def create_dataset(
     """
     if split not in ("train", "val"):
         raise ValueError(f"unknown split {split!r}; use 'train' or 'val'")
+    _check_text(data)
     prepare = Prepare(size, mean, std, **view)
     if data in SHAPES:
         if augment is not None:
@@ -104,12 +106,18 @@ def create_dataset(
 
 def class_names(data: str, download: bool = False) -> list[str]:
     """The classes of a data set to train on, without building it."""
+    _check_text(data)
     if data in SHAPES:
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
     named = _torchvision_set(data)
     if named:
         return set_classes(*named, download)
     return shard_index(data)["classes"] if (Path(data) / INDEX).is_file() else folder_classes(data)
+
+
+def _check_text(data: str) -> None:
+    if shown(data) != str(data):
+        raise ValueError(f"the path of the data is no UTF-8: {shown(data)}; results name the data, so rename the folder")
 
 
 def _torchvision_set(data: str) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ from torchvision.transforms.functional import resize
 
 from vitrel.data.decode import BadImage, Reading
 from vitrel.data.draw import Draw
+from vitrel.data.memory import names_image
 
 
 class ImageSet(Dataset, ABC):
@@ -72,17 +73,21 @@ class ImageSet(Dataset, ABC):
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
-        image, label = self._readable(draw.index)
+        image, label, at = self._readable(draw.index)
         if image is None:
             return torch.zeros(3, *(draw.size or self.prepare.size)), -1
-        return self.finish(image, draw), label
+        return self.finish(image, draw, at), label
 
-    def finish(self, image: Tensor, draw: Draw) -> Tensor:
-        """uint8 [3, h, w] prepared or augmented to normalised float32 [3, H, W]."""
-        if self.augment is not None:
-            return self.augment(image, self.epoch, draw.index, draw.repeat, draw.size)
-        prepare = self.prepare if draw.size is None else self.prepare.at(draw.size)
-        return prepare(image)
+    def finish(self, image: Tensor, draw: Draw, at: int) -> Tensor:
+        """uint8 [3, h, w] of index `at` prepared or augmented to normalised float32 [3, H, W], as `draw` asks for.
+
+        MemoryError with the image's name and size where memory runs out.
+        """
+        with names_image(lambda: f"{self._sized(image, at)} was prepared{' at {}x{}'.format(*draw.size) if draw.size else ''}"):
+            if self.augment is not None:
+                return self.augment(image, self.epoch, draw.index, draw.repeat, draw.size)
+            prepare = self.prepare if draw.size is None else self.prepare.at(draw.size)
+            return prepare(image)
 
     def class_counts(self) -> list[int]:
         """Number of images of each class."""
@@ -93,18 +98,18 @@ class ImageSet(Dataset, ABC):
         """Images that were asked for and could not be read so far, by any process."""
         return self.bad.nonzero().flatten().tolist()
 
-    def _readable(self, index: int) -> tuple[Tensor | None, int]:
-        """The image, or what `on_bad` puts in its place: None for one that is left out."""
+    def _readable(self, index: int) -> tuple[Tensor | None, int, int]:
+        """(image, label, index) of the image, or of what `on_bad` puts in its place: (None, -1, index) if it is left out."""
         for step in range(self.reading.bad_limit):
             at = (index + step) % len(self)
             try:
-                return self.read(at) if self.reading.keep is None else self._once(at)
+                return *(self.read(at) if self.reading.keep is None else self._once(at)), at
             except BadImage as error:
                 if self.reading.on_bad == "raise":
                     raise
                 self.bad[at] = 1
                 if self.reading.on_bad == "leave_out":
-                    return None, -1
+                    return None, -1, at
                 last = error
         raise bad_in_a_row(self.reading.bad_limit, last)
 
@@ -113,9 +118,13 @@ class ImageSet(Dataset, ABC):
         if index not in self._kept:
             image, label = self.read(index)
             if min(image.shape[-2:]) > self.reading.keep:
-                image = resize(image, [self.reading.keep], InterpolationMode.BICUBIC, antialias=True)
+                with names_image(lambda: f"{self._sized(image, index)} was reduced to keep it"):
+                    image = resize(image, [self.reading.keep], InterpolationMode.BICUBIC, antialias=True)
             self._kept[index] = image, label
         return self._kept[index]
+
+    def _sized(self, image: Tensor, index: int) -> str:
+        return f"{self.name(index)} ({image.shape[-2]}x{image.shape[-1]} pixels)"
 
 
 def bad_in_a_row(count: int, last: BadImage) -> BadImage:

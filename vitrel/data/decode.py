@@ -13,7 +13,10 @@ torchvision decodes 8-bit RGB and grey JPEG and WebP, Pillow the rest under eith
 uint16 for 16-bit files and ends the process (segmentation fault) at a damaged stream.
 """
 
+import errno
+import os
 import re
+import stat
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BytesIO
@@ -26,10 +29,18 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
+from vitrel.data.memory import names_image, ran_out
+from vitrel.files import shown
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # of files that are taken for images
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn: 268 MB of RGB
 HARD_LIMIT = 2 * MAX_PIXELS  # where Pillow refuses by itself
 WAY_OUT = "repair or remove it"
+# what is wrong with the path and not with the machine, such as too many open files
+UNREADABLE = (
+    errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG
+)  # fmt: skip
 
 Decoder = Literal["torchvision", "pillow"]
 OnBad = Literal["raise", "replace", "leave_out"]
@@ -52,6 +63,8 @@ class Reading:
         bad_share: training stops when more than this share of its images turned out to be unreadable.
         keep: shorter side, pixels, to which larger images are reduced once decoded (antialiased bicubic), and then kept in the
             memory of every process that loads them: a small set is decoded once. In training alone. Null decodes every time.
+        follow_links: look for images in folders that links inside class folders lead to. Class folders and image files may be
+            links in any case, and one file counts once. Of an image folder alone.
 
     Raises:
         ValueError: for an unknown decoder or on_bad, or a limit out of range.
@@ -63,6 +76,7 @@ class Reading:
     bad_limit: int = 100
     bad_share: float = 0.01
     keep: int | None = None
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         _check_decoder(self.decoder)
@@ -91,19 +105,15 @@ def decode(
 
     Raises:
         BadImage: (a ValueError) with the name, what is wrong and the way out.
+        MemoryError: with the name and the size where memory runs out, which is no fault of the image.
     """
     _check_decoder(decoder)
-    if isinstance(source, bytes):
-        name, opened = name or f"{len(source)} bytes", nullcontext(BytesIO(source))
-    else:
-        name, path = name or str(source), Path(source)
-        if not path.is_file() and not path.is_dir() and path.exists():  # would be waited for
-            raise BadImage(f"cannot decode {name}: it is a pipe or a device; {WAY_OUT}")
-        try:
-            opened = open(source, "rb")  # noqa: SIM115 (closed below)
-        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-            raise BadImage(f"cannot decode {name}: {error.strerror}; {WAY_OUT}") from error
-    with opened as file:
+    name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
+    image = None
+    with (
+        nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file,
+        names_image(lambda: f"{name}{'' if image is None else ' ({1}x{0} pixels)'.format(*image.size)} was decoded"),
+    ):
         image = _header(file, max_pixels, name)
         try:
             if decoder == "torchvision" and _plain(image):
@@ -111,11 +121,24 @@ def decode(
                 data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
                 return decode_image(data, mode=ImageReadMode.RGB).contiguous()  # WebP comes channels last
             return _by_pillow(image)
-        except MemoryError:
-            raise
         except Exception as error:  # a damaged file raises almost anything: OSError, SyntaxError, zlib.error, RuntimeError ...
+            if ran_out(error):
+                raise
             what = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])  # torchvision's begin with its source file
             raise BadImage(f"cannot decode {name}: {what}; {WAY_OUT}") from error
+
+
+def open_image(path: str | Path, name: str) -> IO[bytes]:
+    """The opened file; `BadImage` with its name for a path that cannot be opened, a pipe or a device."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            return open(path, "rb")
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        raise BadImage(f"cannot decode {name}: {error.strerror}; {WAY_OUT}") from error
+    raise BadImage(f"cannot decode {name}: it is a pipe or a device; {WAY_OUT}")  # would be waited for
 
 
 def _check_decoder(decoder: str) -> None:

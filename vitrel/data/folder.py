@@ -1,6 +1,7 @@
 """Images in class folders, and their preparation for evaluation by torchvision.
 
-Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names.
+Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names. `vitrel.data.scan` says which
+files count.
 """
 
 from collections.abc import Callable
@@ -10,15 +11,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
 from vitrel.data.base import ImageSet, subset
 from vitrel.data.decode import Reading, decode
+from vitrel.data.scan import Scan, class_folders, tell_once
+from vitrel.files import shown
 
 Split = Literal["train", "val"]
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 INTERPOLATIONS = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
 
 
@@ -95,6 +96,8 @@ class Prepare:
 class Folder(ImageSet):
     """One split of an image folder: items are (float32 [3, H, W] normalised, class index).
 
+    Files and links that are left out are told once, in a warning.
+
     Args:
         root: folder that holds `train/` and `val/`.
         split: "train" or "val".
@@ -102,10 +105,10 @@ class Folder(ImageSet):
         augment: (uint8 [3, h, w], epoch, index, repeat, size) to the item's image; takes the place of `prepare`.
         n: take only n images, drawn by `seed`; all by default.
         seed: of that draw.
-        reading: decoder, pixel limit, and what happens to unreadable images.
+        reading: decoder, pixel limit, what happens to unreadable images, and whether links to folders are followed.
 
     Raises:
-        ValueError: where the folders are missing, empty, or the classes of `val/` are not those of `train/`.
+        ValueError: where the folders are missing, empty or cannot be read, or the classes of `val/` are not those of `train/`.
     """
 
     def __init__(
@@ -120,8 +123,10 @@ class Folder(ImageSet):
     ) -> None:
         classes = folder_classes(root, split)
         folder = Path(root) / split
-        samples = _samples(folder)
-        self.samples = [samples[i] for i in subset(len(samples), n, seed, str(folder))]
+        found = Scan(folder, classes, reading.follow_links)
+        if found.left_out:
+            tell_once(found.left_out)
+        self.samples = [found.samples[i] for i in subset(len(found.samples), n, seed, str(folder))]
         super().__init__(classes, len(self.samples), prepare, augment, reading)
 
     def read(self, index: int) -> tuple[Tensor, int]:
@@ -134,14 +139,14 @@ class Folder(ImageSet):
         return self.samples[index][1]
 
     def name(self, index: int) -> str:
-        """The path of an image."""
-        return self.samples[index][0]
+        """The path of an image, as text: bytes that are no UTF-8 are escaped."""
+        return shown(self.samples[index][0])
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
-    """Sorted class names of a split; ValueError when a folder is missing or `val/` and `train/` disagree."""
+    """Sorted class names of a split; ValueError where `class_folders` raises it, or `val/` and `train/` disagree."""
     root = Path(root)
-    names = {part: _class_folders(root / part) for part in ("train", "val") if (root / part).is_dir()}
+    names = {part: class_folders(root / part) for part in ("train", "val") if (root / part).is_dir()}
     if not names.get(split):
         raise ValueError(
             f"no class folders in {root / split}: data is 'shapes' or a folder laid out as "
@@ -157,16 +162,3 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
             + (f"; these folders are empty, remove them: {', '.join(empty)}" if empty else "")
         )
     return names[split]
-
-
-def _class_folders(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-
-
-def _samples(folder: Path) -> list[tuple[str, int]]:
-    found = ImageFolder(str(folder), is_valid_file=lambda path: path.lower().endswith(SUFFIXES), allow_empty=True)
-    empty = sorted(set(range(len(found.classes))) - set(found.targets))
-    if empty:
-        names = ", ".join(found.classes[i] for i in empty)
-        raise ValueError(f"class folders without images in {folder}: {names}; add {', '.join(SUFFIXES)} files or remove them")
-    return found.samples

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import resize, to_pil_image
 
-from vitrel.data.decode import MAX_PIXELS, BadImage, decode
+from vitrel.data.decode import MAX_PIXELS, BadImage, Reading, decode, open_image
 from vitrel.data.folder import INTERPOLATIONS, Folder
+from vitrel.data.memory import names_image
 from vitrel.data.shards import FORMAT, INDEX, sha256
-from vitrel.files import whole
+from vitrel.files import shown, whole
 
 QUALITY = 95
 
@@ -25,7 +27,7 @@ class Encode(Dataset):
         samples: (path, label) of each.
         short_side: pixels that a longer shorter side is resized to (bicubic, antialiased), as JPEG of quality 95 without chroma
             subsampling; None keeps the original bytes.
-        check: decode every image; an unreadable one has an error text, "" otherwise.
+        check: decode every image; an unreadable one has an error text, "" otherwise. Without, one that cannot be opened has.
         max_pixels: larger images are errors.
     """
 
@@ -37,18 +39,23 @@ class Encode(Dataset):
 
     def __getitem__(self, index: int) -> tuple[str, bytes, int, str]:
         path, label = Path(self.samples[index][0]), self.samples[index][1]
-        ending = path.suffix[1:].lower()
-        if self.check or self.short_side:
-            try:
+        ending, name = path.suffix[1:].lower(), shown(path)
+        try:
+            if self.check or self.short_side:
                 image = decode(path, self.max_pixels)
-            except BadImage as error:
-                return ending, b"", label, str(error)
-            if self.short_side and min(image.shape[-2:]) > self.short_side:
-                small = resize(image, [self.short_side], INTERPOLATIONS["bicubic"], antialias=True)
-                file = BytesIO()
-                to_pil_image(small).save(file, "JPEG", quality=QUALITY, subsampling=0)
-                return "jpg", file.getvalue(), label, ""
-        return ending, path.read_bytes(), label, ""
+                if self.short_side and min(image.shape[-2:]) > self.short_side:
+                    return "jpg", self._smaller(image, name), label, ""
+            with names_image(lambda: f"{name} was read"), open_image(path, name) as file:
+                return ending, file.read(), label, ""
+        except BadImage as error:
+            return ending, b"", label, str(error)
+
+    def _smaller(self, image: Tensor, name: str) -> bytes:
+        with names_image(lambda: f"{name} ({image.shape[-2]}x{image.shape[-1]} pixels) was resized"):
+            small = resize(image, [self.short_side], INTERPOLATIONS["bicubic"], antialias=True)
+            file = BytesIO()
+            to_pil_image(small).save(file, "JPEG", quality=QUALITY, subsampling=0)
+            return file.getvalue()
 
 
 def pack(
@@ -63,6 +70,7 @@ def pack(
     check: bool = True,
     max_pixels: int = MAX_PIXELS,
     workers: int = 0,
+    follow_links: bool = False,
     advance: Callable[[str, int, int], None] = lambda split, done, total: None,
 ) -> dict[str, Any]:
     """Writes `out/{train,val}/00000.tar`, ... and, last, `out/index.json`, which is returned.
@@ -76,6 +84,7 @@ def pack(
         short_side, check, max_pixels: as `Encode` takes them.
         seed: of the order, which mixes the classes of each split.
         workers: processes that read and check images.
+        follow_links: as `Reading` takes it.
         advance: called with (split, images done, images in all) after each image.
 
     Raises:
@@ -84,7 +93,8 @@ def pack(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty: nothing is overwritten; name another folder or delete it")
     splits = splits or [name for name in ("train", "val") if (source / name).is_dir()] or ["train"]
-    folders = {split: Folder(source, split, prepare=lambda image: image) for split in splits}
+    reading = Reading(follow_links=follow_links)
+    folders = {split: Folder(source, split, prepare=lambda image: image, reading=reading) for split in splits}
     limits = {"maxcount": images_per_shard or 10**12, "maxsize": np.inf if images_per_shard else shard_bytes}
     index: dict[str, Any] = {"format": FORMAT, "classes": folders[splits[0]].classes, "splits": {}}
     bad: list[str] = []

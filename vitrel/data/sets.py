@@ -17,6 +17,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from vitrel.data.base import ImageSet, subset
 from vitrel.data.decode import Reading, decode
 from vitrel.data.folder import Split
+from vitrel.files import shown
 
 
 class Set(NamedTuple):
@@ -90,7 +91,7 @@ class TorchvisionSet(ImageSet):
 
     def name(self, index: int) -> str:
         """The path of an image, or its number where a set is one array."""
-        return self.source[self.chosen[index]][0] if self.files else f"{self.where}: {self.chosen[index]}"
+        return shown(self.source[self.chosen[index]][0]) if self.files else f"{self.where}: {self.chosen[index]}"
 
 
 def set_classes(name: str, root: str | Path, download: bool = False) -> list[str]:

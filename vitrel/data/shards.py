@@ -1,6 +1,6 @@
 """Images in WebDataset tar shards on a local disk: `root/index.json`, `root/train/00000.tar`, `root/val/00000.tar`, ...
 
-A sample is `<key>.jpg` (or .jpeg, .png, .webp) and `<key>.cls`, the label as a number; members with other endings are passed
+A sample is `<key>.jpg` (or another of `SUFFIXES`) and `<key>.cls`, the label as a number; members with other endings are passed
 over. Nothing is ever extracted or unpickled: a member's name is a name in messages and no path.
 """
 
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vitrel.data.base import ImageSet, subset
-from vitrel.data.decode import Reading, decode
-from vitrel.data.folder import SUFFIXES, Split
+from vitrel.data.decode import SUFFIXES, Reading, decode
+from vitrel.data.folder import Split
+from vitrel.files import shown
 
 INDEX = "index.json"
 FORMAT = 1
@@ -136,7 +137,7 @@ class Shards(ImageSet):
 
     def sample_name(self, shard: int, sample: Sample) -> str:
         """The shard and the key of a sample: "train/00003.tar: 000123"."""
-        return f"{self.folder.name}/{self.shards[shard]['name']}: {sample.key}"
+        return f"{self.folder.name}/{self.shards[shard]['name']}: {shown(sample.key)}"
 
 
 def shard_index(root: str | Path) -> dict[str, Any]:
@@ -161,6 +162,8 @@ def _check_index(index: dict[str, Any], path: Path) -> None:
     classes = index["classes"]
     if not classes or classes != sorted(set(classes)) or not all(isinstance(name, str) for name in classes):
         raise ValueError(f"{path} does not list its classes once each and sorted; {REPACK}")
+    if strange := [shown(name) for name in classes if shown(name) != name]:
+        raise ValueError(f"{path} names classes that are no UTF-8: {', '.join(strange)}; rename their folders and {REPACK}")
     for name, split in index["splits"].items():
         counts, shards = split["counts"], split["shards"]
         images = [shard["images"] for shard in shards]

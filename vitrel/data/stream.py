@@ -188,17 +188,17 @@ class ShardBatches(IterableDataset):
         for i, image in enumerate(encoded):
             found = self._readable(encoded[i:] + encoded[:i])
             if found is not None:
-                images[i] = self.shards.finish(found[0], Draw(image.index, batch.size))
+                images[i] = self.shards.finish(found[0], Draw(image.index, batch.size), found[2])
                 labels[i] = found[1]
         return images, labels
 
-    def _readable(self, candidates: list[Encoded]) -> tuple[Tensor, int] | None:
-        """(uint8 [3, h, w], label) of the first image, or of what `on_bad` puts in its place: None for one that is left out."""
+    def _readable(self, candidates: list[Encoded]) -> tuple[Tensor, int, int] | None:
+        """(uint8 [3, h, w], label, index) of the first image, or of what `on_bad` puts in its place: None if it is left out."""
         reading = self.shards.reading
         candidates = candidates[: reading.bad_limit]
         for image in candidates:
             try:
-                return decode(image.data, reading.max_pixels, reading.decoder, image.name), image.label
+                return decode(image.data, reading.max_pixels, reading.decoder, image.name), image.label, image.index
             except BadImage as error:
                 if reading.on_bad == "raise":
                     raise

@@ -140,7 +140,8 @@ def _measure_images(dataset: Dataset, batch_size: int, seconds: float) -> tuple[
     batches = _endlessly(DataLoader(dataset, batch_size))
     rate = _median_rate((len(images) for images, _ in batches), seconds)
     files = [dataset.name(i) for i in range(min(len(dataset), 256))] if hasattr(dataset, "name") else []
-    if not files or not Path(files[0]).is_file():
+    files = [name for name in files if Path(name).is_file()]  # a name may be no path: a member of a shard, an escaped path
+    if not files:
         return rate, None
     return rate, 1 / _median_rate((len([decode(path)]) for path in itertools.cycle(files)), seconds)
 
