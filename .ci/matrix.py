@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 QUIET = {"NO_ALBUMENTATIONS_UPDATE": "1", "HF_HUB_OFFLINE": "1"}
 COLUMNS = ("torch", "torchvision", "timm", "processor", "passed", "failed", "skipped", "seconds")
-VERSIONS = "import json, timm, torch, torchvision as tv; print(json.dumps([m.__version__ for m in (torch, tv, timm)]))"
+VERSIONS = f"from importlib.metadata import version; print(*map(version, {COLUMNS[:3]}))"
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def run_version(version: str, folder: Path, scratch: Path, to_pytest: list[str])
     except subprocess.CalledProcessError as error:
         print(f"no environment for {version}: {error}", flush=True)
         return [unknown | {"failed": "no environment"}]
-    names = dict(zip(COLUMNS, re.findall(r'"(.+?)"', found), strict=False))
+    names = dict(zip(COLUMNS, found.split(), strict=False))
     return [unknown | names | tests(python, name, own, scratch, to_pytest) for name, own in processors()]
 
 
