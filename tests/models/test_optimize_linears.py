@@ -10,7 +10,9 @@ from torch.nn.utils import parametrizations, prune
 
 import vitrel
 from optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
+from vitrel.models import optimize
 from vitrel.models.optimize import restore
+from vitrel.ops.onednn import takes
 
 ONEDNN = torch.backends.mkldnn.is_available()
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -113,6 +115,19 @@ def test_wrong_inputs_are_refused_as_by_the_plain_layer(dtype):
                 m(x)
             texts.append(str(error.value))
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("there", [True, False])
+def test_bfloat16_where_onednn_has_none(there, kind, monkeypatch):
+    """It takes AVX-512 or its like: elsewhere linear layers are PyTorch's, as in the plain model."""
+    there = there and takes(torch.bfloat16)
+    monkeypatch.setattr(optimize, "takes", lambda dtype: dtype == torch.float32 or there)
+    plain, model = twins(build(kind).bfloat16(), linears="onednn")
+    image = picture().bfloat16()
+    with torch.no_grad():
+        assert apart(model(image), plain(image)) <= 0.1
+        assert uses_onednn(lambda: model(image)) is there
 
 
 def step(model, image):

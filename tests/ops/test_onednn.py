@@ -7,7 +7,7 @@ from torch import nn
 
 from vitrel import Grid, Table, Terms
 from vitrel.ops import onednn, reference
-from vitrel.ops.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product
+from vitrel.ops.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product, takes
 from vitrel.ops.rows import expanded
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -112,6 +112,7 @@ def test_second_derivatives(function, plain, shapes):
     assert_near(*both(penalty(function), penalty(plain), [torch.randn(shape) for shape in shapes]))
 
 
+@pytest.mark.skipif(not takes(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor (it takes AVX-512 or its like)")
 def test_bfloat16_is_no_worse_than_torchs():
     x, weight, bias = torch.randn(50, 64), torch.randn(48, 64), torch.randn(48)
     exact, half = F.linear(x.double(), weight.double(), bias.double()), [t.bfloat16() for t in (x, weight, bias)]
@@ -121,6 +122,14 @@ def test_bfloat16_is_no_worse_than_torchs():
     assert (
         then.dtype == torch.bfloat16 and (then.double() - gelu).norm() <= 1.1 * (F.gelu(F.linear(*half)).double() - gelu).norm()
     )
+
+
+def test_what_it_takes_runs():
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [torch.randn(shape).to(dtype) for shape in ((5, 16), (24, 16), (24,))]
+        if takes(dtype):
+            assert product(*inputs).dtype == dtype
+    assert takes(torch.float32) and not takes(torch.float64)
 
 
 @pytest.mark.parametrize(("count", "numbers"), [(1, 5), (10, 3), (7, 1000), (8, 4), (0, 4), (3, 0)])

@@ -20,7 +20,7 @@ from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
 from vitrel.models.kept import Kept, KeptPosition, KeptTerms, elsewhere, watched
 from vitrel.ops.dispatch import chosen
-from vitrel.ops.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product
+from vitrel.ops.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product, takes
 from vitrel.ops.reference import gather_bias
 from vitrel.ops.rows import expanded
 from vitrel.ops.sdpa import prepare
@@ -36,7 +36,8 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
     """Makes evaluation of `model` on a CPU faster, in place; returns it. Outputs stay within 2e-6 of what they were (float32).
 
     Acts on every nn.Linear and timm Mlp of any model, and on the blocks of vitrel's own. Active in model.eval() without
-    gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16; everything else runs as before.
+    gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16 (its linear layers where oneDNN has bfloat16, which
+    takes AVX-512 or its like); everything else runs as before.
     training: linear layers use oneDNN, with its products in the backward pass, also while gradients are recorded (float32).
     linears: "onednn", "torch", or "auto", which times both here and takes the faster.
     Changed weights are noticed, but for those written through `.data` or made in inference mode: call `refresh` after that.
@@ -90,7 +91,7 @@ class FastLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if _off(self, x, self):
+        if _off(self, x, self) or not takes(x.dtype):
             return super().forward(x)
         return (LinearFunction.apply if torch.is_grad_enabled() else product)(x, self.weight, self.bias)
 
@@ -100,7 +101,7 @@ class FastMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C']."""
-        if not _is_gelu_mlp(self) or watched(self) or _off(self, x, self.fc1):
+        if not _is_gelu_mlp(self) or watched(self) or _off(self, x, self.fc1) or not takes(x.dtype):
             return super().forward(x)
         weights = self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
         run = MlpFunction.apply if torch.is_grad_enabled() else mlp

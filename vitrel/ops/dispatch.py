@@ -87,12 +87,17 @@ def choose(backend: str, call: Call) -> ModuleType:
     backend = chosen["auto"] if backend == "auto" else backend
     if backend == "auto":
         modules = (BACKENDS[name] for name in AUTO)
-        return next(module for module in modules if getattr(module, "pays", bool)(call) and not module.refuses(call))
+        return next(module for module in modules if pays(module, call) and not module.refuses(call))
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
     if reason := BACKENDS[backend].refuses(call):
         raise ValueError(f"backend {backend!r} refuses: {reason}; use backend='auto'")
     return BACKENDS[backend]
+
+
+def pays(backend: ModuleType, call: Call) -> bool:
+    """Whether "auto" takes this backend where it serves: as it says itself, else always."""
+    return not hasattr(backend, "pays") or backend.pays(call)
 
 
 def _differentiated(*inputs: Tensor) -> bool:

@@ -1,9 +1,11 @@
-"""Products in oneDNN: linear layers, forward and backward, and global attention; float32 on a CPU, bfloat16 forward too.
+"""Products in oneDNN: linear layers, forward and backward, and global attention; float32 on a CPU, and forward in bfloat16
+where the processor has what oneDNN needs for it.
 
 PyTorch takes MKL for float32, which on AMD's processors is half as fast. The operator is the one that torch.compile uses on a
 CPU where it fuses what follows a linear layer.
 """
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +19,14 @@ from vitrel.grid import Grid
 from vitrel.ops.rows import QUERIES, query_blocks, row_bias
 
 CHUNK = 1 << 21  # numbers in the widest tensor of a chunk: 8 MB in float32, which the third-level cache holds
+
+
+@functools.cache
+def takes(dtype: torch.dtype) -> bool:
+    """Whether `product` takes tensors of this dtype here: float32, and bfloat16 on processors with AVX-512 or its like."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:

@@ -7,6 +7,7 @@ four-dimensional: five dimensions take the slow math path and do not export to O
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrel.grid import Grid
 from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits, with_query_bias
@@ -32,7 +33,7 @@ def attention(
     q, k, bias, scale = prepare(q, k, terms, grid)
     if mask is None:
         bias = None if bias is None else _four_dimensional(bias.to(q.dtype))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+        return _fused(q, k, v, bias, dropout_p, scale)
     bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
     hidden = bias == float("-inf")  # by the mask or by a table, such as a field of view
@@ -40,7 +41,7 @@ def attention(
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # a finite penalty stays finite in half precision
     bias = _four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(blind, 0.0))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    out = _fused(q, k, v, bias, dropout_p, scale)
     return out.masked_fill(blind, 0.0)
 
 
@@ -66,9 +67,21 @@ def window_attention(
     bias = bias.expand(*bias.shape[:-3], num_heads, -1, -1).to(q.dtype)  # [(B,) H, L*N, N]
     bias = _four_dimensional(bias.flatten(-3, -2).unflatten(-2, (-1, n)))  # [1 or B, H*L, N, N]
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    out = _fused(q, k, v, bias, dropout_p, scale)
     out = out.flatten(1, 2).unflatten(1, (num_heads, -1)).index_select(2, layout.inverse)  # [B, H, h*w, D]
     return out.transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
+    """F.scaled_dot_product_attention, whose exported program chooses its kernel where it runs.
+
+    Choosing one while torch.export traces compares the batches of the images and of the mask, 1: up to torch 2.14 the program
+    then refuses every batch for which the comparison has another outcome. With one kernel allowed nothing is compared.
+    """
+    if torch.compiler.is_exporting():
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
 
 
 def _four_dimensional(bias: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vitrel.ops import dispatch
-from vitrel.ops.dispatch import AUTO, BACKENDS, Call, chosen
+from vitrel.ops.dispatch import AUTO, BACKENDS, Call, chosen, pays
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def _text(call: Call, name: str, asked: str) -> str:
     ]
     for other, module in BACKENDS.items():
         if other != name:
-            auto = other in AUTO and getattr(module, "pays", bool)(call)
+            auto = other in AUTO and pays(module, call)
             reason = module.refuses(call) or (f"comes after {name}" if auto else "serves it when asked for by name")
             lines.append(f"    {other}: {reason}")
     return "\n".join(lines)
