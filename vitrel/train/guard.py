@@ -4,7 +4,6 @@ A configuration is keys and plain values in local YAML files given by `--config`
 imported by the parser, which runs the code of that module: only those in `CLASSES`, nearly all Lightning's own, may be named.
 """
 
-import difflib
 import inspect
 import os
 import re
@@ -16,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
+
+from vitrel.names import nearest
 
 CLASSES = {
     "lightning.pytorch.strategies": (
@@ -167,8 +168,7 @@ class _Checker:
 
     def name(self, value: Any, where: str) -> None:
         if value not in _FULL | _SHORT:
-            near = difflib.get_close_matches(str(value), sorted(_FULL), n=1)
-            near = near or difflib.get_close_matches(str(value).split(".")[-1], sorted(_SHORT), n=1)
+            near = nearest(str(value), _FULL, 1) or nearest(str(value).split(".")[-1], _SHORT, 1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise ValueError(
                 f"{where}{value!r} names code, and a configuration may name only Lightning's own strategies, accelerators, "
@@ -192,8 +192,7 @@ class _Checker:
 
     def nearest(self, key: str) -> str:
         known = [name for name in _flat(self.keys) if name not in self.linked]
-        last = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-        near = [name for name in known if name.startswith(key)] or last or difflib.get_close_matches(key, known, n=1)
+        near = nearest(key, known, 1)
         return f": did you mean {near[0]}?" if near else "; --help lists the keys"
 
 
