@@ -8,6 +8,7 @@ from torch import nn
 
 from vitrel.models.weights.load import WeightPlan, plan_weights
 from vitrel.names import nearest
+from vitrel.plain_yaml import load_yaml
 
 
 def model_for(
@@ -37,7 +38,7 @@ def model_for(
 def model_arguments(text: str) -> dict[str, Any]:
     """Arguments of a model written as a YAML mapping; ValueError with an example for anything else."""
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is no YAML ({str(error).partition(chr(10))[0]}); write e.g. '{{reg_tokens: 4}}'") from None
     if not isinstance(value, dict):
