@@ -102,7 +102,7 @@ def test_position_is_pure(name):
     """No caches, and nothing but torch and the grid."""
     text = SOURCES[name]
     assert "lru_cache" not in text and "functools" not in text
-    known = {"torch", "vitrel", "abc", "collections", "typing", "math", "inspect", "contextlib"}
+    known = {"torch", "vitrel", "abc", "collections", "typing", "math", "inspect", "contextlib", "warnings"}
     assert {module.split(".")[0] for module in imports(TREES[name])} <= known
 
 
