@@ -65,6 +65,14 @@ def test_nothing_is_unpickled_or_extracted():
                 assert "weights_only=True" in text, f"{name}: {text}"
 
 
+def test_yaml_is_parsed_in_one_place():
+    """Which refuses what would crash the parser."""
+    for name, tree in TREES.items():
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        read = [call for call in calls if re.fullmatch(r"yaml\.(safe_|full_|unsafe_)?(load|load_all|parse|scan|compose)", call)]
+        assert not read or name == "vitrel/plain_yaml.py", f"{name}: {read[0]}: use vitrel.plain_yaml"
+
+
 def test_a_resumed_run_is_read_as_plain_values_whatever_the_strategy(tmp_path, monkeypatch):
     """Some strategies read the file themselves, as the trainer is told to."""
     asked = []

@@ -19,7 +19,6 @@ import pandas as pd
 import timm
 import torch
 import torch.nn.functional as F
-import yaml
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -27,6 +26,7 @@ import vitrel
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
+from vitrel.plain_yaml import read_yaml
 from vitrel.transfer.metrics import Z95, t_interval, wilson
 from vitrel.transfer.plots import COLOURS, MARKERS
 from vitrel.transfer.policies import policies_at, resize_policy
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     try:
-        config = yaml.safe_load(args.config.read_text("utf-8"))
+        config = read_yaml(args.config)
         folder = args.runs / config["name"]
         folder.mkdir(parents=True, exist_ok=True)
         for part in args.parts:

@@ -3,7 +3,6 @@
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
 
-import difflib
 import importlib
 from types import ModuleType
 
@@ -16,6 +15,7 @@ from vitrel.layers import RelativeAttention
 from vitrel.models import load_pretrained, save_pretrained
 from vitrel.models.optimize import optimize
 from vitrel.models.tiles import tiled_features
+from vitrel.names import nearest
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
 from vitrel.probe.diagnose import diagnose
 from vitrel.probe.explain import explain
@@ -44,7 +44,7 @@ __all__ = [
 def create_model(name: str, **kwargs) -> nn.Module:
     """timm.create_model, after this package has registered its models; ValueError with the nearest name for an unknown one."""
     if not (timm.is_model(name) or ":" in name or "/" in name):  # local-dir:folder, hf-hub:repository
-        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        near = nearest(name, timm.list_models(), cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
     return timm.create_model(name, **kwargs)
 

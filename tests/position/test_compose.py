@@ -45,6 +45,8 @@ def test_two_rotations_are_refused():
     ("arguments", "error", "text"),
     [
         (("tabel", (4, 4), 2, 8), ValueError, "unknown position 'tabel'; did you mean 'table'"),
+        (("rope", (4, 4), 2, 8), ValueError, "did you mean 'rope_axial' or 'rope_mixed' or 'rope_normalised'"),
+        (("table+rope", (4, 4), 2, 8), ValueError, "unknown position 'rope'; did you mean 'rope_axial'"),
         (("table+table", (4, 4), 2, 8), ValueError, "names the same encoding twice"),
         (("rope_axial", (4, 4), 2, 6), ValueError, "rope_axial needs a head width divisible by 4"),
         (("rope_mixed", (4, 4), 2, 10), ValueError, "rope_mixed needs a head width divisible by 4"),

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -173,6 +174,27 @@ def test_lookhere_heads(heads, fov):
     assert (bias.view(heads, 81, 81)[:, 40, 40] == 0).all()
     for share in seen[: heads - undirected].tolist():
         assert share == pytest.approx(fov / 360, abs=0.02)
+
+
+def test_lookhere_with_one_head_says_that_it_has_no_field_of_view():
+    with pytest.warns(UserWarning, match=r"num_heads=1 .*no field of view.* 2 or more, .* 11 or more"):
+        make("lookhere", Grid(3, 3), 1)
+    with pytest.warns(UserWarning, match=r"11 or more"):
+        make("lookhere", Grid(3, 3), 1, fov=45)
+    with pytest.warns(UserWarning, match=r"5 or more"):
+        make("lookhere", Grid(3, 3), 1, fov=180)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make("lookhere", Grid(3, 3), 2)
+
+
+@pytest.mark.parametrize(("fov", "heads"), [(180, 5), (90, 11), (45, 11)])
+def test_lookhere_has_every_view_from_as_many_heads_on_as_it_says(fov, heads):
+    def views(count):
+        bias = make("lookhere", Grid(3, 3), count, fov=fov)(Grid(3, 3)).tables[0].bias
+        return {tuple(head.isfinite().tolist()) for head in bias}
+
+    assert len(views(heads)) == len(views(3 * heads)) > len(views(heads - 1))
 
 
 def test_xpos_decays_and_stays_finite():

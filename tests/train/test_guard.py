@@ -277,14 +277,28 @@ def test_a_sharded_checkpoint_is_refused(tmp_path, capsys):
 
 
 NINES = ", ".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))
-ENDLESS = {"&a {x: *a}": "in itself", "{x: &a [*a]}": "in itself", "[" * 5000 + "]" * 5000: "nested too deeply"}
+ENDLESS = {"&a {x: *a}": "in itself", "{x: &a [*a]}": "in itself", "[" * 100_000 + "]" * 100_000: "nested too deeply"}
+ENDLESS["[" * 500 + "]" * 500] = "bad.yaml: nested too deeply"
+ENDLESS["a" * 1_000_000] = "bad.yaml has 1,000,021 bytes"
 ENDLESS[f"{{a0: &a0 [1], {NINES}}}"] = "bad.yaml: more than 100,000 values, aliases counted each time"
 
 
-@pytest.mark.parametrize("text", ENDLESS, ids=["itself", "itself in a list", "deep", "billions"])
+@pytest.mark.parametrize("text", ENDLESS, ids=["itself", "itself in a list", "deep", "500 deep", "large", "billions"])
 def test_files_that_never_end_are_refused(tmp_path, text, capsys):
     bad = write(tmp_path / "bad.yaml", f"model: {{model_args: {text}}}")
     assert ENDLESS[text] in refused(["--config", bad], capsys)
+
+
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_options_that_are_nested_too_deeply_are_refused(depth, capsys):
+    said = refused(["--model.model_args=" + "{a: " * depth + "}" * depth], capsys)
+    assert "--model.model_args: nested too deeply" in said and len(said) < 5000
+
+
+def test_text_within_text_is_refused_as_well(tmp_path, capsys):
+    """Each text is read once more, so that quoting cannot hide what is deep."""
+    text = "\n".join(f"{' ' * depth}a: |" for depth in range(2, 700))
+    assert "nested too deeply" in refused(["--config", write(tmp_path / "bad.yaml", f"model:\n model_args:\n{text}")], capsys)
 
 
 @pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])

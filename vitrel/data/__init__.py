@@ -1,7 +1,6 @@
 """Data sets: `shapes`, drawn by the package itself, folders of images, tar shards, and torchvision's sets."""
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from vitrel.data.shapes import Shapes
 from vitrel.data.shards import INDEX, Shards, shard_index
 from vitrel.data.stream import Batch, ShardBatches
 from vitrel.files import shown
+from vitrel.names import nearest
 
 __all__ = [
     "SHAPES",
@@ -127,7 +127,7 @@ def _torchvision_set(data: str) -> tuple[str, str] | None:
         return name, root
     if not colon or Path(data).exists() or not re.fullmatch(r"[\w+.-]{2,}", name):
         return None
-    near = get_close_matches(name, SETS, n=1)
+    near = nearest(name, SETS, 1)
     hint = f"did you mean {near[0]}:{root}? " if near else ""
     raise ValueError(
         f"data {data!r} is neither a folder nor a set by name: {hint}The sets are {', '.join(SETS)}, as <set>:<root>. "

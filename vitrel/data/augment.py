@@ -4,7 +4,6 @@ The random state of every view of an image is drawn from (seed, epoch, index, re
 are the same for any number of workers, and a resumed run augments as an uninterrupted one would have.
 """
 
-import difflib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torchvision.transforms.v2 import RandomCrop
 
 from vitrel.data.folder import INTERPOLATIONS, Prepare, normalise
 from vitrel.data.rand_augment import Policy, parse_policy
+from vitrel.names import nearest
 
 Library = Literal["albumentations", "torchvision", "timm"]
 Crop = Literal["random_resized", "simple", "center"]
@@ -188,7 +188,7 @@ def _pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.3)
+        near = nearest(str(value), known, 1, 0.3)
         hint = f"nearest: {near[0]}" if near else f"use one of {', '.join(known)}"
         raise ValueError(f"unknown augment.{name} {value!r}; {hint}")
 

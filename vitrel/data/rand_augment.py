@@ -4,7 +4,6 @@ RandAugment (arXiv 1909.13719), AugMix (arXiv 1912.02781), 3-Augment of DeiT III
 (arXiv 2103.10158). Magnitudes run from 0 to 10 and mean what they mean in timm (`timm.data.auto_augment`).
 """
 
-import difflib
 import math
 import random
 import re
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal
+
+from vitrel.names import nearest
 
 EXAMPLES = {"rand": "rand-m9-mstd0.5-inc1", "augmix": "augmix-m3-w3", "3a": "3a", "trivial": "trivial"}
 FIELDS = {
@@ -73,7 +74,7 @@ def parse_policy(text: str) -> Policy:
     """
     kind, *parts = str(text).split("-")
     if kind not in EXAMPLES:
-        near = difflib.get_close_matches(kind, EXAMPLES, n=2, cutoff=0.3) or EXAMPLES
+        near = nearest(kind, EXAMPLES, 2, 0.3) or EXAMPLES
         raise ValueError(f"unknown augment.policy {text!r}; nearest: {', '.join(EXAMPLES[name] for name in near)}")
     policy = Policy(kind, magnitude=3, std=math.inf) if kind == "augmix" else Policy(kind)
     values = dict(_value(text, kind, part) for part in parts)

@@ -1,6 +1,5 @@
 """Registration with timm: variants are rows of a table, entry points are made from them."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 
@@ -8,6 +7,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import nn
 
 from vitrel.models.weights.load import filter_state_dict
+from vitrel.names import nearest
 
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # that have rows of their own, "_" for "+" in their names
 
@@ -46,7 +46,7 @@ def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str
             )
         except TypeError as error:
             unknown = str(error).partition("unexpected keyword argument ")[2].strip("'")
-            near = difflib.get_close_matches(unknown, inspect.signature(trunk).parameters, n=1)
+            near = nearest(unknown, inspect.signature(trunk).parameters, 1)
             raise TypeError(f"{name}: {error}{f'; did you mean {near[0]!r}?' if unknown and near else ''}") from error
 
     entry_point.__name__ = entry_point.__qualname__ = name

@@ -1,11 +1,11 @@
 """What position adds: POSITIONS, the registry of encodings, and create_position, which builds one or a composition by key."""
 
-import difflib
 import inspect
 
 import torch
 
 from vitrel.grid import Grid
+from vitrel.names import nearest
 from vitrel.position.absolute import Absolute
 from vitrel.position.alibi import Alibi
 from vitrel.position.clipped import Clipped
@@ -148,8 +148,8 @@ def _keys(position: str) -> list[str]:
     keys = position.split("+")
     for key in keys:
         if key not in POSITIONS:
-            near = difflib.get_close_matches(key, POSITIONS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = " or ".join(map(repr, nearest(key, POSITIONS)))
+            hint = f"; did you mean {near}?" if near else ""
             raise ValueError(f"unknown position {key!r}{hint} (known: {', '.join(POSITIONS)}; join several with '+')")
     if len(set(keys)) < len(keys):
         raise ValueError(f"position {position!r} names the same encoding twice")

@@ -4,11 +4,13 @@ logit[i, j] -= slope m_H |(y_i - y_j, x_i - x_j)| inside the field of view of th
 fov 180: half planes up, down, left, right. 90: four quadrants and four wedges around the axes. 45: eight wedges. Borders are
 seen and so is the token itself. The last min(4, H // 3) heads (at least one) are undirected with m = 4^-1, 4^-2, ..; the
 others cycle through the views with m = 2^-1 for the first round, 2^-2 for the second, .. The paper's numbers of heads are 12
-(8 and 4) and 16. It also weighs layers by 1.5 to 0.5 from first to last; an encoding does not know its layer, so all have the
-mean, 1: `slope` is the global factor. Nothing is learned, so at a larger grid nothing changes; the paper then lowers `slope`.
+(8 and 4) and 16; with fewer than 11 (5 for 180) the last views have no head, and a single head has no field of view at all.
+It also weighs layers by 1.5 to 0.5 from first to last; an encoding does not know its layer, so all have the mean, 1: `slope`
+is the global factor. Nothing is learned, so at a larger grid nothing changes; the paper then lowers `slope`.
 Prefix tokens see all and are seen by all without a bias.
 """
 
+import warnings
 from typing import Unpack
 
 import torch
@@ -33,19 +35,31 @@ class LookHere(PositionEncoding):
         super().__init__()
         if fov not in FIELDS_OF_VIEW:
             raise ValueError(f"lookhere has fields of view of {', '.join(map(str, FIELDS_OF_VIEW))} degrees, not {fov}")
+        if _directed(num_heads) == 0:
+            views = 4 if fov == 180 else 8
+            every = next(heads for heads in range(2, 16) if _directed(heads) == views)
+            warnings.warn(
+                f"lookhere with num_heads={num_heads} has no field of view, since its last head sees in all directions: "
+                f"one needs num_heads of 2 or more, all {views} of fov={fov} need {every} or more",
+                stacklevel=2,
+            )
         self.grid, self.fov, self.slope = grid, fov, slope
         self.register_integers("head", range(num_heads), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         offsets = grid.offsets(device=self.head.device).float()
         views = _views(offsets, self.fov)  # [V, R] bool
-        directed = len(self.head) - max(1, min(4, len(self.head) // 3))
+        directed = _directed(len(self.head))
         round_, view = self.head // len(views), self.head % len(views)
         # Tensors come first: ONNX does not take a number minus whole numbers.
         slopes = torch.where(self.head < directed, 2.0 ** -(round_ + 1.0), 4.0 ** -(self.head + (1.0 - directed)))  # [H]
         bias = -self.slope * slopes[:, None] * distances(offsets, "euclidean")  # [H, R]
         seen = views.index_select(0, view) | (self.head >= directed)[:, None]
         return Terms(tables=(Table("hw", bias=pad_prefix(bias.masked_fill(~seen, float("-inf")), grid)),))
+
+
+def _directed(num_heads: int) -> int:
+    return num_heads - max(1, min(4, num_heads // 3))
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:

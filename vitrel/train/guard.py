@@ -4,7 +4,6 @@ A configuration is keys and plain values in local YAML files given by `--config`
 imported by the parser, which runs the code of that module: only those in `CLASSES`, nearly all Lightning's own, may be named.
 """
 
-import difflib
 import inspect
 import os
 import re
@@ -16,6 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
+
+from vitrel.names import nearest
+from vitrel.plain_yaml import DEEPEST, MOST_VALUES, load_yaml, read_yaml
 
 CLASSES = {
     "lightning.pytorch.strategies": (
@@ -69,7 +71,6 @@ PLUGS = ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy"
 CLASS_ONLY = (("trainer", "callbacks"), ("trainer", "logger"), ("trainer", "plugins"))  # text there is the name of a class
 _FULL = {f"{module}.{name}" for module, names in CLASSES.items() for name in names}
 _SHORT = {name for names in CLASSES.values() for name in names}
-MOST_VALUES = 100_000  # of a configuration; aliases let a few lines stand for billions
 _IMPORTABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 Keys = dict[str, Any]
@@ -104,13 +105,6 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
     if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() == "true":
         raise ValueError("JSONARGPARSE_DEFAULT_ENV is set: unset it, settings come from files and the command line alone")
     checker = _Checker(keys, linked)
-    try:
-        _check_options(args, checker)
-    except RecursionError as error:
-        raise ValueError("the configuration is nested too deeply, or in itself") from error
-
-
-def _check_options(args: list[str], checker: "_Checker") -> None:
     for option, values in _options(args):
         if option in ("help", "print_config"):
             continue
@@ -131,11 +125,13 @@ class _Checker:
         self.keys, self.linked = keys, linked
         self.values = 0
 
-    def walk(self, path: tuple[str, ...], value: Any, where: str) -> None:
+    def walk(self, path: tuple[str, ...], value: Any, where: str, depth: int = 0) -> None:
         """`value` stands at `path`: check the keys down to it, then all below."""
         self.values += 1
         if self.values > MOST_VALUES:
             raise ValueError(f"{where}more than {MOST_VALUES:,} values, aliases counted each time: no configuration needs them")
+        if depth > DEEPEST:
+            raise ValueError(f"{where}{'.'.join(path)[:80]}: nested too deeply, text within text counted")
         below = self.below(path, where)
         key = ".".join(path)
         if isinstance(value, dict):
@@ -144,20 +140,20 @@ class _Checker:
                     raise ValueError(f"{where}{key}: keys are words, not {name!r}")
                 if name == "class_path":
                     self.name(inner, f"{where}{key}: ")
-                self.walk((*path, *name.split(".")), inner, where)
+                self.walk((*path, *name.split(".")), inner, where, depth + 1)
         elif isinstance(value, list):
             for inner in value:
-                self.walk(path, inner, where)
+                self.walk(path, inner, where, depth + 1)
         elif isinstance(value, str):
-            self.text(path, value, below, where)
+            self.text(path, value, below, where, depth)
 
-    def text(self, path: tuple[str, ...], value: str, below: Keys | None, where: str) -> None:
+    def text(self, path: tuple[str, ...], value: str, below: Keys | None, where: str, depth: int) -> None:
         key = ".".join(path)
         if below:
             raise ValueError(f"{where}{key or 'a configuration'} takes keys, not {value!r}; files are given with --config")
         inner = _plain(value, f"{where}{key}: ")  # the parser reads such text once more
         if not isinstance(inner, str):
-            self.walk(path, inner, where)
+            self.walk(path, inner, where, depth + 1)
         elif path in CLASS_ONLY or (path[0] == "trainer" and path[1] in PLUGS and _IMPORTABLE.fullmatch(inner.strip())):
             self.name(inner, f"{where}{key}: ")
         elif path == ("ckpt_path",) and (os.path.isdir(value) or os.path.isdir(inner)):
@@ -167,8 +163,7 @@ class _Checker:
 
     def name(self, value: Any, where: str) -> None:
         if value not in _FULL | _SHORT:
-            near = difflib.get_close_matches(str(value), sorted(_FULL), n=1)
-            near = near or difflib.get_close_matches(str(value).split(".")[-1], sorted(_SHORT), n=1)
+            near = nearest(str(value), _FULL, 1) or nearest(str(value).split(".")[-1], _SHORT, 1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise ValueError(
                 f"{where}{value!r} names code, and a configuration may name only Lightning's own strategies, accelerators, "
@@ -192,8 +187,7 @@ class _Checker:
 
     def nearest(self, key: str) -> str:
         known = [name for name in _flat(self.keys) if name not in self.linked]
-        last = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-        near = [name for name in known if name.startswith(key)] or last or difflib.get_close_matches(key, known, n=1)
+        near = nearest(key, known, 1)
         return f": did you mean {near[0]}?" if near else "; --help lists the keys"
 
 
@@ -223,10 +217,7 @@ def _options(args: list[str]) -> Iterator[tuple[str, list[str]]]:
 def _read(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"--config {path}: no such file; a configuration is a local YAML file")
-    try:
-        content = _load(Path(path).read_text(encoding="utf-8", errors="replace"), f"{path}: ")
-    except SyntaxError as error:
-        raise ValueError(str(error)) from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds no keys; a configuration is a YAML file of KEY: VALUE")
     return content
@@ -237,19 +228,9 @@ def _plain(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return _load(value, where)
-    except SyntaxError:
+        return load_yaml(value, where)
+    except yaml.YAMLError:
         return value
-
-
-def _load(text: str, where: str) -> Any:
-    """The YAML's plain values; ValueError for tags that would build objects, SyntaxError for other faults."""
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.constructor.ConstructorError as error:
-        raise ValueError(f"{where}{error.problem}: a configuration holds plain values only") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise SyntaxError(f"{where}{error}") from error
 
 
 def _keys_below(hint: Any) -> Keys | None:

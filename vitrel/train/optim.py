@@ -1,6 +1,5 @@
 """What is decayed, and how fast each part learns."""
 
-import difflib
 import inspect
 import math
 from collections import defaultdict
@@ -14,6 +13,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from torch import nn
 from torch.optim import Optimizer
 
+from vitrel.names import nearest
 from vitrel.train.schedule import Schedule
 
 KINDS = ("decayed", "undecayed", "position")
@@ -85,7 +85,7 @@ def check_optimizer(settings: Optimisation) -> None:
     name = settings.name.lower()
     base = name.removeprefix("lookahead_")
     if base not in list_optimizers():
-        near = difflib.get_close_matches(base, list_optimizers(), n=3) or ["adamw", "lamb", "sgd"]
+        near = nearest(base, list_optimizers()) or ["adamw", "lamb", "sgd"]
         raise ValueError(f"optim.name: timm has no optimiser {settings.name!r}; nearest: {', '.join(near)}")
     info = get_optimizer_info(base)
     for key, has in (("betas", info.has_betas), ("eps", info.has_eps), ("momentum", info.has_momentum)):

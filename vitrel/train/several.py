@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from vitrel.plain_yaml import load_yaml, read_yaml
 from vitrel.train.cli import run
 
 
@@ -66,9 +67,9 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
     last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
     start, arguments = folder / "init_from.sha256", ["fit", "--config", str(settings)]
     # as it will be read back: YAML knows no tuples
-    config = yaml.safe_load(yaml.safe_dump(config))
+    config = load_yaml(yaml.safe_dump(config))
     if last.exists():
-        known = (yaml.safe_load(settings.read_text("utf-8")) if settings.exists() else None) or {}
+        known = (read_yaml(settings) if settings.exists() else None) or {}
         # the folder may have been moved with all that is in it and beside it
         moved = ["trainer.default_root_dir:", *(["model.tuning.init_from:"] if _same_name(known, config) else [])]
         if changes := [text for text in _differences(known, config) if not text.startswith(tuple(moved))]:

@@ -1,6 +1,5 @@
 """Where training starts from and what of the model it changes."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from torch import nn
 
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.weights.load import apply_plan, plan_weights, read_file
+from vitrel.names import nearest
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Tuning:
         known = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
         for name in self.trainable:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+                near = nearest(name, known, cutoff=0.3)
                 raise ValueError(f"tuning.trainable: the model has no {name!r}; nearest: {', '.join(near) or known[0]}")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(within(name, self.trainable))
@@ -84,7 +84,7 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
 def check_model_name(name: str) -> None:
     """ValueError with the nearest names for a model that timm does not know."""
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3) or timm.list_models("vitrel_*n*")[:3]
+        near = nearest(name, timm.list_models()) or timm.list_models("vitrel_*n*")[:3]
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near)}")
 
 

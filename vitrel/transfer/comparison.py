@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitrel.data import SHAPES
+from vitrel.plain_yaml import read_yaml
 from vitrel.transfer.claims import Claim, read_claim
 from vitrel.transfer.entries import TRAIN_KEYS, Entry, check_decided, only_entries, plain_name, read_entries, section
 from vitrel.transfer.settings import Size, Sweep, format_size, parse_size
@@ -96,10 +95,7 @@ def load_comparison(path: str | Path) -> list[Comparison]:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no configuration at {path}; configs/quickstart.yaml is one to start from")
-    try:
-        return section(yaml.safe_load(path.read_text("utf-8")), (*KEYS, *OPTIONAL), str(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not plain YAML: {error}") from error
+    return section(read_yaml(path), (*KEYS, *OPTIONAL), str(path))
 
 
 def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], path: Path) -> Comparison:

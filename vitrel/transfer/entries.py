@@ -1,6 +1,5 @@
 """The models of a comparison as its configuration lists them."""
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 import timm
 
 import vitrel  # noqa: F401  registers the models with timm
+from vitrel.names import nearest
 
 MODEL_KEYS = ("name", "label", "position", "model_args", "weights_of", "tuned_from", "train")
 TRAIN_KEYS = ("trainer", "data", "model")
@@ -51,7 +51,7 @@ def read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
         given = section({"name": given} if isinstance(given, str) else given, MODEL_KEYS, f"{path}, models")
         name, arguments = given.get("name"), dict(given.get("model_args") or {})
         if not isinstance(name, str) or not timm.is_model(name):
-            near = ", ".join(difflib.get_close_matches(str(name), timm.list_models("vitrel*"), 3, 0.0))
+            near = ", ".join(nearest(str(name), timm.list_models("vitrel*"), cutoff=0.0))
             raise ValueError(f"{path}: unknown model {name!r}; the nearest are {near}")
         if "position" in given:
             arguments["position"] = given["position"]
@@ -108,7 +108,7 @@ def section(given: Any, allowed: Collection[str], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: keys and values are expected ({', '.join(allowed)}), got {given!r}")
     for key in given:
         if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, 1, 0.0)[0]
+            near = nearest(str(key), allowed, 1, 0.0)[0]
             raise ValueError(f"{where}: unknown key {key!r}; did you mean {near!r}? The keys are {', '.join(allowed)}")
     return dict(given)
 

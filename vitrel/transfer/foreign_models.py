@@ -1,6 +1,5 @@
 """Models by their name in timm's registry, ours among them, with weights from a file, ready to be evaluated."""
 
-import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.build import model_for
 from vitrel.models.weights.load import apply_plan, read_file
+from vitrel.names import nearest
 from vitrel.probe.attention_layer import model_name
 from vitrel.transfer.checkpoint import Trained, encoding_of
 from vitrel.transfer.settings import Size
@@ -44,7 +44,7 @@ def load_model(
     if name.startswith("local-dir:"):
         model = timm.create_model(name, pretrained=True, **arguments)
     elif not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0)
+        near = nearest(name, timm.list_models(), cutoff=0.0)
         raise ValueError(f"unknown model {name!r}; the nearest are {', '.join(near)}")
     elif weights is None:
         raise ValueError(f"{name} has no weights: give a file of them (--weights), nothing is fetched from the network")

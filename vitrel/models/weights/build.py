@@ -7,6 +7,8 @@ import yaml
 from torch import nn
 
 from vitrel.models.weights.load import WeightPlan, plan_weights
+from vitrel.names import nearest
+from vitrel.plain_yaml import load_yaml
 
 
 def model_for(
@@ -21,7 +23,8 @@ def model_for(
     loaded: what `read_file` gives; the other arguments as `load_pretrained`. ValueError for a name that is not ours.
     """
     if not timm.is_model(name) or not name.startswith("vitrel_"):
-        raise ValueError(f"unknown model {name!r}; name one of timm.list_models('vitrel*')")
+        near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))
+        raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
     model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
     plan = plan_weights(model, source, source_grid, key_minus_query)
     classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
@@ -35,7 +38,7 @@ def model_for(
 def model_arguments(text: str) -> dict[str, Any]:
     """Arguments of a model written as a YAML mapping; ValueError with an example for anything else."""
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is no YAML ({str(error).partition(chr(10))[0]}); write e.g. '{{reg_tokens: 4}}'") from None
     if not isinstance(value, dict):

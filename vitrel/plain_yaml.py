@@ -1,0 +1,70 @@
+"""YAML as plain values: text that would build objects, crash the parser or never end is refused before it is parsed."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEEPEST = 50  # sections within each other; at some tens of thousands the parser ends in a segmentation fault
+MOST_VALUES = 100_000  # aliases let a few lines stand for billions
+MOST_BYTES = 1_000_000
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The plain values of a YAML file; ValueError naming it and what is wrong with it, OSError where it cannot be read."""
+    path = Path(path)
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: a configuration has at most {MOST_BYTES:,}")
+    try:
+        return load_yaml(path.read_text("utf-8", errors="replace"), f"{path}: ")
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: this is not plain YAML: {error}") from error
+
+
+def load_yaml(text: str, where: str = "") -> Any:
+    """The plain values of a text; `where` begins the messages.
+
+    Raises:
+        ValueError: more, deeper or larger than any configuration needs, or tags that would build objects.
+        yaml.YAMLError: the text is no YAML.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{where}{len(text):,} characters: a configuration has at most {MOST_BYTES:,}")
+    _check_extent(text, where)
+    try:
+        return yaml.load(text, Loader=_LOADER)
+    except yaml.constructor.ConstructorError as error:
+        raise ValueError(
+            f"{where}{error.problem}: this is not plain YAML, and a configuration holds plain values only"
+        ) from error
+    except ValueError as error:  # a date that is none
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _check_extent(text: str, where: str) -> None:
+    """ValueError where the values are too many or too deep, aliases counted each time: from the parser's events, one by one."""
+    values, opened, known = 0, [], {}  # opened: [anchor, values before, height]; known: {anchor: (values, height)}
+    for event in yaml.parse(text, Loader=_LOADER):
+        size, height = 1, 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append([event.anchor, values, 0])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before, below = opened.pop()
+            size, height = 0, below + 1
+            known[anchor] = (values - before, height)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in [anchor for anchor, _, _ in opened]:
+                raise ValueError(f"{where}&{event.anchor} is nested in itself")
+            size, height = known.get(event.anchor, (1, 0))
+        elif isinstance(event, yaml.ScalarEvent):
+            known[event.anchor] = (1, 0)
+        else:
+            continue
+        values += size
+        if opened:
+            opened[-1][2] = max(opened[-1][2], height)
+        if len(opened) + height > DEEPEST:
+            raise ValueError(f"{where}nested too deeply: a configuration has at most {DEEPEST} sections within each other")
+        if values > MOST_VALUES:
+            raise ValueError(f"{where}more than {MOST_VALUES:,} values, aliases counted each time: no configuration needs them")
