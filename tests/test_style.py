@@ -15,6 +15,7 @@ TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
 ORDER = ["grid", "position", "ops", "layers", "models"]  # each may import those before it
 USERS = {
     "files": set(),
+    "command_line": set(),
     "data": {"data"},
     "train": {"data", "train"},
     "probe": {"probe"},
