@@ -1,6 +1,15 @@
+import csv
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
-from vitrel.files import whole
+from helpers import ROOT
+from vitrel.files import guarded, shown, unguarded, whole, write_cells
 
 
 def write_to_a_full_disk(path):
@@ -23,3 +32,108 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with whole(path) as part:
         part.write_text("new")
     assert path.read_text() == "new"
+
+
+def test_a_full_disk_names_the_file_that_could_not_be_written(tmp_path):
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_to_a_full_disk(tmp_path / "results.csv")
+    assert caught.value.errno == 28 and caught.value.filename == str(tmp_path / "results.csv")
+    folder = tmp_path / "in the way"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError) as caught, whole(folder / "none" / "a.csv") as part:
+        part.write_text("")  # whose own error names the part, which is hidden
+    assert caught.value.filename == str(folder / "none" / "a.csv")
+    with pytest.raises(FileNotFoundError, match="other"), whole(folder / "a.csv"):
+        (tmp_path / "other").read_text()
+
+
+# the file alone: importing the package takes seconds
+LIMITED = """
+import resource, sys
+from files import whole
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+with whole(sys.argv[1]) as part:
+    part.write_bytes(bytes(5000))
+"""
+
+
+def test_a_real_lack_of_room_names_the_file_and_leaves_nothing(tmp_path):
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "a.bin")]
+    done = subprocess.run(command, cwd=ROOT / "vitrel", capture_output=True, text=True)
+    assert done.returncode == 1 and f"File too large: '{tmp_path / 'a.bin'}'" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+HANGS = """
+import sys, time
+from files import whole
+with whole(sys.argv[1]) as part:
+    part.write_text("half")
+    print("there", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """hanging(name): a process that is writing that file, killed at the end."""
+    running = []
+
+    def start(name):
+        command = [sys.executable, "-c", HANGS, str(tmp_path / name)]
+        running.append(subprocess.Popen(command, cwd=ROOT / "vitrel", stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout.readline() == "there\n"
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def parts(folder):
+    return [path for path in folder.iterdir() if path.name.endswith(".part")]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_that_writes_there(hanging, tmp_path):
+    dead, alive = hanging("a.csv"), hanging("b.csv")
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    assert len(parts(tmp_path)) == 2
+    (tmp_path / ".notes.part").write_text("someone else's")
+    with whole(tmp_path / "c.csv") as part:
+        part.write_text("whole")
+    left = parts(tmp_path)
+    assert len(left) == 2 and (tmp_path / ".notes.part") in left
+    assert any(f".b.csv.{alive.pid}@" in path.name for path in left)  # of a process that lives
+
+
+def test_a_part_of_another_machine_is_removed_once_nobody_writes_it(tmp_path):
+    fresh, old = (tmp_path / f".{name}.csv.99@elsewhere.part" for name in ("fresh", "old"))
+    for path in (fresh, old):
+        path.write_text("half")
+    os.utime(old, (time.time() - 3 * 86400,) * 2)
+    with whole(tmp_path / "a.csv") as part:
+        part.write_text("whole")
+    assert parts(tmp_path) == [fresh] and platform.node() != "elsewhere"
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+a", "-a", "@a", "\ta", "\ra", "\na", "'=1", "''@x", "-0.5 0.4 0.4", "=", "-", "'-1.5"]
+)
+def test_text_that_a_spreadsheet_would_run_is_escaped_and_comes_back(text):
+    assert guarded(text) == f"'{text}" and unguarded(guarded(text)) == text
+
+
+@pytest.mark.parametrize("cell", ["plain", "a=b", "'quoted'", "", "-1.5", "+2e-3", "-inf", -1.5, -3, None, True, "é", "'"])
+def test_other_cells_stay_as_they_are(cell):
+    assert guarded(cell) is cell and unguarded(cell) is cell
+
+
+def test_a_table_of_names_is_written_whatever_they_are(tmp_path):
+    bad = os.fsdecode(b"caf\xe9=.jpg")
+    write_cells(tmp_path / "a.csv", [("image", "n"), ("=1+1", -1.5), (bad, 2), ("two\nlines", 3)])
+    with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == [["image", "n"], ["'=1+1", "-1.5"], [shown(bad), "2"], ["two\nlines", "3"]]
+    assert shown(bad) == "caf\\udce9=.jpg" and shown("née") == "née"

@@ -17,6 +17,7 @@ USERS = {
     "files": set(),
     "names": set(),
     "plain_yaml": set(),
+    "command_line": set(),
     "data": {"data"},
     "train": {"data", "train"},
     "probe": {"probe"},

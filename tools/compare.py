@@ -4,24 +4,26 @@
 
 Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed; with several data sets, into a
 folder for each; --data NAME takes one of them alone. One at a time, all models are trained with the first seed before any with
-the second. What is done already is not done again, what was interrupted goes on from its last checkpoint. --jobs 2 trains two
-models at a time, each on its share of the CPU's cores: small models gain.
+the second. What is done already is not done again, what was interrupted goes on from its last checkpoint. Rows that the
+configuration lists no more, or of other weights, are moved into a folder replaced-1, -2, ... there. --jobs 2 trains two models
+at a time, each on its share of the CPU's cores: small models gain.
 """
 
 import argparse
 import json
 import logging
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import timm
 
+from vitrel.command_line import reported, terminable
 from vitrel.train.several import train_all
 from vitrel.train.tuning import Tuning, within
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.comparison import Comparison, Entry, load_comparison
+from vitrel.transfer.folder import left_out_note
 from vitrel.transfer.plan import check_data
 from vitrel.transfer.sweep import run_sweep, summary
 
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs is 1 or more, not {args.jobs}")
-    try:
+    with reported("the same command goes on from here"):
         comparisons = chosen(load_comparison(args.config), args.data)
         for comparison in comparisons:  # before the first is trained
             for size in comparison.train_sizes:
@@ -47,10 +49,6 @@ def main(argv: list[str] | None = None) -> None:
             check_models(comparison)
         for comparison in comparisons:
             compare(comparison, args.runs / comparison.name, args.jobs, not args.no_report)
-    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on from here")
 
 
 def chosen(comparisons: list[Comparison], data: str | None) -> list[Comparison]:
@@ -102,12 +100,14 @@ def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = 
             path = comparison.checkpoint_of(entry.weights_of or entry.label, seed, folder)
             model = load_checkpoint(path, entry.label, seed)
             models.append(model if entry.weights_of is None else with_arguments(model, entry, comparison))
-    rows = run_sweep(models, comparison.sweep, folder, comparison.name, report, comparison.claims)
+    # the configuration says which rows there are: of other weights or settings, or of what it lists no more, none may stay
+    with terminable():
+        rows = run_sweep(models, comparison.sweep, folder, comparison.name, report, comparison.claims, replace=True)
     if comparison.claims:
         print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
     files = "results.csv, table.md, plots/" + (", report.html" if report else "")
-    print(f"\n{summary(rows)}\n{seconds}; written to {folder}: {files}")
+    print(f"\n{summary(rows)}\n{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
 
 
 def with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Trained:

@@ -8,13 +8,13 @@ The number of classes is the file's. What would stay unused or unset is refused 
 """
 
 import argparse
-import csv
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import vitrel  # noqa: F401  registers the models with timm
+from vitrel.files import write_cells
 from vitrel.models.weights.build import model_arguments, model_for
 from vitrel.models.weights.load import WeightPlan, apply_plan, read_file, save_pretrained
 from vitrel.transfer.settings import parse_size
@@ -45,10 +45,8 @@ def _summary(plan: WeightPlan) -> str:
 
 
 def _write(plan: WeightPlan, path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("source", "target", "rule", "resized"))
-        writer.writerows((" + ".join(row.source), row.target, row.rule, row.resized) for row in plan.rows)
+    lines = [(" + ".join(row.source), row.target, row.rule, row.resized) for row in plan.rows]
+    write_cells(path, [("source", "target", "rule", "resized"), *lines])  # names of tensors are whoever's
 
 
 def _parser() -> argparse.ArgumentParser:

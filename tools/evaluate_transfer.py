@@ -3,8 +3,12 @@
     python tools/evaluate_transfer.py --checkpoint runs/a/checkpoints/last.ckpt --data shapes --sizes 48 64 96 64x96
     python tools/evaluate_transfer.py --model vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --sizes 160 224 320
 
-Writes results.csv, per_class.csv, translation.csv (--shifts), table.md, plots/*.png and report.html into --out. The training
-size is always evaluated too. --dry-run prints the plan and what each row costs. Several processes share the images, one GPU
+Writes results.csv, per_class.csv, translation.csv (--shifts), bad_images.csv, table.md, plots/*.png and report.html into --out.
+The training size is always evaluated too. What is there already is not made again: the same command goes on with what was
+interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, data or settings are refused
+there; --replace moves them aside. --dry-run prints the plan and what each row costs.
+
+Several processes share the images, one GPU
 each where there are GPUs; the numbers are those of one process:
 
     torchrun --nproc_per_node=2 tools/evaluate_transfer.py --checkpoint ...
@@ -18,9 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vitrel.command_line import one_line, reported, terminable
 from vitrel.models.weights.build import model_arguments
 from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.dry_run import describe_plan
+from vitrel.transfer.folder import left_out_note
 from vitrel.transfer.foreign_models import load_model, read_class_indices
 from vitrel.transfer.rows import evaluate_rows
 from vitrel.transfer.settings import PROTOCOLS, Size, Sweep, parse_size
@@ -34,13 +40,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.checkpoint and not args.model:
         parser.error("give --checkpoint FILE or --model NAME --weights FILE")
-    try:
-        with joined():
-            _run(args)
-    except OtherProcessError as error:  # which printed it too; the log of process 0 may be all there is
-        sys.exit(f"error: {error}" if int(os.environ["RANK"]) == 0 else 1)
-    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    with reported(), terminable():
+        try:
+            with joined():
+                _run(args)
+        except OtherProcessError as error:  # which printed it too; the log of process 0 may be all there is
+            sys.exit(f"error: {one_line(error)}" if int(os.environ["RANK"]) == 0 else 1)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -72,12 +77,10 @@ def _run(args: argparse.Namespace) -> None:
         for _ in evaluate_rows(models, sweep):
             pass  # process 0 prints and writes
         return
-    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, report=args.report)
-    left_out = max(row["left_out"] for row in rows)
-    note = f"\nleft out, since they cannot be read (column left_out): {left_out} of the images" if left_out else ""
+    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace)
     files = ["results.csv", "per_class.csv", *(["translation.csv"] if args.shifts else []), "table.md", "plots/"]
     files += ["report.html"] if args.report else []
-    print(f"\n{summary(rows)}{note}\nwritten to {args.out}: {', '.join(files)}")
+    print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
 
 
 def _named(args: argparse.Namespace) -> list[Trained]:
@@ -122,9 +125,14 @@ def _parser() -> argparse.ArgumentParser:
         "--on-bad-image",
         choices=("raise", "count"),
         default="raise",
-        help="an image that cannot be read ends the evaluation, or is left out and counted; default raise",
+        help="an image that cannot be read ends the evaluation, or is left out, counted and named; default raise",
     )
-    add("--out", type=Path, default=Path("runs/transfer"), help="default runs/transfer")
+    add("--out", type=Path, default=Path("runs/transfer"), help="default runs/transfer; rows are added to those it holds")
+    add(
+        "--replace",
+        action="store_true",
+        help="what --out holds of anything that is not asked for now is first moved into a folder replaced-1, -2, ... there",
+    )
     add("--dry-run", action="store_true", help="print every row with its cost and what would be resized, and do nothing")
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     _model_arguments(parser.add_argument_group("models by name, of timm or of vitrel").add_argument)

@@ -7,9 +7,9 @@ in any browser.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
+from vitrel.command_line import reported, terminable
 from vitrel.transfer.html import write_html
 
 
@@ -21,10 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of an evaluation, e.g. runs/quickstart")
     parser.add_argument("--title", default="", help="of the page; default the folder's name")
     args = parser.parse_args(argv)
-    try:
+    with reported(), terminable():
         print(write_html(args.folder, args.title))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,39 @@
-"""Files that stand whole or not at all, pages that are one file, and the commit a file was made with."""
+"""Files that stand whole or not at all, cells of tables, pages that are one file, and the commit a file was made with."""
 
+import csv
 import os
+import platform
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+_PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # as `whole` names them
+_OLD = 24 * 3600  # seconds without a write after which a part of another machine's process is taken to be left behind
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")  # what spreadsheets run, or what is escaped already
 
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[Path]:
     """A path beside `path` to write to; it takes the place of `path` when the block ends, and is removed where it raises.
 
-    A reader, and a run that is killed, sees the former file or the new one, never a part. The folder has to exist.
+    A reader, and a run that is killed, sees the former file or the new one, never a part. The folder has to exist. What killed
+    processes left in the folder is removed first. An OSError that names no file, as that of a full disk, gets the path.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    _remove_left_parts(path.parent)
+    part = path.with_name(f".{path.name}.{os.getpid()}@{platform.node()}.part")
     try:
         yield part
         part.replace(path)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, part, str(part)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -28,6 +42,53 @@ def shown(path: str | Path) -> str:
     """A path, or a name in one, as text that can be written anywhere: bytes that are no UTF-8 are shown as \\xe9."""
     text = re.sub(r"[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:x}", str(path))  # as Python reads such bytes
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _remove_left_parts(folder: Path) -> None:
+    for part in folder.glob(".*.part"):
+        name = _PART.fullmatch(part.name)
+        with suppress(OSError):  # another process may remove it at the same time, or alone be allowed to
+            if name and _is_left(int(name["process"]), name["host"], part.stat().st_mtime):
+                part.unlink()
+
+
+def _is_left(process: int, host: str, written: float) -> bool:
+    """Whether the process that wrote a part is gone. Those of another machine cannot be asked for."""
+    if host != platform.node() or os.name != "posix":
+        return time.time() - written > _OLD
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
+    """Writes a CSV file whole, its text by `guarded`; a name that is no UTF-8 is escaped, as by `shown`."""
+    with whole(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        csv.writer(file).writerows([guarded(cell) for cell in line] for line in lines)
+
+
+def guarded(cell: Any) -> Any:
+    """A cell as it is written into CSV: ' stands before text that a spreadsheet would run as a formula, so after =, +, -, @,
+    a tab or a line end. Numbers stay, and text that is one. `unguarded` gives the cell back.
+    """
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) and not _is_number(cell) else cell
+
+
+def unguarded(cell: Any) -> Any:
+    """A cell read from CSV as it was before `guarded`."""
+    return cell[1:] if isinstance(cell, str) and cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:

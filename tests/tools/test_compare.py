@@ -1,4 +1,6 @@
+import os
 import shutil
+import signal
 
 import pandas as pd
 import pytest
@@ -89,6 +91,26 @@ def test_what_is_missing_is_added(again, tmp_path):
     printed = again(seeds=[0, 1, 2], models=CONFIG["models"][1:])
     assert printed.count("trained already") == 2 and "[3/3] rope-seed2: training for 1 epochs" in printed
     assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 3 * 2 * 2
+    # rows that the configuration lists no more are not lost
+    assert "8 of the 16 rows in" in printed and "8 rows of it stay" in printed
+    assert len(pd.read_csv(tmp_path / "trial" / "replaced-1" / "results.csv")) == 16
+
+
+def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys):
+    printed = again(evaluate=CONFIG["evaluate"] | {"n": 12}, models=CONFIG["models"][1:], seeds=[0])
+    assert "16 of the 16 rows in" in printed and "n_asked: 16 there, 12 now" in printed
+    assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["n"]) == {12}
+    aside = tmp_path / "trial" / "replaced-1"
+    assert set(pd.read_csv(aside / "results.csv")["n"]) == {16} and (aside / "table.md").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsys, monkeypatch, number, code):
+    monkeypatch.setattr("vitrel.transfer.rows.measure", lambda *given: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as caught:
+        again(evaluate=CONFIG["evaluate"] | {"sizes": [64, "64x96", 80]})
+    assert caught.value.code == code and "16 rows saved in" in capsys.readouterr().err
+    assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 16
 
 
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_path, monkeypatch):

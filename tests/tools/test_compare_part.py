@@ -33,7 +33,7 @@ def compare(tmp_path, monkeypatch, capsys):
         configs[trained[-1]] = config
         print("training for 1 epochs")
 
-    def run_sweep(models, sweep, folder, *further):
+    def run_sweep(models, sweep, folder, *further, **how):
         evaluated.append(folder.relative_to(tmp_path).as_posix())
 
     monkeypatch.setattr(several, "train_one", train_one)
@@ -41,6 +41,7 @@ def compare(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tool, "load_checkpoint", lambda *args: None)
     monkeypatch.setattr(tool, "run_sweep", run_sweep)
     monkeypatch.setattr(tool, "summary", lambda rows: "")
+    monkeypatch.setattr(tool, "left_out_note", lambda rows, folder: "")
 
     def run(*arguments, **changes):
         trained.clear(), evaluated.clear(), capsys.readouterr()

@@ -1,4 +1,5 @@
 import os
+import signal
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ from PIL import Image
 
 from helpers import script
 from vitrel.data import class_names
+from vitrel.transfer import rows
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,83 @@ def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, c
     ]:
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             tool.main([*given, *arguments])
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """(arguments for 10 images of three classes in a folder, nine of them damaged; their paths)."""
+    rng, paths = np.random.default_rng(0), []
+    for part, several in (("train", 1), ("val", 5)):
+        for name, n in zip((b"above", b"left", b"caf\xe9"), (1, several, 4), strict=True):
+            folder = os.path.join(os.fsencode(tmp_path), b"data", part.encode(), name)
+            os.makedirs(folder)
+            for i in range(n):
+                paths.append(os.path.join(folder, b"=%d\xff.png" % i))
+                image = Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8))
+                with open(paths[-1], "wb") as file:
+                    image.save(file, "PNG")
+    bad = sorted(path for path in paths if b"/val/" in path and b"above" not in path)
+    for path in bad:
+        with open(path, "wb") as file:
+            file.write(b"no image")
+    model = timm.create_model("vitrel_vit_n8_none", num_classes=3, img_size=32)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    named = ["--model", "vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]
+    data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--protocols", "scale", "--attention-n", "0", "--no-report"]
+    return [*named, *data], [os.fsdecode(path) for path in bad]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, workers):
+    """Also where their names, and those of classes, are no UTF-8: the bytes are escaped."""
+    (arguments, bad), out = damaged, tmp_path / "out"
+    tool.main([*arguments, "--sizes", "48", "--on-bad-image", "count", "--workers", workers, "--out", str(out)])
+    printed = capsys.readouterr().out.replace("\n", "")
+    names = [name.encode("utf-8", "backslashreplace").decode() for name in bad]
+    assert (pd.read_csv(out / "results.csv")["left_out"] == 9).all()
+    assert pd.read_csv(out / "bad_images.csv")["image"].tolist() == names
+    assert all(name in printed for name in names[:8]) and names[8] not in printed
+    assert "9 of the images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
+    assert "caf\\udce9" in set(pd.read_csv(out / "per_class.csv")["class"])
+    # nothing is made again, and what is known stays known
+    tool.main([*arguments, "--sizes", "48", "--on-bad-image", "count", "--out", str(out)])
+    assert names[0] in capsys.readouterr().out and len(pd.read_csv(out / "bad_images.csv")) == 9
+    with pytest.raises(SystemExit, match=r"error: .*cannot decode"):
+        tool.main([*arguments, "--sizes", "48", "--out", str(out)])
+
+
+def test_rows_are_added_refused_or_moved_aside(tool, checkpoint, tmp_path, capsys):
+    path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
+    asked = ["--checkpoint", path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
+    asked += ["--no-report", "--out", str(out)]
+    tool.main([*asked, "--n", "4", "--sizes", "80", "96"])
+    tool.main([*asked, "--n", "4", "--sizes", "48"])
+    assert len(pd.read_csv(out / "results.csv")) == 4 and "any of 4 sizes" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: .*n_asked: 4 there, 6 now.*--out.*--replace"):
+        tool.main([*asked, "--n", "6", "--sizes", "48"])
+    tool.main([*asked, "--n", "6", "--sizes", "48", "--replace"])
+    assert len(pd.read_csv(out / "results.csv")) == 2 and len(pd.read_csv(out / "replaced-1" / "results.csv")) == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, tmp_path, capsys, monkeypatch, number, code):
+    path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
+    measured = rows.measure
+
+    def stopped(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), number)
+        return measured(*given)
+
+    monkeypatch.setattr(rows, "measure", stopped)
+    asked = ["--checkpoint", path, "--data", "shapes", "--device", "cpu", "--n", "4", "--sizes", "80", "96", "--out", str(out)]
+    with pytest.raises(SystemExit) as caught:
+        tool.main([*asked, "--attention-n", "0"])
+    said = capsys.readouterr().err
+    assert caught.value.code == code and said.count("\n") == 1
+    assert f"2 rows saved in {out / 'results.csv'}" in said and "the same command" in said
+    assert len(pd.read_csv(out / "results.csv")) == 2 and not list(out.glob(".*.part"))
 
 
 def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path, capsys):

@@ -1,10 +1,12 @@
 import math
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vitrel.transfer import images
+from vitrel.transfer import images, measure
 from vitrel.transfer.columns import COLUMNS
 from vitrel.transfer.folder import read_folder, write_folder
 from vitrel.transfer.plan import plan
@@ -41,6 +43,7 @@ def test_bad_sizes_are_named_with_a_valid_example(text):
         ({"protocols": ()}, "at least one protocol is needed: scale, canvas"),
         ({"device": "gpu"}, "device is auto, cpu, cuda, cuda:1, ..., got 'gpu'"),
         ({"device": "cuda:99"}, "there is no device cuda:99 here: [0-9]+ GPUs are seen; use auto or cpu"),
+        ({"device": "meta"}, r"there is no device meta here \(.+\); use auto or cpu"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, message):
@@ -223,6 +226,82 @@ def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, noise, r
     model.model.register_forward_pre_hook(fail)
     [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",)))
     assert (row["batch_size"], row["oom"], row["n"]) == (2, 1, 12)
+
+
+def collated(monkeypatch, noise, most, error):
+    """Makes more than `most` images in one batch raise `error` where they are collated."""
+    sizes = []
+
+    def batch(self, indices):
+        sizes.append(len(indices))
+        if len(indices) > most:
+            raise error
+        return [self[index] for index in indices]
+
+    monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
+    return sizes
+
+
+LACKS = [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
+def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, noise, monkeypatch, rows_of, workers, error):
+    models, one = [trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], dict(sizes=((32, 32),), protocols=("scale",))
+    alone = rows_of(models, sweep(**one))
+    collated(monkeypatch, noise, 2, error)
+    rows = rows_of(models, sweep(**one, workers=workers))
+    assert [(row["batch_size"], row["oom"], row["n"]) for row in rows] == [(2, 1, 12), (2, 0, 12)]
+    assert [row["top1"] for row in rows] == [row["top1"] for row in alone]
+    assert [row["nll"] for row in rows] == pytest.approx([row["nll"] for row in alone], abs=1e-5)
+    # other images may fit again
+    rows = rows_of(models[:1], sweep(sizes=((48, 48),), protocols=("scale",), batch_size=4))
+    assert [(row["batch_size"], row["oom"]) for row in rows] == [(2, 1)] * 2
+
+
+def test_memory_for_images_that_are_kept_is_given_back_first(trained, noise, monkeypatch, rows_of):
+    sizes = collated(monkeypatch, noise, 2, MemoryError())
+    rows_of([trained(f"vitrel_vit_n8_{key}") for key in ("none", "table")], sweep(sizes=((32, 32),), protocols=("scale",)))
+    assert sizes == [5] + [2] * 6 + [2] * 6  # the second model's are loaded again
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_image_that_does_not_fit_is_told(trained, noise, monkeypatch, rows_of, workers):
+    collated(monkeypatch, noise, 0, MemoryError())
+    with pytest.raises(MemoryError, match=r"image 1 of 12 of vitrel_vit_n8_none at 32x32 .*--workers"):
+        rows_of([trained("vitrel_vit_n8_none")], sweep(workers=workers))
+
+
+def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise, monkeypatch, rows_of):
+    def batch(self, indices):
+        if len(indices) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [self[index] for index in indices]
+
+    monkeypatch.setattr(noise, "__getitems__", batch, raising=False)
+    [row] = rows_of([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",), workers=1))
+    assert (row["batch_size"], row["n"]) == (2, 12) and row["oom"] >= 1
+
+
+def test_memory_for_content_that_is_shifted_halves_the_batch(trained, noise, monkeypatch):
+    shifted, one = measure.shift_content, dict(sizes=((32, 32),), protocols=("scale",), shifts=(3,))
+    [alone] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(**one))
+
+    def fail(pixels, shift):
+        if len(pixels) > 2:
+            raise MemoryError
+        return shifted(pixels, shift)
+
+    monkeypatch.setattr(measure, "shift_content", fail)
+    [found] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(**one))
+    assert found.translation == alone.translation
+
+
+def test_attention_that_lacks_memory_for_its_images_is_left_empty(trained, noise, monkeypatch, rows_of):
+    monkeypatch.setattr(images.Images, "first", lambda *_: (_ for _ in ()).throw(MemoryError))
+    [row] = rows_of([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",), attention_n=2))
+    assert math.isnan(row["attention_entropy"]) and row["n"] == 12
 
 
 def test_what_stops_an_evaluation_names_model_and_size(trained, noise, rows_of):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 from helpers import shared
-from vitrel.transfer.checkpoint import class_outputs
+from vitrel.transfer.checkpoint import class_map, class_outputs
 from vitrel.transfer.foreign_models import load_model, read_class_indices, trained_model
 from vitrel.transfer.rows import evaluate_rows
 from vitrel.transfer.settings import Sweep
@@ -66,6 +66,36 @@ def test_a_local_folder_brings_its_own_weights(tmp_path):
     assert (trained.img_size, trained.encoding, trained.label, trained.path) == ((32, 32), "table", "folder", tmp_path)
     with pytest.raises(FileNotFoundError, match="none"):
         load_model(f"local-dir:{tmp_path / 'none'}")
+
+
+def _empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+DAMAGES = {
+    "config cut off": lambda folder: (folder / "config.json").write_text('{"architecture": "vitrel_vit_n8_ta'),
+    "config empty": lambda folder: (folder / "config.json").write_text(""),
+    "config a list": lambda folder: (folder / "config.json").write_text("[1]"),
+    "no architecture": lambda folder: (folder / "config.json").write_text('{"num_classes": 3}'),
+    "unknown architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_none"}'),
+    "weights cut off": lambda folder: (folder / "model.safetensors").write_bytes(b"12345678abc"),
+    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "other weights": lambda folder: save_file({"a": torch.zeros(1)}, folder / "model.safetensors"),
+    "no weights": lambda folder: [path.unlink() for path in folder.glob("*.*") if path.name != "config.json"],
+    "nothing": _empty,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_local_folder_is_named(tmp_path, damage):
+    save_for_hf(timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32), tmp_path, model_args={"img_size": 32})
+    DAMAGES[damage](tmp_path)
+    with pytest.raises(ValueError, match="holds no model that can be built") as caught:
+        load_model(f"local-dir:{tmp_path}")
+    text = str(caught.value)
+    assert str(tmp_path) in text and "Copy it again" in text and len(text) < 1000
+    assert "nothing" in text if damage == "nothing" else "bytes" in text
 
 
 def test_a_tag_brings_its_preprocessing(weights):
@@ -164,6 +194,26 @@ def test_outputs_of_the_classes_of_the_data():
         class_outputs(model, ["z"], "here")
     imagenet = trained_model(timm.create_model("resnet10t"))
     assert class_outputs(imagenet, ["n01440764", "n02102040"], "here") == (0, 217)  # by WordNet's numbers
+
+
+def test_rows_say_how_classes_found_their_outputs(noise, monkeypatch):
+    head = timm.create_model("resnet10t").eval()  # of ImageNet's 1000 classes
+    wordnet = ["n01440764", "n02102040", "n03000684"]
+    monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=3, classes=wordnet))
+    sweep = Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0)
+    [one] = evaluate_rows([trained_model(head, "resnet", img_size=(32, 32))], sweep)
+    assert one.row["class_map"] == "wordnet"
+    small = trained_model(timm.create_model("resnet10t", num_classes=3).eval())
+    for given, names, told in [
+        (small, wordnet, "order"),
+        (small, ["a", "b", "c"], "order"),
+        (replace(small, restrict=True), ["a", "b", "c"], "order, restricted"),
+        (trained_model(head, restrict=True), wordnet, "wordnet, restricted"),
+        (trained_model(head), ["n01440764", "n99999999"], "order"),
+    ]:
+        assert class_map(given, names) == told
+    by_file = [class_map(replace(small, outputs={"a": at}), ["a"]) for at in (0, 1)]
+    assert by_file[0] != by_file[1] and all(told.startswith("file ") for told in by_file)
 
 
 def test_classes_are_counted_at_their_outputs(noise):

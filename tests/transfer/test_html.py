@@ -1,13 +1,17 @@
 import base64
+import csv
 import gzip
+import io
 import json
 import re
 import shutil
+import subprocess
 
 import pandas as pd
 import pytest
 
 from helpers import ROOT, script
+from vitrel.files import guarded
 from vitrel.transfer.columns import PER_CLASS, TRANSLATION
 from vitrel.transfer.html import contents, curve_name, write_html
 from vitrel.transfer.report import aggregate, curves, read_csv
@@ -161,3 +165,18 @@ def test_claims_stand_on_the_page_with_their_verdicts(folder):
         {"claim": "It is <b>better</b>.", "verdict": "This holds (1 of 1 pairs; 64x64 scale). Ahead: a +2.0 ±1.0."},
         {"claim": "And so.", "verdict": "This is not shown."},
     ]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the script of the page")
+def test_downloads_hold_no_formulas():
+    cells = ["=1+1", "+a", "@a", "\t=a", "'=a", "-0.5 0.5", "-1.5", "a=b", "'a'", 'say "no"', -1.5, None, True]
+    page = """
+        globalThis.document = { getElementById: () => ({ textContent: '{"sizes": [], "rows": []}' }) };
+        eval(require("fs").readFileSync(process.argv[1], "utf-8") + "; globalThis.text = csvText");
+        process.stdout.write(text(JSON.parse(process.argv[2])));
+    """
+    script_of_page = ROOT / "vitrel" / "transfer" / "page" / "base.js"
+    command = ["node", "-e", page, str(script_of_page), json.dumps([[cell, "end"] for cell in cells])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = list(csv.reader(io.StringIO(done.stdout, newline="")))
+    assert [line[0] for line in found] == [str({None: "", True: "true"}.get(cell, guarded(cell))) for cell in cells]

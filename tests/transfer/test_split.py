@@ -229,6 +229,25 @@ def test_devices(monkeypatch):
     assert split.own_device("cuda:1") == torch.device("cuda", 1) and split.own_device("cpu") == torch.device("cpu")
 
 
+def test_more_processes_than_gpus_are_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(split.dist, name, lambda *args, **how: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        asked.clear()
+        with split.joined():
+            assert asked == device
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="no device cuda:3 here: 2 GPUs are seen; start at most 2 processes, or use cpu"):
+            sweep(device=device)
+    assert sweep(device="cpu").torch_device.type == "cpu"
+
+
 @pytest.fixture
 def folder(tmp_path, checkpoint):
     """A folder of 5 images to evaluate on and a checkpoint of its classes, in the current folder of what runs there."""
@@ -305,4 +324,5 @@ def test_a_failure_ends_both_processes_with_its_message(folder, failing):
         status, text, rows = tool(folder, 2, "out", "--on-bad-image", "count")
         assert status == 0, text
         assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
-        assert "left out, since they cannot be read (column left_out): 1 of the images" in text
+        assert "left out, since they cannot be read (column left_out): 1 of the images: data/val/left/0.png;" in text
+        assert "left/0.png" in (folder / "out" / "bad_images.csv").read_text()

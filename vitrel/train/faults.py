@@ -1,13 +1,12 @@
 """What stops a run before it spoils anything: a loss that is not a number, and images that cannot be read."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from vitrel.files import whole
+from vitrel.files import whole, write_cells
 
 SHOWN = 8  # names in a message; all are in the file
 
@@ -105,8 +104,7 @@ class BadImages(Callback):
             torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
         indices = bad.nonzero().flatten().tolist()
         if indices != self.known and trainer.is_global_zero:
-            with whole(self.path) as part, part.open("w", newline="") as file:
-                csv.writer(file).writerows([("image",), *((data.name(index),) for index in indices)])
+            write_cells(self.path, [("image",), *((data.name(index),) for index in indices)])
             print(f"{len(indices)} of {len(data)} training images cannot be read, others were taken instead: {self.path}")
         self.known = indices
         share = trainer.datamodule.reading.bad_share

@@ -11,6 +11,7 @@ import timm
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
+from vitrel.files import shown
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.load import apply_plan, plan_weights, read_file
 from vitrel.position import POSITIONS, key_of  # importing vitrel registers the models with timm
@@ -46,12 +47,9 @@ class Trained:
     restrict: bool = False
     model_args: str = ""
 
-    @property
-    def class_map(self) -> str:
-        """How classes of the data find their outputs: "order" or a digest of `outputs`; "restricted" if only they compete."""
-        pairs = "" if self.outputs is None else repr(sorted(self.outputs.items()))
-        where = f"file {hashlib.sha256(pairs.encode()).hexdigest()[:12]}" if pairs else "order"
-        return f"{where}, restricted" if self.restrict else where
+    def __post_init__(self) -> None:
+        for name in ("name", "label"):  # which may hold the path of a file
+            object.__setattr__(self, name, shown(getattr(self, name)))
 
 
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
@@ -100,17 +98,36 @@ def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[
             where = f"{beyond[0]} is output {trained.outputs[beyond[0]]}"
             raise ValueError(f"{trained.label} has {count} outputs, from 0, but by the class indices {where}")
         return tuple(trained.outputs[name] for name in classes)
-    subset = infer_imagenet_subset({"num_classes": count})
-    if subset is not None and all(re.fullmatch(r"n\d{8}", name) for name in classes):
-        place = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
-        if all(name in place for name in classes):
-            return tuple(place[name] for name in classes)
+    if (found := _by_wordnet(count, classes)) is not None:
+        return found
     if count != len(classes):
         raise ValueError(
             f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: say which output is which class "
             "(--class-indices FILE, a class and its index per line)"
         )
     return tuple(range(count))
+
+
+def class_map(trained: Trained, classes: Sequence[str]) -> str:
+    """How `class_outputs` finds the output of each class: "order", "wordnet" (by the numbers ImageNet's classes have there), or
+    "file" with a digest of `outputs`; "restricted" if only they compete.
+    """
+    if trained.outputs is not None and not trained.classes:
+        pairs = repr(sorted(trained.outputs.items()))
+        where = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+    else:
+        by_number = not trained.classes and _by_wordnet(trained.model.num_classes, classes) is not None
+        where = "wordnet" if by_number else "order"
+    return f"{where}, restricted" if trained.restrict else where
+
+
+def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
+    """The outputs of classes named by WordNet's numbers, of an ImageNet head of `count`; None for other names or heads."""
+    subset = infer_imagenet_subset({"num_classes": count})
+    if subset is None or not all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        return None
+    place = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
+    return tuple(place[name] for name in classes) if all(name in place for name in classes) else None
 
 
 def _check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:

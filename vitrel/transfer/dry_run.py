@@ -10,7 +10,7 @@ from vitrel.transfer.folder import read_folder
 from vitrel.transfer.images import Images
 from vitrel.transfer.plan import Task
 from vitrel.transfer.report import markdown
-from vitrel.transfer.rows import check_tasks, complete, known_rows, row_key
+from vitrel.transfer.rows import check_tasks, complete, known_rows, not_comparable, row_key
 from vitrel.transfer.settings import Row, Sweep, format_size
 
 HEAD = (
@@ -24,9 +24,8 @@ def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path) -> str:
 
     Raises as the evaluation would: ValueError for a size that a model cannot take, or for classes that do not fit.
     """
-    done = read_folder(folder)
-    found, keys = known_rows(models, sweep, done)
-    images, known = Images(sweep), {}
+    done, images, known = read_folder(folder), Images(sweep), {}
+    found, keys = known_rows(models, sweep, images, done)
     lines, ready, counts = [], 0, set()
     check_tasks([task for task, _ in keys], sweep, images)
     for task, key in keys:
@@ -40,9 +39,12 @@ def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path) -> str:
         lines.append(_line(task, known[place], is_done))
     number = " or ".join(f"{count:,}" for count in sorted(counts))
     shifts = f", shifted by {', '.join(map(str, sweep.shifts))} px at the training size" if sweep.shifts else ""
+    asked = {row_key(key) for _, key in keys}
+    differ = not_comparable([one.row for one in done if row_key(one.row) not in asked], [key for _, key in keys])
+    note = f"Rows there may not stand in one table with these ({differ}): give another --out, or --replace.\n" if differ else ""
     return (
         f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{shifts}; {ready} of them are in {folder} already. "
-        "GFLOPs: 10^9 multiply-adds per image.\n"
+        f"GFLOPs: 10^9 multiply-adds per image.\n{note}"
     )
 
 

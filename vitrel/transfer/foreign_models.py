@@ -35,14 +35,14 @@ def load_model(
     weights: .safetensors, .pth, .bin or .npz as timm or its authors save them, checkpoints of timm's train.py (its averaged
     weights first); for ours, whatever `vitrel.load_pretrained` reads. model_args: of timm.create_model. about: see
     `trained_model`; with `img_size`, a model that is built for a size is built for that one.
-    Raises ValueError with the nearest names for an unknown one, for missing weights and for weights that do not fit, hold NaN
-    or more than tensors; FileNotFoundError for a missing file.
+    Raises ValueError with the nearest names for an unknown one, for missing weights, for a folder that is damaged, and for
+    weights that do not fit, hold NaN or more than tensors; FileNotFoundError for a missing file or folder.
     """
     arguments = dict(model_args or {})
     if about.get("img_size"):
         arguments.setdefault("img_size", about["img_size"])
     if name.startswith("local-dir:"):
-        model = timm.create_model(name, pretrained=True, **arguments)
+        model = _from_folder(name, arguments)
     elif not timm.is_model(name):
         near = nearest(name, timm.list_models(), cutoff=0.0)
         raise ValueError(f"unknown model {name!r}; the nearest are {', '.join(near)}")
@@ -106,7 +106,8 @@ def read_class_indices(path: str | Path) -> dict[str, int]:
     Further columns are passed over, and a first line that is a heading. FileNotFoundError, or ValueError naming the line.
     """
     found: dict[str, int] = {}
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+    # names of folders that are no UTF-8 come so from the file system too
+    for number, line in enumerate(Path(path).read_text("utf-8", "surrogateescape").splitlines(), 1):
         words = line.split()
         if not words or (number == 1 and len(words) > 1 and not words[1].isdigit()):
             continue
@@ -139,6 +140,23 @@ def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
         return model
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
+
+
+def _from_folder(name: str, arguments: dict[str, Any]) -> nn.Module:
+    folder = Path(name.partition(":")[2])
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}: local-dir: takes one that holds a model's config.json and its weights")
+    try:
+        return _create(name, arguments | {"pretrained": True})
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file raises almost anything
+        files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())[:6]) or "nothing"
+        what = str(error)[:300].strip() or "a file is empty or cut off"
+        raise ValueError(
+            f"{folder} holds no model that can be built ({type(error).__name__}: {what}); there is {files}. Copy it again, or "
+            "write it anew (tools/export.py, or timm's save_for_hf)"
+        ) from error
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from vitrel.files import one_page, whole
+from vitrel.files import one_page, shown, whole
 from vitrel.transfer.columns import COLUMNS
 from vitrel.transfer.folder import read_lines
 from vitrel.transfer.metrics import t_interval
@@ -59,7 +59,7 @@ def write_html(folder: Path, title: str = "") -> Path:
     rows = read_csv(folder / "results.csv")
     if not rows:
         raise ValueError(f"{folder / 'results.csv'} holds no rows: evaluate first")
-    title = title or folder.resolve().name
+    title = shown(title or folder.resolve().name)
     pictures = folder / "pictures.json.gz"
     text = one_page(
         "vitrel.transfer",

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrel.data import BadImage
+from vitrel.files import shown
 from vitrel.models.optimize import optimize, restore
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.checkpoint import class_outputs
@@ -23,19 +25,21 @@ _COMBINED |= {"unchanged": all, "peak_memory_mb": max, "batch_size": min, "oom":
 
 
 class Evaluated(NamedTuple):
-    """A row of results.csv, and its lines of per_class.csv and translation.csv."""
+    """A row of results.csv, its lines of per_class.csv and translation.csv, and the names of images that cannot be read."""
 
     row: Row
     per_class: list[Row]
     translation: list[Row]
+    bad_images: tuple[str, ...] = ()
 
 
 class Share(NamedTuple):
-    """What one process measured: columns, what it counted, and the same by shift."""
+    """What one process measured: columns, what it counted, the same by shift, and the images it could not read."""
 
     columns: Row
     tally: Tally
     shifted: dict[int, Tally]
+    bad_images: tuple[str, ...] = ()
 
 
 def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Evaluated:
@@ -50,9 +54,10 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
     row |= tally.columns() | {"param_count": round(count / 1e6, 2), "params": count}
     about = line_columns(task, sweep)
     shifted = {shift: _added([part.shifted[shift] for part in parts]).columns() for shift in task.shifts}
-    names = ("n", "top1", "top1_low", "top1_high")
-    translation = [about | {"shift": shift} | {name: found[name] for name in names} for shift, found in shifted.items()]
-    return Evaluated(row, _per_class(about, tally, task, sweep, images), translation)
+    counted = ("n", "top1", "top1_low", "top1_high")
+    translation = [about | {"shift": shift} | {name: found[name] for name in counted} for shift, found in shifted.items()]
+    names = dict.fromkeys(name for part in parts for name in part.bad_images)
+    return Evaluated(row, _per_class(about, tally, task, sweep, images), translation, tuple(names))
 
 
 def line_columns(task: Task, sweep: Sweep) -> Row:
@@ -64,14 +69,19 @@ def line_columns(task: Task, sweep: Sweep) -> Row:
         "protocol": task.protocol,
         "policy": task.policy,
         "crop_pct": task.crop_pct,
-        "data": sweep.data,
+        "data": shown(sweep.data),
     }
 
 
-def classes_of(task: Task, sweep: Sweep, images: Images) -> tuple[list[str], tuple[int, ...]]:
-    """The classes of the data, numbers where it names none, and the output of each; ValueError where they do not fit."""
+def class_names_of(task: Task, images: Images) -> list[str]:
+    """The classes of the data, in the order of their labels; numbers where it names none."""
     named = getattr(images.dataset(task), "classes", None)
-    names = list(named or map(str, range(task.trained.model.num_classes)))
+    return list(named or map(str, range(task.trained.model.num_classes)))
+
+
+def classes_of(task: Task, sweep: Sweep, images: Images) -> tuple[list[str], tuple[int, ...]]:
+    """`class_names_of`, and the output of each; ValueError where they do not fit."""
+    names = class_names_of(task, images)
     return names, class_outputs(task.trained, names, sweep.data)
 
 
@@ -93,13 +103,14 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
             model, parameters = fit.model.to(device), list(fit.model.parameters())
             model = optimize(model) if sweep.optimize else model
             runner = Runner(model, device, sweep.batch_size, sweep.dtype, sweep.compile)
-            count = _Counting(task, runner, outputs)
+            count, halved = _Counting(task, runner, outputs), images.halved
             reset_peak(device)
             for pixels, labels in images.batches(task):
                 count(pixels, labels)
                 advance(task, len(labels) / len(own) / (1 + len(task.shifts)))
-            peak, kind = peak_mb(device)
-            columns = _run_columns(count, peak, kind)
+            columns = _run_columns(count, device)
+            columns["batch_size"] = min(columns["batch_size"], images.batch_size)
+            columns["oom"] += images.halved - halved
             shifted = {shift: _shifted(task, sweep, images, outputs, model, shift, advance) for shift in task.shifts}
             columns |= _attention(task, sweep, images, model)
             after = state_hash(model)
@@ -107,7 +118,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
     finally:
         restore(trained.model).cpu()
     columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
-    return Share(columns, count.tally, shifted)
+    return Share(columns, count.tally, shifted, images.bad(task))
 
 
 class _Counting:
@@ -134,8 +145,8 @@ class _Counting:
             raise type(error)(f"{self.task.name}: {error}") from error
 
 
-def _run_columns(count: _Counting, peak: float, kind: str) -> Row:
-    runner = count.runner
+def _run_columns(count: _Counting, device: torch.device) -> Row:
+    runner, (peak, kind) = count.runner, peak_mb(device)
     return {
         "left_out": count.left_out,
         "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
@@ -155,10 +166,11 @@ def _shifted(
     shift: int,
     advance: Callable[[Task, float], None],
 ) -> Tally:
-    runner = Runner(model, sweep.torch_device, sweep.batch_size, sweep.dtype, sweep.compile)
+    how = sweep.torch_device, sweep.batch_size, sweep.dtype, sweep.compile
+    runner = Runner(model, *how, prepare=lambda pixels: shift_content(pixels, shift))
     count, own = _Counting(task, runner, outputs), own_share(images.dataset(task))
     for pixels, labels in images.batches(task):
-        count(shift_content(pixels, shift), labels)
+        count(pixels, labels)
         advance(task, len(labels) / len(own) / (1 + len(task.shifts)))
     return count.tally
 
@@ -168,11 +180,12 @@ def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Ro
     row = dict.fromkeys(STATISTICS, float("nan"))
     if rank_and_world()[0] or not sweep.attention_n:
         return row
-    pixels = images.first(task, sweep.attention_n)
     found: list[dict[str, float]] = []
     try:
-        for image in pixels:  # one at a time: all weights of a layer are held
+        for image in images.first(task, sweep.attention_n):  # one at a time: all weights of a layer are held
             found.append(attention_statistics_of(model, image[None].to(sweep.torch_device)))
+    except BadImage:
+        raise
     except ValueError:
         return row
     except (RuntimeError, MemoryError) as error:
@@ -190,7 +203,7 @@ def _per_class(about: Row, tally: Tally, task: Task, sweep: Sweep, images: Image
     names, outputs = classes_of(task, sweep, images)
     outputs = range(len(names)) if task.trained.restrict else outputs
     return [
-        about | {"class": name, "n": tally.class_n[output], "hits": tally.class_hits[output]}
+        about | {"class": shown(name), "n": tally.class_n[output], "hits": tally.class_hits[output]}
         for name, output in zip(names, outputs, strict=True)
     ]
 

@@ -22,7 +22,7 @@ from vitrel.transfer.checkpoint import Trained
 from vitrel.transfer.fitting import fitted
 from vitrel.transfer.images import Images
 from vitrel.transfer.plan import Task, plan
-from vitrel.transfer.settings import Sweep, format_size
+from vitrel.transfer.settings import Row, Sweep, format_size
 
 BUDGET = 8 << 20  # bytes of the compressed file; as text in the page a third more
 REACH = 31  # offsets along one axis that are shown, in tokens
@@ -41,15 +41,20 @@ class Found(NamedTuple):
     maps: list[Item]
 
 
-def collect_pictures(models: Sequence[Trained], sweep: Sweep, folder: Path, budget: int = BUDGET) -> Path:
+def collect_pictures(
+    models: Sequence[Trained], sweep: Sweep, folder: Path, budget: int = BUDGET, rows: Sequence[Row] = ()
+) -> Path:
     """Writes `folder`/pictures.json.gz, at most about `budget` bytes: for the first model of every label, at every size of the
     sweep, the mean logit that position adds by offset, and the attention of sample images. Returns its path.
 
     A model whose attention cannot be seen has the reason instead. Each is recorded at the policies that the sweep evaluates,
-    attention at the first of them alone.
+    attention at the first of them alone. rows: those of the folder; what the file holds of any that are not recorded now stays
+    in it, and leaves at least a quarter of the budget.
     """
     firsts = list({trained.label: trained for trained in reversed(models)}.values())[::-1]
     tasks = _tasks(firsts, sweep)
+    former = _former(folder, rows, {(task.trained.label, format_size(task.size), task.policy) for task in tasks})
+    budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
     samples, pictures, left_out, found = Images(sweep), {}, [], []
     for place, trained in enumerate(firsts):
         own = [task for task in tasks if task.trained is trained]
@@ -57,10 +62,42 @@ def collect_pictures(models: Sequence[Trained], sweep: Sweep, folder: Path, budg
         left_out += one.pop("left_out")
         found.append(one)
         budget -= spent
+    found = _merged_models(former["models"], found)
+    pictures, left_out = former["pictures"] | pictures, former["left_out"] + left_out
     stored = {"format": 1, "models": found, "pictures": pictures, "left_out": left_out}
     with whole(Path(folder) / "pictures.json.gz") as part:
         part.write_bytes(gzip.compress(json.dumps(stored, separators=(",", ":")).encode(), mtime=0))
     return Path(folder) / "pictures.json.gz"
+
+
+def _former(folder: Path, rows: Sequence[Row], made: set[tuple[str, str, str]]) -> Item:
+    """What the file in `folder` holds of places (label, size, policy) that rows have and that are not made now."""
+    kept: Item = {"models": [], "pictures": {}, "left_out": []}
+    places = {(row["label"], row["img_size"], row["policy"]) for row in rows} - made
+    try:
+        stored = json.loads(gzip.decompress((Path(folder) / "pictures.json.gz").read_bytes())) if places else kept
+        for model in stored["models"]:
+            own = {place[1:] for place in places if place[0] == model["label"]}
+            for kind in ("lattices", "maps"):
+                model[kind] = [item for item in model[kind] if (item["size"], item["policy"]) in own]
+            kept["models"] += [model] if own else []
+        used = {key for model in kept["models"] for item in model["maps"] for key in item["pictures"]}
+        kept["pictures"] = {key: text for key, text in stored["pictures"].items() if key in used}
+        again = tuple(f"{label} at {size}:" for label, size, _ in made)
+        kept["left_out"] = [text for text in stored["left_out"] if not text.startswith(again)]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):  # none, or damaged: pictures can be made again
+        return {"models": [], "pictures": {}, "left_out": []}
+    return kept
+
+
+def _merged_models(former: Sequence[Item], found: Sequence[Item]) -> list[Item]:
+    """Entries of the same label as one."""
+    merged = {one["label"]: one for one in former}
+    for one in found:
+        before = merged.get(one["label"], {"layers": [], "lattices": [], "maps": [], "images": []})
+        both = {kind: before[kind] + one[kind] for kind in ("lattices", "maps")}
+        merged[one["label"]] = one | both | {kind: one[kind] or before[kind] for kind in ("layers", "images")}
+    return [*merged.values()]
 
 
 def encode_lattice(values: Tensor) -> Item:

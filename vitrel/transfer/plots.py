@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, ScalarFormatter
 
+from vitrel.files import whole
 from vitrel.transfer.report import aggregate, curves
 from vitrel.transfer.settings import Row, parse_size
 
@@ -28,7 +29,8 @@ def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     throughput = _figure(one, "infer_samples_per_sec", f"images / s ({one['device'].iloc[0]})", title)
     paths = [folder / "accuracy.png", folder / "throughput.png"]
     for figure, path in zip((accuracy, throughput), paths, strict=True):
-        figure.savefig(path, dpi=150, bbox_inches="tight")
+        with whole(path) as part:
+            figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
     return paths
 
 

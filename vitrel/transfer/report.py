@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from vitrel.files import whole
+from vitrel.files import guarded, unguarded, whole
 from vitrel.transfer.columns import ADDED, COLUMNS, TEXT
 from vitrel.transfer.metrics import t_interval, wilson
 from vitrel.transfer.policies import policy_parts
@@ -51,10 +51,24 @@ DETAILS = {
 }
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes all rows with the columns of COLUMNS; the file is replaced whole, so an interruption leaves the old one."""
+def write_frame(frame: pd.DataFrame, path: Path) -> None:
+    """Writes a table as CSV, its text as `guarded` gives it; the file is replaced whole, an interruption leaves the old one."""
+    text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
+    safe = frame.assign(**{name: frame[name].map(guarded) for name in text})
     with whole(path) as part:
-        pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(part, index=False)
+        safe.to_csv(part, index=False, encoding="utf-8", errors="backslashreplace")
+
+
+def read_frame(path: Path, text: Iterable[str]) -> pd.DataFrame:
+    """A table that `write_frame` wrote, whose columns `text` are read as text though they may hold numbers alone."""
+    frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(text, str), encoding="utf-8")
+    found = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
+    return frame.assign(**{name: frame[name].map(unguarded) for name in found})
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Writes all rows with the columns of COLUMNS by `write_frame`."""
+    write_frame(pd.DataFrame(rows, columns=list(COLUMNS)), path)
 
 
 def read_csv(path: Path) -> list[Row]:
@@ -64,7 +78,7 @@ def read_csv(path: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
-        frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(TEXT, str))
+        frame = read_frame(path, TEXT)
     except pd.errors.EmptyDataError:
         frame = pd.DataFrame()
     if "saturated" not in frame and {"unseen", "resized"} <= set(frame):

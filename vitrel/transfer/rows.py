@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vitrel.models.backbone import Backbone
-from vitrel.transfer.checkpoint import Trained
+from vitrel.transfer.checkpoint import Trained, class_map
 from vitrel.transfer.environment import environment
 from vitrel.transfer.fitting import fitted, static_columns
 from vitrel.transfer.images import Images, Source
-from vitrel.transfer.measure import Evaluated, classes_of, line_columns, measure
+from vitrel.transfer.measure import Evaluated, class_names_of, classes_of, line_columns, measure
 from vitrel.transfer.metrics import state_hash
 from vitrel.transfer.plan import Task, plan
 from vitrel.transfer.settings import Row, Sweep, format_size
@@ -26,6 +26,11 @@ KEY = (
     "torchvision", "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
 LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
+OF_MODEL = (
+    "model", "model_args", "seed", "train_size", "interpolation", "mean", "std", "class_map", "state_hash_before",
+)  # fmt: skip
+# rows of one table agree in them, whatever the model and the place
+OF_ALL = ("data", *(name for name in KEY if name not in LINE_KEY + OF_MODEL))
 
 
 def evaluate_rows(
@@ -40,20 +45,20 @@ def evaluate_rows(
     Rows in `done` (of process 0) that were made from the same weights, data and settings are passed on instead of being made
     again. `advance(task, share)` is called as images are seen; the shares of a task add up to 1. source: see `Images`.
     """
-    kept, keys = known_rows(models, sweep, done, source is not None)
+    images = Images(sweep, source)
+    kept, keys = known_rows(models, sweep, images, done)
     reference: dict[tuple[int, str, float], float] = {}
     static: dict[tuple, Row] = {}
-    images = Images(sweep, source)
     check_tasks([task for task, _ in keys], sweep, images)
     for task, key in keys:
-        found = kept.get(row_key(key))
+        former = found = kept.get(row_key(key))
         if found is None or not complete(found, task, sweep):
             place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
             if place not in static:
                 how = sweep.border_leak, sweep.batch_size
                 static[place] = static_columns(task.trained.model, task.size, task.policy, *how)
             found = measure(task, sweep, images, advance)
-            found = found._replace(row=key | static[place] | found.row)
+            found = found._replace(row=key | static[place] | found.row, translation=_all_shifts(former, found))
         else:
             advance(task, 1.0)
         row, curve = found.row, (id(task.trained), task.protocol, task.crop_pct)
@@ -77,20 +82,67 @@ def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
 
 
 def known_rows(
-    models: Sequence[Trained], sweep: Sweep, done: Iterable[Evaluated], own_data: bool = False
+    models: Sequence[Trained], sweep: Sweep, images: Images, done: Iterable[Evaluated]
 ) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Task, Row]]]:
-    """What process 0 has done already, by `row_key`, and every task of the plan with the columns that are known before it runs.
+    """What process 0 has done already, by `row_key`, and `planned`. ValueError where the processes hold different weights."""
+    keys: list[tuple[Task, Row]] = []
 
-    ValueError where the processes hold different weights.
-    """
-    (found, hashes), *others = on_all(lambda: ([*done], [state_hash(trained.model) for trained in models]))
+    def own() -> tuple[list[Evaluated], list[str]]:
+        keys[:] = planned(models, sweep, images)
+        return [*done], [key["state_hash_before"] for _, key in keys]
+
+    (found, hashes), *others = on_all(own)
     if any(other != hashes for _, other in others):
         raise ValueError("the processes hold different weights: give all of them the same checkpoints")
-    before, same = dict(zip(map(id, models), hashes, strict=True)), environment(sweep.data, own_data)
-    keys = [
-        (task, _settings(task, sweep) | same | {"state_hash_before": before[id(task.trained)]}) for task in plan(models, sweep)
-    ]
     return {row_key(one.row): one for one in found}, keys
+
+
+def planned(models: Sequence[Trained], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
+    """Every task of the plan with the columns that are known before it runs."""
+    same, of_model = environment(sweep.data, images.source is not None), {}
+    tasks = plan(models, sweep)
+    for task in tasks:
+        if id(task.trained) not in of_model:
+            how = class_map(task.trained, class_names_of(task, images))
+            of_model[id(task.trained)] = {"class_map": how, "state_hash_before": state_hash(task.trained.model)}
+    return [(task, _settings(task, sweep) | same | of_model[id(task.trained)]) for task in tasks]
+
+
+def _differences(row: Row, keys: Sequence[Row]) -> list[str]:
+    """Why a row may not stand in one table with those planned, whose `keys` these are: "dtype: float32 there, bfloat16 now".
+
+    Data, settings, devices and versions have to agree, and of a model that is planned too all that is its own: other weights
+    under the same label would count as another seed of it.
+    """
+    own = [key for key in keys if key["label"] == row["label"]]
+    names = OF_ALL + OF_MODEL if own else OF_ALL
+    found = [[name for name in names if _text(row[name]) != _text(key[name])] for key in own or keys]
+    least = min(found, key=len, default=[])
+    if not least:
+        return []
+    near = (own or keys)[found.index(least)]
+    return [_difference(name, row, near) for name in least]
+
+
+def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> str:
+    """What differs in any rows as one text, at most so many of them; "" where the rows may stand with those planned."""
+    found = [*dict.fromkeys(text for row in rows for text in _differences(row, keys))]
+    return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
+
+
+def _difference(name: str, row: Row, key: Row) -> str:
+    then, now = (_text(value) or "none" for value in (row[name], key[name]))
+    if name == "state_hash_before":
+        return f"other weights of {row['label']} (SHA-256 {then:.8} there, {now:.8} now)"
+    whose = f" of {row['label']}" if name in OF_MODEL else ""
+    return f"{name}{whose}: {then} there, {now} now"
+
+
+def _all_shifts(former: Evaluated | None, found: Evaluated) -> list[Row]:
+    """The lines of translation.csv of a row that was made again for further shifts: of shifts not made now the former ones."""
+    made = {line["shift"] for line in found.translation}
+    kept = [line for line in former.translation if line["shift"] not in made] if former else []
+    return sorted([*kept, *found.translation], key=lambda line: line["shift"])
 
 
 def complete(found: Evaluated, task: Task, sweep: Sweep) -> bool:
@@ -133,7 +185,6 @@ def _settings(task: Task, sweep: Sweep) -> Row:
         "interpolation": trained.interpolation,
         "mean": " ".join(f"{value:g}" for value in trained.mean),
         "std": " ".join(f"{value:g}" for value in trained.std),
-        "class_map": trained.class_map,
         "compile": sweep.compile,
         "optimize": sweep.optimize,
         "dtype": sweep.dtype,

@@ -5,13 +5,26 @@ import ctypes
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 MIB = 2**20
-SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "failed to allocate")
+SIGNS = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "failed to allocate",
+    # of loader processes: what they share is full, or the system has ended one
+    "out of shared memory",
+    "insufficient shared memory",
+    "unable to allocate shared memory",
+    "unable to resize file",
+    "killed by signal: killed",
+)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -19,6 +32,13 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+def halved(batch_size: int, way_out: str) -> int:
+    """The batch size to go on with where one ran out of memory. MemoryError with the way out where it was one image."""
+    if batch_size == 1:
+        raise MemoryError(f"one image does not fit in memory: {way_out}")
+    return batch_size // 2
 
 
 def reset_peak(device: torch.device) -> None:
@@ -50,15 +70,23 @@ class Runner:
 
     `oom` counts the halvings; `seen` and `seconds` the images and the time of the forward passes that succeeded, after a
     first one that is not counted. compile: by torch.compile; short batches are then filled up, which would compile anew.
+    prepare: what is done to the pixels of a piece first.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, batch_size: int, dtype: str = "float32", compile: bool = False
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        dtype: str = "float32",
+        compile: bool = False,
+        prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if compile:
             torch.compiler.reset()  # after 8 sizes of one model it would silently run uncompiled
         self.model = torch.compile(model) if compile else model
         self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
+        self.prepare = prepare
         self._width = 0
         self.oom = self.seen = 0
         self.seconds = 0.0
@@ -91,6 +119,8 @@ class Runner:
     @torch.inference_mode()
     def _forward(self, piece: Tensor) -> Tensor:
         n = len(piece)
+        if self.prepare is not None:
+            piece = self.prepare(piece)
         if self.compile:
             self._width = min(max(self._width, n), self.batch_size)
             piece = torch.cat((piece, piece[:1].expand(self._width - n, -1, -1, -1)))
@@ -103,9 +133,7 @@ class Runner:
         return logits
 
     def _halve(self, failed: int) -> None:
-        if failed == 1:
-            raise MemoryError("one image does not fit in memory: use a smaller size, or another device")
-        self.batch_size = max(1, min(failed, self.batch_size) // 2)
+        self.batch_size = halved(min(failed, self.batch_size), "use a smaller size, or another device")
         self.oom += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 """What an evaluation is asked for: data, sizes, protocols, policies, and how it runs."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,16 @@ class Sweep:
             device = self.torch_device
         except RuntimeError as error:
             raise ValueError(f"device is auto, cpu, cuda, cuda:1, ..., got {self.device!r}") from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"there is no device {device} here: {torch.cuda.device_count()} GPUs are seen; use auto or cpu")
+        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+            shared = int(os.environ.get("WORLD_SIZE", 1)) > 1 and self.device in ("auto", "cuda")
+            way_out = f"start at most {count} processes, or use cpu" if shared else "use auto or cpu"
+            raise ValueError(f"there is no device {device} here: {count} GPUs are seen; {way_out}")
+        if device.type not in ("cpu", "cuda"):
+            try:
+                torch.ones(1, device=device).item()
+            except (RuntimeError, AssertionError, ImportError) as error:
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"there is no device {device} here ({reason:.200}); use auto or cpu") from error
 
     def _several(self, name: str, kind: type, holds: Any, what: str) -> None:
         """One number or several of a configuration as a tuple; ValueError for anything else."""

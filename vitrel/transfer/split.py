@@ -28,7 +28,7 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and own_device("cuda").index < torch.cuda.device_count():  # else `Sweep` refuses to use it
         torch.cuda.set_device(own_device("cuda"))
     dist.init_process_group("gloo", timeout=PATIENCE)
     try:

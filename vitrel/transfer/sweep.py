@@ -1,19 +1,20 @@
 """A whole evaluation in one folder: its tables as they grow, table.md, plots and the report at the end, a progress bar."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from vitrel.files import shown, whole
 from vitrel.transfer.checkpoint import Trained
 from vitrel.transfer.claims import Claim, judge
-from vitrel.transfer.folder import read_folder, read_lines, write_folder
-from vitrel.transfer.measure import Evaluated
+from vitrel.transfer.folder import Tables, only_writer, read_folder, read_lines, read_names, set_aside
+from vitrel.transfer.images import Images
 from vitrel.transfer.plan import Task, check_data, plan
 from vitrel.transfer.plots import plot_all
 from vitrel.transfer.report import accuracy_tables, aggregate, curves_table, details_table, with_curves
-from vitrel.transfer.rows import evaluate_rows, line_key
+from vitrel.transfer.rows import evaluate_rows, not_comparable, planned, row_key
+from vitrel.transfer.runner import out_of_memory
 from vitrel.transfer.settings import Row, Sweep
 from vitrel.transfer.verdict import verdicts
 
@@ -25,52 +26,99 @@ def run_sweep(
     title: str = "",
     report: bool = False,
     claims: Sequence[Claim] = (),
+    replace: bool = False,
 ) -> list[Row]:
     """Evaluates everything `plan(models, sweep)` lists and writes results.csv, per_class.csv, translation.csv (where content is
-    shifted), table.md, claims.md (where there are claims) and plots/*.png into `folder`; with `report`, pictures.json.gz and
-    report.html too.
+    shifted), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
+    `folder`; with `report`, pictures.json.gz and report.html too.
 
-    The tables are written as they grow, so often that it takes a tenth of the time at most. Rows found there that stem from the
-    same weights, data and settings are not made again; rows of anything else are dropped once all is done.
+    No row is ever lost. Rows in `folder` that stem from the same weights, data and settings are not made again, and those at
+    other sizes, protocols, policies or of other models stay beside the new ones. Where rows there may not stand in one table
+    with the new ones (`not_comparable`), a ValueError says what differs before anything is computed. With `replace`, all files
+    of an evaluation with any row that is not asked for now are moved into a folder replaced-1 there, which is printed; rows
+    that are asked for stay. Tables are written as they grow. An exception gets a note (`add_note`) of how many rows are saved.
     """
     for size in dict.fromkeys(trained.img_size for trained in models):
         check_data(sweep, size)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {line_key(one.row): one for one in read_folder(folder)}
-    done: list[Evaluated] = []
-    again = 0.0
+    with only_writer(folder):
+        tables = _opened(models, sweep, folder, replace)
+        try:
+            _evaluate(models, sweep, tables)
+            rows = with_curves([one.row for one in tables.rows.values()])
+            tables.write(rows)
+            _show(rows, folder, shown(title), claims)
+            if replace and not claims:
+                (folder / "claims.md").unlink(missing_ok=True)
+            if report:
+                # pictures run the models, and the page brings in plotly: only where they are wanted
+                from vitrel.transfer.html import write_html
+                from vitrel.transfer.pictures import collect_pictures
+
+                collect_pictures(models, sweep, folder, rows=rows)
+                write_html(folder, shown(title))
+        except BaseException as error:
+            saved = tables.write_rest()
+            if isinstance(error, RuntimeError) and out_of_memory(error):
+                raise _noted(MemoryError(f"memory ran out: {str(error).splitlines()[0]}"), saved) from error
+            _noted(error, saved)
+            raise
+    return rows
+
+
+def _noted(error: BaseException, saved: str) -> BaseException:
+    if saved:
+        error.add_note(saved)
+    return error
+
+
+def _opened(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool) -> Tables:
+    """The folder with the rows that stay there; see `run_sweep`."""
+    found, names = read_folder(folder), read_names(folder)
+    keys = [key for _, key in planned(models, sweep, Images(sweep))]
+    asked = {row_key(key) for key in keys}
+    others = [one for one in found if row_key(one.row) not in asked]
+    why = not_comparable([one.row for one in others], keys)
+    if why and not replace:
+        raise ValueError(
+            f"{folder} holds rows that may not stand in one table with those asked for now ({why}). Nothing was computed. Give "
+            f"another folder (--out), or --replace, which first moves what is in {folder} into a folder of its own there"
+        )
+    if not replace or not others:
+        return Tables(folder, found, names)
+    place, rest = set_aside(folder), [one for one in found if row_key(one.row) in asked]
+    tables = Tables(folder, rest, names)
+    if rest:
+        tables.write()
+    print(
+        f"{len(others)} of the {len(found)} rows in {folder} are not asked for now{f' ({why})' if why else ''}: the evaluation "
+        f"that was there is in {place}, {len(rest)} rows of it stay"
+    )
+    return tables
+
+
+def _evaluate(models: Sequence[Trained], sweep: Sweep, tables: Tables) -> None:
     with progress_bar() as bar:
         work = bar.add_task("", total=len(plan(models, sweep)))
 
         def advance(task: Task, share: float) -> None:
             bar.update(work, advance=share, description=task.name)
 
-        for one in evaluate_rows(models, sweep, list(kept.values()), advance):
-            done.append(one)
-            known = kept.pop(line_key(one.row), None)
-            made_now = known is None or known.per_class is not one.per_class
-            if made_now and time.perf_counter() > again:  # of thousands of rows, writing takes as long as a row
-                start = time.perf_counter()
-                write_folder([*done, *kept.values()], folder)
-                again = time.perf_counter() + 10 * (time.perf_counter() - start)
-    rows = with_curves([one.row for one in done])
-    write_folder([one._replace(row=row) for one, row in zip(done, rows, strict=True)], folder)
+        for one in evaluate_rows(models, sweep, list(tables.rows.values()), advance):
+            tables.add(one)
+
+
+def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]) -> None:
+    """Writes table.md, plots/ and claims.md."""
     table = aggregate(rows)
-    text = f"# {title or folder.name}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
-    (folder / "table.md").write_text(text, "utf-8")
+    text = f"# {title or shown(folder.name)}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
+    with whole(folder / "table.md") as part:
+        part.write_text(text, "utf-8")
     plot_all(rows, folder / "plots", title)
-    (folder / "claims.md").unlink(missing_ok=True)
     if claims:
         verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation")))
-        (folder / "claims.md").write_text(verdict + "\n", "utf-8")
-    if report:
-        # pictures run the models, and the page brings in plotly: only where they are wanted
-        from vitrel.transfer.html import write_html
-        from vitrel.transfer.pictures import collect_pictures
-
-        collect_pictures(models, sweep, folder)
-        write_html(folder, title)
-    return rows
+        with whole(folder / "claims.md") as part:
+            part.write_text(verdict + "\n", "utf-8")
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -88,13 +88,18 @@ function figure(parent, id, csv, more = {}) {
   return { whole, caption, plot };
 }
 
-function save(name, lines) {
+// As `guarded` of vitrel/files.py: ' before text that a spreadsheet would run as a formula; numbers stay.
+function csvText(lines) {
   const cell = (value) => {
-    const text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value);
+    let text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value);
+    if (/^'*[=+\-@\t\r\n]/.test(text) && Number.isNaN(Number(text))) text = `'${text}`;
     return /[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
   };
-  const text = lines.map((line) => line.map(cell).join(",")).join("\n") + "\n";
-  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
+  return lines.map((line) => line.map(cell).join(",")).join("\n") + "\n";
+}
+
+function save(name, lines) {
+  const link = make("a", { href: URL.createObjectURL(new Blob([csvText(lines)], { type: "text/csv" })), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }

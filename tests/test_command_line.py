@@ -1,0 +1,75 @@
+"""How a tool ends: one line, and the usual exit codes."""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from vitrel.command_line import Terminated, reported, terminable
+
+
+def ended(capsys, error):
+    """(exit code or text, what stands on stderr) where a tool raises `error`."""
+    with pytest.raises(SystemExit) as caught, reported():
+        raise error
+    return caught.value.code, capsys.readouterr().err
+
+
+def noted(error, *notes):
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+ERRORS = [ValueError("bad"), OSError(28, "No space", "a.csv"), MemoryError("bad"), FloatingPointError("bad")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_what_the_user_can_mend_is_one_line(capsys, error):
+    code, _ = ended(capsys, noted(error, "3 rows are\n  saved"))
+    assert code == f"error: {error}; 3 rows are saved"  # a text: printed on stderr, status 1
+
+
+def test_lines_are_joined_and_nothing_is_hidden(capsys):
+    assert ended(capsys, ValueError("does not fit:\n\tMissing key a"))[0] == "error: does not fit: Missing key a"
+    assert ended(capsys, MemoryError())[0] == "error: MemoryError"
+    with pytest.raises(TypeError), reported():  # ours to mend: with its traceback
+        raise TypeError
+
+
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(capsys):
+    code, said = ended(capsys, noted(KeyboardInterrupt(), "3 rows saved in a.csv"))
+    assert code == 130 and said == "interrupted: 3 rows saved in a.csv\n"
+    code, said = ended(capsys, KeyboardInterrupt())
+    assert code == 130 and "nothing was saved" in said and "the same command" in said and said.count("\n") == 1
+
+
+def test_sigterm_is_cleaned_up_after_and_ends_with_143(capsys, tmp_path):
+    former, cleaned = signal.getsignal(signal.SIGTERM), []
+
+    @contextmanager
+    def cleaning():
+        try:
+            yield
+        finally:
+            cleaned.append(True)
+
+    with pytest.raises(SystemExit) as caught, reported("go on"), terminable(), cleaning():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 143 and cleaned and capsys.readouterr().err == "SIGTERM: go on\n"
+    assert signal.getsignal(signal.SIGTERM) is former and issubclass(Terminated, KeyboardInterrupt)
+
+
+def test_of_several_processes_one_tells(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert ended(capsys, KeyboardInterrupt()) == (130, "")
+
+
+def test_names_that_are_no_utf8_can_be_printed(tmp_path, monkeypatch):
+    with (tmp_path / "out").open("w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with reported():
+            print(os.fsdecode(b"caf\xe9"))
+    assert (tmp_path / "out").read_text("utf-8") == "caf\\udce9\n"
