@@ -66,6 +66,15 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
         load_checkpoint(tmp_path / "object.ckpt")
 
 
+def test_damage_inside_a_tensor_is_noticed(checkpoint):
+    path = checkpoint()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'last/data/\d+'"):
+        load_checkpoint(path)
+
+
 def test_weights_that_do_not_fit_are_listed(checkpoint):
     def shrink(stored):
         stored["state_dict"]["model.head.weight"] = torch.zeros(2, 96)

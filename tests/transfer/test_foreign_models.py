@@ -1,8 +1,12 @@
 """Models by name, with weights as timm saves them; which output is which class of the data."""
 
 import argparse
+import os
+import re
+import traceback
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -157,10 +161,72 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path):
         trained_model(model, preprocessing={"std": [1, 1, 0]})
 
 
-def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path):
-    torch.save({"state_dict": {"a": torch.zeros(1)}, "run": print}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=r"a\.pth .* is no readable checkpoint: weights_only=True blocked loading"):
-        load_model("vit_tiny_patch16_224", tmp_path / "a.pth")
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def refused(path, *names):
+    """The errors of loading `names` from `path`, which must not tell how to run code, nor run it."""
+    for name in names:
+        with pytest.raises(ValueError, match=r"was refused: it holds more than tensors and plain values") as caught:
+            load_model(name, None if name.startswith("local-dir:") else path, SMALL)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert not re.search("will likely succeed|retry with weights_only|is trusted|allow_pickle=False", shown), shown
+        yield str(caught.value)
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, monkeypatch):
+    """By each way that a file comes in, and without timm's and torch's advice how to load it nevertheless."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "run": Bomb()}, tmp_path / "a.pth")
+    for said in refused(tmp_path / "a.pth", "vit_tiny_patch16_224", "vitrel_vit_ti16_absolute"):
+        assert re.search(r"a\.pth \([\d,]+ bytes\) was refused: .*\(posix\.mkdir\)", said)
+    save_for_hf(timm.create_model("vit_tiny_patch16_224", **SMALL), tmp_path / "folder", model_args=SMALL)
+    for file in (tmp_path / "folder").glob("*model*"):
+        file.unlink()
+    torch.save({"run": Bomb()}, tmp_path / "folder" / "pytorch_model.bin")
+    [said] = refused(None, f"local-dir:{tmp_path}/folder")
+    assert "pytorch_model.bin" in said and "posix.mkdir" in said
+    np.savez(tmp_path / "a.npz", **{"embedding/kernel": np.array([Bomb()], dtype=object)})
+    [said] = refused(tmp_path / "a.npz", "vit_tiny_patch16_224")
+    assert "a.npz" in said
+    given = SMALL | {"checkpoint_path": str(tmp_path / "a.pth")}
+    torch.save(timm.create_model("vit_tiny_patch16_224", **SMALL).state_dict(), tmp_path / "good.pth")
+    with pytest.raises(ValueError, match=r"vit_tiny_patch16_224 was refused: .*posix\.mkdir") as caught:
+        load_model("vit_tiny_patch16_224", tmp_path / "good.pth", given)
+    assert "weights_only=False" not in "".join(traceback.format_exception(caught.value))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_file_is_refused_by_each_way(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SMALL)
+    where = model.state_dict()["blocks.0.mlp.fc1.weight"].numpy().tobytes()
+
+    def damage(path):
+        content = bytearray(path.read_bytes())
+        at = content.index(where) + 500
+        content[at : at + 100] = bytes(100)
+        path.write_bytes(content)
+
+    torch.save({"state_dict": model.state_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pth")
+    damage(tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"a\.pth \([\d,]+ bytes\) is damaged: its record 'a/data/\d+'"):
+        load_model("vit_tiny_patch16_224", tmp_path / "a.pth", SMALL)
+    np.savez(tmp_path / "a.npz", kernel=model.state_dict()["blocks.0.mlp.fc1.weight"].numpy())
+    damage(tmp_path / "a.npz")
+    with pytest.raises(ValueError, match=r"a\.npz \([\d,]+ bytes\) is damaged: its record 'kernel\.npy'"):
+        load_model("vit_tiny_patch16_224", tmp_path / "a.npz", SMALL)
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*none\.npz"):
+        load_model("vit_tiny_patch16_224", tmp_path / "none.npz", SMALL)
+    save_for_hf(model, tmp_path / "folder", model_args=SMALL | {"num_classes": 3})
+    for file in (tmp_path / "folder").glob("*model*"):
+        file.unlink()
+    torch.save(model.state_dict(), tmp_path / "folder" / "pytorch_model.bin")
+    load_model(f"local-dir:{tmp_path}/folder")
+    damage(tmp_path / "folder" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin .*is damaged: its record"):
+        load_model(f"local-dir:{tmp_path}/folder")
 
 
 def test_class_indices_are_read_with_a_heading_and_further_columns(tmp_path):

@@ -1,5 +1,6 @@
 """Models by their name in timm's registry, ours among them, with weights from a file, ready to be evaluated."""
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -11,19 +12,20 @@ import timm
 import torch
 from timm.data import resolve_model_data_config
 from timm.layers import to_2tuple
-from timm.models import load_checkpoint, load_state_dict
+from timm.models import clean_state_dict, load_checkpoint
 from torch import nn
 
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.build import model_for
 from vitrel.models.weights.load import apply_plan, read_file
+from vitrel.models.weights.read import ARRAYS, check_file, refusing_code
 from vitrel.names import nearest
 from vitrel.probe.attention_layer import model_name
 from vitrel.transfer.checkpoint import Trained, encoding_of
 from vitrel.transfer.settings import Size
 
-ARRAYS = (".npz", ".npy")
+_AVERAGED_FIRST = ("state_dict_ema", "model_ema", "state_dict", "model")  # as timm.models.load_state_dict
 
 
 def load_model(
@@ -127,8 +129,10 @@ def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
             model, plan = model_for(name, arguments, read_file(weights))
             return apply_plan(model, plan)
         if weights.suffix in ARRAYS:  # of the authors' own code, which the model itself reads
+            check_file(weights)
             model = _create(name, arguments)
-            load_checkpoint(model, str(weights))
+            with refusing_code(str(weights)):
+                load_checkpoint(model, str(weights))
             return model
         state = _read_state(weights)
         head = state.get(f"{timm.get_pretrained_cfg(name).classifier}.weight")
@@ -146,6 +150,9 @@ def _from_folder(name: str, arguments: dict[str, Any]) -> nn.Module:
     folder = Path(name.partition(":")[2])
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: local-dir: takes one that holds a model's config.json and its weights")
+    for file in folder.iterdir():
+        if file.suffix in (".safetensors", ".pth", ".bin", ".tar"):  # timm takes one of them
+            check_file(file)
     try:
         return _create(name, arguments | {"pretrained": True})
     except MemoryError:
@@ -160,18 +167,17 @@ def _from_folder(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
-    try:
-        return timm.create_model(name, **arguments)
-    except TypeError:  # a network that is built for no size
-        return timm.create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
+    with refusing_code(name):  # the arguments may name a file
+        try:
+            return timm.create_model(name, **arguments)
+        except TypeError:  # a network that is built for no size
+            return timm.create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    """As timm reads it, argparse's settings of its train.py included, which `read_file` refuses."""
+    """The weights that timm takes from a file: averaged ones first, names without the prefixes of DDP and torch.compile."""
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""))
-    try:
-        return load_state_dict(str(path), weights_only=True)
-    except Exception as error:  # a damaged file raises almost anything
-        reason = str(error).partition("\n")[0] or "it is empty or cut off"
-        raise ValueError(f"{path} ({path.stat().st_size:,} bytes) is no readable checkpoint: {reason}") from error
+    loaded = read_file(path, allowed=(argparse.Namespace,))  # the settings in checkpoints of timm's train.py
+    found = [loaded[key] for key in _AVERAGED_FIRST if loaded.get(key) is not None] if isinstance(loaded, dict) else []
+    return clean_state_dict(found[0] if found else loaded)

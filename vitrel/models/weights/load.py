@@ -1,14 +1,11 @@
 """One loader for anyone's weights: read a file, rearrange it for a model, refuse what does not fit, report every step."""
 
 import json
-import pickle
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from timm.layers import to_2tuple
 from torch import Tensor, nn
@@ -17,6 +14,7 @@ from vitrel.files import whole
 from vitrel.models.weights.differences import differences, other_family
 from vitrel.models.weights.draft import Draft, Row
 from vitrel.models.weights.place import fit, place
+from vitrel.models.weights.read import checksums, read_file
 from vitrel.models.weights.record import check_record, position_record
 from vitrel.models.weights.swin_names import read_swin
 from vitrel.models.weights.unwrap import Unwrapped, unwrap
@@ -165,39 +163,10 @@ def save_pretrained(model: nn.Module, path: str | Path) -> None:
     if path.suffix != ".safetensors":
         raise ValueError(f"weights are saved as .safetensors, not as {path.name}")
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
-    about = {"format": "pt", "vitrel": json.dumps({"position": position_record(model)})}
+    about = {"position": position_record(model), "checksums": checksums({"state_dict": state})}
+    about = {"format": "pt", "vitrel": json.dumps(about)}
     with whole(path) as part:
         part.write_bytes(save(state, metadata=about))  # save_file would make a file that only its owner can read
-
-
-def read_file(path: str | Path) -> object:
-    """What a .safetensors file or a torch checkpoint of tensors and plain values holds; metadata of the former as "vitrel".
-
-    FileNotFoundError or ValueError with path, size and what is wrong.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}" + (": it is a folder" if path.is_dir() else ""))
-    size = f"{path.stat().st_size:,} bytes"
-    try:
-        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, OSError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0] or "it is cut off"
-        reason = reason if path.stat().st_size else "it is empty, the disk may have been full"
-        raise ValueError(f"{path} ({size}) is no readable checkpoint: {reason}; train or copy it again") from error
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path} ({size}) was refused: it holds more than tensors and plain values ({reason})") from error
-
-
-def _read_torch(path: Path) -> object:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {}).get("vitrel", "{}"))
-        return {"state_dict": {name: file.get_tensor(name) for name in file.keys()}, "vitrel": about}  # noqa: SIM118
 
 
 def _record(loaded: object) -> dict[str, dict[str, Any]]:
