@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import save
 from timm.layers import to_2tuple
 from torch import Tensor, nn
