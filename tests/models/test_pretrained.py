@@ -262,6 +262,9 @@ def test_names_of_vitdet_stay_as_they_are(pair):
     with pytest.raises(RuntimeError, match=r"not in the model: backbone\.simfpn_2\.weight, roi_heads\.a\."):
         vitrel.load_pretrained(pair[1], detector)
     takes(*pair, detector, allow_unused=["backbone.simfpn*", "roi_heads.*"])
+    many = detector | {f"backbone.simfpn_{i}.weight": torch.ones(1) for i in range(300)}
+    takes(*pair, many, allow_unused=["backbone.simfpn*", "roi_heads.*"])
+    assert {name for row in plan_weights(pair[1], many).rows for name in row.source} == set(many)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])

@@ -85,10 +85,9 @@ def _choice(taken: str, others: list[str]) -> str:
 
 def _wrapped(state: dict[str, Tensor]) -> dict[str, list[str]]:
     """{prefix: names that have it} of what may be the model, the averaged first; empty unless most names have such a prefix."""
-    found = {  # ViTDet's names, backbone.net, are read as they are
-        prefix: [name for name in state if name.startswith(f"{prefix}.") and not name.startswith("backbone.net.")]
-        for prefix in _PREFIXES
-    }
+    found = {prefix: [name for name in state if name.startswith(f"{prefix}.")] for prefix in _PREFIXES}
+    if any(name.startswith("backbone.net.") for name in found["backbone"]):
+        found["backbone"] = []  # ViTDet's names are read as they are
     most = max(map(len, found.values()))
     found = {prefix: names for prefix, names in found.items() if 0 < most <= 2 * len(names)}
     return found if 2 * sum(map(len, found.values())) > len(state) else {}
