@@ -3,10 +3,10 @@
     python tools/compare.py configs/quickstart.yaml
 
 Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed; with several data sets, into a
-folder for each; --data NAME takes one of them alone. One at a time, all models are trained with the first seed before any with
-the second. What is done already is not done again, what was interrupted goes on from its last checkpoint. Rows that the
-configuration lists no more, or of other weights, are moved into a folder replaced-1, -2, ... there. --jobs 2 trains two models
-at a time, each on its share of the CPU's cores: small models gain.
+folder for each; --data NAME takes one of them alone, and --data path/to/NAME says where it lies. One at a time, all models are
+trained with the first seed before any with the second. What is done already is not done again, what was interrupted goes on
+from its last checkpoint. Rows that the configuration lists no more, or of other weights, are moved into a folder replaced-1,
+-2, ... there. --jobs 2 trains two models at a time, each on its share of the CPU's cores: small models gain.
 """
 
 import argparse
@@ -36,27 +36,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="e.g. configs/quickstart.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the results; default runs")
     parser.add_argument("--jobs", type=int, default=1, help="models trained at a time, on a CPU; default 1")
-    parser.add_argument("--data", help="of several data sets, this one alone: the last part of its path")
+    parser.add_argument("--data", help="of several data sets, the one of this name alone; a path also says where it lies")
     parser.add_argument("--no-report", action="store_true", help="tables and plots, but no pictures and no report.html")
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs is 1 or more, not {args.jobs}")
     with reported("the same command goes on from here"):
-        comparisons = chosen(load_comparison(args.config), args.data)
+        comparisons = load_comparison(args.config, args.data)
         for comparison in comparisons:  # before the first is trained
             for size in comparison.train_sizes:
                 check_data(comparison.sweep, size)
             check_models(comparison)
         for comparison in comparisons:
             compare(comparison, args.runs / comparison.name, args.jobs, not args.no_report)
-
-
-def chosen(comparisons: list[Comparison], data: str | None) -> list[Comparison]:
-    """Those on the data set of that name, all for None; ValueError where there is none."""
-    names = [Path(comparison.data).name for comparison in comparisons]
-    if data is not None and data not in names:
-        raise ValueError(f"--data {data}: the data of this configuration are {', '.join(names)}")
-    return [comparison for comparison, name in zip(comparisons, names, strict=True) if data in (None, name)]
 
 
 def check_models(comparison: Comparison) -> None:

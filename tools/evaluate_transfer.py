@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> None:
     )
     models = _labelled([*(load_checkpoint(path) for path in args.checkpoint), *_named(args)])
     if args.dry_run:
-        text = describe_plan(models, sweep, args.out)
+        text = describe_plan(models, sweep, args.out, args.replace)
         print(text if rank_and_world()[0] == 0 else "", end="")
         return
     if rank_and_world()[0] > 0:

@@ -2,14 +2,12 @@
 
     python tools/study_conversion.py configs/absolute_to_relative.yaml
 
-Writes results.csv, table.md and accuracy.png into runs/<name>/. Every row compares with the interpolated absolute model on the
-same images.
+Writes results.csv, table.md and accuracy.png into runs/<name>/. Rows compare with the interpolated absolute model.
 """
 
 import argparse
 import copy
 import math
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import vitrel
+from vitrel.command_line import reported, terminable
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
@@ -33,6 +32,7 @@ from vitrel.transfer.policies import policies_at, resize_policy
 from vitrel.transfer.report import markdown
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
+BOTH = ["imagenet", "flowers"]
 Config = dict[str, Any]
 
 
@@ -41,26 +41,26 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the results; default runs")
-    parser.add_argument("--parts", nargs="+", default=["imagenet", "flowers"], help="which parts; default both")
+    parser.add_argument("--parts", nargs="+", default=BOTH, choices=BOTH, help="which parts; default both")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    try:
+    with reported("the rows so far are in the table of their part; the same command starts anew"), terminable():
         config = read_yaml(args.config)
-        folder = args.runs / config["name"]
-        folder.mkdir(parents=True, exist_ok=True)
+        data = [config.get(part, {}).get("data", part) for part in args.parts]
+        places = [config["weights"], *config["fit"]["sources"].values(), *data]
+        if missing := [place for place in places if not Path(place).exists()]:
+            raise FileNotFoundError(f"{args.config} names {missing[0]}, which is not there: write into it where that lies")
+        (folder := args.runs / config["name"]).mkdir(parents=True, exist_ok=True)
         for part in args.parts:
             rows = []
             for row in {"imagenet": on_imagenet, "flowers": on_flowers}[part](config):
                 rows.append({"part": part, **row})
                 pd.DataFrame(rows).to_csv(folder / f"{part}.csv", index=False)
                 print({k: row[k] for k in ("label", "seed", "img_size", "policy", "top1", "closed", "difference")}, flush=True)
-        present = [folder / f"{part}.csv" for part in ("imagenet", "flowers") if (folder / f"{part}.csv").exists()]
-        table = pd.concat([pd.read_csv(path) for path in present])
+        table = pd.concat([pd.read_csv(path) for part in BOTH if (path := folder / f"{part}.csv").exists()])
         table.to_csv(folder / "results.csv", index=False)
         (folder / "table.md").write_text(tables(table), "utf-8")
         plot(table, folder / "accuracy.png")
-    except (ValueError, OSError, KeyError) as error:
-        sys.exit(f"error: {type(error).__name__}: {error}")
 
 
 def on_imagenet(config: Config) -> Iterator[Config]:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from helpers import script
@@ -41,3 +42,14 @@ def test_validation_images_are_thinned_out_above_a_size(folder):
     pixels, labels = images(16)
     assert pixels.shape == (4, 3, 16, 16) and labels.tolist() == [7, 7, 8, 9]
     assert values(pixels) == [5, 20, 55, 90]  # of held_out_1, image_0, image_2, ... in each class: numbers 0, 4, 8 and 12
+
+
+@pytest.mark.parametrize("lacking", ["weights", "data", "source"])
+def test_what_is_not_where_the_configuration_says_is_named_at_once(folder, tmp_path, lacking):
+    places = {key: str(tmp_path / "none" if key == lacking else folder) for key in ("weights", "data", "source")}
+    config = {"name": "trial", "weights": places["weights"], "flowers": {"data": places["data"]}}
+    config["fit"] = {"sources": {"own": places["source"]}}
+    path = tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit, match=r"error: .*trial\.yaml names .*none, which is not there"):
+        script("tools/study_conversion.py").main([str(path), "--parts", "flowers", "--runs", str(tmp_path)])

@@ -22,8 +22,7 @@ DATA = ("imagenette224", "flowers256")
 
 @pytest.mark.parametrize("data", DATA)
 def test_the_whole_grid_is_configured(data):
-    shared(f"data/{data}")
-    (found,) = load_comparison(ROOT / "configs" / f"study_{data}.yaml")
+    (found,) = load_comparison(ROOT / "configs" / f"study_{data}.yaml", str(shared(f"data/{data}")))
     assert found.name == f"study_{data}" and found.data.endswith(data) and found.seeds == (0, 1, 2)
     labels = {entry.label for entry in found.entries}
     assert {*ENCODINGS, "swin-table", "swin-cpb", "swin-rope_mixed", "swin-log_decay"} <= labels

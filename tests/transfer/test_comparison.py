@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from helpers import ROOT
 from vitrel.transfer.comparison import load_comparison
 
 CONFIG = {
@@ -154,6 +155,34 @@ def test_data_is_found_from_here_or_beside_the_file(load, tmp_path, monkeypatch)
         FileNotFoundError, match=r"no data folder missing .*train/<class>/ and val/<class>/, or a built-in set: shapes,"
     ):
         load(data="missing")
+
+
+def test_where_the_data_lie_may_be_said_beside_the_file(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("images", "elsewhere/flowers", "elsewhere/images"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"no data folder path/to/flowers .*--data path/to/flowers"):
+        load(data="path/to/flowers")
+    path = tmp_path / "trial.yaml"
+
+    def found(asked):
+        return [(one.name, one.data) for one in load_comparison(path, asked)]
+
+    # one data set may lie anywhere
+    assert found(str(tmp_path / "elsewhere" / "images")) == [("trial", str(tmp_path / "elsewhere" / "images"))]
+    assert found("./images") == [("trial", "./images")]
+    path.write_text(path.read_text().replace("data: path/to/flowers", "data: [path/to/flowers, images, shapes]"))
+    assert found("elsewhere/flowers") == [("trial/flowers", "elsewhere/flowers")]
+    assert found("images") == [("trial/images", "images")]  # the others need not be there
+    for asked, told in [("./elsewhere", "its name"), ("none/flowers", "no such folder"), ("birds", "--data birds")]:
+        with pytest.raises(ValueError, match="the data of this configuration are flowers, images, shapes") as caught:
+            found(asked)
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_no_configuration_names_a_place_outside_the_checkout(path):
+    assert "../" not in path.read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes"])

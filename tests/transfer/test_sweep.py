@@ -109,6 +109,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
     capsys.readouterr()
     changed, asked = other_weights(model), sweep(48, n=7)
+    assert "3 other rows there would be moved aside" in describe_plan([changed], asked, tmp_path, replace=True)
     rows = run_sweep([changed], asked, tmp_path, replace=True)
     printed = capsys.readouterr().out.replace("\n", " ")
     assert "3 of the 3 rows" in printed and "other weights" in printed and str(tmp_path / "replaced-1") in printed

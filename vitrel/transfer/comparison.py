@@ -66,13 +66,16 @@ class Comparison:
         }
 
 
-def load_comparison(path: str | Path) -> list[Comparison]:
+def load_comparison(path: str | Path, data: str | None = None) -> list[Comparison]:
     """Reads and checks a YAML file; nothing in it is executed.
 
     One comparison for each data set. Where `data` is a list, all models are trained and evaluated on each, and a comparison is
     called <name>/<data set>; an item may be {data: ..., evaluate: {...}} with what differs there. A relative data folder is
-    looked for from the working directory, then from the folder of the file. Raises FileNotFoundError for a missing file or
-    data folder, ValueError for anything in it that is unknown, missing or wrong.
+    looked for from the working directory, then from the folder of the file.
+
+    data: of several data sets the one of this name alone, the last part of its path. A path, such as /data/flowers256 or
+    ./flowers256, says where it lies, in the place of the file's; where the file has one data set, whatever the folder's name.
+    Raises FileNotFoundError for a missing file or data folder, ValueError for anything in it that is unknown, missing or wrong.
     """
     path = Path(path)
     config = _read(path)
@@ -81,15 +84,34 @@ def load_comparison(path: str | Path) -> list[Comparison]:
             raise ValueError(f"{path}: {key} is missing or empty; a comparison needs {', '.join(KEYS)}")
     name, entries, several = plain_name(config["name"], f"{path}: name"), read_entries(config["models"], path), config["data"]
     if not isinstance(several, list):
-        return [_comparison(name, config, entries, path)]
+        [item] = _asked([{"data": several}], data)
+        return [_comparison(name, config | item, entries, path)]
+    items = [section(item if isinstance(item, Mapping) else {"data": item}, DATA_KEYS, f"{path}, data") for item in several]
     found: dict[str, Comparison] = {}
-    for item in several:
-        item = section(item if isinstance(item, Mapping) else {"data": item}, DATA_KEYS, f"{path}, data")
+    for item in _asked(items, data):
         own = f"{name}/{plain_name(Path(str(item.get('data'))).name, f'{path}: data')}"
         if own in found:
             raise ValueError(f"{path}: two data sets are called {own}; rename one of the folders")
         found[own] = _comparison(own, _merged(config, item), only_entries(item.get("only"), entries, path), path)
     return [*found.values()]
+
+
+def _asked(items: Sequence[Mapping[str, Any]], data: str | None) -> list[Mapping[str, Any]]:
+    """The data sets of a configuration that `data` asks for, where it says they lie; see `load_comparison`."""
+    if data is None:
+        return [*items]
+    names, name = [Path(str(item.get("data"))).name for item in items], Path(data).name
+    known = f"the data of this configuration are {', '.join(names)}"
+    if name == data:
+        if name not in names:
+            raise ValueError(f"--data {data}: {known}")
+        return [item for item, own in zip(items, names, strict=True) if own == name]
+    if not Path(data).is_dir():
+        raise ValueError(f"--data {data}: there is no such folder; {known}")
+    found = [item for item, own in zip(items, names, strict=True) if own == name] if len(items) > 1 else items
+    if not found:
+        raise ValueError(f"--data {data}: {known}; the folder of one of them has to have its name")
+    return [{**item, "data": data} for item in found]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -162,7 +184,8 @@ def _data(data: Any, path: Path) -> str:
             return folder
     raise FileNotFoundError(
         f"{path}: no data folder {data} from here ({Path.cwd()}) nor {beside}; "
-        f"give the path of a folder that holds train/<class>/ and val/<class>/, or a built-in set: {', '.join(SHAPES)}"
+        f"say where it lies, by --data path/to/{Path(str(data)).name} or in the file, "
+        f"a folder that holds train/<class>/ and val/<class>/, or a built-in set: {', '.join(SHAPES)}"
     )
 
 

@@ -19,10 +19,10 @@ HEAD = (
 )  # fmt: skip
 
 
-def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path) -> str:
+def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool = False) -> str:
     """Every row of `plan(models, sweep)` as a Markdown table: what would be resized, what it costs, whether `folder` has it.
 
-    Raises as the evaluation would: ValueError for a size that a model cannot take, or for classes that do not fit.
+    Other rows there that would be refused or moved aside (`run_sweep`) are told. Raises as the evaluation would: ValueError for a size that a model cannot take, or for classes that do not fit.
     """
     done, images, known = read_folder(folder), Images(sweep), {}
     found, keys = known_rows(models, sweep, images, done)
@@ -40,8 +40,12 @@ def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path) -> str:
     number = " or ".join(f"{count:,}" for count in sorted(counts))
     shifts = f", shifted by {', '.join(map(str, sweep.shifts))} px at the training size" if sweep.shifts else ""
     asked = {row_key(key) for _, key in keys}
-    differ = not_comparable([one.row for one in done if row_key(one.row) not in asked], [key for _, key in keys])
-    note = f"Rows there may not stand in one table with these ({differ}): give another --out, or --replace.\n" if differ else ""
+    others = [one.row for one in done if row_key(one.row) not in asked]
+    differ, note = not_comparable(others, [key for _, key in keys]), ""
+    if others and replace:
+        note = f"{len(others)} other rows there would be moved aside.\n"
+    elif differ:
+        note = f"Rows there may not stand in one table with these ({differ}): give another --out, or --replace.\n"
     return (
         f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{shifts}; {ready} of them are in {folder} already. "
         f"GFLOPs: 10^9 multiply-adds per image.\n{note}"

@@ -87,7 +87,7 @@ def only_writer(folder: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
-                    text = f"another evaluation is writing into {folder}: wait for its end, or give another folder (--out)"
+                    text = f"another evaluation is writing into {folder}: wait for its end, or give another folder"
                     raise BlockingIOError(text) from None
                 time.sleep(0.2)
                 continue
