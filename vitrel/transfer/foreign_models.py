@@ -20,7 +20,7 @@ import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.build import model_for
 from vitrel.models.weights.load import apply_plan, read_file
-from vitrel.models.weights.read import ARRAYS, check_file, refusing_code
+from vitrel.models.weights.read import ARRAYS, check_file, guarding
 from vitrel.probe.attention_layer import model_name
 from vitrel.transfer.checkpoint import Trained, encoding_of
 from vitrel.transfer.settings import Size
@@ -47,7 +47,7 @@ def load_model(
         for file in Path(name.partition(":")[2]).glob("*"):
             if file.suffix in (".safetensors", ".pth", ".bin", ".tar"):  # timm takes one of them
                 check_file(file)
-        with refusing_code(name):
+        with guarding(name):
             model = timm.create_model(name, pretrained=True, **arguments)
     elif not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0)
@@ -134,7 +134,7 @@ def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
         if weights.suffix in ARRAYS:  # of the authors' own code, which the model itself reads
             check_file(weights)
             model = _create(name, arguments)
-            with refusing_code(str(weights)):
+            with guarding(str(weights)):
                 load_checkpoint(model, str(weights))
             return model
         state = _read_state(weights)
@@ -150,7 +150,7 @@ def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
-    with refusing_code(name):  # the arguments may name a file
+    with guarding(name, arguments):
         try:
             return timm.create_model(name, **arguments)
         except TypeError:  # a network that is built for no size

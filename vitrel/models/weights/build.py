@@ -7,7 +7,7 @@ import yaml
 from torch import nn
 
 from vitrel.models.weights.load import WeightPlan, plan_weights
-from vitrel.models.weights.read import refusing_code
+from vitrel.models.weights.read import guarding
 
 
 def model_for(
@@ -23,7 +23,7 @@ def model_for(
     """
     if not timm.is_model(name) or not name.startswith("vitrel_"):
         raise ValueError(f"unknown model {name!r}; name one of timm.list_models('vitrel*')")
-    with refusing_code(name):  # model_args may name a file
+    with guarding(name, model_args):
         model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
     plan = plan_weights(model, source, source_grid, key_minus_query)
     classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
