@@ -44,6 +44,18 @@ def root(tmp_path):
     return tmp_path
 
 
+def test_contents_are_told_wherever_the_folder_lies(root):
+    """By path below the split, class and deeper folders included, with the label."""
+    (root / "train" / "dog" / "more").mkdir()
+    (root / "train" / "dog" / "1.png").rename(root / "train" / "dog" / "more" / "1.png")
+    found = Folder(root, "train", identity).contents()
+    assert found == ["cat/0.png\t0", "cat/1.png\t0", "cat/2.png\t0", "dog/0.png\t1", "dog/2.png\t1", "dog/more/1.png\t1"]
+    (root / "a").mkdir()
+    (root / "train").rename(root / "a" / "train")
+    assert Folder(f"{root}/a/", "train", identity).contents() == found
+    assert len(set(Folder(root / "a", "train", identity, n=2).contents()) & set(found)) == 2
+
+
 @pytest.mark.parametrize("protocol", ["scale", "canvas"])
 def test_a_squashed_image_at_its_own_size_is_untouched(protocol):
     array = picture(96, 96)

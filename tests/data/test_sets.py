@@ -52,12 +52,14 @@ def test_an_array_set(mnist):
     assert train.class_counts() == [1, 2, 1, 0, 1, 0, 0, 1, 0, 0]
     assert train[Draw(4, (16, 20))][0].shape == (3, 16, 20)
     assert train.name(4) == f"mnist train in {mnist}: 4"
+    assert train.contents() == ["0\t7", "1\t2", "2\t1", "3\t0", "4\t4", "5\t1"]
 
 
 def test_a_set_of_files(food):
     train = create_dataset(f"food101:{food}", "train", (8, 16), **RAW)
     assert train.classes == ["apple_pie", "waffles"] and len(train) == 4 and train.class_counts() == [2, 2]
     assert train.name(0).endswith("food-101/images/waffles/0.jpg") and train[0][1] == train.label(0) == 1
+    assert train.contents()[0] == "food-101/images/waffles/0.jpg\t1" and len(train.contents()) == 4
     assert train[0][0].shape == (3, 8, 16)
     assert len(create_dataset(f"food101:{food}", "val", (8, 16), **RAW)) == 2
     part = create_dataset(f"food101:{food}", "train", (8, 16), **RAW, n=2, seed=5)

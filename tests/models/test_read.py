@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from vitrel.models.weights.load import load_pretrained, save_pretrained
-from vitrel.models.weights.read import check_file, checksums, read_file, refusing_code
+from vitrel.models.weights.read import checksums, guarding, read_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*", "ignore:.*TorchScript.*", "ignore:Detected pickle protocol")
 
@@ -196,11 +196,12 @@ def test_timms_own_refusals_lose_their_advice(tmp_path):
     """Where an argument of timm's names the file that timm reads."""
     hostile(tmp_path)
     overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "new.pth")))
-    with pytest.raises(ValueError, match=r"the model was refused: .*posix\.mkdir") as caught, refusing_code("the model"):
+    with pytest.raises(ValueError, match=r"the model was refused: .*posix\.mkdir") as caught, guarding("the model"):
         timm.create_model("vitrel_vit_n8_none", **overlay)
     assert not [word for word in ADVICE if word in said(caught.value)]
-    with pytest.raises(RuntimeError, match="other"), refusing_code("the model"):
+    with pytest.raises(RuntimeError, match="other"), guarding("the model"):
         raise RuntimeError("other")
-    with pytest.raises(ValueError, match=r"new\.pth .*was refused"):
-        check_file(tmp_path / "new.pth")
+    given = dict(checkpoint_path=str(tmp_path / "new.pth"))
+    with pytest.raises(ValueError, match=r"new\.pth .*was refused"), guarding("the model", given):
+        timm.create_model("vitrel_vit_n8_none", **given)
     assert not (tmp_path / "ran").exists()

@@ -1,5 +1,7 @@
 """Whole runs through the command line's own function, in this process."""
 
+import json
+
 import pytest
 import timm
 import torch
@@ -61,9 +63,29 @@ def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, fo
 def test_best_is_the_highest_top1_and_last_the_last(command, tmp_path):
     run(command("run", epochs=4))
     epochs = [row for row in rows(tmp_path / "run" / "metrics.csv") if row["val/top1"]]
-    best = max(range(4), key=lambda i: (float(epochs[i]["val/top1"]), -i))
+    best = max(range(4), key=lambda i: (float(epochs[i]["val/top1"]), -float(epochs[i]["val/loss"]), -i))
     saved = {name: read(tmp_path / "run" / "checkpoints" / f"{name}.ckpt")["vitrel"]["epoch"] for name in ("best", "last")}
     assert saved == {"best": best + 1, "last": 4}
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+def test_of_equal_top1_the_lower_loss_is_the_best(command, tmp_path, monkeypatch, interval):
+    """In runs that are resumed too, and `summary.json` says the same; of equals in both it is the first."""
+    losses = {0: 3.0, 1: 1.0, 2: 1.0, 3: 2.0}
+
+    def step(self, batch, batch_idx):
+        self.val_loss.update(torch.full((len(batch[0]),), losses[self.current_epoch] + (self.global_step % 6 == 0)))
+        self.log_dict({"val/top1": 0.5, "val/loss": self.val_loss}, on_step=False, on_epoch=True)
+
+    monkeypatch.setattr(Classifier, "validation_step", step)
+    folder = tmp_path / "run"
+    for epochs, best in ((1, 1), (2, 2), (4, 2)):
+        run([*command("run", epochs=epochs), "--ckpt_path=auto", f"--trainer.val_check_interval={interval}"])
+        entry = read(folder / "checkpoints" / "best.ckpt")["vitrel"]
+        found = json.loads((folder / "summary.json").read_text())["best"]
+        at = (entry["step"] - 1) // 6 + 1  # 6 updates an epoch
+        assert at == found["epoch"] == best and found["val/loss"] == losses[best - 1] + (entry["step"] % 6 == 0)
+        assert entry["step"] == 6 * best - 3 * (interval < 1)
 
 
 @pytest.mark.filterwarnings("error:.*could not find the monitored key.*")

@@ -13,7 +13,7 @@ import pytest
 from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
 from vitrel.data.pack import pack
 from vitrel.train import run
-from vitrel.train.saving import Saving
+from vitrel.train.saving import Best, Saving
 
 
 @pytest.mark.parametrize("call", [2, 5, 6, 7, 12])
@@ -161,8 +161,10 @@ def test_sigterm_saves_and_exits_143(command, tmp_path, call, hook, step):
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_from_the_best_checkpoint(command, tmp_path):
+def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
+    judge = Best.check_monitor_top_k
+    monkeypatch.setattr(Best, "check_monitor_top_k", lambda *given: given[1].current_epoch < 4 and judge(*given))
     run(command("whole", *EVERYTHING, epochs=8))
     epoch = read(tmp_path / "whole" / "checkpoints" / "best.ckpt")["vitrel"]["epoch"]
     assert epoch < 8

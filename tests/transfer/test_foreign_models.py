@@ -193,7 +193,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused(tmp_path, monkeypatch)
     assert "a.npz" in said
     given = SMALL | {"checkpoint_path": str(tmp_path / "a.pth")}
     torch.save(timm.create_model("vit_tiny_patch16_224", **SMALL).state_dict(), tmp_path / "good.pth")
-    with pytest.raises(ValueError, match=r"vit_tiny_patch16_224 was refused: .*posix\.mkdir") as caught:
+    with pytest.raises(ValueError, match=r"a\.pth .*was refused: .*posix\.mkdir") as caught:
         load_model("vit_tiny_patch16_224", tmp_path / "good.pth", given)
     assert "weights_only=False" not in "".join(traceback.format_exception(caught.value))
     assert not (tmp_path / "ran").exists()

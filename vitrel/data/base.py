@@ -94,6 +94,10 @@ class ImageSet(Dataset, ABC):
         labels = [self.label(i) for i in range(len(self))]
         return np.bincount(labels, minlength=len(self.classes)).tolist()
 
+    def contents(self) -> list[str]:
+        """What the set holds, wherever it lies: of each image in order the name below the set's folder, a tab and the label."""
+        return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
+
     def bad_indices(self) -> list[int]:
         """Images that were asked for and could not be read so far, by any process."""
         return self.bad.nonzero().flatten().tolist()

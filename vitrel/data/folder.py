@@ -4,6 +4,7 @@ Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sor
 files count.
 """
 
+import os
 from collections.abc import Callable
 from math import floor
 from pathlib import Path
@@ -128,6 +129,7 @@ class Folder(ImageSet):
             tell_once(found.left_out)
         self.samples = [found.samples[i] for i in subset(len(found.samples), n, seed, str(folder))]
         super().__init__(classes, len(self.samples), prepare, augment, reading)
+        self.folder = folder
 
     def read(self, index: int) -> tuple[Tensor, int]:
         """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
@@ -141,6 +143,15 @@ class Folder(ImageSet):
     def name(self, index: int) -> str:
         """The path of an image, as text: bytes that are no UTF-8 are escaped."""
         return shown(self.samples[index][0])
+
+    def contents(self) -> list[str]:
+        """Of each image in order its path below the split's folder, a tab and its label."""
+        return [f"{below(path, self.folder)}\t{label}" for path, label in self.samples]
+
+
+def below(path: str | Path, folder: str | Path) -> str:
+    """The path from `folder` on; whole where it does not lie in it."""
+    return str(path).removeprefix(f"{folder}{os.sep}")  # os.path.relpath takes seconds for a million
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:

@@ -5,6 +5,7 @@ test split. Left out: CIFAR, which torchvision unpickles; Oxford-IIIT Pet, which
 a test split. They can be read as folders.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from vitrel.data.base import ImageSet, subset
 from vitrel.data.decode import Reading, decode
-from vitrel.data.folder import Split
+from vitrel.data.folder import Split, below
 from vitrel.files import shown
 
 
@@ -77,6 +78,7 @@ class TorchvisionSet(ImageSet):
         self.where = f"{name} {split} in {root}"
         self.chosen = subset(len(self.source), n, seed, self.where)
         super().__init__(list(self.source.classes), len(self.chosen), prepare, augment, reading)
+        self.root = os.path.expanduser(root)
 
     def read(self, index: int) -> tuple[Tensor, int]:
         """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
@@ -88,6 +90,12 @@ class TorchvisionSet(ImageSet):
     def label(self, index: int) -> int:
         """The label of an image, without decoding it."""
         return self.source[self.chosen[index]][1]
+
+    def contents(self) -> list[str]:
+        """Of each image in order its path below the root, or its number where a set is one array, a tab and its label."""
+        if not self.files:
+            return [f"{self.chosen[i]}\t{self.label(i)}" for i in range(len(self))]
+        return [f"{below(path, self.root)}\t{label}" for path, label in (self.source[i] for i in self.chosen)]
 
     def name(self, index: int) -> str:
         """The path of an image, or its number where a set is one array."""

@@ -101,6 +101,10 @@ class Shards(ImageSet):
         """Number of images of each class."""
         return list(self.counts) if self.chosen is None else super().class_counts()
 
+    def contents(self) -> list[str]:
+        """Of each shard in order its name, a tab and the SHA-256 that it was packed with; which images are taken is `n`'s."""
+        return [f"{shard['name']}\t{shard.get('sha256')}" for shard in self.shards]
+
     def path(self, shard: int) -> Path:
         """The file of a shard."""
         return self.folder / self.shards[shard]["name"]

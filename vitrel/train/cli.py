@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from vitrel.models.weights.load import read_file
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
 from vitrel.train.faults import BadImages, FiniteLoss
@@ -27,7 +26,7 @@ from vitrel.train.log import CSVLog
 from vitrel.train.module import Classifier
 from vitrel.train.profile import DataProfile
 from vitrel.train.progress import Speed, progress_of
-from vitrel.train.saving import AtomicIO, Best, Saving
+from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Predictions, Summary
 
 USAGE = "train.py fit --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
@@ -74,6 +73,16 @@ class PlainParser(LightningArgumentParser):
         return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
 
 
+class SaveConfig(SaveConfigCallback):
+    """Writes `config.yaml` once training starts: a run that is refused before, when it is to be resumed, leaves the former."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet; Lightning would write it here."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
+
+
 class TrainCLI(LightningCLI):
     """`fit` alone, with the run's folder, logs, checkpoints and seed decided in one place."""
 
@@ -118,8 +127,9 @@ class TrainCLI(LightningCLI):
             # no rank writes before all have come this far
             checkpoint = self.config_init[self.subcommand]["ckpt_path"] = str(last) if last.exists() else None
         if checkpoint is not None:
-            stored = read_file(checkpoint)  # says what is wrong with it; a folder, which torch would unpickle, is refused
-            done = stored.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {}).get("processed", 0)
+            # says what is wrong with it, before anything is written; a folder, which torch would unpickle, is refused
+            stored = read_to_resume(checkpoint)
+            done = stored["loops"].get("fit_loop", {}).get("epoch_progress", {}).get("current", {}).get("processed", 0)
             if 0 < (config["max_epochs"] or 0) <= done:
                 rank_zero_only(print)(f"{checkpoint} is of a finished run of {done} epochs: raise trainer.max_epochs to go on")
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
@@ -189,6 +199,7 @@ def run(args: list[str] | None = None) -> TrainCLI:
             args=args,
             seed_everything_default=0,
             trainer_defaults=DEFAULTS,
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             parser_class=PlainParser,
             parser_kwargs={"allow_abbrev": False, "fit": {"usage": USAGE, "allow_abbrev": False}},

@@ -11,10 +11,11 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from vitrel.data import Augmentation, ImageSet, Reading, class_names, create_dataset, create_shapes
+from vitrel.data import Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
 from vitrel.data.shards import Shards
 from vitrel.data.stream import ShardBatches
 from vitrel.train.order import EpochLoader, EpochOrder, EveryImageOnce, Plan
+from vitrel.train.same_run import Listing
 
 
 class ImageData(LightningDataModule):
@@ -62,6 +63,7 @@ class ImageData(LightningDataModule):
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
         self.repeats, self.reading = repeats, reading
+        self._listing: Listing | None = None
         if batch_size < 1 or workers < 0 or repeats < 1:
             raise ValueError(
                 f"data.batch_size ({batch_size}) is at least 1, data.workers ({workers}) at least 0, "
@@ -74,7 +76,7 @@ class ImageData(LightningDataModule):
         """Build both data sets with the preprocessing of the model's cfg, and the plan of an epoch."""
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
         strict = replace(self.reading, on_bad="raise", keep=None)  # evaluation sees the images as they are
-        self.train_set = self._train_set(module.preprocessing)
+        self.train_set, self._listing = self._train_set(module.preprocessing), None
         self.val_set = create_dataset(self.data, "val", self.size, **module.preprocessing, n=self.n_val, reading=strict)
         n, even = len(self.train_set), module.mixup is not None
         self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
@@ -110,6 +112,14 @@ class ImageData(LightningDataModule):
     def streamed(self) -> bool:
         """Whether training images come from shards, an epoch's divided between ranks and loader processes."""
         return isinstance(self.order, ShardBatches)
+
+    @property
+    def listing(self) -> Listing:
+        """The training images by name and label, made once: a second for a million."""
+        if self._listing is None:
+            drawn = isinstance(self.train_set, Shapes)  # by its settings alone
+            self._listing = Listing.of([] if drawn else self.train_set.contents())
+        return self._listing
 
     def names(self, epoch: int, batch: int) -> list[str]:
         """The images of a training batch of this rank: paths, or members of a shard."""

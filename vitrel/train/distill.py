@@ -1,5 +1,6 @@
 """Knowledge distillation: a frozen teacher, kept out of everything that is trained, averaged or saved."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrel.models.weights.load import load_pretrained, read_file
+from vitrel.models.weights.read import checksums
 from vitrel.train.tuning import check_model_name
 
 
@@ -62,6 +64,7 @@ class Teacher:
 
     Attributes:
         classes: the class names that its checkpoint tells, or None.
+        digest: of its weights.
 
     Raises:
         ValueError: an unknown name, weights that do not fit, or another number of classes.
@@ -81,6 +84,8 @@ class Teacher:
                 f"distillation teacher {settings.teacher} tells {model.num_classes} classes apart, the student {num_classes}: "
                 "take a teacher of the same classes"
             )
+        # which teacher it is, wherever its file lies
+        self.digest = hashlib.sha256(repr(checksums(model.state_dict())).encode()).hexdigest()
         self.size = to_2tuple(size or model.pretrained_cfg["input_size"][-2:])
         self.model = DistillationTeacher(model).requires_grad_(False).eval()
         self.mean, self.std = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))

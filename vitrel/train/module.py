@@ -7,7 +7,8 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
      "epoch_means": {"epoch": int, "train/loss": [sum, weight], "train/top1": [sum, weight]} of the epoch so far, all ranks,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "interpolation": str, "position": {...}, "data": str, "seed": int, "epoch": epochs done,
-                "step": updates done, "ema": bool, "class_counts": [...] where the data tells them}}
+                "step": updates done, "ema": bool, "class_counts": [...] where the data tells them,
+                "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from tools/train.py}}
 
 so that `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])` rebuilds the
 model of the entry v. `model_args` leaves out what would only load other weights first (`pretrained`, `checkpoint_path`).
@@ -36,6 +37,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from vitrel.models.weights.read import guarding
 from vitrel.models.weights.record import position_record
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
@@ -43,6 +45,7 @@ from vitrel.train.execution import Execution, MemoryAdvice, check_sharded
 from vitrel.train.means import EpochMeans
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
+from vitrel.train.same_run import check_same_run
 from vitrel.train.sharding import check_strategy, shard
 from vitrel.train.tuning import Tuning, check_model_name
 
@@ -266,28 +269,23 @@ class Classifier(LightningModule):
         if self.class_counts is not None:
             checkpoint["vitrel"]["class_counts"] = self.class_counts
         checkpoint["epoch_means"] = self.means.saved(self.trainer.strategy)
-        checkpoint["hyper_parameters"] = {
-            "model": self.name,
-            "num_classes": self.num_classes,
-            "img_size": list(self.img_size),
-            "model_args": dict(self.model_args),
-            "optim": asdict(self.optim),
-            "mixing": asdict(self.mixing),
-            "label_smoothing": self.label_smoothing,
-            "seed": self.seed,
-            "objective": asdict(self.objective),
-            "tuning": asdict(self.tuning),
-            "ema": None if self.ema is None else asdict(self.ema),
-            "execution": asdict(self.execution),
-        }
+        checkpoint["hyper_parameters"] = self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments as plain values."""
+        plain = {"model": self.name, "img_size": list(self.img_size), "model_args": dict(self.model_args)}
+        plain |= {name: getattr(self, name) for name in ("num_classes", "label_smoothing", "seed")}
+        groups = {name: getattr(self, name) for name in ("optim", "mixing", "objective", "tuning", "ema", "execution")}
+        return plain | {name: None if group is None else asdict(group) for name, group in groups.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError when the run to resume was of another model or other classes, or had averaged weights and this has not."""
+        """ValueError when the run to resume was of another model, other classes or other data, or trained otherwise."""
         saved = {"ema": False} | checkpoint.get("vitrel", {})
         mine = {"model": self.name, "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
         for key, value in mine.items():
             if (was := saved.get(key)) != value:
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {was!s:.200}, this run's is {value!s:.200}")
+        check_same_run(self.trainer, checkpoint)
         if "epoch_means" in checkpoint:
             self.means.restore(checkpoint["epoch_means"], self.global_rank)
 
@@ -297,4 +295,5 @@ def _create(name: str, num_classes: int, img_size: tuple[int, int], model_args: 
     if decided:
         raise ValueError(f"model_args must not set {' and '.join(decided)}: the data decides (data.data, data.size)")
     check_model_name(name)
-    return timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)
+    with guarding(name, model_args):
+        return timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)

@@ -1,9 +1,8 @@
 """Checkpoints that survive: whole or not at all, at moments a run can go on from exactly, and when asked to stop."""
 
-import json
+import math
 import os
 import signal
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,12 +11,28 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
 from vitrel.files import whole
-from vitrel.models.weights.load import read_file
+from vitrel.models.weights.read import checksums, read_file
 from vitrel.train.log import CSVLog
+from vitrel.train.same_run import run_settings
 
 TERMINATED = 128 + signal.SIGTERM  # exit status
+
+
+def read_to_resume(path: str | Path) -> dict[str, Any]:
+    """The checkpoint of a run that is to be gone on with; ValueError with the way out where it is damaged or none of a run."""
+    try:
+        stored = read_file(path)
+        if not isinstance(stored, dict) or not {"loops", "optimizer_states", "state_dict"} <= stored.keys():
+            raise ValueError(f"{path} holds no run, weights at most; to begin one from these: --model.tuning.init_from={path}")
+    except ValueError as error:
+        others = [other for other in Path(path).parent.glob("*.ckpt") if other.name != Path(path).name]
+        others = sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)
+        way = f"Go on from another one of this run: --ckpt_path={others[0]}" if others else "There is no other one beside it"
+        raise ValueError(f"cannot resume, and nothing was changed: {error}. {way}") from error
+    return stored
 
 
 class AtomicIO(TorchCheckpointIO):
@@ -25,6 +40,9 @@ class AtomicIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write; OSError when there is no room, with the former file kept and nothing left beside it."""
+        if "vitrel" in checkpoint:  # `read_file` compares them; what callbacks keep are single numbers, under names with paths
+            parts = {name: part for name, part in checkpoint.items() if name != "callbacks"}
+            checkpoint["vitrel"]["checksums"] = checksums(parts)
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with whole(path) as part, part.open("wb") as file:
@@ -43,8 +61,15 @@ class AtomicIO(TorchCheckpointIO):
         return read_file(path)
 
 
+def merit(top1: float, loss: float) -> tuple[float, float]:
+    """What orders evaluations, the best highest: top-1, and of equals the lower loss; one that is no number comes last."""
+    return top1, -math.inf if math.isnan(loss) else -loss
+
+
 class Best(ModelCheckpoint):
-    """Keeps `best.ckpt`: the evaluation with the highest top-1, of this run and of those that it goes on with.
+    """Keeps `best.ckpt`: the evaluation of the highest `merit`, of this run and of those that it goes on with.
+
+    Of evaluations with the same top-1 and the same loss it is the first.
 
     Args:
         folder: where it goes.
@@ -54,6 +79,22 @@ class Best(ModelCheckpoint):
         # when an evaluation ends, since not every epoch has one
         when = {"save_on_train_epoch_end": False, "enable_version_counter": False}
         super().__init__(folder, "best", monitor="val/top1", mode="max", **when)
+        self.loss = math.inf
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Whether the evaluation that ended is to be kept; asked once after each."""
+        if current is None:
+            return False
+        loss = float(trainer.callback_metrics["val/loss"])
+        better = not self.best_k_models or merit(float(current), loss) > merit(float(self.best_model_score), self.loss)
+        better = trainer.strategy.reduce_boolean_decision(better)
+        if better:
+            self.loss = loss
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        """As Lightning's, with the loss of the evaluation that is kept."""
+        return {**super().state_dict(), "loss": self.loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As Lightning's, for a run whose folder was moved too: it would forget the score, and a worse one would replace it."""
@@ -64,6 +105,8 @@ class Best(ModelCheckpoint):
         paths = {name: here(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
         known = {here(path): score for path, score in state["best_k_models"].items()}
         super().load_state_dict({**state, **paths, "best_k_models": known, "dirpath": self.dirpath})
+        # an earlier version did not save it, and kept the first of equals
+        self.loss = state.get("loss", -math.inf if known else math.inf)
 
 
 class Saving(Checkpoint):
@@ -85,19 +128,11 @@ class Saving(Checkpoint):
         self.asked, self.former = False, None
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["run"] = {"rows": len(self.csv.rows), "order": _order(trainer)}
+        data = trainer.datamodule
+        checkpoint["run"] = {"rows": len(self.csv.rows), "order": run_settings(trainer), "files": data.listing.lines}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Forget the rows logged after the checkpoint was saved; ValueError where batches or schedule would be others."""
-        saved, mine = checkpoint["run"]["order"], _order(trainer)
-        if not _inside_an_epoch(checkpoint):
-            mine |= {name: saved[name] for name in _READERS & saved.keys()}
-        differ = [f"{name}: {saved.get(name)}, now {mine[name]}"[:120] for name in mine if mine[name] != saved.get(name)]
-        if differ:
-            raise ValueError(
-                f"cannot resume, the run would see other batches or another schedule: {'; '.join(differ)}. Set them back, or "
-                "begin a new run with model.tuning.init_from"
-            )
+        """Forget the rows logged after the checkpoint was saved."""
         del self.csv.rows[checkpoint["run"]["rows"] :]
         # with max_steps Lightning would take the epoch that ended for one yet to end, count it again and pass over the next
         trainer.fit_loop._iteration_based_training = lambda: False
@@ -187,32 +222,3 @@ class Saving(Checkpoint):
             saved = f"saved {self.path}" if self.path.exists() else "before anything was trained, so nothing is saved"
             print(f"SIGTERM: {saved}", flush=True)
             raise SystemExit(TERMINATED)
-
-
-_READERS = {"devices", "loader processes"}  # an epoch of shards is divided between them
-
-
-def _order(trainer: Trainer) -> dict[str, Any]:
-    """What decides the batches and the schedule, as plain values."""
-    data = trainer.datamodule
-    found = {
-        "seed": data.seed,
-        "training images": len(data.train_set),
-        "images per class": trainer.lightning_module.class_counts,
-        "images per batch of all devices": data.batch_size * trainer.world_size,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "updates per epoch": trainer.lightning_module.updates_per_epoch(),
-        "train_sizes": [list(size) for size in data.train_sizes or []],
-        "repeats": data.repeats,
-    }
-    # the optimiser's state and its first rates come from the checkpoint: another setting would be ignored without a word
-    settings = json.loads(json.dumps(asdict(trainer.lightning_module.optim)))
-    found |= {f"optim.{name}": value for name, value in settings.items()}
-    if data.streamed:
-        found |= {"devices": trainer.world_size, "loader processes": data.workers}
-    return found
-
-
-def _inside_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    return epochs["ready"] > epochs["processed"]

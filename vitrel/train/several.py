@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import yaml
 
+from vitrel.models.weights.read import read_file
 from vitrel.plain_yaml import load_yaml, read_yaml
 from vitrel.train.cli import run
+from vitrel.train.same_run import values_that_differ
 
 
 def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
@@ -71,10 +73,11 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
     if last.exists():
         known = (read_yaml(settings) if settings.exists() else None) or {}
         # the folder may have been moved with all that is in it and beside it
-        moved = ["trainer.default_root_dir:", *(["model.tuning.init_from:"] if _same_name(known, config) else [])]
-        if changes := [text for text in _differences(known, config) if not text.startswith(tuple(moved))]:
+        moved = ["trainer.default_root_dir", *(["model.tuning.init_from"] if _same_name(known, config) else [])]
+        differ = [(name, old, new) for name, old, new in values_that_differ(known, config) if name not in moved]
+        if differ := [f"{name}: {old!r} then, {new!r} now" for name, old, new in differ]:
             raise ValueError(
-                f"{folder} holds a run of another configuration ({'; '.join(changes)}): "
+                f"{folder} holds a run of another configuration ({'; '.join(differ)}): "
                 "remove that folder to train anew, or give the comparison another name"
             )
         if start.exists() and (found := _start(config)) not in (None, start.read_text("utf-8")):
@@ -102,11 +105,11 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
 def epochs_done(checkpoint: Path) -> int:
     """Epochs that a checkpoint's model has been trained for; ValueError when the file is broken."""
     try:
-        return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["vitrel"]["epoch"])
-    except Exception as error:
+        return int(read_file(checkpoint)["vitrel"]["epoch"])
+    except (ValueError, LookupError, TypeError) as error:
         size, run_folder = checkpoint.stat().st_size, checkpoint.parent.parent
-        reason = f"{checkpoint} ({size:,} bytes) cannot be read ({type(error).__name__})"
-        raise ValueError(f"{reason}: remove {run_folder} to train anew") from error
+        reason = f"{checkpoint} ({size:,} bytes) cannot be read: remove {run_folder} to train anew"
+        raise ValueError(f"{reason} ({error})") from error
 
 
 def _init_from(config: dict[str, Any]) -> Path | None:
@@ -124,10 +127,3 @@ def _same_name(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether both start from a run's checkpoint of the same name, in whatever folder that run's lies."""
     paths = [_init_from(config) for config in (old, new)]
     return all(paths) and len({path.parts[-3:] for path in paths}) == 1
-
-
-def _differences(old: Any, new: Any, name: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = dict.fromkeys([*old, *new])
-        return [text for key in keys for text in _differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]
-    return [] if old == new else [f"{name}: {old!r} then, {new!r} now"]

@@ -21,6 +21,7 @@ import vitrel
 from vitrel.files import whole
 from vitrel.train.log import CSVLog
 from vitrel.train.progress import Speed
+from vitrel.train.saving import merit
 
 
 class Summary(Callback):
@@ -78,7 +79,7 @@ class Summary(Callback):
             return
         epochs = epochs_of(self.csv.rows)
         judged = [row for row in epochs if "val/top1" in row]
-        best = max(judged, key=lambda row: row["val/top1"], default={})  # the first of equals, as best.ckpt
+        best = _best(self.csv.rows)
         entry = {
             "status": status,
             **({} if error is None else {"error": error}),
@@ -155,7 +156,7 @@ def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """The rows of a `metrics.csv` joined to one per epoch: the last value of each metric, as numbers."""
     epochs: dict[int, dict[str, float]] = {}
     for row in rows:
-        numbers = {name: float(value) for name, value in row.items() if value not in ("", None)}
+        numbers = _numbers(row)
         if "epoch" in numbers:
             epochs.setdefault(int(numbers["epoch"]), {}).update(numbers)
     return [epochs[epoch] for epoch in sorted(epochs)]
@@ -251,6 +252,17 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The evaluation that `best.ckpt` is of, with what else is known of its epoch; {} before the first."""
+    judged = [row for row in map(_numbers, rows) if "val/top1" in row]  # an epoch may have several
+    best = max(judged, key=lambda row: merit(row["val/top1"], row["val/loss"]), default={})
+    return next((row for row in epochs_of(rows) if row["epoch"] == best.get("epoch")), {}) | best
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if value not in ("", None)}
 
 
 def _metrics(row: dict[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ import vitrel  # noqa: F401  registers the models with timm
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.build import model_for
 from vitrel.models.weights.load import apply_plan, read_file
-from vitrel.models.weights.read import ARRAYS, check_file, refusing_code
+from vitrel.models.weights.read import ARRAYS, check_file, guarding
 from vitrel.names import nearest
 from vitrel.probe.attention_layer import model_name
 from vitrel.transfer.checkpoint import Trained, encoding_of
@@ -131,7 +131,7 @@ def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
         if weights.suffix in ARRAYS:  # of the authors' own code, which the model itself reads
             check_file(weights)
             model = _create(name, arguments)
-            with refusing_code(str(weights)):
+            with guarding(str(weights)):
                 load_checkpoint(model, str(weights))
             return model
         state = _read_state(weights)
@@ -167,7 +167,7 @@ def _from_folder(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
-    with refusing_code(name):  # the arguments may name a file
+    with guarding(name, arguments):
         try:
             return timm.create_model(name, **arguments)
         except TypeError:  # a network that is built for no size

@@ -7,7 +7,7 @@ import yaml
 from torch import nn
 
 from vitrel.models.weights.load import WeightPlan, plan_weights
-from vitrel.models.weights.read import refusing_code
+from vitrel.models.weights.read import guarding
 from vitrel.names import nearest
 from vitrel.plain_yaml import load_yaml
 
@@ -26,7 +26,7 @@ def model_for(
     if not timm.is_model(name) or not name.startswith("vitrel_"):
         near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))
         raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
-    with refusing_code(name):  # model_args may name a file
+    with guarding(name, model_args):
         model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
     plan = plan_weights(model, source, source_grid, key_minus_query)
     classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")

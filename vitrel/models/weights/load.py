@@ -158,7 +158,8 @@ def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, T
 def save_pretrained(model: nn.Module, path: str | Path) -> None:
     """Save a vitrel model's weights as .safetensors, with the training grids and options of its encodings in the metadata.
 
-    The file appears whole or not at all. ValueError for another suffix.
+    Beside these lies a checksum of every tensor, which `load_pretrained` compares: the format has none. The file appears whole
+    or not at all. ValueError for another suffix.
     """
     path = Path(path)
     if path.suffix != ".safetensors":

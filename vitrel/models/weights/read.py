@@ -12,7 +12,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,13 @@ def check_file(path: str | Path) -> None:
 
 
 @contextmanager
-def refusing_code(what: str) -> Iterator[None]:
-    """Around what timm reads: where it refuses a file that holds code, ValueError without its advice how to run it."""
+def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Around what timm reads itself, for a model built with `arguments`: the errors of `check_file` for a file they name.
+
+    Where timm refuses a file that holds code, ValueError without its advice how to run it. what: the error's name for it.
+    """
+    if given := (arguments or {}).get("checkpoint_path"):
+        check_file(given)
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -154,7 +159,6 @@ def _tensors(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _crc(tensor: Tensor) -> int:
-    # values alone would do: a damaged shape or type is in the pickle, or the header, and makes others of them
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode(), zlib.crc32(flat.numpy()))
 

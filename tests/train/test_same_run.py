@@ -1,0 +1,209 @@
+"""A run that goes on is the run that was saved: the same images, settings and weights, or it says what is another."""
+
+import re
+import shutil
+import signal
+
+import pytest
+import timm
+import torch
+
+from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
+from vitrel.data.pack import pack
+from vitrel.train import run
+
+SETTINGS = ("--data.augment={flip: false, erase: 0.2}", "--model.mixing.mixup=0.2", "--model.label_smoothing=0.1")
+
+
+@pytest.fixture
+def data(folder, tmp_path):
+    """A copy of the images that a test may change."""
+    shutil.copytree(folder, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and "tensorboard" not in path.parts}
+
+
+def refused(args, folder):
+    """The message with which a run is not gone on with; nothing it left may have changed."""
+    before = content(folder)
+    with pytest.raises(ValueError, match="cannot resume") as caught:
+        run(resumed(args, folder))
+    after = content(folder)
+    assert before.keys() == after.keys()
+    assert [path.name for path in before if before[path] != after[path]] == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("--data.augment.erase=0.3", "data.augment.erase: 0.2, now 0.3"),
+        ("--data.augment.library=torchvision", "data.augment.library: albumentations, now torchvision"),
+        ("--data.augment=null", "data.augment: {'scale': "),
+        ("--data.reading.keep=30", "data.reading.keep: None, now 30"),
+        ("--data.train_sizes=[32, 24]", "train_sizes: [], now [[32, 32], [24, 24]]"),
+        ("--data.repeats=2", "repeats: 1, now 2"),
+        ("--model.mixing.mixup=0.3", "mixing.mixup: 0.2, now 0.3"),
+        ("--model.mixing.cutmix=1.0", "mixing.cutmix: 0.0, now 1.0"),
+        ("--model.label_smoothing=0.0", "label_smoothing: 0.1, now 0.0"),
+        ("--model.objective.loss=bce", "objective.loss: ce, now bce"),
+        ("--model.model_args.drop_path_rate=0.1", "model_args.drop_path_rate: 0.2, now 0.1"),
+        ("--model.tuning.trainable=[head, norm]", "tuning.trainable: None, now ['head', 'norm']"),
+        ("--trainer.gradient_clip_val=2", "gradient_clip_val: None, now 2"),
+        ("--data.size=48", "data.size: [32, 32], now [48, 48]"),
+    ],
+)
+def test_another_setting_is_named_with_both_values(command, tmp_path, change, text):
+    args = command("run", *SETTINGS, epochs=1)
+    run(args)
+    said = refused([*args, change], tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert text in said and f"--model.tuning.init_from={last}" in said and str(last) in said
+
+
+def test_another_average_is_named(command, tmp_path):
+    args = command("run", "--model.ema={decay: 0.9}", epochs=1)
+    run(args)
+    assert "ema.decay: 0.9, now 0.8" in refused([*args, "--model.ema={decay: 0.8}"], tmp_path / "run")
+
+
+def test_a_teacher_is_known_by_its_weights(command, tmp_path):
+    """Its file may be moved; another one of the same name is another teacher."""
+    paths = [tmp_path / name / "teacher.pth" for name in ("a", "b", "c")]
+    for seed, path in enumerate(paths[:2]):
+        torch.manual_seed(seed)
+        path.parent.mkdir()
+        torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), path)
+    distillation = "--model.objective.distillation={{teacher: resnet10t, img_size: 32, tau: {tau}, checkpoint: {path}}}"
+    args = [*command("run", epochs=1), distillation.format(tau=1.0, path=paths[0])]
+    run(args)
+    said = refused([*args, distillation.format(tau=1.0, path=paths[1])], tmp_path / "run")
+    assert re.search(r": objective\.distillation\.weights: [0-9a-f]{64}, now [0-9a-f]{64}\. Set", said)
+    assert "objective.distillation.tau: 1.0, now 2.0" in refused(
+        [*args, distillation.format(tau=2.0, path=paths[0])], tmp_path / "run"
+    )
+    paths[0].parent.rename(paths[2].parent)
+    moved = distillation.format(tau=1.0, path=paths[2])
+    run([*resumed(args, tmp_path / "run"), moved, "--trainer.max_epochs=2"])
+    assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 2
+
+
+def test_other_drawn_images_are_named(tmp_path):
+    args = ["fit", "--model.model=vitrel_vit_n8_none", "--model.optim.warmup_epochs=0", "--data.size=64", "--data.n_val=8"]
+    args += ["--data.n_train=64", "--model.model_args={depth: 1, embed_dim: 32, num_heads: 2}", "--trainer.accelerator=cpu"]
+    args += [f"--trainer.default_root_dir={tmp_path}/run", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+    run([*args, "--data.data=shapes"])
+    assert "drawn data: shapes, now shapes-corner" in refused([*args, "--data.data=shapes-corner"], tmp_path / "run")
+    said = refused([*args, "--data.data=shapes", "--data.region=[0, 0, 1, 0.9]"], tmp_path / "run")
+    assert "data.region: None, now [0.0, 0.0, 1.0, 0.9]" in said
+
+
+def rename(data):
+    (data / "train" / "red" / "3.png").rename(data / "train" / "red" / "3b.png")
+    return ["1 gone ('red/3.png')", "1 new ('red/3b.png')"]
+
+
+def remove(data):
+    for i in range(5):
+        (data / "train" / "grey" / f"{i}.png").unlink()
+    return ["training images: 96, now 91", "5 gone ('grey/0.png', 'grey/1.png', 'grey/2.png', ...)"]
+
+
+def add(data):
+    shutil.copy(data / "train" / "blue" / "0.png", data / "train" / "blue" / "00\udcff.png")
+    return ["1 new ('blue/00\\udcff.png')", "training images: 96, now 97"]
+
+
+@pytest.mark.parametrize("change", [rename, remove, add])
+def test_other_files_are_counted_and_named(command, data, tmp_path, change):
+    args = [*command("run", epochs=1), f"--data.data={data}"]
+    run(args)
+    texts, said = change(data), refused(args, tmp_path / "run")
+    assert all(text in said for text in texts), said
+
+
+def test_other_shards_are_named(command, folder, data, tmp_path):
+    pack(folder, tmp_path / "shards", images_per_shard=32)
+    args = [*command("run", epochs=1), f"--data.data={tmp_path}/shards"]
+    run(args)
+    shutil.rmtree(tmp_path / "shards")
+    shutil.copy(data / "train" / "red" / "3.png", data / "train" / "red" / "4.png")
+    pack(data, tmp_path / "shards", images_per_shard=32)
+    assert re.search(r"training files: [12] changed \('0000\d.tar'", refused(args, tmp_path / "run"))
+    said = refused([*args, f"--data.data={folder}"], tmp_path / "run")
+    assert "training files: 3 gone ('00000.tar', '00001.tar', '00002.tar'), 96 new ('blue/0.png', " in said
+
+
+def test_what_may_change_ends_in_the_same_weights(command, data, tmp_path):
+    """Where the data lies, how it is loaded, how it is computed and what else is written."""
+    args = command("cut", *EVERYTHING, f"--data.data={data}", "--run.save_every=1")
+    assert status(in_child(args, at(8, signal.SIGKILL))) == -signal.SIGKILL
+    data.rename(tmp_path / "moved")
+    (tmp_path / "moved" / "val" / "red" / "0.png").rename(tmp_path / "moved" / "val" / "red" / "0b.png")
+    free = [f"--data.data={tmp_path}/moved", "--data.workers=1", "--run.save_every=2", "--run.predictions=3"]
+    free += ["--data.reading.bad_share=0.5", "--model.execution.grad_checkpointing=true", "--trainer.logger=false"]
+    assert status(in_child([*resumed(args, tmp_path / "cut"), *free])) == 0
+    run(command("whole", *EVERYTHING, *free))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_moved_folder_of_data_is_the_same_run(command, data, tmp_path):
+    args = command("cut", *EVERYTHING, epochs=1)
+    run([*args, f"--data.data={data}", "--model.optim.warmup_epochs=0"])
+    data.rename(tmp_path / "moved")
+    longer = [f"--data.data={tmp_path}/moved", "--model.optim.warmup_epochs=0", "--trainer.max_epochs=2"]
+    run([*resumed(args, tmp_path / "cut"), *longer])
+    assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 2
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_and_says_so(command, tmp_path, capfd):
+    args = command("run", *SETTINGS, epochs=1)
+    run(args)
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    stored = read(path)
+    for name in ("mixing", "training files"):
+        del stored["run"]["order"][name]
+    del stored["run"]["files"], stored["vitrel"]["checksums"]
+    torch.save(stored, path)
+    run([*resumed(args, tmp_path / "run"), "--trainer.max_epochs=2"])
+    assert "did not save training files, mixing" in capfd.readouterr().out
+
+
+def flip(path):
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+
+
+def zero(path):
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2 : len(damaged) // 2 + 32 * 1024] = bytes(32 * 1024)
+    path.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("damage", [flip, zero])
+def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, tmp_path, damage):
+    args = command("run", "--model.ema={decay: 0.9}", "--model.optim.warmup_epochs=0", epochs=2)
+    run(args)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copy(checkpoints / "last.ckpt", tmp_path / "whole.ckpt")
+    damage(checkpoints / "last.ckpt")
+    said = refused(args, tmp_path / "run")
+    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'archive/data/\d+' is not what was saved", said)
+    assert f"--ckpt_path={checkpoints}/best.ckpt" in said
+    assert "is damaged" in refused([*args, "--ckpt_path=auto"], tmp_path / "run")
+    run([*args, f"--ckpt_path={checkpoints}/best.ckpt"])  # which it was told to
+    whole = read(tmp_path / "whole.ckpt")["state_dict"]
+    assert all(torch.equal(whole[name], value) for name, value in read(checkpoints / "last.ckpt")["state_dict"].items())
+
+
+def test_weights_alone_are_no_run(command, tmp_path):
+    run(command("run", epochs=1))
+    stored = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    torch.save({"state_dict": stored["state_dict"]}, tmp_path / "weights.ckpt")
+    with pytest.raises(ValueError, match=r"weights\.ckpt holds no run.*--model\.tuning\.init_from=.*weights\.ckpt"):
+        run([*command("other", epochs=1), f"--ckpt_path={tmp_path}/weights.ckpt"])
+    assert not (tmp_path / "other").exists()
