@@ -131,7 +131,7 @@ def test_another_model_cannot_resume(command, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
     with pytest.raises(
-        FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped\. .* Lower optim.lr"
+        FloatingPointError, match=r"not finite at epoch \d, batch \d+ \(update \d+\): stopped\. .* Lower model.optim.lr"
     ):
         run(command("run", "--model.optim.lr=1e30", "--model.optim.warmup_epochs=0"))
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
@@ -145,7 +145,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
         (["--data.batch_size=128"], "96 training images are fewer than one batch of 128: lower data.batch_size"),
         (["--model.model=vitrel_vit_n8_tables"], "unknown model 'vitrel_vit_n8_tables'; nearest: vitrel_vit_n8_table"),
         (["--model.model_args={num_classes: 7}"], "model_args must not set num_classes: the data decides"),
-        (["--model.optim.warmup_epochs=3"], "warm-up of 18 updates in a run of 18: lower optim.warmup_epochs"),
+        (["--model.optim.warmup_epochs=3"], "warm-up of 18 updates in a run of 18: lower model.optim.warmup_epochs"),
         (["--trainer.max_epochs=-1"], "set trainer.max_epochs or trainer.max_steps"),
         (["--model.optim.position_lr_scale=2", "--model.model=vitrel_vit_n8_none"], "no position parameters to apply it to"),
         (["--data.region=[0, 0, 1, 0.5]"], "data.region limits where shapes are drawn"),

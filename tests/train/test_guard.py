@@ -1,4 +1,6 @@
+import ast
 import pickle
+import re
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -9,7 +11,10 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from vitrel.train import guard, run
+from helpers import ROOT
+from vitrel.train import Classifier, guard, run
+from vitrel.train.cli import Run
+from vitrel.train.datamodule import ImageData
 
 BASE = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
 CALLBACK = "lightning.pytorch.callbacks.EarlyStopping"
@@ -240,6 +245,26 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, capsys):
     assert "image.yaml: " in refused(["--config", str(tmp_path / "image.yaml")], capsys)
     assert "torn.yaml: " in refused(["--config", write(tmp_path / "torn.yaml", "a: [1")], capsys)
     assert "begins with fit, not 'validate'" in _first_word("validate", capsys)
+
+
+def _named(node):
+    """Dotted names in the texts of an expression."""
+    texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return {name for text in texts for name in re.findall(r"(?<![\w./])[a-z_]+(?:\.[a-z_]+)+", text)}
+
+
+def test_messages_name_options_as_a_configuration_has_them():
+    """And not as the class does that speaks: its group is one of the model's."""
+    keys = {"model": guard.keys_of(Classifier), "data": guard.keys_of(ImageData), "trainer": guard.keys_of(Trainer)}
+    known = {*guard._flat(keys | {"run": guard.keys_of(Run)})}
+    groups = {name.split(".")[1] for name in known if name.startswith("model.") and name.count(".") > 1} | {"schedule"}
+    found = set()
+    for path in (ROOT / "vitrel" / "train").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                found |= {(path.name, name) for name in _named(node.exc) if name.split(".")[0] in {*keys, "run", *groups}}
+    assert len(found) > 20
+    assert {(file, name) for file, name in found if name not in known} == set()
 
 
 def _first_word(word, capsys):

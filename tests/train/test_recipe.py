@@ -94,7 +94,7 @@ def test_adaptive_clipping_spares_the_head():
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
             "optim.clip_mode is norm, trainer.gradient_clip_algorithm value: leave the latter out",
         ),
-        ({"warmup_epochs": 5.0}, {}, "warm-up of 30 updates in a run of 12: lower optim.warmup_epochs"),
+        ({"warmup_epochs": 5.0}, {}, "warm-up of 30 updates in a run of 12: lower model.optim.warmup_epochs"),
     ],
 )
 def test_settings_that_do_not_fit_the_trainer_are_refused(settings, how, text):

@@ -40,7 +40,7 @@ def test_steps():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"warmup_lr": 2.0}, "optim.schedule.warmup_lr is a share of optim.lr, within 0..1, not 2.0"),
+        ({"warmup_lr": 2.0}, "model.optim.schedule.warmup_lr is a share of model.optim.lr, within 0..1, not 2.0"),
         ({"cooldown_epochs": 1.0, "sched": "step"}, "step has no final rate to stay at"),
         ({"decay_rate": 0.0}, r"decay_rate \(0.0\) .* must be positive"),
         ({"decay_milestones": (2.0, 1.0)}, "decay_milestones rise, these do not"),
@@ -52,7 +52,7 @@ def test_settings_are_checked(settings, text):
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused():
-    with pytest.raises(ValueError, match=r"warm-up of 10 updates in a run of 10: lower optim.warmup_epochs"):
+    with pytest.raises(ValueError, match=r"warm-up of 10 updates in a run of 10: lower model.optim.warmup_epochs"):
         Schedule().factor(10, 10, 1)
     with pytest.raises(ValueError, match=r"warm-up of 10 updates and cool-down of 10 in a run of 20"):
         Schedule(cooldown_epochs=1).factor(20, 10, 1)

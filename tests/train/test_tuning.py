@@ -41,7 +41,9 @@ def test_another_size_is_resampled_and_said(run, capsys):
 
 
 def test_another_number_of_classes_needs_a_new_head(run):
-    with pytest.raises(ValueError, match=r"init_from .*run.ckpt: .*head.weight: \(4, 32\) .* set tuning.reset_head: true"):
+    with pytest.raises(
+        ValueError, match=r"init_from .*run.ckpt: .*head.weight: \(4, 32\) .* set model.tuning.reset_head: true"
+    ):
         small(ABSOLUTE, 7, tuning=Tuning(str(run)))
     module = small(ABSOLUTE, 7, tuning=Tuning(str(run), reset_head=True))
     body = {n: v for n, v in average(run).items() if not n.startswith("head.")}
@@ -53,7 +55,7 @@ def test_another_number_of_classes_needs_a_new_head(run):
 def test_other_classes_of_the_same_number_are_refused(run):
     other = Tensors()
     other.classes = ["c0", "c1", "c3", "c2"]
-    with pytest.raises(ValueError, match=r"tuning.init_from was trained on classes other .* set tuning.reset_head: true"):
+    with pytest.raises(ValueError, match=r"tuning.init_from was trained on classes other .* set model.tuning.reset_head: true"):
         fit(small(ABSOLUTE, tuning=Tuning(str(run))), other)
     fit(small(ABSOLUTE, tuning=Tuning(str(run), reset_head=True)), other, max_epochs=1)
 
@@ -107,5 +109,5 @@ def test_names_that_train_nothing_are_refused(trainable, text):
 
 
 def test_a_new_head_needs_a_file():
-    with pytest.raises(ValueError, match=r"tuning.reset_head is of tuning.init_from"):
+    with pytest.raises(ValueError, match=r"model.tuning.reset_head is of model.tuning.init_from"):
         Tuning(reset_head=True)

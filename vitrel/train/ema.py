@@ -30,9 +30,11 @@ class Ema:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(f"ema.decay is the share that the average keeps, 0 <= decay < 1, not {self.decay}")
+            raise ValueError(f"model.ema.decay is the share that the average keeps, 0 <= decay < 1, not {self.decay}")
         if self.start_epoch < 0 or self.every < 1:
-            raise ValueError(f"ema.start_epoch ({self.start_epoch}) is >= 0 and ema.every ({self.every}) at least 1")
+            raise ValueError(
+                f"model.ema.start_epoch ({self.start_epoch}) is >= 0 and model.ema.every ({self.every}) at least 1"
+            )
 
     def decay_at(self, n: int) -> float:
         """The share kept by the update after n others."""

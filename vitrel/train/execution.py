@@ -32,7 +32,7 @@ class Execution:
                 model.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
                 name = type(model).__name__
-                raise ValueError(f"execution.grad_checkpointing: {name} cannot do that, leave it out") from error
+                raise ValueError(f"model.execution.grad_checkpointing: {name} cannot do that, leave it out") from error
         if self.channels_last:
             model.to(memory_format=torch.channels_last)
         if self.compile:
@@ -71,5 +71,5 @@ def check_sharded(averaged: bool, clip_mode: str | None) -> None:
         raise ValueError("ema averages whole weights, this strategy shares them out: leave model.ema out, or use strategy: ddp")
     if clip_mode == "agc":
         raise ValueError(
-            "optim.clip_mode agc compares whole rows, this strategy shares them out: take another, or strategy: ddp"
+            "model.optim.clip_mode agc compares whole rows, this strategy shares them out: take another, or strategy: ddp"
         )

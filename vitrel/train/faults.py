@@ -67,7 +67,7 @@ class FiniteLoss(Callback):
     def _way_out(self) -> str:
         last = self.folder / "checkpoints" / "last.ckpt"
         kept = f"The last good checkpoint is {last}" if last.exists() else "There is no checkpoint yet"
-        return f"{kept}. Lower optim.lr, lengthen optim.warmup_epochs or set trainer.gradient_clip_val"
+        return f"{kept}. Lower model.optim.lr, lengthen model.optim.warmup_epochs or set trainer.gradient_clip_val"
 
 
 class BadImages(Callback):

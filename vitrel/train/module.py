@@ -138,7 +138,7 @@ class Classifier(LightningModule):
             self.mixing.check_batch(data.batch_size, self.img_size)
         teacher = None if self.teacher is None else self.teacher.classes
         for origin, classes, way in (
-            ("tuning.init_from was trained on", self.start_classes, "set tuning.reset_head: true"),
+            ("model.tuning.init_from was trained on", self.start_classes, "set model.tuning.reset_head: true"),
             ("distillation.checkpoint was trained on", teacher, "take a teacher of the same classes"),
         ):
             if classes is not None and list(classes) != list(data.classes):

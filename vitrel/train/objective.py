@@ -31,9 +31,13 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.loss == "ce" and (self.bce_target_thresh is not None or self.bce_sum):
-            raise ValueError("objective.bce_target_thresh and objective.bce_sum are of loss: bce; set that or leave them out")
+            raise ValueError(
+                "model.objective.bce_target_thresh and model.objective.bce_sum are of loss: bce; set that or leave them out"
+            )
         if self.bce_target_thresh is not None and not 0 <= self.bce_target_thresh < 1:
-            raise ValueError(f"objective.bce_target_thresh is a target's value, 0 <= value < 1, not {self.bce_target_thresh}")
+            raise ValueError(
+                f"model.objective.bce_target_thresh is a target's value, 0 <= value < 1, not {self.bce_target_thresh}"
+            )
 
     def build(self, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
         """Loss of (logits [B, classes], labels [B] or mixed targets [B, classes]).
@@ -75,13 +79,15 @@ class Mixing:
 
     def __post_init__(self) -> None:
         if self.mixup < 0 or self.cutmix < 0:
-            raise ValueError(f"mixing.mixup ({self.mixup}) and mixing.cutmix ({self.cutmix}) are at least 0")
+            raise ValueError(f"model.mixing.mixup ({self.mixup}) and model.mixing.cutmix ({self.cutmix}) are at least 0")
         if not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
-            raise ValueError(f"mixing.prob ({self.prob}) and mixing.switch_prob ({self.switch_prob}) are within 0..1")
+            raise ValueError(
+                f"model.mixing.prob ({self.prob}) and model.mixing.switch_prob ({self.switch_prob}) are within 0..1"
+            )
         if self.cutmix_minmax is not None and not 0 <= self.cutmix_minmax[0] < self.cutmix_minmax[1] <= 1:
-            raise ValueError(f"mixing.cutmix_minmax is [least, greatest] within 0..1, not {list(self.cutmix_minmax)}")
+            raise ValueError(f"model.mixing.cutmix_minmax is [least, greatest] within 0..1, not {list(self.cutmix_minmax)}")
         if self.off_epoch is not None and self.off_epoch < 0:
-            raise ValueError(f"mixing.off_epoch is an epoch, counted from 0, or null, not {self.off_epoch}")
+            raise ValueError(f"model.mixing.off_epoch is an epoch, counted from 0, or null, not {self.off_epoch}")
 
     def build(self, num_classes: int, label_smoothing: float) -> Mixup | None:
         """timm's Mixup, which also smooths the labels; None when off."""
@@ -110,6 +116,6 @@ class Mixing:
             low, high = self.cutmix_minmax
             if any(int(side * low) >= int(side * high) for side in img_size):
                 raise ValueError(
-                    f"mixing.cutmix_minmax {[low, high]} leaves no box on images of {img_size[0]}x{img_size[1]} pixels: "
+                    f"model.mixing.cutmix_minmax {[low, high]} leaves no box on images of {img_size[0]}x{img_size[1]} pixels: "
                     "widen it"
                 )

@@ -61,15 +61,17 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not self.position_lr_scale > 0:
-            raise ValueError(f"optim.lr ({self.lr}) and optim.position_lr_scale ({self.position_lr_scale}) must be positive")
+            raise ValueError(
+                f"model.optim.lr ({self.lr}) and model.optim.position_lr_scale ({self.position_lr_scale}) must be positive"
+            )
         if self.warmup_epochs < 0 or not 0 <= self.final_lr <= 1:
             raise ValueError(
-                f"optim.warmup_epochs ({self.warmup_epochs}) is >= 0, optim.final_lr ({self.final_lr}) within 0..1"
+                f"model.optim.warmup_epochs ({self.warmup_epochs}) is >= 0, model.optim.final_lr ({self.final_lr}) within 0..1"
             )
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise ValueError(f"optim.layer_decay is a factor, 0 < factor <= 1, not {self.layer_decay}")
+            raise ValueError(f"model.optim.layer_decay is a factor, 0 < factor <= 1, not {self.layer_decay}")
         if self.lr_base_size is not None and self.lr_base_size < 1:
-            raise ValueError(f"optim.lr_base_size is a number of images per update, not {self.lr_base_size}")
+            raise ValueError(f"model.optim.lr_base_size is a number of images per update, not {self.lr_base_size}")
         check_optimizer(self)
 
     def scaled_lr(self, images: int) -> float:
@@ -86,28 +88,30 @@ def check_optimizer(settings: Optimisation) -> None:
     base = name.removeprefix("lookahead_")
     if base not in list_optimizers():
         near = nearest(base, list_optimizers()) or ["adamw", "lamb", "sgd"]
-        raise ValueError(f"optim.name: timm has no optimiser {settings.name!r}; nearest: {', '.join(near)}")
+        raise ValueError(f"model.optim.name: timm has no optimiser {settings.name!r}; nearest: {', '.join(near)}")
     info = get_optimizer_info(base)
     for key, has in (("betas", info.has_betas), ("eps", info.has_eps), ("momentum", info.has_momentum)):
         if getattr(settings, key) is not None and not has:
-            raise ValueError(f"optim.{key}: the optimiser {name} has no {key}; leave it out")
+            raise ValueError(f"model.optim.{key}: the optimiser {name} has no {key}; leave it out")
     if settings.betas is not None and len(settings.betas) != info.num_betas:
-        raise ValueError(f"optim.betas: {name} takes {info.num_betas}, not {len(settings.betas)}")
+        raise ValueError(f"model.optim.betas: {name} takes {info.num_betas}, not {len(settings.betas)}")
     own = inspect.signature(get_optimizer_class(base, bind_defaults=False)).parameters
     decided = {"params", "lr", "weight_decay", "betas", "eps", "momentum"}
     wrong = sorted(key for key in settings.opt_args or {} if key in decided or key not in own)
     if wrong:
         known = ", ".join(key for key in own if key not in decided)
-        raise ValueError(f"optim.opt_args: {name} has no {', '.join(wrong)} to be set here; it has {known}")
+        raise ValueError(f"model.optim.opt_args: {name} has no {', '.join(wrong)} to be set here; it has {known}")
 
 
 def check_clipping(settings: Optimisation, value: float | None, algorithm: Enum | None) -> None:
     """ValueError when `clip_mode` and trainer.gradient_clip_val and .gradient_clip_algorithm do not fit each other."""
     mode = settings.clip_mode
     if mode is not None and not value:
-        raise ValueError(f"optim.clip_mode {mode} clips nothing without trainer.gradient_clip_val: give both or none")
+        raise ValueError(f"model.optim.clip_mode {mode} clips nothing without trainer.gradient_clip_val: give both or none")
     if mode is not None and algorithm is not None and mode != algorithm.value:
-        raise ValueError(f"optim.clip_mode is {mode}, trainer.gradient_clip_algorithm {algorithm.value}: leave the latter out")
+        raise ValueError(
+            f"model.optim.clip_mode is {mode}, trainer.gradient_clip_algorithm {algorithm.value}: leave the latter out"
+        )
 
 
 def parameter_groups(
@@ -125,7 +129,7 @@ def parameter_groups(
     position = set(model.position_parameters()) if hasattr(model, "position_parameters") else set()
     if position_lr_scale != 1 and not position & named.keys():
         raise ValueError(
-            f"optim.position_lr_scale is {position_lr_scale}, but the model has no position parameters to apply it to: "
+            f"model.optim.position_lr_scale is {position_lr_scale}, but the model has no position parameters to apply it to: "
             "set it to 1"
         )
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
@@ -152,7 +156,9 @@ def parameter_groups(
 def layer_of(model: nn.Module) -> dict[str, int]:
     """The layer of every parameter, by name: 0 for the stem, then block by block, the head last; timm's `group_matcher`."""
     if not hasattr(model, "group_matcher"):
-        raise ValueError(f"optim.layer_decay: {type(model).__name__} has no group_matcher() to tell its layers: leave it out")
+        raise ValueError(
+            f"model.optim.layer_decay: {type(model).__name__} has no group_matcher() to tell its layers: leave it out"
+        )
     return group_parameters(model, model.group_matcher(coarse=False), reverse=True)
 
 
@@ -174,5 +180,7 @@ def create_optimizer(model: nn.Module, settings: Optimisation, images: int = 1) 
     # a fused one could unscale gradients itself; Lightning then refuses to clip them, without any scaling too (bf16-mixed)
     optimizer._step_supports_amp_scaling = False
     if getattr(optimizer, "is_second_order", False):
-        raise ValueError(f"optim.name: {settings.name} needs second derivatives, which training does not make: take another")
+        raise ValueError(
+            f"model.optim.name: {settings.name} needs second derivatives, which training does not make: take another"
+        )
     return optimizer

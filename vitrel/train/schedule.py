@@ -34,19 +34,19 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_lr <= 1:
-            raise ValueError(f"optim.schedule.warmup_lr is a share of optim.lr, within 0..1, not {self.warmup_lr}")
+            raise ValueError(f"model.optim.schedule.warmup_lr is a share of model.optim.lr, within 0..1, not {self.warmup_lr}")
         if self.cooldown_epochs < 0 or (self.cooldown_epochs and self.sched not in FALLING):
             raise ValueError(
-                f"optim.schedule.cooldown_epochs ({self.cooldown_epochs}) is >= 0, and 0 unless sched is one of "
+                f"model.optim.schedule.cooldown_epochs ({self.cooldown_epochs}) is >= 0, and 0 unless sched is one of "
                 f"{', '.join(FALLING)}: {self.sched} has no final rate to stay at"
             )
         if not (self.decay_epochs > 0 and self.decay_rate > 0 and self.power > 0):
             raise ValueError(
-                f"optim.schedule.decay_epochs ({self.decay_epochs}), decay_rate ({self.decay_rate}) and power ({self.power}) "
-                "must be positive"
+                f"model.optim.schedule.decay_epochs ({self.decay_epochs}), decay_rate ({self.decay_rate}) and "
+                f"power ({self.power}) must be positive"
             )
         if list(self.decay_milestones) != sorted(self.decay_milestones):
-            raise ValueError(f"optim.schedule.decay_milestones rise, these do not: {list(self.decay_milestones)}")
+            raise ValueError(f"model.optim.schedule.decay_milestones rise, these do not: {list(self.decay_milestones)}")
 
     def factor(self, updates: int, per_epoch: int, warmup_epochs: float = 0.0, final: float = 0.0) -> Callable[[int], float]:
         """Factor at update 0, 1, ... of a run of `updates`, of which an epoch has `per_epoch`.
@@ -59,7 +59,7 @@ class Schedule:
         if warmup >= end:
             rest = f" and cool-down of {cooldown}" if cooldown else ""
             raise ValueError(
-                f"warm-up of {warmup} updates{rest} in a run of {updates}: lower optim.warmup_epochs or train longer"
+                f"warm-up of {warmup} updates{rest} in a run of {updates}: lower model.optim.warmup_epochs or train longer"
             )
 
         def at(update: int) -> float:

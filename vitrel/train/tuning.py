@@ -30,7 +30,9 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if self.reset_head and self.init_from is None:
-            raise ValueError("tuning.reset_head is of tuning.init_from: without a file to start from every head is new")
+            raise ValueError(
+                "model.tuning.reset_head is of model.tuning.init_from: without a file to start from every head is new"
+            )
 
     def load(self, model: nn.Module) -> list[str] | None:
         """Load `init_from`, if given, and print what was resampled; the class names the file tells, or None.
@@ -47,8 +49,8 @@ class Tuning:
                 plan = plan._replace(state={n: v for n, v in plan.state.items() if not n.startswith("head.")})
             apply_plan(model, plan, self.reset_head)
         except (RuntimeError, ValueError) as error:
-            text = str(error).replace("pass reset_head=True", "set tuning.reset_head: true")
-            raise ValueError(f"tuning.init_from {self.init_from}: {text}") from error
+            text = str(error).replace("pass reset_head=True", "set model.tuning.reset_head: true")
+            raise ValueError(f"model.tuning.init_from {self.init_from}: {text}") from error
         resized = [f"{row.target} ({row.resized})" for row in plan.rows if row.resized]
         if resized:
             _say(f"{self.init_from}: resampled to the model's grid: {', '.join(resized)}")
@@ -63,11 +65,13 @@ class Tuning:
         for name in self.trainable:
             if name not in known:
                 near = nearest(name, known, cutoff=0.3)
-                raise ValueError(f"tuning.trainable: the model has no {name!r}; nearest: {', '.join(near) or known[0]}")
+                raise ValueError(f"model.tuning.trainable: the model has no {name!r}; nearest: {', '.join(near) or known[0]}")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(within(name, self.trainable))
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"tuning.trainable: nothing under {', '.join(self.trainable) or 'an empty list'} has parameters")
+            raise ValueError(
+                f"model.tuning.trainable: nothing under {', '.join(self.trainable) or 'an empty list'} has parameters"
+            )
 
     def set_modes(self, model: nn.Module) -> None:
         """Evaluation mode for what is frozen: no drop path, no dropout, no running statistics."""
