@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental import _config as fx_config
 
 from vitrel import Grid, Table, Terms
-from vitrel.ops import window_attention
+from vitrel.ops import attention, window_attention
+from vitrel.ops.exporting import exporting
 from vitrel.ops.window import windows
 from vitrel.ops.window_op import window_layout, window_layout_op
 
@@ -117,3 +119,35 @@ def test_exported_programs_hold_pytorchs_own_operators(strict):
     for h, w in SEVERAL:
         for found, expected in zip(program.module()(torch.empty(h, w)), windows(h, w, (4, 3), (2, 1)), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("global_attention", [False, True])
+def test_exported_attention_takes_any_batch(global_attention, strict):
+    """Its bias has a batch of 1, which the program must not compare with the images'."""
+
+    class Whole(Attend):
+        def forward(self, qkv):
+            q, k, v = qkv.flatten(1, 2).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+            return attention(q, k, v, Terms(tables=(Table(bias=self.table),)), Grid(4, 3), backend="sdpa")
+
+    model, sizes = (Whole if global_attention else Attend)().eval(), {0: torch.export.Dim.DYNAMIC}
+    with fx_config.patch(backed_size_oblivious=True):
+        image = (torch.randn(2, 4, 3, 48),)
+        program = torch.export.export(model, image, dynamic_shapes=(sizes,), strict=strict)
+    assert "sdpa_kernel" not in str(program.graph) and "scaled_dot_product_attention" in str(program.graph)
+    for batch in (1, 2, 3):
+        qkv = torch.randn(batch, 4, 3, 48)
+        torch.testing.assert_close(program.module()(qkv), model(qkv), atol=1e-6, rtol=1e-5)
+
+
+def test_exporting_is_not_compiling():
+    class Says(torch.nn.Module):
+        def forward(self, x):
+            return x + (1 if exporting() else 0)
+
+    x = torch.zeros(3)
+    assert not Says()(x).any() and not torch.compile(Says(), backend="eager", fullgraph=True)(x).any()
+    for strict in (False, True):
+        assert torch.export.export(Says(), (x,), strict=strict).module()(x).all()
+    assert not Says()(x).any()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrel.grid import Grid
+from vitrel.ops.exporting import exporting
 from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits, with_query_bias
 from vitrel.ops.window_op import window_layout
 from vitrel.position.terms import Terms
@@ -75,10 +76,10 @@ def window_attention(
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
     """F.scaled_dot_product_attention, whose exported program chooses its kernel where it runs.
 
-    Choosing one while torch.export traces compares the batches of the images and of the mask, 1: up to torch 2.14 the program
-    then refuses every batch for which the comparison has another outcome. With one kernel allowed nothing is compared.
+    Choosing one while torch.export traces compares the batches of the images and of the mask, 1, and torch 2.14 writes the
+    outcome into the program, which then refuses one image. With a single kernel to choose from nothing is compared.
     """
-    if torch.compiler.is_exporting():
+    if exporting():
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
+from vitrel.ops.exporting import exporting
 from vitrel.ops.window import Windows, windows
 
 
 def window_layout(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device) -> Windows:
     """As `windows`. Exported programs keep PyTorch's own operators."""
-    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    compiling = torch.compiler.is_compiling() and not exporting()
     if compiling and not (has_static_value(h) and has_static_value(w)):
         return Windows(*window_layout_op(h, w, window, shift, device))
     return windows(h, w, window, shift, device)
