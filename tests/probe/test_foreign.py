@@ -166,6 +166,16 @@ def test_a_trace_leaves_the_model_as_it_was():
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_a_trace_leaves_shared_parts_as_they_were():
+    """CoaT holds one and the same module at several paths; other models one tensor in several modules."""
+    shared = nn.Conv2d(4, 4, 3)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), shared, nn.Sequential(shared), nn.Conv2d(4, 4, 3))
+    model[3].weight = shared.weight
+    before = state_hash(model)
+    assert fit_to(model, 32).model is model and runs(model, (32, 32))
+    assert state_hash(model) == before and model[1].weight is model[3].weight is shared.weight
+
+
 def test_half_precision_and_other_channels():
     model = vit(in_chans=5).bfloat16()
     assert fit_to(model, (160, 256)).resized == {"pos_embed bicubic": 14 * 14 * 24}

@@ -23,7 +23,7 @@ from vitrel.position.terms import sum_counts
 from vitrel.probe.attention_layer import evaluating
 
 _KINDS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
-_MOST_PREFIX = 32  # tokens before the patches: more than any model has
+MOST_PREFIX = 32  # tokens before the patches: more than any model has
 
 
 class StageWindows(NamedTuple):
@@ -71,10 +71,10 @@ class Traced(NamedTuple):
 
 def trace(model: nn.Module, size: Pair) -> Traced:
     """Forward of one image of `size` (h, w) pixels on the meta device. Raises what forward raises for a size it refuses."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    meta = {name: torch.empty_like(v, dtype=_dtype(v), device="meta") for name, v in named.items()}
-    channels = getattr(model, "in_chans", None) or getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
-    image, blocks, encodings = torch.empty(1, channels, *size, device="meta"), [], []
+    named = _values(model)
+    blank = {id(v): torch.empty_like(v, dtype=float32(v), device="meta") for v in named.values()}
+    meta = {name: blank[id(v)] for name, v in named.items()}
+    image, blocks, encodings = blank_image(model, size), [], []
     patches = patch_grid(model, size)
 
     def see(name: str, module: nn.Module) -> RemovableHandle:
@@ -95,12 +95,18 @@ def trace(model: nn.Module, size: Pair) -> Traced:
     watch = _Resampling(image, foreign)
     try:
         with torch.no_grad(), evaluating(model), watch:
-            functional_call(model, meta, (image,))
+            functional_call(model, meta, (image,), tie_weights=False)  # _values has every name of a tied one
     finally:
         for hook in hooks:
             hook.remove()
     resampled = sum_counts([watch.found, *(encoding.resized(grid) for encoding, grid in encodings)])
     return Traced(tuple(blocks), tuple(encodings), resampled)
+
+
+def blank_image(model: nn.Module, size: Pair) -> Tensor:
+    """An image [1, C, h, w] for `model` without values, on the meta device."""
+    channels = getattr(model, "in_chans", None) or getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
+    return torch.empty(1, channels, *size, device="meta")
 
 
 def stage_windows(blocks: Iterable[SeenBlock]) -> tuple[StageWindows, ...]:
@@ -112,6 +118,18 @@ def stage_windows(blocks: Iterable[SeenBlock]) -> tuple[StageWindows, ...]:
         known = lines.get(kind) or StageWindows(0, seen.grid, seen.window, (0, 0), padding, seen.strided)
         lines[kind] = known._replace(blocks=known.blocks + 1, shift=max(known.shift, seen.shift or (0, 0)))
     return tuple(lines.values())
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of every module, a tied one under several names, but none twice for a module at several paths.
+
+    functional_call would put back the second time what it has put in the first.
+    """
+    return {
+        f"{name}.{leaf}".removeprefix("."): value
+        for name, module in model.named_modules()
+        for leaf, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
 
 
 def _encodings(model: nn.Module) -> dict[str, PositionEncoding]:
@@ -142,7 +160,7 @@ def patch_grid(model: nn.Module, size: Pair) -> Pair | None:
     return tuple(embed.dynamic_feat_size(size)) if hasattr(embed, "dynamic_feat_size") else None
 
 
-def _dtype(value: Tensor) -> torch.dtype:
+def float32(value: Tensor) -> torch.dtype:
     """float32 for what is half precision, so that the image need not be."""
     return torch.float32 if value.is_floating_point() else value.dtype
 
@@ -161,7 +179,7 @@ def _seen(
     else:
         layout = "NLC"
         told = (tuple(a)[:2] for a in args[1:] if isinstance(a, tuple | list) and _is_grid(a[:2], shape[1]))
-        grid = next(told, patches if patches and 0 <= shape[1] - patches[0] * patches[1] <= _MOST_PREFIX else None)
+        grid = next(told, patches if patches and 0 <= shape[1] - patches[0] * patches[1] <= MOST_PREFIX else None)
     if grid is None:
         return None
     tensors = any(isinstance(value, Tensor) for value in tree_leaves((args[1:], kwargs)))
@@ -203,12 +221,13 @@ class _Resampling(TorchDispatchMode):
         origin = next((self._origin[key] for key in read if key in self._origin), None)
         if origin is not None:
             self._origin.update((id(value), origin) for value in made)
-            kind = next((k for k in _KINDS if k in func.__name__), None) if _interpolates(func.__name__) else None
+            kind = next((k for k in _KINDS if k in func.__name__), None) if interpolates(func.__name__) else None
             if kind is not None:
                 rule = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
                 self.found[rule] = self.found.get(rule, 0) + args[0].numel()
         return out
 
 
-def _interpolates(name: str) -> bool:
+def interpolates(name: str) -> bool:
+    """Whether the operation of this name resamples a map of values."""
     return "upsample" in name or "grid_sampler" in name
