@@ -22,8 +22,8 @@ HEAD = (
 def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool = False) -> str:
     """Every row of `plan(models, sweep)` as a Markdown table: what would be resized, what it costs, whether `folder` has it.
 
-    Other rows there that would be refused or moved aside (`run_sweep`) are told. Raises as the evaluation would: ValueError for
-    a size that a model cannot take, or for classes that do not fit.
+    Other rows there that would be refused or moved aside (`run_sweep`) are told. Raises as the evaluation would: ValueError
+    for a size that a model cannot take, or for classes that do not fit.
     """
     done, images, known = read_folder(folder), Images(sweep), {}
     found, keys = known_rows(models, sweep, images, done)
