@@ -10,6 +10,7 @@ from timm.data import auto_augment as peer
 from torchvision.transforms.v2 import functional as F
 
 from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.folder import INTERPOLATIONS
 from vitrel.data.rand_augment import AUGMIX, RAND, RAND_INCREASING, Policy, parse_policy
 
 HALF = (0.5, 0.5, 0.5)
@@ -79,7 +80,7 @@ def by_peer(name, image, argument, resample=Image.Resampling.BILINEAR):
 def by_torchvision(name, image, argument):
     tensor = torch.from_numpy(image).permute(2, 0, 1)
     h, w = image.shape[:2]
-    how = {"angle": 0.0, "scale": 1.0, "interpolation": "bilinear", "fill": list(FILL)}
+    how = {"angle": 0.0, "scale": 1.0, "interpolation": INTERPOLATIONS["bilinear"], "fill": list(FILL)}
     shear = math.degrees(math.atan(argument))
     result = {
         "AutoContrast": lambda: F.autocontrast(tensor),
@@ -91,7 +92,7 @@ def by_torchvision(name, image, argument):
         "Contrast": lambda: F.adjust_contrast(tensor, argument),
         "Brightness": lambda: F.adjust_brightness(tensor, argument),
         "Sharpness": lambda: F.adjust_sharpness(tensor, argument),
-        "Rotate": lambda: F.rotate(tensor, argument, interpolation="bilinear", fill=list(FILL)),
+        "Rotate": lambda: F.rotate(tensor, argument, interpolation=INTERPOLATIONS["bilinear"], fill=list(FILL)),
         "ShearX": lambda: F.affine(tensor, translate=[0, 0], shear=[shear, 0.0], center=[0, 0], **how),
         "ShearY": lambda: F.affine(tensor, translate=[0, 0], shear=[0.0, shear], center=[0, 0], **how),
         "TranslateX": lambda: F.affine(tensor, translate=[-round(argument * w), 0], shear=[0.0, 0.0], **how),

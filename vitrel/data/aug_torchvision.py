@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from vitrel.data.augment import Augmentation
+from vitrel.data.folder import INTERPOLATIONS
 from vitrel.data.rand_augment import Policy, parse_policy
 
 BLUR = {"kernel_size": 13, "sigma": (0.1, 2.0)}  # three deviations to each side
@@ -32,7 +33,8 @@ class TorchvisionPipeline:
         if settings.crop == "random_resized":
             how = {"scale": settings.scale, "ratio": settings.crop_ratio(size), "antialias": True}
             names = ("bilinear", "bicubic") if settings.interpolation == "random" else (settings.interpolation,)
-            self.steps.append(v2.RandomChoice([v2.RandomResizedCrop(size, interpolation=name, **how) for name in names]))
+            crops = [v2.RandomResizedCrop(size, interpolation=INTERPOLATIONS[name], **how) for name in names]
+            self.steps.append(v2.RandomChoice(crops))
         if settings.flip:
             self.steps.append(v2.RandomHorizontalFlip(0.5))
         if settings.vflip:
@@ -54,22 +56,23 @@ class TorchvisionPipeline:
 
 
 def _policy_step(policy: Policy, fill: list[int]) -> nn.Module:
+    how = {"interpolation": INTERPOLATIONS["bilinear"], "fill": fill}
     if policy.kind == "rand":
-        return _RandLayers(policy, fill)
+        return _RandLayers(policy, **how)
     if policy.kind == "augmix":
-        return v2.AugMix(policy.magnitude, policy.width, policy.depth, policy.alpha, interpolation="bilinear", fill=fill)
+        return v2.AugMix(policy.magnitude, policy.width, policy.depth, policy.alpha, **how)
     if policy.kind == "trivial":
-        return v2.TrivialAugmentWide(interpolation="bilinear", fill=fill)
+        return v2.TrivialAugmentWide(**how)
     return v2.RandomChoice([v2.RandomGrayscale(1.0), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(**BLUR)])
 
 
 class _RandLayers(nn.Module):
     """torchvision's RandAugment with a probability and a drawn magnitude for each operation, which it has not by itself."""
 
-    def __init__(self, policy: Policy, fill: list[int]) -> None:
+    def __init__(self, policy: Policy, **how) -> None:
         super().__init__()
         self.policy = policy
-        self.operation = v2.RandAugment(1, num_magnitude_bins=BINS, interpolation="bilinear", fill=fill)
+        self.operation = v2.RandAugment(1, num_magnitude_bins=BINS, **how)
 
     def forward(self, image: Tensor) -> Tensor:
         for _ in range(self.policy.layers):
