@@ -56,24 +56,23 @@ class TorchvisionPipeline:
 
 
 def _policy_step(policy: Policy, fill: list[int]) -> nn.Module:
+    how = {"interpolation": INTERPOLATIONS["bilinear"], "fill": fill}
     if policy.kind == "rand":
-        return _RandLayers(policy, fill)
+        return _RandLayers(policy, **how)
     if policy.kind == "augmix":
-        return v2.AugMix(
-            policy.magnitude, policy.width, policy.depth, policy.alpha, interpolation=INTERPOLATIONS["bilinear"], fill=fill
-        )
+        return v2.AugMix(policy.magnitude, policy.width, policy.depth, policy.alpha, **how)
     if policy.kind == "trivial":
-        return v2.TrivialAugmentWide(interpolation=INTERPOLATIONS["bilinear"], fill=fill)
+        return v2.TrivialAugmentWide(**how)
     return v2.RandomChoice([v2.RandomGrayscale(1.0), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(**BLUR)])
 
 
 class _RandLayers(nn.Module):
     """torchvision's RandAugment with a probability and a drawn magnitude for each operation, which it has not by itself."""
 
-    def __init__(self, policy: Policy, fill: list[int]) -> None:
+    def __init__(self, policy: Policy, **how) -> None:
         super().__init__()
         self.policy = policy
-        self.operation = v2.RandAugment(1, num_magnitude_bins=BINS, interpolation=INTERPOLATIONS["bilinear"], fill=fill)
+        self.operation = v2.RandAugment(1, num_magnitude_bins=BINS, **how)
 
     def forward(self, image: Tensor) -> Tensor:
         for _ in range(self.policy.layers):
