@@ -5,6 +5,8 @@ import json
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import vitrel
 from vitrel.probe.bias import foreign_changes, own_changes
@@ -117,6 +119,33 @@ def test_all_ways_of_the_real_models(name, ours):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("cait_xxs24_224", {"refused", "interpolated"}),
+        ("coat_tiny", {"refused"}),
+        ("coatnet_nano_rw_224", {"interpolated", "bias"}),
+        ("convit_tiny", {"refused", "interpolated"}),
+        ("convnext_atto", set()),
+        ("davit_tiny", {"padding"}),
+        ("levit_128s", {"refused", "interpolated"}),
+        ("mobilevit_xxs", set()),
+        ("mobilenetv4_hybrid_medium", set()),
+        ("pit_ti_224", {"refused", "interpolated"}),
+        ("twins_pcpvt_small", set()),
+        ("twins_svt_small", {"padding"}),
+        ("vit_pe_core_tiny_patch16_384", {"interpolated", "bias"}),
+        ("xcit_nano_12_p16_224", {"position"}),
+    ],
+)
+def test_families_are_examined(name, kinds):
+    """All that meets the image in them is placed on the grid: nothing is missed, no weight or mask told."""
+    found = vitrel.diagnose(name, [256, (192, 320)])
+    assert {kind for told in found.findings.values() for kind in told} == kinds and found.unexamined == {}
+    assert ("found nothing" in str(found)) == (not kinds)
+
+
+@pytest.mark.slow
 def test_borders_meet_at_the_known_larger_sizes():
     found = vitrel.diagnose(swin(dynamic_img_size=True), [288, 320, 384, 448, 512])
     assert [line.size[0] for line in only(found).sizes if any(stage.leaking for stage in line.stages)] == [288, 320, 384, 512]
@@ -152,12 +181,136 @@ def test_the_size_of_a_change():
         ("vit_small_patch16_dinov3", [320], {"bias"}, "another rotation"),
         ("tiny_vit_5m_224", [256], {"padding"}, "attend to padding at 256x256"),
         ("pvt_v2_b0", [256], set(), "global"),
+        ("edgenext_xx_small", [192], {"position"}, "in stages.1.blocks.1.pos_embd"),
     ],
 )
 def test_other_families(name, sizes, kinds, words):
     found = vitrel.diagnose(name, sizes)
     assert {kind for told in found.findings.values() for kind in told} == kinds
     assert words in str(found)
+
+
+class Tokens(nn.Module):
+    """Patches of 16 pixels, a position added to them or to the logits of every pair of them, and their mean."""
+
+    def __init__(self, position):
+        super().__init__()
+        self.patches, self.position = nn.Conv2d(3, 8, 16, 16), position
+        torch.nn.init.normal_(self.patches.weight)
+
+    def forward(self, image):
+        x = self.patches(image)
+        h, w = x.shape[2:]
+        position = self.position(*torch.meshgrid(*(torch.arange(n, device=x.device) + 0.5 for n in (h, w)), indexing="ij"))
+        x = x.flatten(2).mT
+        if position.shape[0] == position.shape[1] == h * w:
+            return ((x @ x.mT + position).softmax(-1) @ x).mean(1)
+        return (x + position).mean(1)
+
+
+def waves(y, x):
+    return torch.cat([(at.reshape(-1, 1) * torch.tensor([0.1, 1.0], device=y.device)).sin() for at in (y, x, x, x)], 1)
+
+
+def distances(y, x):
+    y, x = y.reshape(-1), x.reshape(-1)
+    return -((y[:, None] - y).abs() + (x[:, None] - x).abs()).sqrt()
+
+
+class Perceptron(nn.Module):
+    """A position from coordinates by a layer, in the range 0 to 1 where `share`."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.layer, self.share = nn.Linear(2, 8), share
+
+    def forward(self, y, x):
+        at = torch.stack((y, x), -1).flatten(0, 1)
+        return self.layer(at / at.amax(0) if self.share else at)
+
+
+def resampled(y, x):
+    base = torch.meshgrid(*[torch.arange(14.0, device=y.device)] * 2, indexing="ij")
+    return F.interpolate(waves(*base).mT.unflatten(1, (14, 14))[None], y.shape, mode="bilinear")[0].flatten(1).mT
+
+
+FORMS = {
+    "place": waves,
+    "middle": lambda y, x: waves(y - y.mean(), x - x.mean()),
+    "share": lambda y, x: waves(y / y.max(), x / x.max()),
+    "resampled": resampled,
+    "pairs": distances,
+    "pairs by share": lambda y, x: distances(y / y.max(), x / x.max()),
+    "layer": Perceptron(share=False),
+    "layer by share": Perceptron(share=True),
+    "none": lambda y, x: torch.zeros_like(y).reshape(-1, 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_of_any_model(form):
+    """Made in forward, by no layer that is known: 224x224 against more and fewer tokens, and as many on another grid."""
+    found = vitrel.diagnose(Tokens(FORMS[form]), [192, (256, 320), (32, 1568), 224])
+    changing = form in ("share", "resampled", "pairs by share", "layer by share")
+    assert set(found.findings.get("as built", ())) == ({"position"} if changing else set())
+    assert [bool(line.positions) for line in only(found).sizes] == [changing] * 3 + [False] and found.unexamined == {}
+    assert ("found nothing" in str(found)) != changing
+
+
+def test_the_size_of_a_change_of_position():
+    """XCiT divides the coordinates by the grid. Against its module on both grids."""
+    model = timm.create_model("xcit_nano_12_p16_224", depth=1, cls_attn_layers=1).eval()
+    before = state_hash(model)
+    found = vitrel.diagnose(model, [192, (224, 288)])
+    with torch.no_grad():
+        trained = model.pos_embed(1, 14, 14)
+        others = [model.pos_embed(1, *grid)[..., :14, :14] for grid in ((12, 12), (14, 18))]
+    for line, other in zip(only(found).sizes, others, strict=True):
+        (change,) = line.positions
+        largest = float((trained[..., : other.shape[2], : other.shape[3]] - other).abs().max())
+        assert change.name == "pos_embed" and change.largest == pytest.approx(largest, rel=1e-3) and largest > 0.1
+        assert change.of == pytest.approx(float(trained.abs().max()))
+    text = found.findings["as built"]["position"]
+    assert "at 2 of 2 sizes" in text and "in pos_embed" in text and "found nothing" not in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["ways"][0]["sizes"][0]["positions"][0]["name"] == "pos_embed"
+    assert state_hash(model) == before and not any(module._forward_hooks for module in model.modules())
+    assert "position" in vitrel.diagnose(model.bfloat16(), 192).findings["as built"]
+
+
+class Thrice(nn.Module):
+    """Three values for every token on one axis, which no grid explains."""
+
+    def forward(self, image):
+        h, w = image.shape[2] // 16, image.shape[3] // 16
+        return image.mean() + torch.linspace(0, 1, 3 * h * w, device=image.device)
+
+
+class Overwriting(nn.Module):
+    """Writes the image into a canvas, whose values then come from both."""
+
+    def forward(self, image):
+        canvas = image.new_zeros(image.shape)
+        canvas[:, 0] = image[:, 0]
+        return canvas.mean()
+
+
+@pytest.mark.parametrize(("inner", "name"), [(Thrice(), "0"), (Overwriting(), "forward")])
+def test_what_cannot_be_examined_is_told(inner, name):
+    found = vitrel.diagnose(nn.Sequential(inner), [192, 224])
+    assert found.findings == {} and found.unexamined.keys() == {"as built"}
+    assert f"at 1 of 2 sizes: {name}" in found.unexamined["as built"]
+    assert "not examined" in str(found) and "found nothing" not in str(found)
+    assert found.to_dict()["unexamined"] == found.unexamined
+
+
+def test_a_table_that_is_too_short():
+    """MViT V2 reads its tables at other rows on a smaller grid, and beyond their end on a larger one."""
+    model = timm.create_model("mvitv2_tiny").eval()
+    with pytest.raises(IndexError):
+        model(torch.zeros(1, 3, 256, 256))
+    found = vitrel.diagnose(model, [192, 256]).findings["as built"]
+    assert found.keys() == {"refused", "position"} and "at 1 of 2 sizes" in found["refused"] and "256x256" in found["refused"]
+    assert "rel_pos" in found["position"]
 
 
 def test_a_vit_in_all_its_ways():

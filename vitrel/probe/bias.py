@@ -16,6 +16,8 @@ from vitrel.models.transfer_report import Pair
 from vitrel.position.terms import Composition, PositionEncoding, Terms
 from vitrel.probe.foreign import middle
 
+_TABLES = ("relative_position_bias_table", "relative_coords_table", "rel_coords_log")  # what biases are made of
+
 
 class BiasChange(NamedTuple):
     """The layers in which what position adds at an offset is another than at the trained size."""
@@ -59,6 +61,17 @@ def foreign_changes(before: nn.Module, after: nn.Module, old: Pair, new: Pair, t
             angles = [_neighbours(*_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (twin, new))]
             found.append(BiasChange("rotation", 1, _turn(*angles)))
     return _summed(found)
+
+
+def names_compared(model: nn.Module, old: Pair, new: Pair) -> set[str]:
+    """Names of the parameters and buffers whose effect `foreign_changes` compares on these patch grids (h, w)."""
+    found = set()
+    for name, module in model.named_modules():
+        leaves = [leaf for leaf in _TABLES if isinstance(getattr(module, leaf, None), Tensor)]
+        if hasattr(module, "get_embed") and old != new:
+            leaves += [leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())]
+        found.update(f"{name}.{leaf}".removeprefix(".") for leaf in leaves)
+    return found
 
 
 def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasChange]:

@@ -1,6 +1,7 @@
 """`diagnose`: what happens to position in any model at other image sizes, without training it and without data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import timm
@@ -11,12 +12,14 @@ from torch import nn
 import vitrel
 from vitrel.models.backbone import Backbone
 from vitrel.models.transfer_report import Pair
+from vitrel.models.weights.record import by
 from vitrel.probe.attention_layer import model_name
-from vitrel.probe.bias import foreign_changes, own_changes
+from vitrel.probe.bias import foreign_changes, names_compared, own_changes
 from vitrel.probe.diagnosis import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
 from vitrel.probe.footprint import Sight, sights_of
-from vitrel.probe.foreign import REFUSALS, changes, fit_to
+from vitrel.probe.foreign import REFUSALS, changes, fit_to, reason, refusal, replaced_parameters
 from vitrel.probe.graphs import count_graphs
+from vitrel.probe.positions import Constants, PositionChange, common_grids, compare, constants
 from vitrel.probe.trace import SeenBlock, StageWindows, Traced, patch_grid, stage_windows, trace
 
 
@@ -43,13 +46,14 @@ def diagnose(model: str | nn.Module, size: int | Pair | Sequence[int | Pair], co
         torch.manual_seed(0)
         base = _created(model) if isinstance(model, str) else model
         trained = trained_size(base)
-        ways = [_over(way, trained, sizes, compile) for way in _ways(model, base)]
+        noted = cache(lambda base: constants(base, trained))
+        ways = [_over(way, trained, sizes, compile, noted) for way in _ways(model, base)]
     versions = {"timm": timm.__version__, "torch": torch.__version__}
     return Diagnosis(model_name(base), trained, versions, tuple(_merged(ways)))
 
 
-def _created(name: str) -> nn.Module:
-    model = vitrel.create_model(name).eval()
+def _created(name: str, **keywords: bool) -> nn.Module:
+    model = vitrel.create_model(name, **keywords).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1 and not parameter.any():
@@ -70,7 +74,7 @@ def _ways(model: str | nn.Module, base: nn.Module) -> Iterator[_Way]:
         yield _Way("as built", base, lambda size: fit_to(base, size).model, True)
     else:
         if isinstance(model, str) and _accepts(model, dynamic_img_size=True):
-            dynamic = timm.create_model(model, dynamic_img_size=True).eval()
+            dynamic = _created(model, dynamic_img_size=True)
             yield _Way("dynamic_img_size=True", dynamic, lambda size: dynamic, True)
         yield _Way("set_input_size()", base, lambda size: fit_to(base, size).model, True)
     if isinstance(model, str) and not isinstance(base, Backbone) and _accepts(model, img_size=trained_size(base)):
@@ -86,30 +90,58 @@ def _accepts(name: str, **arguments) -> bool:
     return True
 
 
-def _over(way: _Way, trained: Pair, sizes: Sequence[Pair], compile: bool) -> WayDiagnosis:
+_Positions = tuple[tuple[PositionChange, ...], tuple[str, ...]]  # what changes, and what cannot be examined
+_Noted = Callable[[nn.Module], Constants]  # at the size a model was made for
+
+
+def _over(way: _Way, trained: Pair, sizes: Sequence[Pair], compile: bool, noted: _Noted) -> WayDiagnosis:
     lines, models = [], []
     for size in sizes:
         try:
             model = way.at(size)
             traced = trace(model, size)
+            positions = _positions(way, model, trained, size, noted)
         except REFUSALS as error:
             lines.append(SizeDiagnosis(size, refusal=(str(error).splitlines() or [type(error).__name__])[0]))
             continue
-        lines.append(_at(way, model, traced, trained, size))
+        lines.append(_at(way, model, traced, trained, size, positions))
         models += [(model, size)] if compile else []
     return WayDiagnosis(way.name, tuple(lines), count_graphs(models) if compile else None)
 
 
-def _at(way: _Way, model: nn.Module, traced: Traced, trained: Pair, size: Pair) -> SizeDiagnosis:
+def _positions(way: _Way, model: nn.Module, trained: Pair, size: Pair, noted: _Noted) -> _Positions:
+    """What changes for one and the same token, and what cannot be examined. Raises ValueError where a table is too short."""
+    if isinstance(model, Backbone) or size == trained:
+        return (), ()
+    replaced = replaced_parameters(way.base, model, way.kept)
+    told = replaced | names_compared(way.base, *_patches(way, trained, size))
+    kept = {} if way.kept else {name: value for name, value in way.base.named_parameters() if name not in replaced}
+    try:
+        before = noted(way.base)
+    except REFUSALS as error:
+        return (), (f"forward at {by(trained)} ({reason(error)})",)
+    try:
+        after = constants(model, size, told, kept)
+    except IndexError as error:  # a table that ends before the grid, which a trace without values does not meet
+        raise refusal(model, size, error) from error
+    except REFUSALS as error:
+        return (), (f"forward ({reason(error)})",)
+    return compare(before, after, common_grids(model, trained, size))
+
+
+def _patches(way: _Way, *sizes: Pair) -> list[Pair]:
+    return [patch_grid(way.base, size) or (1, 1) for size in sizes]
+
+
+def _at(way: _Way, model: nn.Module, traced: Traced, trained: Pair, size: Pair, positions: _Positions) -> SizeDiagnosis:
     resized, changed = traced.resampled, own_changes(traced.encodings)
     if not isinstance(model, Backbone):
         resized = changes(way.base, model, way.kept) | resized
-        grids = [patch_grid(way.base, pixels) or (1, 1) for pixels in (trained, size)]
-        changed += foreign_changes(way.base, model, *grids, tables=way.kept)
+        changed += foreign_changes(way.base, model, *_patches(way, trained, size), tables=way.kept)
     embed, unread = getattr(model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
-    return SizeDiagnosis(size, "", resized, changed, tuple(_stages(traced.blocks)), unread)
+    return SizeDiagnosis(size, "", resized, changed, tuple(_stages(traced.blocks)), unread, *positions)
 
 
 def _stages(blocks: Sequence[SeenBlock]) -> Iterator[StageDiagnosis]:

@@ -9,6 +9,7 @@ import numpy as np
 from vitrel.models.transfer_report import Pair
 from vitrel.models.weights.record import by
 from vitrel.probe.bias import BiasChange
+from vitrel.probe.positions import PositionChange
 from vitrel.probe.trace import StageWindows
 
 
@@ -44,6 +45,8 @@ class SizeDiagnosis:
     changes: tuple[BiasChange, ...] = ()
     stages: tuple[StageDiagnosis, ...] = ()
     unread: Pair = (0, 0)  # rows below and columns right of the image that no patch holds
+    positions: tuple[PositionChange, ...] = ()
+    unexamined: tuple[str, ...] = ()  # what meets the image and could not be compared with the trained size
 
 
 @dataclass(frozen=True)
@@ -71,24 +74,28 @@ class Diagnosis:
         found = {way: {kind: text for kind, text in kinds.items() if text} for way, kinds in found.items()}
         return {way: kinds for way, kinds in found.items() if kinds}
 
+    @property
+    def unexamined(self) -> dict[str, str]:
+        """{way: sentence} of what could not be examined: there no finding does not say that nothing changes."""
+        return {way.way: told for way in self.ways if (told := _not_examined(way.sizes))}
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as numbers, strings, lists and dictionaries, without the maps of tokens, and the findings."""
         plain = asdict(self, dict_factory=lambda items: {k: v for k, v in items if k not in ("map", "sees")})
         for way, told in zip(plain["ways"], self.ways, strict=True):
             for line, size in zip(way["sizes"], told.sizes, strict=True):
                 line["changes"] = [change._asdict() for change in size.changes]
+                line["positions"] = [change._asdict() for change in size.positions]
                 for stage, of in zip(line["stages"], size.stages, strict=True):
                     stage["windows"] = of.windows._asdict() | {"padded_share": of.windows.padded_share}
-        return _plain(plain) | {"findings": self.findings}
+        return _plain(plain) | {"findings": self.findings, "unexamined": self.unexamined}
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [f"{self.model}, made for {by(self.trained)} px ({versions})"]
         for way in self.ways:
             lines += ["", f"{way.way}{_compiled(way)}", *_table(way.sizes)]
-        lines += ["", "found" if self.findings else "found nothing: no value is replaced, no bias changes"]
-        for way, kinds in self.findings.items():
-            lines += [f"  {way}", *(f"    {text}" for text in kinds.values())]
+        lines += ["", *self._found()]
         windowed = [stage for way in self.ways for line in way.sizes for stage in line.stages if stage.windows.window]
         if not any(line.stages or line.refusal for way in self.ways for line in way.sizes):
             lines.append("no attention can be seen in it")
@@ -98,6 +105,18 @@ class Diagnosis:
             lines.append("no token sees across a border or attends to padding")
         return "\n".join(lines)
 
+    def _found(self) -> Iterator[str]:
+        if not self.findings and not self.unexamined:
+            yield "found nothing: no value is replaced, no bias changes"
+        for title, told in (
+            ("found", {way: kinds.values() for way, kinds in self.findings.items()}),
+            ("not examined", {way: [text] for way, text in self.unexamined.items()}),
+        ):
+            yield from [title] if told else []
+            for way, texts in told.items():
+                yield f"  {way}"
+                yield from (f"    {text}" for text in texts)
+
 
 def _compiled(way: WayDiagnosis) -> str:
     if isinstance(way.graphs, int):
@@ -106,16 +125,20 @@ def _compiled(way: WayDiagnosis) -> str:
 
 
 def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
-    lines = [["size", "replaced", "bias", "tokens", "windows", "shift", "see across", "attend to padding"]]
+    position = any(line.positions or line.unexamined for line in sizes)  # no column where there is nothing to say
+    lines = [["size", "replaced", "bias", *["position"] * position]]
+    lines[0] += ["tokens", "windows", "shift", "see across", "attend to padding"]
     for line in sizes:
         if line.refusal:
-            lines.append([by(line.size), f"refused: {line.refusal}", *[""] * 6])
+            lines.append([by(line.size), f"refused: {line.refusal}", *[""] * (len(lines[0]) - 2)])
             continue
         replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
-        bias = "changes" if line.changes else "-"
+        cells = [by(line.size), replaced, "changes" if line.changes else "-"]
+        cells += ["changes" if line.positions else "?" if line.unexamined else "-"] * position
         columns = [(_short(s.windows.grid), *_stage(s)) for s in line.stages] or [("no attention seen",) + ("-",) * 4]
-        lines.append([by(line.size), replaced, bias, *(" ".join(cells) for cells in zip(*columns, strict=True))])
-    widths = [max((len(line[i]) for line in lines if not line[1].startswith("refused")), default=0) for i in range(8)]
+        lines.append([*cells, *(" ".join(cells) for cells in zip(*columns, strict=True))])
+    plain = [line for line in lines if not line[1].startswith("refused")]
+    widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     return ["  " + "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
@@ -154,6 +177,24 @@ def _other_bias(sizes: Sizes) -> str:
     amount = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
     where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({by(size)})"
     return f"another {worst.what} at one and the same offset {_at(there, sizes)}: {where}"
+
+
+def _other_position(sizes: Sizes) -> str:
+    there = [line for line in sizes if line.positions]
+    if not there:
+        return ""
+    line, worst = max(((line, change) for line in there for change in line.positions), key=lambda found: found[1].largest)
+    names = len({change.name for change in line.positions})
+    more = f" and {names - 1} more" if names > 1 else ""
+    where = f"up to {worst.largest:.2g} of {worst.of:.2g} in {worst.name}{more} ({by(line.size)})"
+    return f"other values at one and the same token {_at(there, sizes)}: {where}"
+
+
+def _not_examined(sizes: Sizes) -> str:
+    there = [line for line in sizes if line.unexamined]
+    names = list(dict.fromkeys(name for line in there for name in line.unexamined))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"whether tokens keep their position {_at(there, sizes)}: {', '.join(names[:3])}{more}" if there else ""
 
 
 def _across(sizes: Sizes) -> str:
@@ -196,6 +237,7 @@ _SENTENCES = {
     "refused": _refused,
     "interpolated": _interpolated,
     "bias": _other_bias,
+    "position": _other_position,
     "borders": _across,
     "padding": _padded,
     "frozen": _frozen,

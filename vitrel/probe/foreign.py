@@ -48,7 +48,7 @@ def fit_to(model: nn.Module, size: int | Pair) -> Fitted:
         try:
             fitted.set_input_size(img_size=size)
         except REFUSALS as error:
-            raise ValueError(f"{model_name(model)} cannot be set to {by(size)} pixels: {_reason(error)}") from error
+            raise ValueError(f"{model_name(model)} cannot be set to {by(size)} pixels: {reason(error)}") from error
         seen, changed = _traced(fitted, size), changes(model, fitted)
         model = fitted if _differs(model, fitted) or not _takes(model, size) else model
     return Fitted(model, changed | seen.resampled, stage_windows(seen.blocks))
@@ -62,22 +62,31 @@ def changes(before: nn.Module, after: nn.Module, values: bool = True) -> dict[st
     values False: `after` was built for itself, its parameters tell only by their shapes.
     """
     found: dict[str, int] = {}
-    theirs = dict(after.named_parameters()) | dict(after.named_buffers())
-    parameters = dict(before.named_parameters())
+    theirs, parameters = dict(after.named_buffers()), dict(before.named_parameters())
+    resampled = replaced_parameters(before, after, values)
     for name, old in (parameters | dict(before.named_buffers())).items():
         new, (path, _, leaf) = theirs.get(name), name.rpartition(".")
-        if new is None or (old.shape == new.shape and (old.is_meta or torch.equal(old, new))):
+        if old.is_meta and new is not None and old.shape == new.shape:
             continue
-        if name in parameters and old.shape == new.shape and not values:
-            continue
-        if name in parameters:
+        if name in resampled:
             rule, count = f"{leaf} {_RULES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
-        elif leaf in _COORDINATES and not same_at_shared_offsets(old, new):
+        elif name in theirs and leaf in _COORDINATES and not same_at_shared_offsets(old, new):
             rule, count = f"{leaf} re-created", old.numel()
         else:
             continue
         found[rule] = found.get(rule, 0) + count
     return found
+
+
+def replaced_parameters(before: nn.Module, after: nn.Module, values: bool = True) -> set[str]:
+    """Names of the parameters of `before` that have another shape in `after`, or, with `values`, other values."""
+    theirs = dict(after.named_parameters())
+    return {
+        name
+        for name, old in before.named_parameters()
+        if (new := theirs.get(name)) is not None
+        and (old.shape != new.shape or (values and not old.is_meta and not torch.equal(old, new)))
+    }
 
 
 def same_at_shared_offsets(old: Tensor, new: Tensor) -> bool:
@@ -108,8 +117,12 @@ def _traced(model: nn.Module, size: Pair) -> Traced:
     try:
         return trace(model, size)
     except REFUSALS as error:
-        name, reason = model_name(model), _reason(error)
-        raise ValueError(f"{name} does not take {by(size)} pixels: {reason}{_hint(model, size)}") from error
+        raise refusal(model, size, error) from error
+
+
+def refusal(model: nn.Module, size: Pair, error: Exception) -> ValueError:
+    """What to raise where forward of `model` has ended in `error` at images of `size` (h, w) pixels."""
+    return ValueError(f"{model_name(model)} does not take {by(size)} pixels: {reason(error)}{_hint(model, size)}")
 
 
 def _takes(model: nn.Module, size: Pair) -> bool:
@@ -137,5 +150,6 @@ def _hint(model: nn.Module, size: Pair) -> str:
     return "" if hasattr(model, "set_input_size") else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """The first line of what an error says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
