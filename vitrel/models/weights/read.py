@@ -99,7 +99,7 @@ def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[
 def checksums(tree: Any) -> dict[str, int]:
     """CRC-32 of every tensor in nested dictionaries and lists, by its place, e.g. "state_dict.head.bias"; as "vitrel" keeps it.
 
-    About 0.07 s for 100 MB on one core.
+    About 0.03 s for 100 MB on one core.
     """
     return {place: _crc(tensor) for place, tensor in _tensors(tree)}
 
