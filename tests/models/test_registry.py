@@ -261,6 +261,29 @@ def test_create_model_imports_and_delegates(tmp_path):
         vitrel.create_model("vitrel_swin_tt")
 
 
+DAMAGES = {
+    "config.json is damaged": lambda folder: (folder / "config.json").write_text("{"),
+    r"config.json is damaged \(TypeError": lambda folder: (folder / "config.json").write_text("[1]"),
+    "names an architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_of_mine"}'),
+    "No such file or directory: .*config.json": lambda folder: (folder / "config.json").unlink(),
+    "No suitable checkpoints found": lambda folder: (folder / "pytorch_model.bin").unlink(),
+    "empty or cut off": lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
+    "": lambda folder: (folder / "pytorch_model.bin").write_bytes(bytes(300)),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+def test_a_damaged_folder_is_named_with_the_way_out(tmp_path, text):
+    save_for_hf(vitrel.create_model("vitrel_vit_n8_table", num_classes=3, depth=1), tmp_path / "mine", safe_serialization=False)
+    assert vitrel.create_model(f"local-dir:{tmp_path}/mine", pretrained=True).num_classes == 3
+    DAMAGES[text](tmp_path / "mine")
+    with pytest.raises(ValueError, match=rf"no model can be built from {tmp_path}/mine: .*{text}.*tools/export\.py") as said:
+        vitrel.create_model(f"local-dir:{tmp_path}/mine", pretrained=True)
+    assert "\n" not in str(said.value)
+    with pytest.raises(FileNotFoundError, match=f"no folder {tmp_path}/none"):
+        vitrel.create_model(f"local-dir:{tmp_path}/none")
+
+
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_input_errors(name):
     model = timm.create_model(name)

@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,86 @@ def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
     done = train(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}", before=("-c", OFFLINE))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+
+
+HOOKED = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from vitrel.train import Classifier
+batches, original = [], Classifier.on_train_batch_start
+def hook(self, *args):
+    batches.append(0)
+    if len(batches) == 6:
+        ACTION
+    return original(self, *args)
+Classifier.on_train_batch_start = hook
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+LONGER = ["--trainer.max_epochs=4", "--run.save_every=1"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_prints_the_command_that_goes_on(tmp_path):
+    stop = HOOKED.replace("ACTION", "os.kill(os.getpid(), signal.SIGINT)")
+    done = train(*SHORT, *LONGER, "--ckpt_path=auto", f"--trainer.default_root_dir={tmp_path}", before=("-c", stop))
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("ctrl-c: ")]
+    assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); go on with: python " in line
+    words = shlex.split(line.partition("go on with: ")[2])
+    assert words[-2:] == ["--ckpt_path", "auto"] and sum("ckpt_path" in word for word in words) == 1
+    again = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, cwd=ROOT)
+    assert again.returncode == 0, again.stderr
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["status"], found["resumed"], found["updates"]) == ("finished", 1, 8)
+
+
+INTERRUPTED_IMPORT = """
+import builtins, runpy, sys
+original = builtins.__import__
+def interrupted(name, *args, **how):
+    if name == "vitrel.train":
+        raise KeyboardInterrupt
+    return original(name, *args, **how)
+builtins.__import__ = interrupted
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path):
+    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}", before=("-c", INTERRUPTED_IMPORT))
+    assert done.returncode == 130 and len(done.stderr.splitlines()) == 1 and "ctrl-c" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
+    """Where Lightning has started it, which would kill the others too, and say nothing."""
+    kill = HOOKED.replace("ACTION", "self.trainer.strategy.launcher.procs[0].kill()")
+    two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4"]
+    done = train(*SHORT, *LONGER, *two, f"--trainer.default_root_dir={tmp_path}", before=("-c", kill))
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", line)
+    assert f"the last checkpoint is {tmp_path}/checkpoints/last.ckpt (update " in line and line.endswith("--ckpt_path auto")
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        (["--trainer.accelerator=gpu", "--trainer.devices=64"], r"trainer\.devices: 64: .*\d+ CUDA devices .*leave both out"),
+        (["--trainer.devices=0"], r"trainer\.devices: 0: .*CPU cores"),
+        (["--trainer.devices=[0, 1]"], r"trainer\.devices: \[0, 1\]: .*CPU cores"),
+        (["--trainer.devices=1000"], r"trainer\.devices: 1000 .*\d+ cores"),
+        (["--trainer.overfit_batches=-1"], "overfit_batches"),
+    ],
+)
+def test_more_devices_than_there_are_is_one_line(tmp_path, extra, text):
+    from vitrel.train import run
+
+    with pytest.raises(ValueError, match=text) as said:
+        run(["fit", *SHORT, *extra, f"--trainer.default_root_dir={tmp_path}"])
+    assert "\n" not in str(said.value)
 
 
 def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypatch):

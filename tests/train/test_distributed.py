@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
+import time
 from contextlib import closing
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, rows, status
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, run
+from vitrel.train.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ
@@ -118,6 +121,80 @@ def test_one_rank_that_is_told_to_stop_stops_both(command, tmp_path):
     assert on_two(resumed(args, tmp_path / "two")) == [0, 0]
     assert on_two(command("whole", *TWO, *EVERYTHING)) == [0, 0]
     assert_same_run(tmp_path / "two", tmp_path / "whole")
+
+
+def on_rank(rank, *args):
+    """A hook as `at`, on one rank alone."""
+
+    def install():
+        if os.environ["RANK"] == str(rank):
+            at(*args)()
+
+    return install
+
+
+def hurry():
+    Ranks.period, Ranks.patience = 0.1, 1.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_the_other(command, tmp_path, capfd, rank):
+    args, last = command("cut", *TWO, *EVERYTHING, "--run.save_every=1"), tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    found = on_two(args, on_rank(rank, 8, signal.SIGKILL))
+    assert found[rank] == -signal.SIGKILL and found[1 - rank] == 1
+    said = capfd.readouterr().err
+    assert said.count(f"rank {rank} (process ") == 1 and f"the last checkpoint is {last} (update " in said
+    assert "--ckpt_path auto" in said and "Connection" not in said
+    assert on_two(resumed(args, tmp_path / "cut")) == [0, 0]
+    assert on_two(command("whole", *TWO, *EVERYTHING)) == [0, 0]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_rank_that_would_wait_for_a_dead_one_ends(command, capfd):
+    """As with NCCL, where an exchange without an answer raises nothing."""
+    stop = on_rank(1, 8, signal.SIGKILL, "training_step"), on_rank(0, 8, lambda: time.sleep(300), "training_step")
+    assert on_two(command("run", *TWO), hurry, *stop) == [1, -signal.SIGKILL]
+    assert capfd.readouterr().err.count("rank 1 (process ") == 1
+
+
+def test_an_error_of_one_rank_is_told_by_it(command, capfd):
+    def fail():
+        raise ValueError("a bad image")
+
+    assert on_two(command("run", *TWO), hurry, on_rank(1, 8, fail, "training_step")) == [1, 1]
+    said = capfd.readouterr().err
+    assert "ValueError: a bad image" in said and "rank 1 (process " in said and "of its own" in said
+
+
+def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):
+    def fail():
+        raise RuntimeError("shapes that do not fit")
+
+    assert on_two(command("run", *TWO), hurry, at(8, fail, "training_step")) == [1, 1]
+    said = capfd.readouterr().err
+    assert said.count("RuntimeError: shapes that do not fit") == 2 and "has died" not in said
+
+
+def test_a_rank_that_is_done_before_the_other_has_not_died(command, capfd):
+    assert on_two(command("run", *TWO, epochs=1), hurry, on_rank(0, 1, lambda: time.sleep(8), "on_fit_end")) == [0, 0]
+    assert "has died" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("told", [(0, 1), (1,)])
+def test_ctrl_c_stops_both(command, tmp_path, capfd, told):
+    def tell():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        at(8, lambda: int(os.environ["RANK"]) in told and os.kill(os.getpid(), signal.SIGINT))()
+
+    assert on_two(command("run", *TWO), tell) == [130, 130]
+    assert capfd.readouterr().out.count(f"ctrl-c: saved {tmp_path}/run/checkpoints/last.ckpt (update 8)") == 1
+
+
+def test_a_removed_folder_is_named_by_the_rank_that_writes(command, tmp_path, capfd):
+    remove = on_rank(0, 9, lambda: shutil.rmtree(tmp_path / "run"))
+    assert on_two(command("run", *TWO), hurry, remove) == [1, 1]
+    said = capfd.readouterr().err
+    assert f"FileNotFoundError: {tmp_path}/run, the folder of this run" in said and not (tmp_path / "run").exists()
 
 
 def test_resuming_on_another_number_of_processes(command, tmp_path):

@@ -1,7 +1,9 @@
 """What stops a run: a loss or weight that is not a number, images that cannot be read. Nothing saved before is lost."""
 
+import json
 import os
 import shutil
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from runs import at, in_child, read, resumed, rows, status
+from runs import assert_same_run, at, in_child, read, resumed, rows, status
 from vitrel.data.pack import pack
 from vitrel.data.shards import Shards
-from vitrel.train import Classifier
-from vitrel.train.faults import FiniteLoss
+from vitrel.train import Classifier, run
+from vitrel.train.faults import FiniteLoss, RunFolder
 
 
 @pytest.fixture
@@ -133,6 +135,47 @@ def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, 
     damage(own / "train" / "blue" / "3.png")
     assert status(in_child(command("b", f"--data.data={own}", "--data.reading.on_bad=raise"))) == 1
     assert f"{own}/train/blue/3.png" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "hook"),
+    [(9, "on_train_batch_start"), (3, "validation_step"), (2, "on_train_epoch_end"), (3, "on_train_epoch_start")],
+)
+def test_a_folder_that_is_removed_ends_the_run_with_its_name(command, tmp_path, capfd, call, hook):
+    gone = tmp_path / "run"
+    assert status(in_child(command("run", "--trainer.log_every_n_steps=2"), at(call, lambda: shutil.rmtree(gone), hook))) == 1
+    said = capfd.readouterr().err
+    assert f"FileNotFoundError: {gone}, the folder of this run, was removed" in said and "Exception in thread" not in said
+    assert not gone.exists()  # a part of a run that looks whole would be worse
+
+
+def test_a_folder_that_was_renamed_can_be_moved_back(command, tmp_path, capfd):
+    args, moved = command("run", "--run.save_every=1"), tmp_path / "moved"
+    assert status(in_child(args, at(9, lambda: (tmp_path / "run").rename(moved)))) == 1
+    assert "Move it back" in capfd.readouterr().err
+    moved.rename(tmp_path / "run")
+    assert status(in_child([*args, "--ckpt_path=auto"])) == 0
+    run(command("whole"))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_another_callback_may_save_where_nothing_is_yet(command, tmp_path):
+    own = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "far" / "away"), "filename": "mine"}}
+    run(command("run", f"--trainer.callbacks=[{json.dumps(own)}]", epochs=1))
+    assert (tmp_path / "far" / "away" / "mine.ckpt").is_file()
+
+
+def test_threads_that_fail_of_the_removed_folder_are_silent_and_others_are_not(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: heard.append(failed.exc_type))
+    folder = RunFolder(tmp_path / "run")
+    folder.on_fit_start(SimpleNamespace(is_global_zero=True), None)
+    file = tmp_path / "run" / "events"
+    for work in (file.read_text, (tmp_path / "run").rmdir, file.read_text, lambda: 1 / 0):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert heard == [FileNotFoundError, ZeroDivisionError]  # the second of file.read_text is the folder's
 
 
 def finite(folder, losses, device="cpu", every=3):

@@ -45,9 +45,9 @@ def test_killed_where_epochs_and_evaluations_do_not_end_together(command, tmp_pa
 
 def test_a_finished_run_leaves_no_handler(command):
     """What follows in the same process, an evaluation for one, must end when it is told to."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     run(command("run", epochs=1))
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_sigterm_to_loader_processes_too(command, tmp_path):
@@ -159,6 +159,78 @@ def test_sigterm_saves_and_exits_143(command, tmp_path, call, hook, step):
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     run(command("whole", *EVERYTHING, epochs=2))
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def at_ctrl_c(*args):
+    """As `at`, where ctrl-c is not ignored: whoever runs the tests may do so."""
+
+    def install():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        at(*args)()
+
+    return install
+
+
+@pytest.mark.parametrize(("call", "hook", "step"), [(8, "on_train_batch_start", 4), (1, "validation_step", 3)])
+def test_ctrl_c_saves_and_exits_130(command, tmp_path, capfd, call, hook, step):
+    args, last = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    assert status(in_child(args, at_ctrl_c(call, signal.SIGINT, hook))) == 130
+    assert read(last)["vitrel"]["step"] == step
+    said = capfd.readouterr()
+    assert f"ctrl-c: saved {last} (update {step}); go on with" in said.out and "--ckpt_path auto" in said.out
+    assert "again" in said.err and "Traceback" not in said.err
+    assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
+    run(command("whole", *EVERYTHING, epochs=2))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_ctrl_c_before_anything_was_trained(command, tmp_path, capfd):
+    assert status(in_child(command("run"), at_ctrl_c(1, signal.SIGINT, "on_train_epoch_start"))) == 130
+    assert "ctrl-c: before anything was trained" in capfd.readouterr().out
+    assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+    assert status(in_child(command("earlier"), at_ctrl_c(1, signal.SIGINT, "setup"))) == 130
+    assert "ctrl-c: nothing is saved yet" in capfd.readouterr().out
+
+
+def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
+    def wait():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # as a terminal and torchrun send it: still one
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(300)
+
+    begin = time.perf_counter()
+    args, last = command("run", "--run.save_every=1"), tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert status(in_child(args, at_ctrl_c(8, wait, "training_step"))) == 130 and time.perf_counter() - begin < 200
+    said = capfd.readouterr()
+    assert f"ctrl-c: the last checkpoint is {last} (update 7); go on with" in said.out and "Traceback" not in said.err
+    assert status(in_child(resumed(args, tmp_path / "run"))) == 0
+
+
+def test_ctrl_c_reaches_loader_processes_too(command, tmp_path, capfd):
+    """From a terminal; without its loader the run could not save."""
+
+    def to_all():
+        subprocess.run(["kill", "-INT", "--", f"-{os.getpgrp()}"], check=False)
+
+    def install():
+        os.setpgid(0, 0)
+        at_ctrl_c(8, to_all)()
+
+    assert status(in_child(command("run", "--data.workers=2"), install)) == 130
+    assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 8
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ctrl_c_is_nobodys_in_the_background(command):
+    """Where a shell has started the run with ctrl-c ignored, it stays ignored."""
+
+    def install():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        at(8, signal.SIGINT)()
+
+    assert status(in_child(command("run"), install)) == 0
 
 
 def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):

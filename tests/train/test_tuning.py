@@ -40,6 +40,11 @@ def test_another_size_is_resampled_and_said(run, capsys):
     assert module(torch.zeros(1, 3, 48, 64)).shape == (1, 4)
 
 
+def test_a_folder_as_a_model_is_told_where_weights_go():
+    with pytest.raises(ValueError, match=r"'local-dir:exported': .* model\.tuning\.init_from"):
+        small("local-dir:exported")
+
+
 def test_another_number_of_classes_needs_a_new_head(run):
     with pytest.raises(
         ValueError, match=r"init_from .*run.ckpt: .*head.weight: \(4, 32\) .* set model.tuning.reset_head: true"

@@ -6,9 +6,11 @@ The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorb
 """
 
 import logging
+import os
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,17 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
-from vitrel.train.faults import BadImages, FiniteLoss
+from vitrel.train.execution import check_processes, one_line, refused_trainer
+from vitrel.train.faults import BadImages, FiniteLoss, RunFolder
 from vitrel.train.log import CSVLog
 from vitrel.train.module import Classifier
 from vitrel.train.profile import DataProfile
 from vitrel.train.progress import Speed, progress_of
+from vitrel.train.ranks import Ranks
 from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Predictions, Summary
 
@@ -86,6 +91,10 @@ class SaveConfig(SaveConfigCallback):
 class TrainCLI(LightningCLI):
     """`fit` alone, with the run's folder, logs, checkpoints and seed decided in one place."""
 
+    def __init__(self, *args: Any, go_on: str = "", **kwargs: Any) -> None:
+        self.go_on = go_on
+        super().__init__(*args, **kwargs)
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         return {"fit": LightningCLI.subcommands()["fit"] | {"weights_only"}}
@@ -100,9 +109,12 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
         """Check, then parse; SystemExit 2 with the reason on stderr when a key, a value or a class is not allowed."""
+        typed = args is None and "TORCHELASTIC_RUN_ID" not in os.environ  # and not given by a program, or to torchrun
         args = sys.argv[1:] if args is None else args
         args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args]
         self.command = shlex.join(args)
+        again = f": {shlex.join(['python', sys.argv[0], *_without('--ckpt_path', args), '--ckpt_path', 'auto'])}"
+        self.go_on = self.go_on or f"go on with{again if typed else ' the same command and --ckpt_path auto'}"
         keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
         keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
         guard.restrict_imports()
@@ -134,17 +146,18 @@ class TrainCLI(LightningCLI):
                 rank_zero_only(print)(f"{checkpoint} is of a finished run of {done} epochs: raise trainer.max_epochs to go on")
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
+        check_processes(config["accelerator"], config["devices"])
         if settings.profile_data:
             self.save_config_callback = None
             nothing = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-            return super().instantiate_trainer(**kwargs, **nothing, callbacks=[DataProfile()])
+            return self._trainer(config, **kwargs, **nothing, callbacks=[DataProfile()])
         log = CSVLog(folder, resume=checkpoint is not None)
         given, plugins = config["callbacks"] or [], config["plugins"] or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO()]
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO(folder)]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
         kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *self._callbacks(log)]
-        trainer = super().instantiate_trainer(**kwargs)
+        trainer = self._trainer(config, **kwargs)
         # by the rank that writes: another rank that starts later would find what this one has begun
         if trainer.is_global_zero and checkpoint is None and last.exists():
             raise FileExistsError(
@@ -153,30 +166,50 @@ class TrainCLI(LightningCLI):
             )
         return trainer
 
+    def _trainer(self, config: Mapping[str, Any], **kwargs: Any) -> Trainer:
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ModuleNotFoundError, TypeError) as error:
+            raise ValueError(refused_trainer(config, error)) from error
+
     def _callbacks(self, log: CSVLog) -> list[Callback]:
         settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
         about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
         summary = Summary(log, speed, about, resumed=self._get(self.config_init, "ckpt_path") is not None)
         shown = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
+        saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
         drawn = [Predictions(folder, settings.predictions)] if settings.predictions else []
         # FiniteLoss first: it must speak before anything is logged or saved
-        faults = [FiniteLoss(folder), BadImages(folder)]
-        checkpoints = folder / "checkpoints"
-        return [*faults, speed, *shown, *drawn, summary, Best(checkpoints), Saving(checkpoints, log, settings.save_every)]
+        faults = [Ranks(saving.left), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
+        return [*faults, speed, *shown, *drawn, summary, Best(folder / "checkpoints"), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train; a checkpoint to resume is read as tensors and plain values alone."""
-        self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        try:
+            self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        except BaseException as error:
+            for callback in self.trainer.callbacks:
+                if hasattr(callback, "explain"):
+                    callback.explain(error)  # raises the reason, where `error` is only what followed from it
+            if isinstance(error.__context__, KeyboardInterrupt):  # where there is nothing to save
+                raise error.__context__ from None
+            if isinstance(error, MisconfigurationException):
+                raise ValueError(one_line(error)) from error
+            raise
 
 
-def run(args: list[str] | None = None) -> TrainCLI:
+def run(args: list[str] | None = None, go_on: str = "") -> TrainCLI:
     """Train as the command line `args` says, e.g. ["fit", "--config", "configs/train_imagefolder.yaml"]; sys.argv when None.
+
+    go_on: how to go on with a run that was stopped, which its last words say; with --ckpt_path auto, unless given.
 
     Returns:
         The finished command line: `.trainer`, `.model`, `.datamodule`, `.config`.
 
     Raises:
-        SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr).
+        SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr); the run was
+            stopped by SIGTERM (status 143) or ctrl-c (130).
+        ChildProcessError: another process of the run has died.
         ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.
         FileExistsError: the run's folder holds a run and no `--ckpt_path` is given.
         FileNotFoundError: `--ckpt_path` names no file.
@@ -204,7 +237,15 @@ def run(args: list[str] | None = None) -> TrainCLI:
             parser_class=PlainParser,
             parser_kwargs={"allow_abbrev": False, "fit": {"usage": USAGE, "allow_abbrev": False}},
             auto_configure_optimizers=False,
+            go_on=go_on,
         )
+
+
+def _without(option: str, args: list[str]) -> list[str]:
+    kept = [arg for arg in args if not arg.startswith(f"{option}=")]
+    while option in kept:
+        del kept[kept.index(option) : kept.index(option) + 2]
+    return kept
 
 
 def _seed(value: int | bool) -> int:

@@ -141,7 +141,7 @@ class ImageData(LightningDataModule):
         return self._loader(DataLoader, share, batch_size=self.batch_size)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **how: Any) -> DataLoader:
-        how |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_sigterm}
+        how |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_signals}
         return loader(dataset, pin_memory=torch.cuda.is_available(), **how)
 
     def _place(self) -> tuple[int, int]:
@@ -152,8 +152,10 @@ class ImageData(LightningDataModule):
         return epochs.processed, loop.epoch_loop.batch_progress.current.ready if inside else 0
 
 
-def _outlive_sigterm(worker: int) -> None:
-    # SLURM, systemd and `timeout` send it to every process of a run, and one that has lost its loader could not save
+def _outlive_signals(worker: int) -> None:
+    # SLURM, systemd and `timeout` send SIGTERM to every process of a run, a terminal SIGINT, and one that has lost its loader
+    # could not save
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,6 +1,10 @@
 """How the steps run: memory, speed, and what to do when memory runs out."""
 
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -63,6 +67,35 @@ def memory_advice(trainer: Trainer, module: LightningModule) -> str:
     h, w = module.img_size
     ways.append(f"a smaller data.size (now {h}x{w})")
     return f"The device's memory is full. What needs less: {'; '.join(ways)}."
+
+
+def check_processes(accelerator: object, devices: object) -> None:
+    """ValueError for far more CPU processes than cores: Lightning starts as many as `trainer.devices` says, a thousand too."""
+    most = max(8, os.cpu_count() or 1)
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
+    if on_cpu and str(devices).isdecimal() and int(str(devices)) > most:
+        raise ValueError(
+            f"trainer.devices: {devices} on a CPU is as many processes, and this machine has {os.cpu_count()} cores: ask for "
+            f"{most} at most, or leave it out"
+        )
+
+
+def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
+    """What to say where Lightning refuses a setting of its trainer, with what there is where that is about devices."""
+    text = one_line(error)
+    if not re.search(r"device|accelerator|gpu|torch_xla", text, re.IGNORECASE):
+        return text
+    asked = ", ".join(f"trainer.{name}: {config[name]}" for name in ("accelerator", "devices"))
+    found = f"{torch.cuda.device_count()} CUDA devices and {os.cpu_count()} CPU cores"
+    return (
+        f"{asked}: {text.rstrip('.')}. This machine has {found}: ask for no more devices than there are, or leave both out to "
+        "take what there is"
+    )
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error without its line breaks."""
+    return " ".join(str(error).split())
 
 
 def check_sharded(averaged: bool, clip_mode: str | None) -> None:

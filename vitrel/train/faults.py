@@ -1,5 +1,6 @@
-"""What stops a run before it spoils anything: a loss that is not a number, and images that cannot be read."""
+"""What stops a run before it spoils anything: no finite loss, images that cannot be read, a folder that is gone."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,43 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from vitrel.files import whole, write_cells
 
 SHOWN = 8  # names in a message; all are in the file
+
+
+class RunFolder(Callback):
+    """Makes the run's folder, once: what is written later fails where somebody removes it, and the run ends with its name.
+
+    Made anew it would hold a part of a run that looks whole.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder, self.hook = Path(folder), None
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.is_global_zero:  # which alone writes
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.hook, threading.excepthook = threading.excepthook, self._in_a_thread
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        if self.hook is not None:
+            threading.excepthook, self.hook = self.hook, None
+
+    def explain(self, error: BaseException) -> None:
+        """FileNotFoundError that names the folder in place of `error`, where it is gone."""
+        made = self.hook is not None
+        self.teardown(None, None, "fit")
+        if made and isinstance(error, OSError) and not self.folder.is_dir():
+            raise FileNotFoundError(
+                f"{self.folder}, the folder of this run, was removed or renamed while the run wrote to it: stopped. Move it "
+                "back and go on with --ckpt_path auto; where it is lost, the same command begins anew"
+            ) from None
+
+    def _in_a_thread(self, failed: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in one, which would print a traceback; the next write of the main thread ends the run
+        if self.folder.is_dir() or not issubclass(failed.exc_type, OSError):
+            self.hook(failed)
 
 
 class FiniteLoss(Callback):

@@ -51,11 +51,10 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write all rows; called at the end of every epoch and before every checkpoint."""
+        """Write all rows; called at the end of every epoch and before every checkpoint. The folder has to exist."""
         if not self.rows:
             return
         columns = list(dict.fromkeys(["epoch", "step", *sorted({key for row in self.rows for key in row})]))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with whole(self.path) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
@@ -63,4 +62,5 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self.save()
+        if self.path.parent.is_dir():  # else it was removed, which is why the run ends
+            self.save()

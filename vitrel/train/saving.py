@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from vitrel.files import whole
@@ -18,7 +20,7 @@ from vitrel.models.weights.read import checksums, read_file
 from vitrel.train.log import CSVLog
 from vitrel.train.same_run import run_settings
 
-TERMINATED = 128 + signal.SIGTERM  # exit status
+TOLD = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "ctrl-c"}  # to stop; the exit status is 128 and the signal's number
 
 
 def read_to_resume(path: str | Path) -> dict[str, Any]:
@@ -36,7 +38,14 @@ def read_to_resume(path: str | Path) -> dict[str, Any]:
 
 
 class AtomicIO(TorchCheckpointIO):
-    """Writes beside the file and renames: what stands at `path` is the former checkpoint or the new one, whole."""
+    """Writes beside the file and renames: what stands at `path` is the former checkpoint or the new one, whole.
+
+    Args:
+        folder: of the run, which is never made anew here, see `vitrel.train.faults.RunFolder`.
+    """
+
+    def __init__(self, folder: str | Path = ".") -> None:
+        self.folder = Path(folder)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write; OSError when there is no room, with the former file kept and nothing left beside it."""
@@ -44,6 +53,7 @@ class AtomicIO(TorchCheckpointIO):
             parts = {name: part for name, part in checkpoint.items() if name != "callbacks"}
             checkpoint["vitrel"]["checksums"] = checksums(parts)
         try:
+            os.stat(self.folder)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with whole(path) as part, part.open("wb") as file:
                 torch.save(checkpoint, file)
@@ -110,22 +120,24 @@ class Best(ModelCheckpoint):
 
 
 class Saving(Checkpoint):
-    """Keeps `last.ckpt`: every so many updates, before each evaluation, at the end of each epoch, and on SIGTERM.
+    """Keeps `last.ckpt`: every so many updates, before each evaluation, at the end of each epoch, on SIGTERM and ctrl-c.
 
     A run resumed from it, whenever it was written, ends as if it had never been interrupted. It is not written between the
-    batches of an accumulation, since gradients are not saved. On SIGTERM the run saves after its current update (in an
-    evaluation, which changes nothing, at once, unless it lies within an accumulation) and exits with status 143; all ranks stop
-    together, whichever was told.
+    batches of an accumulation, since gradients are not saved. On SIGTERM and ctrl-c the run saves after its current update (in
+    an evaluation, which changes nothing, at once, unless it lies within an accumulation) and exits with status 143 or 130; all
+    ranks stop together, whichever was told. Ctrl-c once more ends it at once.
 
     Args:
         folder: where `last.ckpt` goes.
         csv: written before every checkpoint, and cut back to it by a resumed run.
         every: updates between two saves inside an epoch; 0 for none.
+        go_on: how to go on with a run that was stopped, the end of a sentence.
     """
 
-    def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0) -> None:
+    def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0, go_on: str = "go on with --ckpt_path auto") -> None:
         self.path, self.csv, self.every = Path(folder) / "last.ckpt", csv, every
-        self.asked, self.former = False, None
+        self.go_on, self.update = go_on, None
+        self.asked, self.since, self.former = 0, 0.0, {}  # the signal that was sent and when; the handlers before
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule
@@ -143,13 +155,23 @@ class Saving(Checkpoint):
                 for part in folder.glob(".*.part"):  # of a run that was killed while it saved
                     part.unlink(missing_ok=True)
         # Lightning's own handler ends the run with status 0, saves nothing, and talks to other ranks from inside the handler
-        self.asked = trainer.received_sigterm
-        self.former = signal.signal(signal.SIGTERM, lambda number, frame: self._ask(trainer, number, frame))
+        self.asked = int(trainer.received_sigterm and signal.SIGTERM)
+        for number in TOLD:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nobody's ctrl-c reaches a process in the background
+                self.former[number] = signal.signal(number, lambda number, frame: self._ask(trainer, number, frame))
 
     def _ask(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
-        if not self.asked and trainer.strategy.launcher is not None:
+        if number == signal.SIGINT and self.asked == number and time.monotonic() - self.since > 1:
+            # a second one; what comes earlier is the same once more, from the terminal and from the process that started this
+            former = self.former[number]
+            (former if callable(former) else signal.default_int_handler)(number, frame)
+        if number == signal.SIGTERM and self.asked != number and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(number)  # the ranks that this process started
-        self.asked = True
+        if not self.asked:
+            self.since = time.monotonic()
+            if number == signal.SIGINT and trainer.is_global_zero:  # written past Python's buffers, one of which may be in use
+                os.write(2, b"\nctrl-c: saving after this update; ctrl-c again ends the run at once\n")
+        self.asked = max(self.asked, number)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not at the end of the batch before, whose metrics were not logged yet. Its progress without the batch that begins:
@@ -202,23 +224,42 @@ class Saving(Checkpoint):
 
     def _restore(self) -> None:
         # Before Lightning puts back what was there before itself: after it, its handler would stay, which ends nothing
-        if self.former is not None:
-            signal.signal(signal.SIGTERM, self.former)
-            self.former = None
+        while self.former:
+            signal.signal(*self.former.popitem())
 
-    def _stop(self, trainer: Trainer) -> bool:
+    def _stop(self, trainer: Trainer) -> int:
+        """The signal that a rank was sent, 0 for none."""
         if trainer.world_size == 1:
             return self.asked
-        asked = torch.tensor(int(self.asked), device=trainer.strategy.root_device)
+        asked = torch.tensor(self.asked, device=trainer.strategy.root_device)
         torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        return bool(asked)
+        return int(asked)
 
     def _save(self, trainer: Trainer) -> None:
         self.csv.save()
         trainer.save_checkpoint(self.path)
+        self.update = trainer.global_step
 
-    def _leave(self, stop: bool) -> None:
+    def _leave(self, stop: int) -> None:
         if stop:
-            saved = f"saved {self.path}" if self.path.exists() else "before anything was trained, so nothing is saved"
-            print(f"SIGTERM: {saved}", flush=True)
-            raise SystemExit(TERMINATED)
+            nothing = "before anything was trained, so nothing is saved; the same command begins anew"
+            saved = f"saved {self._last()}" if self.path.exists() else nothing
+            rank_zero_only(print)(f"{TOLD[stop]}: {saved}", flush=True)
+            raise SystemExit(128 + stop)
+
+    def left(self) -> str:
+        """What is saved and how to go on, for the last words of a run."""
+        if not self.path.exists():
+            return "nothing is saved yet, the same command begins anew"
+        return f"the last checkpoint is {self._last()}"
+
+    def _last(self) -> str:
+        at = "" if self.update is None else f" (update {self.update})"
+        return f"{self.path}{at}; {self.go_on}"
+
+    def explain(self, error: BaseException) -> None:
+        """Where ctrl-c has ended the run at once, say what is saved, and exit with status 130 in place of `error`."""
+        # Lightning makes it a SystemExit of status 1
+        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+            rank_zero_only(print)(f"{TOLD[signal.SIGINT]}: {self.left()}", flush=True)
+            raise SystemExit(128 + signal.SIGINT) from None

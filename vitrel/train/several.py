@@ -8,6 +8,7 @@ import os
 import threading
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import yaml
 
 from vitrel.models.weights.read import read_file
 from vitrel.plain_yaml import load_yaml, read_yaml
-from vitrel.train.cli import run
+from vitrel.train import cli
 from vitrel.train.same_run import values_that_differ
+
+# what began the runs begins them anew, and goes on with those that were stopped
+run = partial(cli.run, go_on="the same command goes on from there")
 
 
 def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:

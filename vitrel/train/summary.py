@@ -66,8 +66,8 @@ class Summary(Callback):
 
     def finish(self, trainer: Trainer, status: str, error: str | None = None) -> None:
         """Write the last state of the summary, and the curves."""
-        if not hasattr(self, "fixed"):
-            return  # stopped before anything was built
+        if not hasattr(self, "fixed") or not self.path.parent.is_dir():
+            return  # stopped before anything was built, or because the folder was removed
         self.write(trainer, status, error)
         epochs = epochs_of(self.csv.rows)
         if trainer.is_global_zero and epochs:
@@ -93,7 +93,6 @@ class Summary(Callback):
             "data_wait": round(self.speed.data_wait, 3),
             "memory_mb": round(self.speed.memory_mb, 1),
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with whole(self.path) as part:
             part.write_text(json.dumps(entry, indent=2, ensure_ascii=False) + "\n")
 

@@ -87,6 +87,10 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
 
 def check_model_name(name: str) -> None:
     """ValueError with the nearest names for a model that timm does not know."""
+    if ":" in name:  # local-dir:folder, hf-hub:repository
+        raise ValueError(
+            f"model {name!r}: training takes a name of timm's; weights are given with model.tuning.init_from: FILE"
+        )
     if not timm.is_model(name):
         near = nearest(name, timm.list_models()) or timm.list_models("vitrel_*n*")[:3]
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near)}")
