@@ -65,12 +65,12 @@ def at(call, action, hook="on_train_batch_start"):
     def install():
         original = getattr(Classifier, hook)
 
-        def patched(self, *args):
+        def patched(self, *args, **kwargs):
             nonlocal calls
             calls += 1
             if calls == call:
                 action() if callable(action) else os.kill(os.getpid(), action)
-            return original(self, *args)
+            return original(self, *args, **kwargs)
 
         setattr(Classifier, hook, patched)
 

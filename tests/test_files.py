@@ -128,7 +128,7 @@ def test_text_that_a_spreadsheet_would_run_is_escaped_and_comes_back(text):
 
 @pytest.mark.parametrize("cell", ["plain", "a=b", "'quoted'", "", "-1.5", "+2e-3", "-inf", -1.5, -3, None, True, "é", "'"])
 def test_other_cells_stay_as_they_are(cell):
-    assert guarded(cell) is cell and unguarded(cell) is cell
+    assert guarded(cell) == cell and unguarded(cell) is cell
 
 
 def test_a_table_of_names_is_written_whatever_they_are(tmp_path):
@@ -136,4 +136,4 @@ def test_a_table_of_names_is_written_whatever_they_are(tmp_path):
     write_cells(tmp_path / "a.csv", [("image", "n"), ("=1+1", -1.5), (bad, 2), ("two\nlines", 3)])
     with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
         assert list(csv.reader(file)) == [["image", "n"], ["'=1+1", "-1.5"], [shown(bad), "2"], ["two\nlines", "3"]]
-    assert shown(bad) == "caf\\udce9=.jpg" and shown("née") == "née"
+    assert shown(bad) == "caf\\xe9=.jpg" and shown("née") == "née"

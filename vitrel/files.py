@@ -66,16 +66,19 @@ def _is_left(process: int, host: str, written: float) -> bool:
 
 
 def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Writes a CSV file whole, its text by `guarded`; a name that is no UTF-8 is escaped, as by `shown`."""
-    with whole(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+    """Writes a CSV file whole, its text by `guarded`; a name that is no UTF-8 is escaped by `shown`."""
+    with whole(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([guarded(cell) for cell in line] for line in lines)
 
 
 def guarded(cell: Any) -> Any:
-    """A cell as it is written into CSV: ' stands before text that a spreadsheet would run as a formula, so after =, +, -, @,
-    a tab or a line end. Numbers stay, and text that is one. `unguarded` gives the cell back.
+    """A cell as it is written into CSV: text by `shown`, with ' before what a spreadsheet would run as a formula: text that begins
+    with =, +, -, @, a tab or a line end. Numbers stay, and text that is one. `unguarded` gives the cell back.
     """
-    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) and not _is_number(cell) else cell
+    if not isinstance(cell, str):
+        return cell
+    cell = shown(cell)
+    return f"'{cell}" if _FORMULA.match(cell) and not _is_number(cell) else cell
 
 
 def unguarded(cell: Any) -> Any:

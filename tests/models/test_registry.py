@@ -267,7 +267,7 @@ DAMAGES = {
     "names an architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_of_mine"}'),
     "No such file or directory: .*config.json": lambda folder: (folder / "config.json").unlink(),
     "No suitable checkpoints found": lambda folder: (folder / "pytorch_model.bin").unlink(),
-    "empty or cut off": lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
+    "it is empty, the disk may have been full": lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
     "": lambda folder: (folder / "pytorch_model.bin").write_bytes(bytes(300)),
 }
 

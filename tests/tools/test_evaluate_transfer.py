@@ -164,7 +164,7 @@ def damaged(tmp_path):
     """(arguments for 10 images of three classes in a folder, nine of them damaged; their paths)."""
     rng, paths = np.random.default_rng(0), []
     for part, several in (("train", 1), ("val", 5)):
-        for name, n in zip((b"above", b"left", b"caf\xe9"), (1, several, 4), strict=True):
+        for name, n in zip((b"above", b"left", "café".encode()), (1, several, 4), strict=True):
             folder = os.path.join(os.fsencode(tmp_path), b"data", part.encode(), name)
             os.makedirs(folder)
             for i in range(n):
@@ -185,16 +185,16 @@ def damaged(tmp_path):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, workers):
-    """Also where their names, and those of classes, are no UTF-8: the bytes are escaped."""
+    """Also where their names are no UTF-8: the bytes are escaped."""
     (arguments, bad), out = damaged, tmp_path / "out"
     tool.main([*arguments, "--sizes", "48", "--on-bad-image", "count", "--workers", workers, "--out", str(out)])
     printed = capsys.readouterr().out.replace("\n", "")
-    names = [name.encode("utf-8", "backslashreplace").decode() for name in bad]
+    names = [name.replace("\udcff", "\\xff") for name in bad]
     assert (pd.read_csv(out / "results.csv")["left_out"] == 9).all()
     assert pd.read_csv(out / "bad_images.csv")["image"].tolist() == names
     assert all(name in printed for name in names[:8]) and names[8] not in printed
     assert "9 of the images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
-    assert "caf\\udce9" in set(pd.read_csv(out / "per_class.csv")["class"])
+    assert "café" in set(pd.read_csv(out / "per_class.csv")["class"])
     # nothing is made again, and what is known stays known
     tool.main([*arguments, "--sizes", "48", "--on-bad-image", "count", "--out", str(out)])
     assert names[0] in capsys.readouterr().out and len(pd.read_csv(out / "bad_images.csv")) == 9

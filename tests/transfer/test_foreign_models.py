@@ -95,11 +95,11 @@ DAMAGES = {
 def test_a_damaged_local_folder_is_named(tmp_path, damage):
     save_for_hf(timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32), tmp_path, model_args={"img_size": 32})
     DAMAGES[damage](tmp_path)
-    with pytest.raises(ValueError, match="holds no model that can be built") as caught:
+    with pytest.raises(ValueError, match="no model can be built from") as caught:
         load_model(f"local-dir:{tmp_path}")
     text = str(caught.value)
-    assert str(tmp_path) in text and "Copy it again" in text and len(text) < 1000
-    assert "nothing" in text if damage == "nothing" else "bytes" in text
+    assert str(tmp_path) in text and "Copy the folder again" in text and len(text) < 1000
+    assert "there is nothing" in text if damage == "nothing" else "bytes" in text
 
 
 def test_a_tag_brings_its_preprocessing(weights):

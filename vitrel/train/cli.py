@@ -22,9 +22,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from vitrel.command_line import one_line
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
-from vitrel.train.execution import check_processes, one_line, refused_trainer
+from vitrel.train.execution import check_processes, refused_trainer
 from vitrel.train.faults import BadImages, FiniteLoss, RunFolder
 from vitrel.train.log import CSVLog
 from vitrel.train.module import Classifier

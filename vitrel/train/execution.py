@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from vitrel.command_line import one_line
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -91,11 +93,6 @@ def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
         f"{asked}: {text.rstrip('.')}. This machine has {found}: ask for no more devices than there are, or leave both out to "
         "take what there is"
     )
-
-
-def one_line(error: Exception) -> str:
-    """The text of an error without its line breaks."""
-    return " ".join(str(error).split())
 
 
 def check_sharded(averaged: bool, clip_mode: str | None) -> None:

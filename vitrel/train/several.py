@@ -108,12 +108,13 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
 
 def epochs_done(checkpoint: Path) -> int:
     """Epochs that a checkpoint's model has been trained for; ValueError when the file is broken."""
+    way_out = f"remove {checkpoint.parent.parent} to train anew"
     try:
         return int(read_file(checkpoint)["vitrel"]["epoch"])
-    except (ValueError, LookupError, TypeError) as error:
-        size, run_folder = checkpoint.stat().st_size, checkpoint.parent.parent
-        reason = f"{checkpoint} ({size:,} bytes) cannot be read: remove {run_folder} to train anew"
-        raise ValueError(f"{reason} ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{error}, or {way_out}") from error
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{checkpoint} is no checkpoint of a training run: {way_out}") from error
 
 
 def _init_from(config: dict[str, Any]) -> Path | None:

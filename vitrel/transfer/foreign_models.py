@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from timm.models import clean_state_dict, load_checkpoint
 from torch import nn
 
-import vitrel  # noqa: F401  registers the models with timm
+import vitrel
 from vitrel.models.backbone import Backbone
 from vitrel.models.weights.build import model_for
 from vitrel.models.weights.load import apply_plan, read_file
@@ -44,7 +44,7 @@ def load_model(
     if about.get("img_size"):
         arguments.setdefault("img_size", about["img_size"])
     if name.startswith("local-dir:"):
-        model = _from_folder(name, arguments)
+        model = _create(name, arguments | {"pretrained": True})
     elif not timm.is_model(name):
         near = nearest(name, timm.list_models(), cutoff=0.0)
         raise ValueError(f"unknown model {name!r}; the nearest are {', '.join(near)}")
@@ -146,32 +146,12 @@ def _build(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
 
 
-def _from_folder(name: str, arguments: dict[str, Any]) -> nn.Module:
-    folder = Path(name.partition(":")[2])
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}: local-dir: takes one that holds a model's config.json and its weights")
-    for file in folder.iterdir():
-        if file.suffix in (".safetensors", ".pth", ".bin", ".tar"):  # timm takes one of them
-            check_file(file)
-    try:
-        return _create(name, arguments | {"pretrained": True})
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged file raises almost anything
-        files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())[:6]) or "nothing"
-        what = str(error)[:300].strip() or "a file is empty or cut off"
-        raise ValueError(
-            f"{folder} holds no model that can be built ({type(error).__name__}: {what}); there is {files}. Copy it again, or "
-            "write it anew (tools/export.py, or timm's save_for_hf)"
-        ) from error
-
-
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     with guarding(name, arguments):
         try:
-            return timm.create_model(name, **arguments)
+            return vitrel.create_model(name, **arguments)
         except TypeError:  # a network that is built for no size
-            return timm.create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
+            return vitrel.create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -63,7 +63,7 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
 def line_columns(task: Task, sweep: Sweep) -> Row:
     """The columns by which lines of per_class.csv and translation.csv belong to a row."""
     return {
-        "label": task.trained.label,
+        "label": shown(task.trained.label),
         "seed": task.trained.seed,
         "img_size": format_size(task.size),
         "protocol": task.protocol,

@@ -56,7 +56,7 @@ def write_frame(frame: pd.DataFrame, path: Path) -> None:
     text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
     safe = frame.assign(**{name: frame[name].map(guarded) for name in text})
     with whole(path) as part:
-        safe.to_csv(part, index=False, encoding="utf-8", errors="backslashreplace")
+        safe.to_csv(part, index=False, encoding="utf-8")
 
 
 def read_frame(path: Path, text: Iterable[str]) -> pd.DataFrame:

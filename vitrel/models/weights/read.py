@@ -58,7 +58,7 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
             with path.open("rb") as file:
                 reason = f"it is neither .safetensors nor a file of torch's, it begins with {file.read(16)!r}"
             raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from None
-        reason = str(error).strip().partition("\n")[0] or "it is cut off"
+        reason = re.split(r"\n|\. ", str(error).strip())[0] or "it is cut off"
         reason = reason if path.stat().st_size else "it is empty, the disk may have been full"
         raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from error
 
