@@ -6,25 +6,25 @@ Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per m
 folder for each; --data NAME takes one of them alone, and --data path/to/NAME says where it lies. One at a time, all models are
 trained with the first seed before any with the second. What is done already is not done again, what was interrupted goes on
 from its last checkpoint. Rows that the configuration lists no more, or of other weights, are moved into a folder replaced-1,
--2, ... there. --jobs 2 trains two models at a time, each on its share of the CPU's cores: small models gain.
+-2, ... there. On a CPU as many models are trained at a time as it has cores, each on one of them, and as many processes share
+the images of the evaluation, which takes less time than one after the other; --jobs says how many.
 """
 
 import argparse
-import json
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import timm
+import torch
 
 from vitrel.command_line import reported, terminable
 from vitrel.train.several import train_all
 from vitrel.train.tuning import Tuning, within
-from vitrel.transfer.checkpoint import Trained, load_checkpoint
-from vitrel.transfer.comparison import Comparison, Entry, load_comparison
+from vitrel.transfer.comparison import Comparison, evaluate_share, load_comparison, trained_models
 from vitrel.transfer.folder import left_out_note
 from vitrel.transfer.plan import check_data
+from vitrel.transfer.split import shared_with
 from vitrel.transfer.sweep import run_sweep, summary
 
 
@@ -35,11 +35,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("config", type=Path, help="e.g. configs/quickstart.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the results; default runs")
-    parser.add_argument("--jobs", type=int, default=1, help="models trained at a time, on a CPU; default 1")
+    jobs = "models trained at a time, and processes that evaluate; default 1, on a CPU its cores"
+    parser.add_argument("--jobs", type=int, default=None, help=jobs)
     parser.add_argument("--data", help="of several data sets, the one of this name alone; a path also says where it lies")
     parser.add_argument("--no-report", action="store_true", help="tables and plots, but no pictures and no report.html")
     args = parser.parse_args(argv)
-    if args.jobs < 1:
+    if args.jobs is not None and args.jobs < 1:
         parser.error(f"--jobs is 1 or more, not {args.jobs}")
     with reported("the same command goes on from here"):
         comparisons = load_comparison(args.config, args.data)
@@ -48,7 +49,19 @@ def main(argv: list[str] | None = None) -> None:
                 check_data(comparison.sweep, size)
             check_models(comparison)
         for comparison in comparisons:
-            compare(comparison, args.runs / comparison.name, args.jobs, not args.no_report)
+            compare(comparison, args.runs / comparison.name, args.jobs or default_jobs(comparison), not args.no_report)
+
+
+def default_jobs(comparison: Comparison) -> int:
+    """As many as there are models with a seed, at most PyTorch's threads; 1 where training or evaluation is not on the CPU.
+
+    Small operators gain nothing from several threads, which wait for each other, and on a busy machine for long.
+    """
+    trainer = comparison.train["trainer"]
+    other = torch.accelerator.is_available() and trainer.get("accelerator", "auto") != "cpu"
+    if other or comparison.sweep.torch_device.type != "cpu" or trainer.get("devices", "auto") not in ("auto", 1):
+        return 1
+    return min(torch.get_num_threads(), len(comparison.entries) * len(comparison.seeds))
 
 
 def check_models(comparison: Comparison) -> None:
@@ -86,31 +99,16 @@ def compare(comparison: Comparison, folder: Path, jobs: int = 1, report: bool = 
     for part in filter(None, parts):
         train_all({places[run]: comparison.training(own[run[0]], run[1], places[run]) for run in part}, jobs)
     trained = time.perf_counter()
-    models: list[Trained] = []
-    for entry in comparison.entries:
-        for seed in comparison.seeds:
-            path = comparison.checkpoint_of(entry.weights_of or entry.label, seed, folder)
-            model = load_checkpoint(path, entry.label, seed)
-            models.append(model if entry.weights_of is None else with_arguments(model, entry, comparison))
+    models, sweep = trained_models(comparison, folder), comparison.sweep
+    others = jobs - 1 if sweep.torch_device.type == "cpu" else 0
     # the configuration says which rows there are: of other weights or settings, or of what it lists no more, none may stay
-    with terminable():
-        rows = run_sweep(models, comparison.sweep, folder, comparison.name, report, comparison.claims, replace=True)
+    with terminable(), shared_with(others, evaluate_share, comparison, folder):
+        rows = run_sweep(models, sweep, folder, comparison.name, report, comparison.claims, replace=True)
     if comparison.claims:
         print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
     files = "results.csv, table.md, plots/" + (", report.html" if report else "")
     print(f"\n{summary(rows)}\n{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
-
-
-def with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Trained:
-    """The same weights in a model built as `entry` says: what an option does that acts at other sizes only."""
-    arguments = comparison.training(entry, 0, Path())["model"]["model_args"]
-    try:
-        model = timm.create_model(entry.name, num_classes=len(trained.classes), img_size=trained.img_size, **arguments)
-        model.load_state_dict(trained.model.state_dict())
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
-    return replace(trained, model=model.eval(), label=entry.label, model_args=json.dumps(arguments, sort_keys=True))
 
 
 if __name__ == "__main__":

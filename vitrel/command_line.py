@@ -1,5 +1,6 @@
 """How a tool ends: one line for what its user can mend, one sentence where it is stopped, and the usual exit codes."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -59,3 +60,10 @@ def terminable() -> Iterator[None]:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
+
+
+def end_with_parent() -> None:
+    """Waits for the end of the process that started this one by `multiprocessing`, then ends this one; for its own thread."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)

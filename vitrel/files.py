@@ -72,8 +72,9 @@ def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
 
 
 def guarded(cell: Any) -> Any:
-    """A cell as it is written into CSV: text by `shown`, with ' before what a spreadsheet would run as a formula: text that begins
-    with =, +, -, @, a tab or a line end. Numbers stay, and text that is one. `unguarded` gives the cell back.
+    """A cell as it is written into CSV: text by `shown`, with ' before it where a spreadsheet would run it as a formula.
+
+    That is text that begins with =, +, -, @, a tab or a line end and is no number. `unguarded` gives the cell back.
     """
     if not isinstance(cell, str):
         return cell

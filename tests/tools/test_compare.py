@@ -35,7 +35,7 @@ def finished(tool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
-    tool.main([str(path), "--runs", str(folder)])
+    tool.main([str(path), "--runs", str(folder), "--jobs", "1"])
     return folder
 
 
@@ -47,7 +47,7 @@ def again(tool, finished, tmp_path, capsys):
     def run(**changes):
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(CONFIG | changes))
-        tool.main([str(path), "--runs", str(tmp_path)])
+        tool.main([str(path), "--runs", str(tmp_path), "--jobs", "1"])
         return capsys.readouterr().out
 
     return run
@@ -168,7 +168,7 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     assert len(pairs) == 2 * 2 * 2
     aid["model_args"]["position_args"]["scaling"] = "linear"  # under the same label
     path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes"], "models": [*CONFIG["models"][1:], aid]}))
-    tool.main([str(path), "--runs", str(tmp_path), "--no-report"])
+    tool.main([str(path), "--runs", str(tmp_path), "--no-report", "--jobs", "1"])
     changed = pd.read_csv(tmp_path / "trial" / "shapes" / "results.csv").query("label == 'aid'")
     assert set(changed["model_args"]) != set(shapes.query("label == 'aid'")["model_args"]) and len(changed) == 2 * 2 * 2
     same = pairs.xs("64x64", level="img_size")

@@ -47,7 +47,7 @@ def compare(tmp_path, monkeypatch, capsys):
         trained.clear(), evaluated.clear(), capsys.readouterr()
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(CONFIG | changes))
-        tool.main([str(path), "--runs", str(tmp_path), *arguments])
+        tool.main([str(path), "--runs", str(tmp_path), "--jobs", "1", *arguments])
         return list(trained), list(evaluated), capsys.readouterr().out
 
     run.trained, run.configs = trained, configs

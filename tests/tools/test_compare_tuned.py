@@ -51,7 +51,7 @@ def tool():
 def compare(tool, folder, *arguments, **changes):
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG | changes))
-    tool.main([str(path), "--runs", str(folder), *arguments])
+    tool.main([str(path), "--runs", str(folder), "--jobs", "1", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_second_run_trains_nothing(tool, finished, tmp_path, monkeypatch, caps
 def test_nor_does_one_with_the_folder_named_otherwise(tool, finished, monkeypatch, capsys):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.chdir(finished.parent)
-    tool.main([f"{finished.name}/trial.yaml", "--runs", finished.name, "--no-report"])
+    tool.main([f"{finished.name}/trial.yaml", "--runs", finished.name, "--no-report", "--jobs", "1"])
     assert capsys.readouterr().out.count("trained already") == 8
 
 

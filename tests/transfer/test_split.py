@@ -1,6 +1,7 @@
 """An evaluation split over processes: every image once, the numbers of one process, an end for all where one fails."""
 
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -326,3 +327,49 @@ def test_a_failure_ends_both_processes_with_its_message(folder, failing):
         assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
         assert "left out, since they cannot be read (column left_out): 1 of the images: data/val/left/0.png;" in text
         assert "left/0.png" in (folder / "out" / "bad_images.csv").read_text()
+
+
+class Exits:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def tell(word):
+    split.on_all(lambda: (split.rank_and_world(), torch.get_num_threads(), word))
+
+
+def fail():
+    def work():
+        raise ValueError("no images")
+
+    split.on_all(work)
+
+
+def test_processes_of_this_machine_share_the_work_and_the_threads():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with split.shared_with(1, tell, "theirs"):
+            found = split.on_all(lambda: (split.rank_and_world(), torch.get_num_threads(), "own"))
+        assert found == [((0, 2), 1, "own"), ((1, 2), 1, "theirs")]
+        assert split.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    with split.shared_with(0, fail):
+        assert split.on_all(lambda: 3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments", "told"),
+    [
+        (fail, (), "process 1 of 2: ValueError: no images"),
+        (os._exit, (1,), "another process ended before its work was done"),
+        (tell, (Exits(),), "a process of the evaluation ended before it began"),
+    ],
+)
+def test_a_process_of_this_machine_that_fails_is_told(work, arguments, told):
+    with pytest.raises(split.OtherProcessError, match=told), split.shared_with(1, work, *arguments):
+        split.on_all(lambda: 1)
+    assert split.rank_and_world() == (0, 1) and not multiprocessing.active_children()

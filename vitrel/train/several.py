@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import logging
 import multiprocessing
-import os
 import threading
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from vitrel.command_line import end_with_parent
 from vitrel.models.weights.read import read_file
 from vitrel.plain_yaml import load_yaml, read_yaml
 from vitrel.train import cli
@@ -25,19 +25,32 @@ run = partial(cli.run, go_on="the same command goes on from there")
 
 
 def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
-    """Trains every configuration into its folder, `jobs` at a time; several write what they print into <folder>/train.log."""
-    if jobs == 1:
+    """Trains every configuration into its folder, `jobs` at a time; several write what they print into <folder>/train.log.
+
+    Runs whose last epoch is there are left as they are, and those that were stopped go on. The CPU's threads are divided among
+    the jobs. Raises the errors of `begin`, and ValueError where training ends early.
+    """
+    if jobs == 1 or len(runs) == 1:
         for number, (place, config) in enumerate(runs.items(), 1):
             print(f"[{number}/{len(runs)}] {place.name}: ", end="", flush=True)
             train_one(config, place)
         return
+    waiting: dict[Path, list[str]] = {}
+    for number, (place, config) in enumerate(runs.items(), 1):
+        print(f"[{number}/{len(runs)}] {place.name}: ", end="", flush=True)
+        if arguments := begin(config, place):
+            waiting[place] = arguments
+    if not waiting:
+        return
+    jobs = min(jobs, len(waiting))
+    print(f"{jobs} at a time; what they print goes into {next(iter(waiting)).parent}/*/train.log", flush=True)
     threads = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (threads,)) as pool:
-        waiting = {pool.submit(_train_quietly, config, place): place for place, config in runs.items()}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_worker, (threads,)) as pool:
+        futures = {pool.submit(_train_quietly, arguments, runs[place], place): place for place, arguments in waiting.items()}
         try:
-            for number, done in enumerate(as_completed(waiting), 1):
+            for number, done in enumerate(as_completed(futures), 1):
                 done.result()
-                print(f"[{number}/{len(runs)}] {waiting[done].name}: trained", flush=True)
+                print(f"{futures[done].name}: trained, {number} of {len(waiting)}", flush=True)
         except BrokenProcessPool as error:
             raise ValueError("a training process was killed, for want of memory perhaps: use fewer --jobs") from error
         except BaseException:
@@ -45,22 +58,17 @@ def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
             raise
 
 
-def _begin(threads: int) -> None:
+def _start_worker(threads: int) -> None:
     torch.set_num_threads(threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # else another start of a program that was killed would write into the same folders
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()  # which was killed: another start of it would write into the same folders
-    os._exit(1)
-
-
-def _train_quietly(config: dict[str, Any], folder: Path) -> None:
+def _train_quietly(arguments: list[str], config: dict[str, Any], folder: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "train.log").open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
-            train_one(config, folder)
+            _train(arguments, config, folder)
         except SystemExit as stop:  # which would end the process, and the pool with it
             raise ValueError(f"{folder}: training ended with {stop.code!r}; train.log there says why") from stop
 
@@ -68,7 +76,23 @@ def _train_quietly(config: dict[str, Any], folder: Path) -> None:
 def train_one(config: dict[str, Any], folder: Path) -> None:
     """Trains one model into `folder`, unless its last epoch is there; goes on from last.ckpt if that is of an earlier epoch.
 
-    Raises ValueError when the folder holds a run of another configuration, or when training stopped early.
+    Raises the errors of `begin`, and ValueError when training stopped early.
+    """
+    if arguments := begin(config, folder):
+        _train(arguments, config, folder)
+
+
+def _train(arguments: list[str], config: dict[str, Any], folder: Path) -> None:
+    run(arguments)
+    last, epochs = folder / "checkpoints" / "last.ckpt", config["trainer"]["max_epochs"]
+    if not last.exists() or epochs_done(last) < epochs:
+        raise ValueError(f"{folder}: training stopped before epoch {epochs}; give the same command again to go on")
+
+
+def begin(config: dict[str, Any], folder: Path) -> list[str]:
+    """Prints what is to do and writes <folder>/train.yaml; the arguments of `vitrel.train.run`, none where it is done already.
+
+    ValueError when the folder holds a run of another configuration.
     """
     last, settings, epochs = folder / "checkpoints" / "last.ckpt", folder / "train.yaml", config["trainer"]["max_epochs"]
     start, arguments = folder / "init_from.sha256", ["fit", "--config", str(settings)]
@@ -92,7 +116,7 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
         done = epochs_done(last)
         if done >= epochs:
             print("trained already", flush=True)
-            return
+            return []
         print(f"going on after epoch {done} of {epochs}", flush=True)
         arguments += ["--ckpt_path", str(last)]
     else:
@@ -101,9 +125,7 @@ def train_one(config: dict[str, Any], folder: Path) -> None:
         if found := _start(config):
             start.write_text(found, "utf-8")
     settings.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
-    run(arguments)
-    if not last.exists() or epochs_done(last) < epochs:
-        raise ValueError(f"{folder}: training stopped before epoch {epochs}; give the same command again to go on")
+    return arguments
 
 
 def epochs_done(checkpoint: Path) -> int:

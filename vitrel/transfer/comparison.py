@@ -1,15 +1,20 @@
 """The configuration of a comparison: which models, trained how, with which seeds, evaluated at which sizes."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import timm
+
 from vitrel.data import SHAPES
 from vitrel.plain_yaml import read_yaml
+from vitrel.transfer.checkpoint import Trained, load_checkpoint
 from vitrel.transfer.claims import Claim, read_claim
 from vitrel.transfer.entries import TRAIN_KEYS, Entry, check_decided, only_entries, plain_name, read_entries, section
+from vitrel.transfer.rows import evaluate_rows
 from vitrel.transfer.settings import Size, Sweep, format_size, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
@@ -228,3 +233,33 @@ def _sweep(given: dict[str, Any], data: str, path: Path) -> Sweep:
         return Sweep(data=data, **given | {"sizes": tuple(parse_size(size) for size in given["sizes"])})
     except ValueError as error:
         raise ValueError(f"{path}, evaluate: {error}") from error
+
+
+def trained_models(comparison: Comparison, folder: Path) -> list[Trained]:
+    """Every model that is evaluated, in the order of the configuration, from the checkpoints of the runs in `folder`.
+
+    An entry with `weights_of` has the weights of another in a model of its own, for options that act at other sizes only.
+    ValueError where they do not fit.
+    """
+    models = []
+    for entry in comparison.entries:
+        for seed in comparison.seeds:
+            model = load_checkpoint(comparison.checkpoint_of(entry.weights_of or entry.label, seed, folder), entry.label, seed)
+            models.append(model if entry.weights_of is None else _with_arguments(model, entry, comparison))
+    return models
+
+
+def evaluate_share(comparison: Comparison, folder: Path) -> None:
+    """What a process but the first does of an evaluation that several share; see `vitrel.transfer.split.shared_with`."""
+    for _ in evaluate_rows(trained_models(comparison, folder), comparison.sweep):
+        pass  # process 0 writes
+
+
+def _with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Trained:
+    arguments = comparison.training(entry, 0, Path())["model"]["model_args"]
+    try:
+        model = timm.create_model(entry.name, num_classes=len(trained.classes), img_size=trained.img_size, **arguments)
+        model.load_state_dict(trained.model.state_dict())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
+    return replace(trained, model=model.eval(), label=entry.label, model_args=json.dumps(arguments, sort_keys=True))

@@ -45,7 +45,7 @@ class Share(NamedTuple):
 def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Evaluated:
     """Runs the task over all images, in all processes. `advance(task, share)` is called as images are seen."""
     parts = on_all(lambda: _measure_share(task, sweep, images, advance))
-    row = parts[0].columns | {name: combined(part.columns[name] for part in parts) for name, combined in _COMBINED.items()}
+    row = parts[-1].columns | {name: combined(part.columns[name] for part in parts) for name, combined in _COMBINED.items()}
     tally = _added([part.tally for part in parts])
     if not tally.n:
         raise ValueError(f"none of the {row['left_out']} images of {sweep.data} can be read")
@@ -176,9 +176,9 @@ def _shifted(
 
 
 def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Row:
-    """The attention of the first images; process 0 alone, NaN where attention cannot be seen."""
-    row = dict.fromkeys(STATISTICS, float("nan"))
-    if rank_and_world()[0] or not sweep.attention_n:
+    """The attention of the first images; of several processes the last alone, NaN where attention cannot be seen."""
+    row, (rank, world) = dict.fromkeys(STATISTICS, float("nan")), rank_and_world()
+    if rank < world - 1 or not sweep.attention_n:
         return row
     found: list[dict[str, float]] = []
     try:

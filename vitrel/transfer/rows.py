@@ -18,7 +18,7 @@ from vitrel.transfer.measure import Evaluated, class_names_of, classes_of, line_
 from vitrel.transfer.metrics import state_hash
 from vitrel.transfer.plan import Task, plan
 from vitrel.transfer.settings import Row, Sweep, format_size
-from vitrel.transfer.split import device_name, on_all
+from vitrel.transfer.split import device_name, on_all, rank_and_world
 
 KEY = (
     "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean",
@@ -56,7 +56,9 @@ def evaluate_rows(
             place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
             if place not in static:
                 how = sweep.border_leak, sweep.batch_size
-                static[place] = static_columns(task.trained.model, task.size, task.policy, *how)
+                # where several processes share the work the last one measures attention meanwhile, and the first alone writes
+                own = rank_and_world()[0] == 0
+                static[place] = static_columns(task.trained.model, task.size, task.policy, *how) if own else {}
             found = measure(task, sweep, images, advance)
             found = found._replace(row=key | static[place] | found.row, translation=_all_shifts(former, found))
         else:
