@@ -38,7 +38,7 @@ def compare(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(several, "train_one", train_one)
     monkeypatch.setattr(tool, "check_data", lambda *args: None)
-    monkeypatch.setattr(tool, "load_checkpoint", lambda *args: None)
+    monkeypatch.setattr(tool, "trained_models", lambda *args: [])
     monkeypatch.setattr(tool, "run_sweep", run_sweep)
     monkeypatch.setattr(tool, "summary", lambda rows: "")
     monkeypatch.setattr(tool, "left_out_note", lambda rows, folder: "")

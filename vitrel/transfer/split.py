@@ -71,12 +71,10 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                 process.start()
                 theirs.close()  # so that the end of the process is the end of the pipe
                 started.append((process, ready))
-            for process, ready in started:
+            for _, ready in started:
                 wait([ready])
                 if not ready.poll() or not _received(ready):
-                    raise OtherProcessError(
-                        f"process {process.pid} of the evaluation ended before it began, for want of memory perhaps"
-                    )
+                    raise OtherProcessError("a process of the evaluation ended before it began, for want of memory perhaps")
             torch.set_num_threads(own)
             _meet(meeting, 0, world)
             yield
