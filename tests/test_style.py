@@ -12,7 +12,7 @@ from helpers import ROOT
 FILES = sorted(p for folder in ("vitrel", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
-ORDER = ["grid", "position", "ops", "layers", "models"]  # each may import those before it
+ORDER = ["constants", "grid", "position", "ops", "layers", "models"]  # each may import those before it
 USERS = {
     "files": set(),
     "names": set(),
@@ -29,7 +29,7 @@ USERS = {
 }  # and all of ORDER
 # Not run by an ordinary forward pass: further backends, optimization, reports, perturbed positions, segments, crops, weights.
 APART = (
-    r"triton|transfer_report|/(flex|columns|rows|onednn|window_kinds|window_op|why|perturb|mixed|memory|two_stream|crop|tiles|skew)\.py"
+    r"triton|transfer_report|/(flex|columns|rows|onednn|window_kinds|why|perturb|mixed|memory|two_stream|crop|tiles|skew)\.py"
     r"|models/(weights/|optimize|kept)"
 )
 CORE = [  # what one reads to know what the models compute

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vitrel.constants import constant, is_known
+
 AXES = ("hw", "h", "w")
 
 
@@ -41,31 +43,50 @@ class Grid(NamedTuple):
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
         """Offset (query minus key, in patches) of every class without the prefix ones, [R, 2] for "hw", [R] for one axis."""
-        dy = torch.arange(1 - self.h, self.h, device=device)
-        dx = torch.arange(1 - self.w, self.w, device=device)
-        if axis == "hw":
-            shape = (2 * self.h - 1, 2 * self.w - 1)
-            return torch.stack((dy[:, None].expand(shape), dx[None].expand(shape)), -1).flatten(0, 1)  # [R, 2]
-        return dy if _checked(axis) == "h" else dx
+        return _offsets(self.h, self.w, _checked(axis), device=device)
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
         """Row and column (y, x) of every token without the prefix ones, [h*w, 2]."""
-        index = torch.arange(self.h * self.w, device=device)
-        y = index // self.w
-        return torch.stack((y, index - y * self.w), -1)
+        return _coordinates(self.h, self.w, device=device)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
         """Offset class of every pair (query i, key j), [N, N] int64."""
-        y, x = self.coordinates(device).unbind(-1)
-        row = y[:, None] - y[None] + self.h - 1
-        column = x[:, None] - x[None] + self.w - 1
-        index = row * (2 * self.w - 1) + column if axis == "hw" else row if _checked(axis) == "h" else column
-        if not self.prefix:
-            return index
-        first, (p, n) = self.offset_classes(axis), (self.prefix, self.h * self.w)
-        left = index.new_full((n, p), 1) + first  # token query, prefix key
-        top = torch.cat((index.new_full((p, p), 2), index.new_zeros((p, n))), 1) + first
-        return torch.cat((top, torch.cat((left, index), 1)))
+        return _index(self.h, self.w, self.prefix, _checked(axis), device=device)
+
+
+@constant
+def _offsets(h: int, w: int, axis: str, device: torch.device) -> Tensor:
+    dy, dx = torch.arange(1 - h, h, device=device), torch.arange(1 - w, w, device=device)
+    if axis != "hw":
+        return dy if axis == "h" else dx
+    shape = (2 * h - 1, 2 * w - 1)
+    return torch.stack((dy[:, None].expand(shape), dx[None].expand(shape)), -1).flatten(0, 1)  # [R, 2]
+
+
+@constant
+def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
+    index = torch.arange(h * w, device=device)
+    y = index // w
+    return torch.stack((y, index - y * w), -1)
+
+
+@constant
+def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tensor:
+    y, x = _coordinates(h, w, device=device).unbind(-1)
+    row = y[:, None] - y[None] + h - 1
+    column = x[:, None] - x[None] + w - 1
+    index = row * (2 * w - 1) + column if axis == "hw" else row if axis == "h" else column
+    if not prefix:
+        return index
+    first, n = Grid(h, w).offset_classes(axis), h * w
+    left = index.new_full((n, prefix), 1) + first  # token query, prefix key
+    top = torch.cat((index.new_full((prefix, prefix), 2), index.new_zeros((prefix, n))), 1) + first
+    return torch.cat((top, torch.cat((left, index), 1)))
+
+
+def same_size(a: Grid, b: Grid) -> bool:
+    """Whether both have the same sides; False also where a compiled graph serves any size, since it may not branch on one."""
+    return is_known(*a[:2], *b[:2]) and a[:2] == b[:2]
 
 
 def unseen_share(source: Grid, target: Grid) -> float:

@@ -16,6 +16,7 @@ from vitrel.position import Terms, create_position, split_position
 from vitrel.position.terms import wide
 
 _MAX_LOG_SCALE = math.log(100.0)
+_EPS = 1e-12  # of F.normalize
 
 
 class Attention(nn.Module):
@@ -100,14 +101,13 @@ class Attention(nn.Module):
 
     def _cosine(self, qkv: Tensor) -> Tensor:
         """[..., 3C] -> [..., 3C] with biases, k of length 1 and q of length scale * sqrt(D): the logits' D**-0.5 cancels."""
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # [..., H, D]
-        q, k = wide(q), wide(k)  # half precision is too coarse for lengths and for scales up to 100
+        x = wide(qkv).unflatten(-1, (3, self.num_heads, -1))  # half precision is too coarse for lengths and scales up to 100
         if self.q_bias is not None:
-            q = q + self.q_bias.view(q.shape[-2:])
-            v = v + self.v_bias.view(v.shape[-2:]).to(v.dtype)
-        scale = wide(self.logit_scale).clamp(max=_MAX_LOG_SCALE).exp().squeeze(-1)  # [H, 1]
-        q = F.normalize(q, dim=-1) * (scale * math.sqrt(q.shape[-1]))
-        return torch.stack((q.to(v.dtype), F.normalize(k, dim=-1).to(v.dtype), v), -3).flatten(-3)
+            x = x + torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias)).view(x.shape[-3:])
+        scale = wide(self.logit_scale).clamp(max=_MAX_LOG_SCALE).exp() * math.sqrt(x.shape[-1])  # [H, 1, 1]
+        length = x[..., :2, :, :].norm(dim=-1, keepdim=True).clamp(min=_EPS)  # of q and k, [..., 2, H, 1]
+        factor = F.pad(scale.view(1, -1, 1), (0, 0, 0, 0, 0, 1), value=1.0) / length
+        return (x * F.pad(factor, (0, 0, 0, 0, 0, 1), value=1.0)).to(qkv.dtype).flatten(-3)
 
 
 class RelativeAttention(nn.Module):

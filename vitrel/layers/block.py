@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale, Mlp, SwiGLU
 from torch import Tensor, nn
 
+from vitrel.constants import is_known
 from vitrel.grid import Grid
 from vitrel.layers.attention import Attention
 from vitrel.ops.memory import Segment
@@ -120,7 +121,7 @@ class PatchMerging(nn.Module):
 def pad_to_even(x: Tensor, dim: int) -> Tensor:
     """Zeros after the last index of `dim` if its length is odd."""
     n = x.shape[dim]
-    if not torch.compiler.is_compiling():
+    if is_known(n):
         return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, n % 2)) if n % 2 else x
     # The same as a gather, without a branch on the size.
     at = torch.arange((n + 1) // 2 * 2, device=x.device)

@@ -105,6 +105,8 @@ def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """q and k turned by the rotary term; queries are the last tokens of the key grid."""
     if terms.rotary is None:
         return q, k
+    if terms.key_rotary is None and q.shape == k.shape:  # both at once: half of the operators
+        return rotate(torch.stack((q, k)), *(t.to(q.dtype) for t in terms.rotary)).unbind(0)
     cos, sin = (t[..., -q.shape[-2] :, :].to(q.dtype) for t in terms.rotary)
     turn = terms.rotary if terms.key_rotary is None else terms.key_rotary
     return rotate(q, cos, sin), rotate(k, *(t.to(k.dtype) for t in turn))

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrel.constants import is_exporting, is_known
 from vitrel.grid import Grid
-from vitrel.ops.exporting import exporting
 from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits, with_query_bias
-from vitrel.ops.window_op import window_layout
+from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
 # Why no backend but the reference serves xPos; autocast would round, whatever is passed in.
@@ -56,21 +56,33 @@ def window_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """See vitrel.ops.window_attention."""
-    layout, n = window_layout(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
+    layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
+    mask = window_mask(grid.h, grid.w, window, shift, qkv.dtype, qkv.device)  # [L*N, N]
     x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
     q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
     if terms.rotary is not None:
         terms = terms._replace(rotary=tuple(t.index_select(1, layout.slot) for t in terms.rotary))
-    # -inf is safe: padding sees padding, so no row is ever wholly masked; -100 is not, where logits reach it.
-    bias = torch.zeros((), device=q.device).masked_fill(~layout.visible, float("-inf"))  # [L*N, N]
-    q, k, table_bias, scale = prepare(q, k, terms, Grid(*window), layout.slot)
-    bias = bias if table_bias is None else table_bias + bias
-    bias = bias.expand(*bias.shape[:-3], num_heads, -1, -1).to(q.dtype)  # [(B,) H, L*N, N]
-    bias = _four_dimensional(bias.flatten(-3, -2).unflatten(-2, (-1, n)))  # [1 or B, H*L, N, N]
+    # A bias of offsets alone is that of every window. It is not broadcast over windows whose number a graph does not know:
+    # that could be 1, which would cost a compiled graph of its own.
+    shared = is_known(grid.h, grid.w) and all(t.query is None and t.key is None and t.gated is None for t in terms.tables)
+    q, k, bias, scale = prepare(q, k, terms, Grid(*window), None if shared else layout.slot)
+    bias = _window_bias(bias, mask, num_heads, layout.slot.shape[0], n, q.dtype)  # [1 or B, H*L, N, N]
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
     out = _fused(q, k, v, bias, dropout_p, scale)
     out = out.flatten(1, 2).unflatten(1, (num_heads, -1)).index_select(2, layout.inverse)  # [B, H, h*w, D]
     return out.transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
+
+
+def _window_bias(bias: Tensor | None, mask: Tensor | None, heads: int, slots: int, n: int, dtype: torch.dtype) -> Tensor | None:
+    """The bias of all windows [1 or B, H*L, N, N]; bias: [(B,) H, L*N, N], or [H, N, N] that every window shares."""
+    if bias is None and mask is None:
+        return None
+    if bias is None or bias.shape[-2] != slots:
+        shared = torch.zeros((), dtype=dtype, device=mask.device) if bias is None else bias.to(dtype).unsqueeze(1)
+        bias = shared if mask is None else shared + mask.unflatten(0, (-1, n))  # [H, L, N, N]
+        return bias.expand(heads, slots // n, n, n).flatten(0, 1)[None]
+    bias = bias.to(dtype) if mask is None else (bias + mask).to(dtype)
+    return _four_dimensional(bias.flatten(-3, -2).unflatten(-2, (-1, n)))
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
@@ -79,7 +91,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: floa
     Choosing one while torch.export traces compares the batches of the images and of the mask, 1, and torch 2.14 writes the
     outcome into the program, which then refuses one image. With a single kernel to choose from nothing is compared.
     """
-    if exporting():
+    if is_exporting():
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
@@ -95,7 +107,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes (a tensor scale is folded into q).
 
-    slot: place in its window of every row of q and k [B, H, L*N, D], whose bias is then [.., H, L*N, N].
+    slot: place in its window of every row of q and k [B, H, L*N, D], whose bias is then [.., H, L*N, N]; without it the bias is
+    that of `grid`.
     """
     q = with_query_bias(q, terms)
     width_scale = q.shape[-1] ** -0.5
@@ -113,15 +126,9 @@ def prepare(
 def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tensor, scale: float | Tensor) -> Tensor | None:
     total = []
     for table in terms.tables:
-        index = window.index(table.axis, q.device)  # [N, N]
-        if table.bias is not None and torch.compiler.is_compiling():  # inductor 2.15 fails at what is quicker below
-            total.append(gather_bias(table.bias, index.index_select(0, slot)))
-        elif table.bias is not None:  # looked up for one window, then repeated by whole rows
-            total.append(gather_bias(table.bias, index).index_select(1, slot))
-        if table.query is None and table.gated is None and table.key is None:
-            continue
-        # Rows of all windows stay one dimension: one of their number could be 1, which costs a compiled graph.
-        index = index.index_select(0, slot)  # [L*N, N]
+        index = window.index(table.axis, q.device).index_select(0, slot)  # [L*N, N]
+        if table.bias is not None:
+            total.append(gather_bias(table.bias, index))
         total += query_logits(q, table, index, scale)
         if table.key is not None:
             score = (k * scale) @ table.key.to(k.dtype).mT  # [B, H, L*N, R]

@@ -12,8 +12,8 @@ import os
 import torch
 from torch import Tensor
 
+from vitrel.constants import is_exporting
 from vitrel.grid import Grid
-from vitrel.ops.exporting import exporting
 from vitrel.ops.reference import Call, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
@@ -24,7 +24,7 @@ def refuses(call: Call) -> str:
         return "Triton is not installed"
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"its kernels run on a GPU, not on {call.device.type} (there only in Triton's interpreter, TRITON_INTERPRET=1)"
-    if exporting():
+    if is_exporting():
         return "an exported program holds PyTorch's own operators, which run wherever it is loaded"
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # jvp would give zeros
         return "its kernels have first derivatives by backward() alone, no transforms of torch.func"

@@ -53,7 +53,8 @@ def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
         own = int((first[1:] - first[:-1] == 1).long().cumprod(0).sum()) - 1
         return Buckets(number, (length[:, None] >= first).sum(1) - 1, (-own if encoding.bidirectional else 0, own))
     radius = encoding.radius["hw".index(axis)]
-    return Buckets(clipped_rows(len(offsets) // 2 + 1, radius, "cpu"), offsets.abs().clamp(max=radius), (-radius, radius))
+    rows = clipped_rows(len(offsets) // 2 + 1, radius, device="cpu")
+    return Buckets(rows, offsets.abs().clamp(max=radius), (-radius, radius))
 
 
 def _figure(name: str, encoding: nn.Module, grid: Grid) -> Figure:

@@ -11,7 +11,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from vitrel.grid import Grid
+from vitrel.grid import Grid, same_size
 from vitrel.position.resize import resize_embedding, sample_embedding
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
@@ -33,7 +33,7 @@ class Absolute(PositionEncoding):
         if grid.prefix != self.grid.prefix:
             raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, the grid has {grid.prefix}")
         rows = self.pos_embed[0]  # [P + h*w, C]
-        if torch.compiler.is_compiling() or grid != self.grid or self.perturbs:  # compiled: no branch on the size
+        if self.perturbs or not same_size(grid, self.grid):
             prefix, rows = rows[: grid.prefix], resize_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)
             if self.perturbs:
                 at = grid.coordinates(rows.device).float()  # [h*w, 2]

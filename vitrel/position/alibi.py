@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.distance import DISTANCES, POLICIES, alibi_slopes, distances, scaled_offsets
+from vitrel.position.distance import DISTANCES, POLICIES, alibi_slopes, distances, scaled_distances, scaled_offsets
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, wide
 
 
@@ -44,16 +44,21 @@ class Alibi(PositionEncoding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.slopes is not None:
-            self.slopes.copy_(alibi_slopes(self.head))
+            self.slopes.copy_(alibi_slopes(len(self.head), device=self.head.device))
         if self.direction is not None:
             self.direction.zero_()
 
     def forward(self, grid: Grid) -> Terms:
-        slopes = alibi_slopes(self.head) if self.slopes is None else wide(self.slopes)
+        device = self.head.device
+        slopes = alibi_slopes(len(self.head), device=device) if self.slopes is None else wide(self.slopes)
         tables = []
         for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # the others are sums over the two axes
-            offsets = scaled_offsets(self.grid, grid, self.resize, self.head.device, axis)
-            bias = -slopes[:, None] * distances(offsets, self.distance, self.direction)  # [H, R]
+            place = self.grid, grid, self.resize
+            if self.direction is None:
+                length = scaled_distances(*place, self.distance, device, axis)  # [R]
+            else:
+                length = distances(scaled_offsets(*place, device, axis), self.distance, self.direction)  # [H, R]
+            bias = -slopes[:, None] * length  # [H, R]
             bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
             tables.append(Table(axis, bias=pad_prefix(bias, grid)))
         return Terms(tables=tuple(tables))

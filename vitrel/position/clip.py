@@ -7,6 +7,7 @@ pairs. A radius beyond the training grid leaves rows that no training pair addre
 import torch
 from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.terms import pad_prefix
 
@@ -21,6 +22,7 @@ def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> t
     return pair
 
 
+@constant
 def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
     """Row of a table of 2*radius+1 for every offset of an axis of `length` patches, [2*length-1]."""
     return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
@@ -31,6 +33,6 @@ def clipped_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: b
 
     mirrored: the row of the opposite offset instead.
     """
-    index = clipped_rows(getattr(grid, axis), radius, table.device)
+    index = clipped_rows(getattr(grid, axis), radius, device=table.device)
     rows = pad_prefix(table.index_select(-2, index.flip(0) if mirrored else index), grid, -2)
     return rows if rows.dim() == 3 else rows[None]

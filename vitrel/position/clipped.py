@@ -39,7 +39,7 @@ class Clipped(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         check_prefix("clipped", self.grid, grid)
         table = self.relative_position_bias_table
-        rows, columns = (clipped_rows(n, r, table.device) for n, r in zip(grid[:2], self.radius, strict=True))
+        rows, columns = (clipped_rows(n, r, device=table.device) for n, r in zip(grid[:2], self.radius, strict=True))
         index = (rows[:, None] * (2 * self.radius[1] + 1) + columns).flatten()  # [R]
         prefix = table[(2 * self.radius[0] + 1) * (2 * self.radius[1] + 1) :]
         return Terms(tables=(Table("hw", bias=torch.cat((table.index_select(0, index), prefix)).mT),))

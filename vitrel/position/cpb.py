@@ -12,6 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
 from vitrel.position.mlp import run_wide
@@ -54,12 +55,17 @@ class CPB(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
         weight = self.cpb_mlp[2].weight
-        y, x = grid.offsets(device=weight.device).float().unbind(-1)
         side = grid[:2] if self.resize == "renormalise" else self.window
-        coordinates = torch.stack((_log_spaced(y, side[0]), _log_spaced(x, side[1])), -1)  # [R, 2]
+        coordinates = _log_spaced_offsets(*grid[:2], side, device=weight.device)  # [R, 2]
         rows = 16 * run_wide(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))
         return Terms(tables=(Table("hw", bias=rows.mT),))
+
+
+@constant
+def _log_spaced_offsets(h: int, w: int, side: tuple[int, int], device: torch.device) -> Tensor:
+    y, x = Grid(h, w).offsets(device=device).float().unbind(-1)
+    return torch.stack((_log_spaced(y, side[0]), _log_spaced(x, side[1])), -1)
 
 
 def _log_spaced(offset: Tensor, side: int) -> Tensor:

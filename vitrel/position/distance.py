@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.terms import wide
 
@@ -16,12 +17,29 @@ def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device,
 
     axis "h", "w": of the classes of one axis, the other component 0.
     """
-    offsets = grid.offsets(axis, device).float()
+    return _scaled_offsets(*grid[:2], trained[:2], resize, axis, device=device)
+
+
+def scaled_distances(trained: Grid, grid: Grid, resize: str, kind: str, device: torch.device, axis: str = "hw") -> Tensor:
+    """`distances` of `scaled_offsets`, [R], where no direction is learned."""
+    return _scaled_distances(*grid[:2], trained[:2], resize, axis, kind, device=device)
+
+
+@constant
+def _scaled_offsets(h: int, w: int, trained: tuple[int, int], resize: str, axis: str, device: torch.device) -> Tensor:
+    offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":
         offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))
     if resize == "keep":
         return offsets
-    return torch.stack((offsets[:, 0] * (trained.h / grid.h), offsets[:, 1] * (trained.w / grid.w)), -1)
+    return torch.stack((offsets[:, 0] * (trained[0] / h), offsets[:, 1] * (trained[1] / w)), -1)
+
+
+@constant
+def _scaled_distances(
+    h: int, w: int, trained: tuple[int, int], resize: str, axis: str, kind: str, device: torch.device
+) -> Tensor:
+    return distances(_scaled_offsets(h, w, trained, resize, axis, device=device), kind)
 
 
 def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Tensor:
@@ -39,6 +57,7 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
     return (offsets.abs() if kind == "l1" else offsets.square()).sum(-1)
 
 
-def alibi_slopes(head: Tensor) -> Tensor:
-    """2^(-8 i / H) for heads i = 1..H, [H]; also where H is no power of two. head: [H] integers 0..H-1."""
-    return 2.0 ** (-8.0 * (head + 1).float() / len(head))
+@constant
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """2^(-8 i / H) for heads i = 1..H, [H]; also where H is no power of two."""
+    return 2.0 ** (-8.0 * (torch.arange(num_heads, device=device) + 1).float() / num_heads)

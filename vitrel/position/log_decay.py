@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.distance import POLICIES, distances, scaled_offsets
+from vitrel.position.distance import POLICIES, distances, scaled_distances, scaled_offsets
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, wide
 
 
@@ -52,8 +52,11 @@ class LogDecay(PositionEncoding):
             self.direction.zero_()
 
     def forward(self, grid: Grid) -> Terms:
-        offsets = scaled_offsets(self.grid, grid, self.resize, self.head.device)
-        distance = distances(offsets, self.distance, self.direction)  # [R] or [H, R]
+        place, device = (self.grid, grid, self.resize), self.head.device
+        if self.direction is None:
+            distance = scaled_distances(*place, self.distance, device)  # [R]
+        else:
+            distance = distances(scaled_offsets(*place, device), self.distance, self.direction)  # [H, R]
         if self.decay is None:
             a, b = (wide(t).exp()[:, None] for t in (self.log_a, self.log_b))
             bias = -a * torch.log1p(b * distance)  # [H, R]

@@ -7,8 +7,9 @@ scaled. Inside a window N never changes, so there it does nothing.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.terms import PositionEncoding, Terms, check_choice
 
@@ -38,5 +39,11 @@ class LogN:
 
 def temperature(trained: Grid, grid: Grid, device: torch.device | None = None) -> torch.Tensor:
     """sqrt(log N / log N_train), 0-d float32; N of at least 2, since a single token has no temperature."""
-    now, then = (torch.ones((), device=device) * g.tokens for g in (grid, trained))  # a float would cost a graph per size
-    return (now.clamp(min=2).log() / then.clamp(min=2).log()).sqrt()
+    return _temperature(*grid, *trained, device=device)
+
+
+@constant
+def _temperature(h: int, w: int, prefix: int, th: int, tw: int, tp: int, device: torch.device) -> Tensor:
+    one = torch.ones((), device=device)  # a float would cost a graph per size
+    now, then = ((one * grid.tokens).clamp(min=2).log() for grid in (Grid(h, w, prefix), Grid(th, tw, tp)))
+    return (now / then).sqrt()

@@ -16,6 +16,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.distance import distances
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix
@@ -47,15 +48,21 @@ class LookHere(PositionEncoding):
         self.register_integers("head", range(num_heads), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        offsets = grid.offsets(device=self.head.device).float()
-        views = _views(offsets, self.fov)  # [V, R] bool
-        directed = _directed(len(self.head))
-        round_, view = self.head // len(views), self.head % len(views)
-        # Tensors come first: ONNX does not take a number minus whole numbers.
-        slopes = torch.where(self.head < directed, 2.0 ** -(round_ + 1.0), 4.0 ** -(self.head + (1.0 - directed)))  # [H]
-        bias = -self.slope * slopes[:, None] * distances(offsets, "euclidean")  # [H, R]
-        seen = views.index_select(0, view) | (self.head >= directed)[:, None]
-        return Terms(tables=(Table("hw", bias=pad_prefix(bias.masked_fill(~seen, float("-inf")), grid)),))
+        bias = _bias(*grid, len(self.head), self.fov, float(self.slope), device=self.head.device)
+        return Terms(tables=(Table("hw", bias=bias),))
+
+
+@constant
+def _bias(h: int, w: int, prefix: int, num_heads: int, fov: int, slope: float, device: torch.device) -> Tensor:
+    grid, head, directed = Grid(h, w, prefix), torch.arange(num_heads, device=device), _directed(num_heads)
+    offsets = grid.offsets(device=device).float()
+    views = _views(offsets, fov)  # [V, R] bool
+    round_, view = head // len(views), head % len(views)
+    # Tensors come first: ONNX does not take a number minus whole numbers.
+    slopes = torch.where(head < directed, 2.0 ** -(round_ + 1.0), 4.0 ** -(head + (1.0 - directed)))  # [H]
+    bias = -slope * slopes[:, None] * distances(offsets, "euclidean")  # [H, R]
+    seen = views.index_select(0, view) | (head >= directed)[:, None]
+    return pad_prefix(bias.masked_fill(~seen, float("-inf")), grid)
 
 
 def _directed(num_heads: int) -> int:

@@ -1,42 +1,98 @@
 """Learned tables and embeddings from one grid to another: the only place where a position parameter is interpolated.
 
-An axis of offsets is resampled by a few taps per target row, a gather and a weighted sum: elementwise, so neither autocast nor
-TF32 rounds the table, and without a branch on the size, so no size costs a compiled graph of its own. An axis that does not
-grow is always read exactly, as the centre of the trained one; the policy decides what happens on an axis that grows.
+Every row of the target is a weighted sum of a few rows of the source, its taps, which the two grids and the policy determine:
+they are constants. Neither autocast nor TF32 rounds the sum, and no size costs a compiled graph of its own. An axis that does
+not grow is always read exactly, as the centre of the trained one; the policy decides what happens on an axis that grows.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.grid import Grid
+from vitrel.constants import constant, is_known, is_traced
+from vitrel.grid import Grid, same_size
 from vitrel.position.clip import clipped_rows
 from vitrel.position.terms import check_choice, wide
 
 POLICIES = ("geometric", "clip", "bicubic")
 
 
+class Taps(NamedTuple):
+    """Which K source rows every one of T target rows is the weighted sum of."""
+
+    index: Tensor  # [T, K] int64
+    weight: Tensor  # [T, K] float32
+
+
 def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
-    """Rows of a table over one axis of offsets, [..., 2*source-1, X] -> [..., 2*target-1, X].
+    """Rows of a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
 
     `source`, `target`: length of the axis in patches. Policies for target > source:
     clip: a far offset reads the edge row. geometric: trained rows are spread at geometrically growing distances, offsets 0 and
     +-1 staying exact, linear in between (BEiT; timm's resize_rel_pos_bias_table). bicubic: the whole function stretched, as
     torch's interpolate without aligned corners (Microsoft Swin). linear: the same, linear (MViTv2, SAM).
     """
-    if not torch.compiler.is_compiling() and source == target:
+    if is_known(source, target) and source == target:
         return rows
-    exact = clipped_rows(target, source - 1, rows.device)
     if check_choice("resize_axis", "policy", policy, ("clip", *_TAPS)) == "clip":
-        return rows.index_select(-2, exact)
-    taps, weights = _TAPS[policy](source, target, rows.device)  # [K, 2*target-1] each
-    grows = torch.ones((), dtype=torch.int64, device=rows.device) * target > source
-    exact_type = torch.promote_types(rows.dtype, torch.float32)  # half-precision rows are rounded once, at the end
-    out = torch.zeros((), dtype=exact_type, device=rows.device)
-    for k, (tap, weight) in enumerate(zip(taps, weights, strict=True)):
-        tap = torch.where(grows, tap, exact)
-        weight = torch.where(grows, weight.to(exact_type), 1.0 if k == 0 else 0.0)
-        out = out + rows.index_select(-2, tap) * weight[:, None]
+        return rows.index_select(0, clipped_rows(target, source - 1, device=rows.device))
+    return _weighted_sum(rows, axis_taps(source, target, policy, device=rows.device))
+
+
+def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
+    """A table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resize_axis` along both axes.
+
+    Rows of prefix tokens, which may follow, stay as they are.
+    """
+    if same_size(source, target):
+        return table
+    prefix = len(table) - source.offset_classes()
+    if check_choice("resize_table", "policy", policy, ("clip", *_TAPS)) == "clip":
+        return table.index_select(0, _clipped_lattice(source[:2], target[:2], prefix, device=table.device))
+    return _weighted_sum(table, table_taps(source[:2], target[:2], prefix, policy, device=table.device))
+
+
+@constant
+def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
+    """The taps of one axis of offsets, by `resize_axis`."""
+    exact = clipped_rows(target, source - 1, device=device)
+    taps, weights = (t.mT for t in _TAPS[policy](source, target, device))  # [2*target-1, K] each
+    grows = torch.ones((), dtype=torch.int64, device=device) * target > source  # a tensor: no branch on the size
+    first = (torch.arange(taps.shape[1], device=device) == 0).float()
+    return Taps(torch.where(grows, taps, exact[:, None]), torch.where(grows, weights.float(), first))
+
+
+@constant
+def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
+    """The taps of a table over both axes, every pair of one of each axis, and of so many prefix rows after it."""
+    y, x = (axis_taps(n, m, policy, device=device) for n, m in zip(source, target, strict=True))
+    index = y.index[:, None, :, None] * (2 * source[1] - 1) + x.index[:, None]  # [2h'-1, 2w'-1, K, K]
+    weight = y.weight[:, None, :, None] * x.weight[:, None]
+    index, weight = (t.flatten(2).flatten(0, 1) for t in (index, weight))  # [(2h'-1)(2w'-1), K*K]
+    if not prefix:
+        return Taps(index, weight)
+    own = torch.arange(prefix, device=device)[:, None] + (2 * source[0] - 1) * (2 * source[1] - 1)
+    one = F.pad(torch.ones(prefix, 1, device=device), (0, weight.shape[1] - 1))
+    return Taps(torch.cat((index, own.expand(-1, index.shape[1]))), torch.cat((weight, one)))
+
+
+@constant
+def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
+    y, x = (clipped_rows(m, n - 1, device=device) for n, m in zip(source, target, strict=True))
+    index = (y[:, None] * (2 * source[1] - 1) + x).flatten()
+    return torch.cat((index, torch.arange(prefix, device=device) + (2 * source[0] - 1) * (2 * source[1] - 1)))
+
+
+def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
+    """[S, X] -> [T, X], in at least float32, rounded once."""
+    exact = wide(rows)
+    weight = taps.weight.to(exact.dtype)
+    if torch.compiler.is_compiling() or is_traced(rows.device):  # inductor fuses this, and has no kernel for the other
+        out = (exact.index_select(0, taps.index.flatten()).unflatten(0, taps.index.shape) * weight[..., None]).sum(1)
+    else:
+        out = F.embedding_bag(taps.index, exact, per_sample_weights=weight, mode="sum")
     return out.to(rows.dtype)
 
 
@@ -45,15 +101,6 @@ def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -
     grown = [axis for axis in "hw" if getattr(grid, axis) > getattr(trained, axis)]
     count = sum(trained.offset_classes(axis) for axis in grown) * width
     return {f"{key} {policy}": 0 if policy == "clip" else count} if grown else {}
-
-
-def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
-    """A table over offsets (dy, dx) without prefix rows, [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H]."""
-    lattice = wide(table)  # rounded once, after both axes
-    lattice = lattice.view(2 * source.h - 1, 2 * source.w - 1, table.shape[-1])
-    lattice = resize_axis(lattice, source.w, target.w, policy)
-    lattice = resize_axis(lattice.flatten(1), source.h, target.h, policy)  # [2h'-1, (2w'-1) H]
-    return lattice.view(-1, table.shape[-1]).to(table.dtype)
 
 
 def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:

@@ -10,12 +10,13 @@ EVA-02 (arXiv 2303.11331, its code) counts positions on a `reference` grid, what
 """
 
 import math
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.rope_scaling import Scaling
 from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, wide
@@ -48,14 +49,14 @@ class RopeAxial(PositionEncoding):
         self.register_integers("band", check_bands("rope_axial", head_dim), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        theta = axial_frequencies(self.band, self.base)  # [D/4]
-        theta = self.scaling.frequencies(theta.expand(2, -1), self.band, len(self.band), grid)  # [2, D/4]
-        if self.reference is not None:
-            one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
-            theta = theta * torch.stack([one * n / own for n, own in zip(self.reference, grid[:2], strict=True)])[:, None]
-        angle = self._augmented(grid.coordinates(self.band.device))[..., None] * theta  # [h*w, 2, D/4]
-        scale = self.scaling.temperature(theta, grid)
-        return Terms(rotary=rotary_terms(angle.flatten(1)[None], grid), scale=scale)
+        how = (len(self.band), float(self.base), *self.scaling.key_of_constants, self.reference or (0, 0))
+        device = self.band.device
+        if self.perturbs:
+            at = self._augmented(grid.coordinates(device))[..., None]  # [h*w, 2, 1]
+            rotary = rotary_terms((at * _frequencies(*grid[:2], *how, device=device)).flatten(1)[None], grid)
+        else:
+            rotary = _axial_rotation(*grid, *how, device=device)
+        return Terms(rotary=tuple(rotary), scale=self.scaling.temperature(grid, device))
 
     @property
     def refers_to_grid(self) -> bool:
@@ -68,6 +69,44 @@ class RopeAxial(PositionEncoding):
 
     def unseen(self, grid: Grid) -> float:
         return 0.0 if self.scaling.rule == "linear" or self.reference is not None else super().unseen(grid)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of all angles, [H|1, N, D/2]; 1 and 0 on prefix rows."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@constant
+def _frequencies(
+    h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
+    reference: tuple[int, int], device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Radians per patch along y and x on an h x w grid, [2, D/4]; reference (0, 0): none."""
+    band = torch.arange(bands, device=device)
+    scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast))
+    theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
+    if reference == (0, 0):
+        return theta
+    one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
+    return theta * torch.stack([one * n / own for n, own in zip(reference, (h, w), strict=True)])[:, None]
+
+
+@constant
+def _axial_rotation(
+    h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
+    reference: tuple[int, int], device: torch.device,
+) -> Rotation:  # fmt: skip
+    theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, reference, device=device)
+    angle = Grid(h, w).coordinates(device)[..., None] * theta  # [h*w, 2, D/4]
+    return rotary_terms(angle.flatten(1)[None], Grid(h, w, prefix))
+
+
+@constant
+def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
+    """Row and column (y, x) of every token, [N, 2] float32; 0 of prefix tokens."""
+    return F.pad(Grid(h, w).coordinates(device).float(), (0, 0, prefix, 0))
 
 
 class RopeMixed(PositionEncoding):
@@ -105,14 +144,14 @@ class RopeMixed(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         freqs = wide(self.freqs)
-        bands = freqs.shape[-1] // 2
-        band = torch.arange(bands, device=freqs.device).repeat(2)  # as initialised: two directions of equal magnitudes
-        freqs = self.scaling.frequencies(freqs, band, bands, grid)
-        y, x = self._augmented(grid.coordinates(freqs.device).to(freqs.dtype)).unbind(-1)  # [h*w] each
+        freqs = self.scaling.frequencies(freqs, freqs.shape[-1] // 2, grid)
+        at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]
+        if self.perturbs:
+            at = torch.cat((at[: grid.prefix], self._augmented(at[grid.prefix :])))
+        y, x = at.unbind(-1)  # [N] each
         # Written out, not as a matrix product: autocast would round the angles.
-        angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, h*w, D/2]
-        scale = self.scaling.temperature(freqs, grid)
-        return Terms(rotary=rotary_terms(angle, grid), scale=scale)
+        angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, N, D/2]
+        return Terms(rotary=(angle.cos(), angle.sin()), scale=self.scaling.temperature(grid, freqs.device))
 
     @property
     def refers_to_grid(self) -> bool:
@@ -125,10 +164,10 @@ class RopeMixed(PositionEncoding):
         return 0.0 if self.scaling.rule == "linear" else super().unseen(grid)
 
 
-def rotary_terms(angle: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of angles [H|1, h*w, D/2], with the prefix rows before them, which do not turn: [H|1, N, D/2] each."""
+def rotary_terms(angle: Tensor, grid: Grid) -> Rotation:
+    """Cosines and sines of angles [H|1, h*w, D/2], with the prefix rows before them, which are not rotated."""
     angle = F.pad(angle, (0, 0, grid.prefix, 0))  # prefix rows: angle 0
-    return angle.cos(), angle.sin()
+    return Rotation(angle.cos(), angle.sin())
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:

@@ -10,9 +10,11 @@ import math
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.rope import axial_frequencies, check_bands, rotary_terms
+from vitrel.position.rope import Rotation, axial_frequencies, check_bands, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
@@ -27,10 +29,26 @@ class RopeNormalised(PositionEncoding):
         self.register_integers("band", check_bands("rope_normalised", head_dim), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        y, x = grid.coordinates(self.band.device).float().unbind(-1)
-        coordinates = torch.stack((2 * (y + 0.5) / grid.h - 1, 2 * (x + 0.5) / grid.w - 1), -1)  # [h*w, 2]
-        angle = 2 * math.pi * self._augmented(coordinates)[..., None] * axial_frequencies(self.band, self.base)  # [h*w, 2, D/4]
-        return Terms(rotary=rotary_terms(angle.flatten(1)[None], grid))
+        device, how = self.band.device, (len(self.band), float(self.base))
+        if not self.perturbs:
+            return Terms(rotary=tuple(_rotation(*grid, *how, device=device)))
+        return Terms(rotary=tuple(_rotated_by(self._augmented(_coordinates(*grid[:2], device=device)), grid, *how)))
 
     def unseen(self, grid: Grid) -> float:
         return 0.0
+
+
+@constant
+def _rotation(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Rotation:
+    return _rotated_by(_coordinates(h, w, device=device), Grid(h, w, prefix), bands, base)
+
+
+@constant
+def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
+    y, x = Grid(h, w).coordinates(device).float().unbind(-1)
+    return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]
+
+
+def _rotated_by(coordinates: Tensor, grid: Grid, bands: int, base: float) -> Rotation:
+    frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base)
+    return rotary_terms((2 * math.pi * coordinates[..., None] * frequency).flatten(1)[None], grid)

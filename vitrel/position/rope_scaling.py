@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 
 SCALINGS = ("none", "linear", "ntk", "yarn")
@@ -35,28 +36,42 @@ class Scaling(NamedTuple):
             raise ValueError(f"{self.key} needs yarn_turns=(slow, fast) with slow < fast, not {self.turns}")
         return self
 
-    def frequencies(self, freqs: Tensor, band: Tensor, bands: int, grid: Grid) -> Tensor:
-        """freqs [2, .., P], radians per patch along y and x, for use on `grid`; band: [P] number t of each, of `bands`."""
+    @property
+    def key_of_constants(self) -> tuple[str, tuple[int, int], float, float]:
+        """What constants that depend on it are kept by."""
+        return self.rule, self.trained[:2], *map(float, self.turns)
+
+    def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
+        """freqs [2, .., P], radians per patch along y and x, for use on `grid`: bands 0, 1, .. of so many, repeated."""
         if self.rule == "none":
             return freqs
-        growth = self._growth(grid, freqs).view(2, *(1,) * (freqs.dim() - 1))
+        growth = _growth(*grid[:2], self.trained[:2], device=freqs.device).to(freqs.dtype)
+        growth = growth.view(2, *(1,) * (freqs.dim() - 1))
         if self.rule == "linear":
             return freqs / growth
         if self.rule == "ntk":
+            band = torch.arange(bands, device=freqs.device).repeat(freqs.shape[-1] // bands)
             return freqs * growth ** (-band.to(freqs.dtype) / max(bands - 1, 1))
         turns = torch.stack((freqs[0] * self.trained.h, freqs[1] * self.trained.w)).abs() / (2 * math.pi)
         divided = 1 - ((turns - self.turns[0]) / (self.turns[1] - self.turns[0])).clamp(0, 1)
         return freqs * (1 - divided * (1 - 1 / growth))
 
-    def temperature(self, freqs: Tensor, grid: Grid) -> float | Tensor:
+    def temperature(self, grid: Grid, device: torch.device) -> float | Tensor:
         """What it multiplies content logits by on `grid`, 0-d."""
-        return (0.1 * self._growth(grid, freqs).log().mean() + 1).square() if self.rule == "yarn" else 1.0
+        return _temperature(*grid[:2], self.trained[:2], device=device) if self.rule == "yarn" else 1.0
 
     def resized(self, grid: Grid) -> dict[str, int]:
         """PositionEncoding.resized: no parameter is resampled, the frequencies are read by a rule."""
         grows = grid.h > self.trained.h or grid.w > self.trained.w
         return {f"{self.key} {self.rule}": 0} if grows and self.rule != "none" else {}
 
-    def _growth(self, grid: Grid, like: Tensor) -> Tensor:
-        one = torch.ones((), dtype=like.dtype, device=like.device)  # tensors: a float would cost a compiled graph per size
-        return torch.stack((one * grid.h / self.trained.h, one * grid.w / self.trained.w)).clamp(min=1)  # [2]
+
+@constant
+def _growth(h: int, w: int, trained: tuple[int, int], device: torch.device) -> Tensor:
+    one = torch.ones((), device=device)  # tensors: a float would cost a compiled graph per size
+    return torch.stack((one * h / trained[0], one * w / trained[1])).clamp(min=1)  # [2]
+
+
+@constant
+def _temperature(h: int, w: int, trained: tuple[int, int], device: torch.device) -> Tensor:
+    return (0.1 * _growth(h, w, trained, device=device).log().mean() + 1).square()

@@ -8,7 +8,9 @@ nothing is resampled, but a larger grid shows the model values it has never seen
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
@@ -27,7 +29,12 @@ class SinCos(PositionEncoding):
         self.register_integers("band", range(width // 4), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        frequency = self.base ** (-self.band.float() / len(self.band))  # [C/4]
-        angle = grid.coordinates(self.band.device)[..., None] * frequency  # [h*w, 2, C/4]
-        rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]
-        return Terms(tokens=torch.cat((rows.new_zeros(grid.prefix, rows.shape[1]), rows)))
+        return Terms(tokens=_rows(*grid, len(self.band), float(self.base), device=self.band.device))
+
+
+@constant
+def _rows(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Tensor:
+    frequency = base ** (-torch.arange(bands, device=device).float() / bands)  # [C/4]
+    angle = Grid(h, w).coordinates(device)[..., None] * frequency  # [h*w, 2, C/4]
+    rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]
+    return torch.cat((rows.new_zeros(prefix, rows.shape[1]), rows))

@@ -30,9 +30,7 @@ class OffsetTable(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("table", self.grid, grid)
-        table, n = self.relative_position_bias_table, self.grid.offset_classes()
-        if torch.compiler.is_compiling() or grid[:2] != self.grid[:2]:
-            table = torch.cat((resize_table(table[:n], self.grid, grid, self.resize), table[n:]))
+        table = resize_table(self.relative_position_bias_table, self.grid, grid, self.resize)
         return Terms(tables=(Table("hw", bias=table.mT),))
 
     def resized(self, grid: Grid) -> dict[str, int]:

@@ -204,7 +204,7 @@ def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:
 
 def wide(tensor: Tensor) -> Tensor:
     """`tensor` in at least float32: positions are computed there and rounded once, at the end."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:

@@ -9,8 +9,9 @@ evaluated. A prefix pair has (q + u) . k alone.
 from typing import Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, wide
 
@@ -40,13 +41,18 @@ class TransformerXL(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         kind, width = self.w_r.dtype, self.w_r.shape[2]
-        frequency = self.base ** (-torch.arange(width // 4, device=self.w_r.device).float() / (width // 4))
         tables = []
         for axis, weight in zip("hw", wide(self.w_r).split(width // 2, -1), strict=True):
-            angle = grid.offsets(axis, self.w_r.device).float()[:, None] * frequency
-            r = torch.cat((angle.sin(), angle.cos()), -1).to(weight.dtype)  # [R, C/2]
+            r = _sinusoid(*grid[:2], axis, width // 4, float(self.base), device=weight.device).to(weight.dtype)  # [R, C/2]
             with no_autocast(r.device):
                 rows = r @ weight.mT  # [H, R, D]
             tables.append(Table(axis, query=pad_prefix(rows, grid, -2).to(kind)))
         tables[0] = tables[0]._replace(key=(self.u - self.v_bias)[:, None].expand(-1, grid.classes("h"), -1))  # [H, R, D]
         return Terms(query_bias=self.v_bias, tables=tuple(tables))
+
+
+@constant
+def _sinusoid(h: int, w: int, axis: str, bands: int, base: float, device: torch.device) -> Tensor:
+    frequency = base ** (-torch.arange(bands, device=device).float() / bands)
+    angle = Grid(h, w).offsets(axis, device).float()[:, None] * frequency
+    return torch.cat((angle.sin(), angle.cos()), -1)

@@ -9,11 +9,12 @@ rotated. A pair with one keeps the scale of its token, counted from the middle o
 one the prefix side is scaled down, so that this never exceeds what it was in training. A larger grid is evaluated.
 """
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
+from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.rope import axial_frequencies, check_bands, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix
@@ -48,20 +49,47 @@ class XPos(PositionEncoding):
         self.register_integers("head", range(num_heads), factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        at = grid.coordinates(self.band.device).float()  # [h*w, 2]
-        angle = at[..., None] * axial_frequencies(self.band, self.base)  # [h*w, 2, D/4]
-        cos, sin = rotary_terms(angle.flatten(1)[None], grid)  # [1, N, D/2]
-        # Centred, so that neither factor is larger than it has to be; prefix rows make up for a grid larger than in training.
-        along, one = self._along(at - at.mean(0)), at.new_ones(())  # [H, h*w]
-        grown = torch.stack((one * grid.h - self.grid.h, one * grid.w - self.grid.w)).clamp(min=0) / 2
-        excess = grown.index_select(0, self.head % 4 // 2)[:, None].expand(-1, grid.prefix)  # [H, P]
-        rate = ((self.band.float() / len(self.band) + self.gamma) / (1 + self.gamma)).log() / self.scale_base  # [D/4]
-        q, k = ((torch.cat((excess, p), 1)[..., None] * rate.repeat(2)).exp() for p in (along, -along))  # [H, N, D/2]
-        hidden = self._along(grid.offsets(device=self.band.device).float()) < 0  # [H, R]
-        bias = pad_prefix(torch.zeros((), device=at.device).masked_fill(hidden, float("-inf")), grid)
-        return Terms(rotary=(cos * q, sin * q), key_rotary=(cos * k, sin * k), tables=(Table("hw", bias=bias),))
+        bands, heads, device = len(self.band), len(self.head), self.band.device
+        how = (heads, bands, float(self.base), float(self.gamma), float(self.scale_base))
+        turns = _rotations(*grid, self.grid[:2], *how, device=device)
+        bias = _one_sided(*grid, heads, device=device)
+        return Terms(rotary=turns[:2], key_rotary=turns[2:], tables=(Table("hw", bias=bias),))
 
-    def _along(self, at: Tensor) -> Tensor:
-        """Positions or offsets (y, x) [.., 2] along each head's direction, growing away from the keys it sees, [H, ..]."""
-        y, x = at.unbind(-1)
-        return torch.stack((y, -y, x, -x)).index_select(0, self.head % 4)
+
+class _Rotations(NamedTuple):
+    """Cosines and sines, times the scale of queries and of keys, [H, N, D/2] each."""
+
+    query_cos: Tensor
+    query_sin: Tensor
+    key_cos: Tensor
+    key_sin: Tensor
+
+
+@constant
+def _rotations(
+    h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, bands: int, base: float, gamma: float,
+    scale_base: float, device: torch.device,
+) -> _Rotations:  # fmt: skip
+    grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
+    at = grid.coordinates(device).float()  # [h*w, 2]
+    angle = at[..., None] * axial_frequencies(band, base)  # [h*w, 2, D/4]
+    cos, sin = rotary_terms(angle.flatten(1)[None], grid)  # [1, N, D/2]
+    # Centred, so that neither factor is larger than it has to be; prefix rows make up for a grid larger than in training.
+    along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
+    grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
+    excess = grown.index_select(0, torch.arange(num_heads, device=device) % 4 // 2)[:, None].expand(-1, prefix)  # [H, P]
+    rate = ((band.float() / bands + gamma) / (1 + gamma)).log() / scale_base  # [D/4]
+    q, k = ((torch.cat((excess, p), 1)[..., None] * rate.repeat(2)).exp() for p in (along, -along))  # [H, N, D/2]
+    return _Rotations(cos * q, sin * q, cos * k, sin * k)
+
+
+@constant
+def _one_sided(h: int, w: int, prefix: int, num_heads: int, device: torch.device) -> Tensor:
+    hidden = _along(Grid(h, w).offsets(device=device).float(), num_heads) < 0  # [H, R]
+    return pad_prefix(torch.zeros((), device=device).masked_fill(hidden, float("-inf")), Grid(h, w, prefix))
+
+
+def _along(at: Tensor, num_heads: int) -> Tensor:
+    """Positions or offsets (y, x) [.., 2] along each head's direction, growing away from the keys it sees, [H, ..]."""
+    y, x = at.unbind(-1)
+    return torch.stack((y, -y, x, -x)).index_select(0, torch.arange(num_heads, device=at.device) % 4)

@@ -1,0 +1,123 @@
+"""Operators that a model launches, and none that reads a value back from the device."""
+
+from collections import Counter
+
+import pytest
+import timm
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vitrel
+from vitrel.position import POSITIONS
+
+READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "is_nonzero", "item")
+MODELS = [
+    name
+    for key, encoding in POSITIONS.items()
+    for name in (f"vitrel_vit_n8_{key}", *([f"vitrel_swin_n_{key}"] if encoding.site == "attention" else []))
+] + ["vitrel_swin_n", "vitrel_swinv2_n", "vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n_rope_mixed_table"]
+MODELS = [name for name in MODELS if timm.is_model(name)]
+
+
+class Launched(TorchDispatchMode):
+    """Counts operators, views apart; on a GPU each is a kernel or more."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if not operator.is_view and operator.name() not in ("aten::detach", "aten::_unsafe_view", "aten::alias"):
+            self.counts[operator.name()] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+class Unread(TorchDispatchMode):
+    """Refuses operators whose result depends on values that have to be fetched from a device."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name().removeprefix("aten::").partition(".")[0]
+        reads = name.startswith(READS) or (name in ("index", "index_put", "_index_put_impl_") and any(map(is_mask, args[1])))
+        assert not reads, f"{name} reads back from the device"
+        return operator(*args, **(kwargs or {}))
+
+
+def is_mask(index):
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def launches(model, size, train):
+    """Operators of the second forward pass, with `train` of a step without the optimizer."""
+
+    image = torch.zeros(1, 3, size, size)
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(train):
+            out = model(image)
+        if train:
+            out.sum().backward()
+
+    model.train(train)
+    run()
+    with Launched() as mode:
+        run()
+    return mode.counts.total()
+
+
+def beit(size):
+    return timm.create_model("beit_base_patch16_224", embed_dim=384, num_heads=6, init_values=None, img_size=size)
+
+
+def at(name, **how):
+    return lambda size: timm.create_model(name, **how)
+
+
+SWIN, ANY = {"strict_img_size": False, "drop_path_rate": 0.0}, {"dynamic_img_size": True}
+TWINS = {  # (ours, timm's of the same function): {size: operators of ours, forward and training}
+    ("vitrel_swin_t", at("swin_tiny_patch4_window7_224", **SWIN)): {224: (193, 714), 256: (195, 718)},
+    ("vitrel_swinv2_t", at("swinv2_tiny_window8_256", drop_path_rate=0.0)): {256: (397, 1278)},
+    ("vitrel_vit_s16_absolute", at("vit_small_patch16_224", **ANY)): {224: (126, 376), 256: (129, 384)},
+    ("vitrel_vit_s16_table", beit): {224: (137, 577), 256: (173, 601)},
+    ("vitrel_vit_s16_rope_axial", at("vit_small_patch16_rope_224", **ANY)): {224: (233, 589), 256: (233, 589)},
+    ("vitrel_vit_s16_rope_mixed", at("vit_small_patch16_rope_mixed_224", **ANY)): {224: (293, 925), 256: (293, 925)},
+}
+
+
+@pytest.mark.parametrize(("ours", "twin"), TWINS, ids=lambda given: given if isinstance(given, str) else "timm")
+def test_at_most_as_many_operators_as_timms(ours, twin):
+    """At the native size and another, forward and training."""
+    for size, allowed in TWINS[ours, twin].items():
+        model = vitrel.create_model(ours, **({"drop_path_rate": 0.0} if "swin" in ours else {}))
+        other = twin(size)
+        for train in (False, True):
+            count, theirs = launches(model, size, train), launches(other, size, train)
+            assert count <= allowed[train], f"{ours} at {size}, {train=}: {count} operators"
+            assert count <= 1.02 * theirs, f"{ours} at {size}, {train=}: {count} operators, timm's {theirs}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_read_back(name):
+    model = vitrel.create_model(name, num_classes=2)
+    with Unread():
+        for h, w in ((64, 64), (48, 80)):
+            model(torch.zeros(1, 3, h, w)).sum().backward()
+
+
+def test_what_reads_back_is_found():
+    with pytest.raises(AssertionError, match="_local_scalar_dense reads back"), Unread():
+        torch.ones(()).item()
+    with pytest.raises(AssertionError, match="index reads back"), Unread():
+        torch.ones(3)[torch.ones(3) > 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_on_a_device_that_holds_no_values(name):
+    """With whatever backend "auto" takes on a GPU."""
+    model = vitrel.create_model(name, num_classes=2, device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cuda")
+        for h, w in ((64, 64), (48, 80)):
+            out = model(torch.zeros(2, 3, h, w, device="cuda"))
+            assert out.shape == (2, 2) and out.device.type == "cuda"
