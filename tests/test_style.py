@@ -23,15 +23,14 @@ USERS = {
     "probe": {"probe"},
     "plot": {"probe", "plot"},
     "explorer": {"probe", "explorer"},
-    "benchmark": {"benchmark"},
-    "transfer": {"data", "probe", "benchmark", "transfer"},
+    "benchmark": {"benchmark", "cpu"},
+    "transfer": {"data", "probe", "benchmark", "cpu", "transfer"},
     "convert": {"convert"},
+    "inputs": {"inputs"},
+    "cpu": {"cpu"},
 }  # and all of ORDER
 # Not run by an ordinary forward pass: further backends, optimization, reports, perturbed positions, segments, crops, weights.
-APART = (
-    r"triton|transfer_report|/(flex|columns|rows|onednn|window_kinds|why|perturb|mixed|memory|two_stream|crop|tiles|skew)\.py"
-    r"|models/(weights/|optimize|kept)"
-)
+APART = r"triton|transfer_report|/(flex|columns|rows|why|perturb|two_stream|skew)\.py|models/weights/"
 CORE = [  # what one reads to know what the models compute
     n for n in SOURCES if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(APART, n)
 ]

@@ -11,11 +11,11 @@ import timm
 from torch import nn
 
 from vitrel.convert import relativize
+from vitrel.cpu.optimize import optimize
 from vitrel.grid import Grid
+from vitrel.inputs import tiled_features
 from vitrel.layers import RelativeAttention
 from vitrel.models import load_pretrained, save_pretrained
-from vitrel.models.optimize import optimize
-from vitrel.models.tiles import tiled_features
 from vitrel.models.weights.folder import from_folder
 from vitrel.names import nearest
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position

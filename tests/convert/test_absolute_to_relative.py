@@ -132,7 +132,7 @@ def test_refitting_a_layer_is_weighted_ridge_regression(bias):
 def test_what_a_block_computes_is_seen():
     block, grid = trained().blocks[0], Grid(4, 6, 1)
     x = torch.randn(3, 25, 32)
-    seen = observe(block, (x, create_position("table", grid, 2, 16, init_std=1.0)(grid), grid), {})
+    seen = observe(block, (x, grid, create_position("table", grid, 2, 16, init_std=1.0)(grid)), {})
     q, k, _ = block.attn.qkv(block.norm1(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
     torch.testing.assert_close(seen.logits(), (q @ k.mT / 4 + seen.bias).mean(0))
     torch.testing.assert_close(seen.between, x + block.attn.proj(seen.attended))
@@ -158,7 +158,7 @@ def test_a_model_that_is_content_and_table_is_found_again():
     ours = copy.deepcopy(model)
     table = ours.blocks[0].position.relative_position_bias_table
     nn.init.zeros_(table)
-    seen = [observe(m.blocks[0], (m.embed(images)[0], m.blocks[0].position(grid), grid), {}) for m in (model, ours)]
+    seen = [observe(m.blocks[0], (m.embed(images)[0], grid), {}) for m in (model, ours)]
     assert (ours(images) - model(images)).abs().max() > 1e-3
     with torch.no_grad():
         fit_tables(ours.blocks[0].position, seen[0].logits() - seen[1].logits(), grid, ridge=1e-9)

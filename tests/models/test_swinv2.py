@@ -112,7 +112,7 @@ def test_initialisation():
         assert not any((p == 7.0).any() for p in model.parameters())
         x = torch.randn(1, 6, 9, 64)
         for block in model.layers[1].blocks:
-            assert torch.equal(block(x, block.position(block.window), Grid(6, 9)), x)
+            assert torch.equal(block(x, Grid(6, 9)), x)
 
 
 def test_version_1_is_untouched_and_others_are_refused():

@@ -8,8 +8,8 @@ import oracles
 from oracles.streams import PAIRS
 from variants import GENERAL, make, oracle_logits, perturbed, serving
 from vitrel import Grid, Terms
+from vitrel.inputs.memory import _joined, segment_attention
 from vitrel.ops import attention
-from vitrel.ops.memory import Segment
 from vitrel.ops.two_stream import permutation_masks, two_stream_attention
 
 ROWS, W, HEADS, DIM = (2, 1, 3), 4, 2, 8
@@ -28,10 +28,11 @@ def in_segments(encoding, q, k, v, length):
     for rows in ROWS:
         own = slice(start * W, (start + rows) * W)
         keys = Grid(sum(above) + rows, W)
-        segment = Segment(keys, past)
-        found.append(segment.attention(q[:, :, own], k[:, :, own], v[:, :, own], encoding(keys), None, 0.0, "reference"))
+        parts = q[:, :, own], k[:, :, own], v[:, :, own]
+        found.append(segment_attention(*parts, encoding(keys), keys, past, backend="reference"))
         above = (*above, rows)[-length:] if length else ()
-        past, start = segment.last(sum(above) * W), start + rows
+        both = parts[1:] if past is None else _joined(parts[1:], past, 0)
+        past, start = tuple(t[:, :, t.shape[2] - sum(above) * W :] for t in both), start + rows
     return torch.cat(found, 2)
 
 

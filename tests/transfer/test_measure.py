@@ -8,8 +8,8 @@ import pytest
 import timm
 import torch
 
+from vitrel.cpu.optimize import FastBlock
 from vitrel.files import commit
-from vitrel.models.optimize import FastBlock
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.columns import COLUMNS, PER_CLASS, TRANSLATION
 from vitrel.transfer.fitting import gflops, static_columns

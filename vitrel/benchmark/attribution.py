@@ -51,7 +51,8 @@ _OPERATORS = {  # by name, without aten::
     RESIDUAL: "add add_",
     PATCHES: "cat conv2d",
     HEAD: "mean cross_entropy_loss",
-    BIAS: "arange ones zeros new_full new_zeros where eq lt gt ge __or__ bitwise_not sub floor_divide clamp masked_fill flip",
+    BIAS: "arange ones zeros new_full new_zeros where eq lt gt ge __or__ bitwise_not sub floor_divide clamp masked_fill flip "
+    "all is_nonzero item",
 }
 _KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names.split()}
 _OF_TOKENS = {f"aten::{name}" for name in (*_OPERATORS[LAYOUT].split(), "add", "add_", "mul")}

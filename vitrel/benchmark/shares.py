@@ -102,7 +102,7 @@ def _measure(case: Profiled, mode: str, contender: str, device: torch.device, st
     name, args = case.peer if contender == _TIMM else case.ours
     model = timm.create_model(name, **args).to(device).train(training)
     if contender == _OPTIMIZED:
-        from vitrel.models.optimize import optimize
+        from vitrel.cpu.optimize import optimize
 
         optimize(model, training=training)
     image = torch.randn(case.batch, 3, case.size, case.size, device=device)

@@ -102,8 +102,7 @@ def absolute_to_relative(
 
     def convert(i: int, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         aim, found[i] = observe(original.blocks[i], *found[i]), ()
-        args, step = _convert_block(block, args, kwargs, aim, grid, ridge if refit else None)
-        steps.append(step)
+        steps.append(_convert_block(block, args, kwargs, aim, grid, ridge if refit else None))
         return args, kwargs
 
     with before_blocks(dropped.eval().blocks, convert):
@@ -123,29 +122,27 @@ class _Step(NamedTuple):
     patches: float
 
 
-def _convert_block(
-    block: nn.Module, args: tuple, kwargs: dict, aim: Observed, grid: Grid, ridge: float | None
-) -> tuple[tuple, _Step]:
-    """Fit a block to what the original's computed; returns its renewed arguments and how close it is now."""
+def _convert_block(block: nn.Module, args: tuple, kwargs: dict, aim: Observed, grid: Grid, ridge: float | None) -> _Step:
+    """Fit a block to what the original's computed; returns how close it is now."""
     encoding = _encoding(block)
     rotations = parts(encoding, ROTATIONS)
     initial = [part.freqs.clone() for part in rotations]
     for part in rotations:
         part.freqs.zero_()
-    bare = seen = observe(block, args := _renewed(block, args), kwargs)
+    bare = seen = observe(block, args, kwargs)
     gap = aim.logits() - bare.logits()
     for part, freqs in zip(rotations, initial, strict=True):
         part.freqs.copy_(freqs)
         fit_rotation(part, bare.q, bare.k, gap, bare.scale, grid)
-        seen = observe(block, args := _renewed(block, args), kwargs)
+        seen = observe(block, args, kwargs)
     for part in parts(encoding, TABLES):
         fit_tables(part, aim.logits() - seen.logits(), grid)
-        seen = observe(block, args := _renewed(block, args), kwargs)
+        seen = observe(block, args, kwargs)
     logits = explained(gap, seen.logits() - bare.logits())
     if ridge is not None:
         seen = _refit_block(block, args, kwargs, aim, seen, grid, ridge)
     error = (seen.out - aim.out).square().mean(-1) / aim.out.var(-1)  # [B, N]
-    return args, _Step(logits, error[:, : grid.prefix].mean().item(), error[:, grid.prefix :].mean().item())
+    return _Step(logits, error[:, : grid.prefix].mean().item(), error[:, grid.prefix :].mean().item())
 
 
 def _refit_block(
@@ -167,11 +164,6 @@ def _refit_block(
 
 def _encoding(block: nn.Module) -> PositionEncoding:
     return block.position if isinstance(block, Block) else block.attn.position
-
-
-def _renewed(block: nn.Module, args: tuple) -> tuple:
-    """A vitrel block gets its terms from the trunk, from before the encoding was fitted."""
-    return (args[0], block.position(args[2]), args[2]) if isinstance(block, Block) else args
 
 
 def _gain(block: nn.Module, branch: int) -> Tensor | float:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.ops import attention, window_attention
-from vitrel.ops.memory import Segment
-from vitrel.ops.mixed import Mixed
 from vitrel.ops.window import check_window
 from vitrel.position import Terms, create_position, split_position
 from vitrel.position.terms import wide
@@ -68,36 +66,32 @@ class Attention(nn.Module):
                 if bias is not None:
                     nn.init.zeros_(bias)
 
-    def forward(
-        self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed | Segment, mask: Tensor | None = None
-    ) -> Tensor:
-        """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive.
-
-        grid Mixed: images of several grids, padded; then `terms` holds those of each of its grids. grid Segment (global only):
-        x is the last part of its tokens, earlier keys and values are remembered.
-        """
+    def forward(self, x: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
+        """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive."""
         if mask is not None and self.window is not None:
             raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
-        qkv = self._cosine(self.qkv(x)) if self.cosine else self.qkv(x)
-        if isinstance(grid, Mixed):
-            out = grid.map(qkv, lambda part, g: self._attend(part, terms[g], grid.grids[g], None))
+        qkv = self.project(x)
+        if self.window is None:
+            out = attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, self.backend).transpose(1, 2).flatten(2)
         else:
-            out = self._attend(qkv, terms, grid, mask)
+            image = qkv.unflatten(1, (grid.h, grid.w)) if x.dim() == 3 else qkv  # [B, h, w, 3C]
+            out = window_attention(image, terms, grid, self.window, self.shift, self.num_heads, self.dropout_p, self.backend)
+            out = out.flatten(1, 2) if x.dim() == 3 else out
         return self.proj_drop(self.proj(out))
 
-    def _attend(self, qkv: Tensor, terms: Terms, grid: Grid | Segment, mask: Tensor | None) -> Tensor:
-        """[B, N, 3C] -> [B, N, C], windowed [B, h, w, 3C] or [B, h * w, 3C] likewise."""
-        dropout_p = self.attn_drop if self.training else 0.0
-        if self.window is None:
-            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
-            if isinstance(grid, Segment):
-                out = grid.attention(q, k, v, terms, mask, dropout_p, self.backend)
-            else:
-                out = attention(q, k, v, terms, grid, mask, dropout_p, self.backend)
-            return out.transpose(1, 2).flatten(2)
-        if qkv.dim() == 3:
-            return self._attend(qkv.unflatten(1, (grid.h, grid.w)), terms, grid, None).flatten(1, 2)
-        return window_attention(qkv, terms, grid, self.window, self.shift, self.num_heads, dropout_p, self.backend)
+    def project(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., 3C], q, k and v of all heads as they meet position and each other."""
+        qkv = self.qkv(x)
+        return self._cosine(qkv) if self.cosine else qkv
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, N, 3C] -> q, k, v [B, H, N, D]."""
+        return qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    @property
+    def dropout_p(self) -> float:
+        """Share of the attention weights dropped: 0 in evaluation."""
+        return self.attn_drop if self.training else 0.0
 
     def _cosine(self, qkv: Tensor) -> Tensor:
         """[..., 3C] -> [..., 3C] with biases, k of length 1 and q of length scale * sqrt(D): the logits' D**-0.5 cancels."""

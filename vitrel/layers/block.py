@@ -1,5 +1,6 @@
 """The transformer block of both trunks and Swin's patch merging."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor, nn
 from vitrel.constants import is_known
 from vitrel.grid import Grid
 from vitrel.layers.attention import Attention
-from vitrel.ops.memory import Segment
-from vitrel.ops.mixed import Mixed
 from vitrel.position import PositionEncoding, Terms
 
 
@@ -22,8 +21,8 @@ class Block(nn.Module):
     at zero, so that a new block changes nothing. `init_values`: layer scale (CaiT, arXiv 2103.17239), both branches times a
     learned vector that starts there. `mlp`: "gelu", or EVA-02's "swiglu" and "swiglu_norm" (arXiv 2303.11331, sec. 2.1).
     `mlp_drop`: dropout inside and after the MLP; that after attention's projection is `attn`'s.
-    `position` is the block's own encoding. The trunk calls it, so that the block receives only tensors, but it lives here: then
-    pruning, layer decay and checkpoint names simply work.
+    `position` is the block's own encoding, which the block asks for its terms, so that sharding, checkpointing, pruning, layer
+    decay and checkpoint names work block by block.
     """
 
     def __init__(
@@ -71,14 +70,20 @@ class Block(nn.Module):
         """The window as a grid, or None where attention is global."""
         return None if self.attn.window is None else Grid(*self.attn.window)
 
-    def forward(
-        self, x: Tensor, terms: Terms | tuple[Terms, ...], grid: Grid | Mixed | Segment, mask: Tensor | None = None
-    ) -> Tensor:
-        """x: [B, N, C], windowed [B, h, w, C] too; terms: on `grid`, windowed on the window. See `Attention` for the others."""
+    def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
+        """x: [B, N, C] on `grid`, windowed [B, h, w, C] too. mask: see `Attention`.
+
+        terms: of an encoding that several blocks share, in place of the block's own.
+        """
+        terms = self.position(self.window or grid) if terms is None else terms
+        return self.residuals(x, lambda tokens: self.attn(tokens, terms, grid, mask))
+
+    def residuals(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The block around any attention, `attend`: tokens of x's shape -> the same shape."""
         if self.post_norm:
-            x = x + self.drop_path1(self.norm1(self.attn(x, terms, grid, mask)))
+            x = x + self.drop_path1(self.norm1(attend(x)))
             return x + self.drop_path2(self.norm2(self.mlp(x)))
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), terms, grid, mask)))
+        x = x + self.drop_path1(self.ls1(attend(self.norm1(x))))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 

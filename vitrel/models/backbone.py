@@ -10,7 +10,6 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.models.mixed import mixed_logits, valid_sizes, without_padding
 from vitrel.models.transfer_report import TransferReport, report
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
@@ -30,22 +29,8 @@ class Backbone(nn.Module, abc.ABC):
     def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
         """Every position encoding with the grid that forward gives it for an image of `size` (h, w) pixels."""
 
-    @abc.abstractmethod
-    def mixed(self, x: Tensor, grids: list[Grid]) -> list[Tensor]:
-        """Patches [B, h, w, C] of images with these grids, in the upper left -> the features of each after the last norm."""
-
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
-
-    def features_mixed(self, image: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
-        """forward_features of every image of a padded batch as if it came alone: ViT [N, C] each, Swin [h, w, C].
-
-        image: [B, in_chans, height, width]; sizes: (h, w) in pixels of each image, whose pixels are those in the upper left.
-        """
-        sizes = valid_sizes(image, sizes, self.patch_embed.patch_size)
-        return self.mixed(self.embed_patches(without_padding(image, sizes)), [self.token_grid(size) for size in sizes])
-
-    forward_mixed = mixed_logits
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
         """Tokens after patch embedding of an image of `size` (h, w) pixels; a last partial patch counts."""

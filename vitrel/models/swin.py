@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block, PatchMerging
 from vitrel.models.backbone import Backbone, check_pool, init_linear
-from vitrel.models.mixed import swin_mixed
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
@@ -38,8 +37,7 @@ class Stage(nn.Module):
         x = self.downsample(x)
         grid = Grid(x.shape[1], x.shape[2])
         for block in self.blocks:
-            terms = block.position(block.window)
-            x = checkpoint(block, x, terms, grid) if self.grad_checkpointing else block(x, terms, grid)
+            x = checkpoint(block, x, grid) if self.grad_checkpointing else block(x, grid)
         return x
 
 
@@ -129,16 +127,10 @@ class Swin(Backbone):
     def embed(self, image: Tensor) -> Tensor:
         """Image -> patch tokens [B, h, w, C] with what position adds to them."""
         x = self.embed_patches(image)
-        return self.add_tokens(x, Grid(x.shape[1], x.shape[2]))
-
-    def add_tokens(self, x: Tensor, grid: Grid) -> Tensor:
-        """Patch tokens [B, h, w, C] with what position adds to them."""
         if self.pos_embed is not None:
-            tokens = self.pos_embed(grid).tokens
+            tokens = self.pos_embed(Grid(x.shape[1], x.shape[2])).tokens
             x = x + tokens.unflatten(0, x.shape[1:3]).to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
         return x
-
-    mixed = swin_mixed
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """[B, h, w, C] -> logits, or the pooled features before the classifier."""

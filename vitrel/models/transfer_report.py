@@ -14,6 +14,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.models.weights.record import by
+from vitrel.ops.window import axis_shift
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import Composition, sum_counts
@@ -180,7 +181,8 @@ def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Pair) -> StageReport:
         return StageReport(len(blocks), grid[:2], odd, None, (1, 1), (0, 0), 0.0, (0, 0), (n, float(n), n))
     count = tuple(-(-n // m) for n, m in zip(grid[:2], window[:2], strict=True))
     padding = count[0] * window.h - grid.h, count[1] * window.w - grid.w
-    shifts = [tuple(s if c > 1 else 0 for s, c in zip(block.attn.shift, count, strict=True)) for block in blocks]
+    axes = [zip(grid[:2], window[:2], block.attn.shift, strict=True) for block in blocks]
+    shifts = [tuple(axis_shift(*axis) for axis in own) for own in axes]
     share = 1 - grid.tokens / (count[0] * window.h * count[1] * window.w)
     seen = [_attended(grid, window, shift) for shift in shifts]
     attended = min(s[0] for s in seen), sum(s[1] for s in seen) / len(seen), max(s[2] for s in seen)

@@ -4,7 +4,7 @@ Class token, pooling and head are timm's `VisionTransformer`, its weights load u
 `block_args` and `share_position` make it the trunk of DeiT III, BEiT, EVA-02, DINOv3 and SAM, whose weights load too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
 from vitrel.models.backbone import Backbone, check_pool, init_linear
-from vitrel.models.memory import vit_memory
-from vitrel.models.mixed import vit_mixed
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
-from vitrel.position import POSITIONS, PositionEncoding, Terms, check_options, create_position, select_options, split_position
-from vitrel.position.crop import Crop, crop_terms
+from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
 __all__ = ["ViT"]  # timm appends the entry points
 
@@ -120,28 +117,21 @@ class ViT(Backbone):
     def forward_features(self, image: Tensor) -> Tensor:
         """[B, in_chans, height, width] -> tokens after the last norm, [B, N, C], prefix tokens first."""
         x, grid = self.embed(image)
-        shared = None if self.shared_position is None else self.shared_position(grid)
-        for block in self.blocks:
-            x = self._run(block, x, shared, grid)
-        return self.norm(x)
+        return self.norm(self._run(x, grid, self.blocks)[0])
 
     def embed(self, image: Tensor) -> tuple[Tensor, Grid]:
         """Image -> prefix and patch tokens [B, N, C] with what position adds to them, and their grid."""
         x = self.embed_patches(image)  # [B, h, w, C]
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
-        return self.add_tokens(x, grid), grid
+        return self.add_tokens(x, None if self.pos_embed is None else self.pos_embed(grid).tokens), grid
 
-    def add_tokens(self, x: Tensor, grid: Grid | Crop) -> Tensor:
-        """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C] with what position adds to them, also on part of a grid."""
+    def add_tokens(self, x: Tensor, tokens: Tensor | None) -> Tensor:
+        """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C], plus those of the absolute encoding [N, C], if any."""
         prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
-        if self.pos_embed is not None:
-            terms = crop_terms(self.pos_embed(grid.whole), grid) if isinstance(grid, Crop) else self.pos_embed(grid)
-            x = x + terms.tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
+        if tokens is not None:
+            x = x + tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
         return self.pos_drop(x)
-
-    mixed = vit_mixed
-    forward_memory = vit_memory
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, N, C] -> logits, or the pooled features [B, C] before the classifier."""
@@ -168,11 +158,8 @@ class ViT(Backbone):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x)
-        found, shared = [], None if self.shared_position is None else self.shared_position(grid)
-        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = self._run(block, x, shared, grid, attn_mask)
-            if i in take:
-                found.append(self.norm(x) if norm else x)
+        x, found = self._run(x, grid, self.blocks[: last + 1] if stop_early else self.blocks, attn_mask, take)
+        found = [self.norm(y) for y in found] if norm else found
         prefix = [y[:, : grid.prefix] for y in found]
         found = [y[:, grid.prefix :] for y in found]
         if output_fmt == "NCHW":
@@ -239,9 +226,17 @@ class ViT(Backbone):
         for block in self.blocks:
             yield block.position, block.window or grid
 
-    def _run(self, block: Block, x: Tensor, shared: Terms | None, grid: Grid, mask: Tensor | None = None) -> Tensor:
-        terms = block.position(block.window or grid) if shared is None else shared
-        return checkpoint(block, x, terms, grid, mask) if self.grad_checkpointing else block(x, terms, grid, mask)
+    def _run(
+        self, x: Tensor, grid: Grid, blocks: nn.Sequential, mask: Tensor | None = None, take: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The tokens after these blocks, and those after the ones with an index in `take`."""
+        shared = None if self.shared_position is None else self.shared_position(grid)
+        found = []
+        for i, block in enumerate(blocks):
+            x = checkpoint(block, x, grid, shared, mask) if self.grad_checkpointing else block(x, grid, shared, mask)
+            if i in take:
+                found.append(x)
+        return x, found
 
 
 def _block_args(block_args: dict, depth: int) -> tuple[dict, tuple[int, int] | None, tuple[int, ...]]:

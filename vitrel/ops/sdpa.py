@@ -66,23 +66,30 @@ def window_attention(
     # that could be 1, which would cost a compiled graph of its own.
     shared = is_known(grid.h, grid.w) and all(t.query is None and t.key is None and t.gated is None for t in terms.tables)
     q, k, bias, scale = prepare(q, k, terms, Grid(*window), None if shared else layout.slot)
-    bias = _window_bias(bias, mask, num_heads, layout.slot.shape[0], n, q.dtype)  # [1 or B, H*L, N, N]
+    bias = (_repeated if shared else _folded)(bias, mask, num_heads, n, layout.slot.shape[0], q.dtype)
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
     out = _fused(q, k, v, bias, dropout_p, scale)
     out = out.flatten(1, 2).unflatten(1, (num_heads, -1)).index_select(2, layout.inverse)  # [B, H, h*w, D]
     return out.transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
 
 
-def _window_bias(bias: Tensor | None, mask: Tensor | None, heads: int, slots: int, n: int, dtype: torch.dtype) -> Tensor | None:
-    """The bias of all windows [1 or B, H*L, N, N]; bias: [(B,) H, L*N, N], or [H, N, N] that every window shares."""
+def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
+    """A bias [H, N, N] that is that of every window, and the mask [L*N, N] -> [1, H*L, N, N]."""
     if bias is None and mask is None:
         return None
-    if bias is None or bias.shape[-2] != slots:
-        shared = torch.zeros((), dtype=dtype, device=mask.device) if bias is None else bias.to(dtype).unsqueeze(1)
-        bias = shared if mask is None else shared + mask.unflatten(0, (-1, n))  # [H, L, N, N]
-        return bias.expand(heads, slots // n, n, n).flatten(0, 1)[None]
-    bias = bias.to(dtype) if mask is None else (bias + mask).to(dtype)
-    return _four_dimensional(bias.flatten(-3, -2).unflatten(-2, (-1, n)))
+    bias = None if bias is None else bias.to(dtype).unsqueeze(1)  # [H, 1, N, N]
+    mask = None if mask is None else mask.unflatten(0, (-1, n))  # [L, N, N]
+    both = bias if mask is None else mask[None] if bias is None else bias + mask
+    return both.expand(heads, slots // n, n, n).flatten(0, 1)[None]
+
+
+def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
+    """A bias [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N]."""
+    if bias is None and mask is None:
+        return None
+    both = bias if mask is None else mask if bias is None else bias + mask
+    both = both.expand(*both.shape[:-3], heads, -1, -1).to(dtype)
+    return _four_dimensional(both.flatten(-3, -2).unflatten(-2, (-1, n)))
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:

@@ -71,7 +71,7 @@ class RopeAxial(PositionEncoding):
         return 0.0 if self.scaling.rule == "linear" or self.reference is not None else super().unseen(grid)
 
 
-class Rotation(NamedTuple):
+class Rotary(NamedTuple):
     """Cosines and sines of all angles, [H|1, N, D/2]; 1 and 0 on prefix rows."""
 
     cos: Tensor
@@ -97,7 +97,7 @@ def _frequencies(
 def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     reference: tuple[int, int], device: torch.device,
-) -> Rotation:  # fmt: skip
+) -> Rotary:  # fmt: skip
     theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, reference, device=device)
     angle = Grid(h, w).coordinates(device)[..., None] * theta  # [h*w, 2, D/4]
     return rotary_terms(angle.flatten(1)[None], Grid(h, w, prefix))
@@ -164,10 +164,10 @@ class RopeMixed(PositionEncoding):
         return 0.0 if self.scaling.rule == "linear" else super().unseen(grid)
 
 
-def rotary_terms(angle: Tensor, grid: Grid) -> Rotation:
+def rotary_terms(angle: Tensor, grid: Grid) -> Rotary:
     """Cosines and sines of angles [H|1, h*w, D/2], with the prefix rows before them, which are not rotated."""
     angle = F.pad(angle, (0, 0, grid.prefix, 0))  # prefix rows: angle 0
-    return Rotation(angle.cos(), angle.sin())
+    return Rotary(angle.cos(), angle.sin())
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.rope import Rotation, axial_frequencies, check_bands, rotary_terms
+from vitrel.position.rope import Rotary, axial_frequencies, check_bands, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
@@ -39,7 +39,7 @@ class RopeNormalised(PositionEncoding):
 
 
 @constant
-def _rotation(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Rotation:
+def _rotation(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Rotary:
     return _rotated_by(_coordinates(h, w, device=device), Grid(h, w, prefix), bands, base)
 
 
@@ -49,6 +49,6 @@ def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]
 
 
-def _rotated_by(coordinates: Tensor, grid: Grid, bands: int, base: float) -> Rotation:
+def _rotated_by(coordinates: Tensor, grid: Grid, bands: int, base: float) -> Rotary:
     frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base)
     return rotary_terms((2 * math.pi * coordinates[..., None] * frequency).flatten(1)[None], grid)

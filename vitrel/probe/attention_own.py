@@ -11,7 +11,7 @@ from vitrel.layers import Attention
 from vitrel.ops import BACKENDS, attention, window_attention
 from vitrel.ops.dispatch import Call
 from vitrel.ops.reference import masked_logits
-from vitrel.ops.window import windows
+from vitrel.ops.window import axis_shift, windows
 from vitrel.position import Terms
 from vitrel.position.terms import no_autocast, wide
 from vitrel.probe.attention_layer import Layer, Where, from_logits, replaced
@@ -63,7 +63,7 @@ class _Watching:
         tokens[layout.inverse] = torch.arange(grid.tokens, device=qkv.device)
         x = qkv.flatten(1, 2)[:, layout.source].unflatten(2, (3, num_heads, -1)).unflatten(1, (-1, n))
         q, k, _ = x.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each
-        shifted = tuple(s if side > m else 0 for s, side, m in zip(shift, grid[:2], window, strict=True))
+        shifted = tuple(axis_shift(*axis) for axis in zip(grid[:2], window, shift, strict=True))
         where = self.name, grid, window, shifted, tokens.unflatten(0, (-1, n))
         visible = layout.visible.unflatten(0, (-1, n))[None, :, None]  # [1, W, 1, N, N]
         self._show(where, q, k, terms, Grid(*window), visible)

@@ -184,7 +184,7 @@ def _tokens(seen: SeenBlock) -> Tensor:
 
 def _run(seen: SeenBlock, block: nn.Module, x: Tensor) -> Tensor:
     if isinstance(block, Block):
-        return block(x, block.position(block.window), Grid(*seen.grid))
+        return block(x, Grid(*seen.grid))
     return block(x, *seen.others)
 
 

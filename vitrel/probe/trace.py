@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from vitrel.grid import Grid
 from vitrel.layers import Attention
 from vitrel.models.transfer_report import Pair
+from vitrel.ops.window import axis_shift
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
 from vitrel.probe.attention_layer import evaluating
@@ -142,11 +143,11 @@ def _encodings(model: nn.Module) -> dict[str, PositionEncoding]:
 
 
 def _window_and_shift(block: nn.Module, grid: Pair) -> tuple[Pair | None, Pair | None]:
-    if isinstance(block.attn, Attention):  # ours: no shift along an axis that one window holds
+    if isinstance(block.attn, Attention):
         window, shift = block.attn.window, block.attn.shift
         if window is None:
             return None, None
-        return tuple(window[:2]), tuple(s if n > m else 0 for s, n, m in zip(shift, grid, window[:2], strict=True))
+        return tuple(window[:2]), tuple(axis_shift(n, m, s) for s, n, m in zip(shift, grid, window[:2], strict=True))
     value = getattr(block, "window_size", None) or getattr(block, "partition_size", None) or getattr(block.attn, "ws", None)
     if hasattr(block, "window_resolution"):  # EfficientViT, whose windows shrink to a smaller grid
         value = block.attn.resolution

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
 from vitrel.files import shown
-from vitrel.models.optimize import optimize, restore
 from vitrel.probe.attention import attention_statistics_of
 from vitrel.transfer.checkpoint import class_outputs
 from vitrel.transfer.fitting import fitted

@@ -135,6 +135,8 @@ def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_min
 
 
 def _fit_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:
+    if value.dim() != 2:
+        raise IndexError(f"{name} has shape {tuple(value.shape)}, not [offsets, heads]")
     wants, rows = owner.grid.classes() - owner.grid.offset_classes(), source.offset_classes()
     prefix = len(value) - rows
     if prefix and not wants:

@@ -10,9 +10,9 @@ from torch.nn.utils import parametrizations, prune
 
 import vitrel
 from optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
-from vitrel.models import optimize
-from vitrel.models.optimize import restore
-from vitrel.ops.onednn import takes
+from vitrel.cpu import optimize
+from vitrel.cpu.onednn import takes
+from vitrel.cpu.optimize import restore
 
 ONEDNN = torch.backends.mkldnn.is_available()
 EVERY = pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,8 @@ from torchvision.models import feature_extraction
 
 import vitrel
 from optimized import KINDS, apart, assert_near, build, check, graph, picture, twins, uses_onednn
+from vitrel.cpu.optimize import restore
 from vitrel.layers import Attention, Block
-from vitrel.models.optimize import refresh, restore
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
 PAIR = pytest.mark.parametrize("kind", ["vit", "swin"])
@@ -235,7 +235,7 @@ def test_twice_is_once_and_restored_is_plain(kind):
     with torch.no_grad():
         assert torch.equal(model(image), plain(image))
     assert not uses_onednn(lambda: model(image))
-    restore(model), refresh(model), restore(plain)
+    restore(model), restore(plain)
     assert kinds(model) == kinds(plain)
     check(plain, vitrel.optimize(model), image)
 

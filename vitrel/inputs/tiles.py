@@ -17,10 +17,11 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from vitrel.inputs.crop import Crop, crop_terms
 from vitrel.models.backbone import Backbone, check_image
 from vitrel.models.swin import Stage, Swin
+from vitrel.ops.window import axis_shift
 from vitrel.position import Terms
-from vitrel.position.crop import Crop, crop_terms
 
 _ENDLESS = 1 << 40  # patches of an axis whose end is out of sight
 
@@ -126,7 +127,7 @@ class _Axis(NamedTuple):
             hi = -(-hi // merge) if hi == n else hi // merge
             lo, start, stop, n = (-(-i // merge) for i in (lo, start, stop, n))
             for window, shift in blocks:
-                shift = shift if n > window else 0
+                shift = axis_shift(n, window, shift)
                 if shift and stop - start <= window:  # the tile would not shift, the whole does
                     lo = hi
                 if lo > 0:
@@ -183,7 +184,7 @@ def _stages(model: Backbone) -> list[Stage]:
         if block.window is None:
             raise ValueError(
                 f"block {i} attends globally: its tokens see the whole image, so no tile can equal it. Build the ViT with "
-                "block_args=dict(window=...) and no global_blocks, or run a strip of tiles by its forward_memory"
+                "block_args=dict(window=...) and no global_blocks, or run a strip of tiles by vitrel.inputs.forward_memory"
             )
     if not isinstance(model, Swin):
         stages[0].grad_checkpointing = model.grad_checkpointing

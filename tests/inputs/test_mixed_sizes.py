@@ -6,6 +6,7 @@ import torch
 
 import vitrel
 from variants import IN_ATTENTION, KEYS
+from vitrel.inputs import features_mixed, forward_mixed
 
 SIZES = [(64, 64), (40, 88), (72, 57), (64, 64), (8, 96)]
 VIT = dict(depth=2, num_classes=5, embed_dim=32, num_heads=2)
@@ -37,16 +38,16 @@ def batch(sizes=SIZES):
 
 def check(model):
     images, padded = batch()
-    together = model.features_mixed(padded, SIZES)
+    together = features_mixed(model, padded, SIZES)
     for own, image in zip(together, images, strict=True):
         torch.testing.assert_close(own, model.forward_features(image[None])[0], atol=1e-5, rtol=1e-5)
     weight = torch.randn(len(images), 5)
     gradients = []
-    for logits in (model.forward_mixed(padded, SIZES), torch.cat([model(image[None]) for image in images])):
+    for logits in (forward_mixed(model, padded, SIZES), torch.cat([model(image[None]) for image in images])):
         model.zero_grad()
         (logits * weight).sum().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters()})
-    torch.testing.assert_close(model.forward_mixed(padded, SIZES), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(forward_mixed(model, padded, SIZES), logits, atol=1e-5, rtol=1e-5)
     for name, expected in gradients[1].items():
         assert (gradients[0][name] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, name
 
@@ -75,9 +76,9 @@ def test_swin_v2_and_a_temperature():
 def test_gradient_checkpointing_and_training(name):
     model = build(name).train()
     _, padded = batch()
-    expected = model.forward_mixed(padded, SIZES)
+    expected = forward_mixed(model, padded, SIZES)
     model.set_grad_checkpointing()
-    again = model.forward_mixed(padded, SIZES)
+    again = forward_mixed(model, padded, SIZES)
     torch.testing.assert_close(again, expected)
     again.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -88,7 +89,7 @@ def test_autocast(name):
     model = build(name)
     images, padded = batch()
     with torch.autocast("cpu", torch.bfloat16):
-        together = model.forward_mixed(padded, SIZES)
+        together = forward_mixed(model, padded, SIZES)
         alone = torch.cat([model(image[None]) for image in images])
     torch.testing.assert_close(together, alone, atol=2e-2, rtol=2e-2)
 
@@ -96,29 +97,29 @@ def test_autocast(name):
 def test_sizes_of_any_kind():
     model = build("vitrel_swin_n")
     _, padded = batch()
-    expected = model.forward_mixed(padded, SIZES)
+    expected = forward_mixed(model, padded, SIZES)
     for sizes in (torch.tensor(SIZES), [[*size] for size in SIZES]):
-        assert torch.equal(model.forward_mixed(padded, sizes), expected)
+        assert torch.equal(forward_mixed(model, padded, sizes), expected)
     with pytest.raises(ValueError, match="0 sizes for 0 images"):
-        model.forward_mixed(padded[:0], [])
+        forward_mixed(model, padded[:0], [])
     model.reset_classifier(0, "")
     with pytest.raises(ValueError, match=r"without pooling .* the outputs have several sizes: use features_mixed"):
-        model.forward_mixed(padded, SIZES)
+        forward_mixed(model, padded, SIZES)
 
 
 def test_a_fading_embedding():
     model = vitrel.relativize(build("vitrel_vit_n8_absolute"), "table", absolute="fade", fade_steps=4)
     check(model)
     with pytest.raises(ValueError, match="an embedding that fades counts forward passes"):
-        model.train().forward_mixed(batch()[1], SIZES)
+        forward_mixed(model.train(), batch()[1], SIZES)
 
 
 def test_errors():
     model = build("vitrel_vit_n8_none")
     _, padded = batch()
     with pytest.raises(ValueError, match=r"4 sizes for 5 images: pass one \(height, width\) in pixels for each"):
-        model.forward_mixed(padded, SIZES[:4])
+        forward_mixed(model, padded, SIZES[:4])
     with pytest.raises(ValueError, match=r"size 81x64 of image 0 must be at least one patch of 8x8 and at most the 80x104"):
-        model.forward_mixed(padded, [(81, 64), *SIZES[1:]])
+        forward_mixed(model, padded, [(81, 64), *SIZES[1:]])
     with pytest.raises(ValueError, match=r"size 7x96 of image 4 must be at least one patch"):
-        model.features_mixed(padded, [*SIZES[:4], (7, 96)])
+        features_mixed(model, padded, [*SIZES[:4], (7, 96)])

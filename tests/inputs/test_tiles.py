@@ -8,7 +8,7 @@ import timm
 import torch
 
 from variants import perturbed
-from vitrel.models.tiles import _Axis, tile_margins, tiled_features
+from vitrel.inputs.tiles import _Axis, tile_margins, tiled_features
 
 SWIN = dict(patch_size=2, embed_dim=8, depths=(2, 2, 2), num_heads=(1, 2, 2), num_classes=0)
 VIT = dict(patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=0, class_token=False, global_pool="avg")
@@ -47,7 +47,7 @@ def grids_seen(model):
     seen = []
     for block in model.modules():
         if type(block).__name__ == "Block":
-            block.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[2][:2])))
+            block.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[1][:2])))
     return seen
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vitrel import Grid
+from vitrel.cpu.window_kinds import window_kinds
 from vitrel.ops.window import windows
-from vitrel.ops.window_kinds import window_kinds
 
 GRIDS = [(1, 1), (4, 4), (6, 8), (8, 8), (5, 13), (13, 5), (3, 30), (30, 2), (12, 20), (1, 17)]
 WINDOWS = [
@@ -24,8 +24,8 @@ WINDOWS = [
 @pytest.mark.parametrize("size", GRIDS, ids=str)
 def test_every_window_of_every_image_once(size, window, shift, images):
     grid, n, layout = Grid(*size), window[0] * window[1], windows(*size, window, shift)
-    found = window_kinds(grid, Grid(*window), shift, images)
-    kinds = found.visible.repeat_interleave(torch.tensor(found.counts), 0)  # [b*L, N, N]
+    found = window_kinds(*grid[:2], window, shift, images, device="cpu")
+    kinds = found.visible.repeat_interleave(found.counts, 0)  # [b*L, N, N]
     plain = layout.source.view(-1, n), layout.visible.view(-1, n, n)
     expected = [
         (tuple((row + image * grid.tokens).tolist()), seen.numpy().tobytes())
@@ -43,11 +43,11 @@ def test_every_window_of_every_image_once(size, window, shift, images):
 def test_a_token_comes_back_from_its_own_slot(size, window, shift):
     """Not from padding, which repeats border tokens."""
     grid, n, layout = Grid(*size), window[0] * window[1], windows(*size, window, shift)
-    found = window_kinds(grid, Grid(*window), shift, 2)
+    found = window_kinds(*grid[:2], window, shift, 2, device="cpu")
     for image in range(2):
         slots = found.inverse.view(2, -1)[image]
         assert torch.equal(slots % n, layout.inverse % n)
         own, plain = found.source.view(-1, n)[slots // n], layout.source.view(-1, n)[layout.inverse // n]
         assert torch.equal(own, plain + image * grid.tokens)
-        kinds = found.visible.repeat_interleave(torch.tensor(found.counts), 0)
+        kinds = found.visible.repeat_interleave(found.counts, 0)
         assert torch.equal(kinds[slots // n], layout.visible.view(-1, n, n)[layout.inverse // n])

@@ -1,5 +1,7 @@
 """A strip of tiles with memory against the whole strip under the same mask, block by block from the model's own parts."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -7,6 +9,7 @@ import torch
 import vitrel  # noqa: F401  registers the models with timm
 from variants import GENERAL, IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
 from vitrel.grid import Grid
+from vitrel.inputs import forward_memory
 from vitrel.models.vit import ViT
 
 TILES = (3, 1, 2, 2)  # rows of patches of each tile
@@ -35,7 +38,7 @@ def in_tiles(model, image, tiles=TILES, **how):
     """Tokens of every tile, each run with the memory of those above."""
     found, memory = [], None
     for tile in image.split([rows * PATCH for rows in tiles], 2):
-        tokens, memory = model.forward_memory(tile, memory, **how)
+        tokens, memory = forward_memory(model, tile, memory, **how)
         found.append(tokens)
     return found, memory
 
@@ -121,9 +124,8 @@ def test_absolute_positions_restarted_in_every_tile_do_not():
     """The negative control: rows of the embedding that begin anew below every border."""
     model, image = model_of("absolute"), strip((2, 2))
 
-    def restarted(x, grid):
-        grid = getattr(grid, "grid", grid)
-        return ViT.add_tokens(model, x, grid)
+    def restarted(x, tokens):
+        return ViT.add_tokens(model, x, model.pos_embed(Grid(x.shape[1], x.shape[2], model.num_prefix_tokens)).tokens)
 
     right, _ = in_tiles(model, image, (2, 2), height=image.shape[2])
     assert_same(right, whole(model, image, (2, 2)))
@@ -178,14 +180,14 @@ def test_backends_and_compositions(backend):
 
 def test_logits_of_every_tile():
     model, image = model_of("rope_axial"), strip()
-    tokens, _ = model.forward_memory(image)
+    tokens, _ = forward_memory(model, image)
     torch.testing.assert_close(model.forward_head(tokens), model(image))
 
 
 def test_compiled_without_a_break():
     model, image = model_of("rope_mixed", prefix=0).float(), strip((2, 2)).float()
     torch._dynamo.reset()
-    run = torch.compile(model.forward_memory, backend="eager", fullgraph=True)
+    run = torch.compile(partial(forward_memory, model), backend="eager", fullgraph=True)
     first, memory = run(image[:, :, :8])
     second, _ = run(image[:, :, 8:], memory)
     assert_same([first, second], in_tiles(model, image, (2, 2))[0], 1e-5)
@@ -194,41 +196,41 @@ def test_compiled_without_a_break():
 def test_a_registered_model_in_half_precision():
     model = timm.create_model("vitrel_vit_n8_table", num_classes=4).eval()
     with torch.autocast("cpu", torch.bfloat16):
-        tokens, memory = model.forward_memory(torch.randn(1, 3, 64, 64))
-        tokens, _ = model.forward_memory(torch.randn(1, 3, 64, 64), memory)
+        tokens, memory = forward_memory(model, torch.randn(1, 3, 64, 64))
+        tokens, _ = forward_memory(model, torch.randn(1, 3, 64, 64), memory)
     assert tokens.isfinite().all()
 
 
 @pytest.mark.parametrize("key", ["absolute", "sincos"])
 def test_absolute_positions_need_the_height(key):
     with pytest.raises(ValueError, match="pass height, the whole strip's in pixels"):
-        model_of(key).forward_memory(strip())
+        forward_memory(model_of(key), strip())
 
 
 def test_refusals():
     model, image = model_of("rope_axial"), strip()
-    _, memory = model.forward_memory(image)
+    _, memory = forward_memory(model, image)
     with pytest.raises(ValueError, match="a batch of 2 tiles 2 patches wide cannot go below one of 2, 3 wide"):
-        model.forward_memory(image[..., : 2 * PATCH], memory)
+        forward_memory(model, image[..., : 2 * PATCH], memory)
     with pytest.raises(ValueError, match="a batch of 1 tiles 3 patches wide"):
-        model.forward_memory(image[:1], memory)
+        forward_memory(model, image[:1], memory)
     with pytest.raises(ValueError, match="length is the number of tiles remembered, at least 0, not -1"):
-        model.forward_memory(image, length=-1)
+        forward_memory(model, image, length=-1)
     with pytest.raises(ValueError, match="the tile ends at row 16 of patches, the strip has 8"):
-        model.forward_memory(image, memory, height=8 * PATCH)
+        forward_memory(model, image, memory, height=8 * PATCH)
     other = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=1, num_heads=4, position="rope_axial").double()
     with pytest.raises(ValueError, match="memory of 3 blocks, the model has 1: it is another model's"):
-        other.forward_memory(image, memory)
+        forward_memory(other, image, memory)
     heads = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=3, num_heads=2, position="rope_axial").double()
     with pytest.raises(ValueError, match="memory of 4 heads, 8 wide, the model has 2 of 16: it is another's"):
-        heads.forward_memory(image, memory)
+        forward_memory(heads, image, memory)
     with pytest.raises(TypeError, match=r"memory is the second of what forward_memory gave .* not tuple"):
-        model.forward_memory(image, model.forward_memory(image))
+        forward_memory(model, image, forward_memory(model, image))
     with pytest.raises(TypeError, match=r"height one of pixels, not 1 and \(32, 12\)"):
-        model.forward_memory(image, height=(32, 12))
+        forward_memory(model, image, height=(32, 12))
     windowed = model_of("table", prefix=0, block_args=dict(window=2))
     with pytest.raises(ValueError, match="memory needs global attention in all blocks"):
-        windowed.forward_memory(image)
+        forward_memory(windowed, image)
 
 
 def test_only_the_last_tile_may_end_inside_a_patch():
@@ -238,9 +240,9 @@ def test_only_the_last_tile_may_end_inside_a_patch():
         with pytest.raises(
             ValueError, match="a tile of 6 pixels is no whole rows of 4: its padding would lie inside the strip"
         ):
-            model.forward_memory(tile, height=height)
-    found, memory = model.forward_memory(first, height=image.shape[2])
-    assert_same([found, model.forward_memory(rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
+            forward_memory(model, tile, height=height)
+    found, memory = forward_memory(model, first, height=image.shape[2])
+    assert_same([found, forward_memory(model, rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -251,7 +253,7 @@ def test_the_last_tile_may_be_shorter_than_a_patch(key, prefix):
         model, image = model_of(key, prefix=prefix), strip()[:, :, : (3 + 1) * PATCH + pixels]
         found, memory = [], None
         for tile in image.split([3 * PATCH, PATCH, pixels], 2):
-            tokens, memory = model.forward_memory(tile, memory, length=2, height=image.shape[2])
+            tokens, memory = forward_memory(model, tile, memory, length=2, height=image.shape[2])
             found.append(tokens)
         assert_same(found, whole(model, image, (3, 1, 1), length=2))
         assert memory.below == 5 and memory.heights == (1, 1)
@@ -261,16 +263,16 @@ def test_the_last_tile_may_be_shorter_than_a_patch(key, prefix):
 
 def test_a_short_tile_inside_a_strip_is_refused():
     model, image = model_of("rope_axial"), strip()
-    _, memory = model.forward_memory(image[:, :, :PATCH], height=8 * PATCH)
+    _, memory = forward_memory(model, image[:, :, :PATCH], height=8 * PATCH)
     for height in (8 * PATCH, None):
         with pytest.raises(
             ValueError, match="a tile of 1 pixels is no whole rows of 4: its padding would lie inside the strip"
         ):
-            model.forward_memory(image[:, :, :1], memory, height=height)
+            forward_memory(model, image[:, :, :1], memory, height=height)
     with pytest.raises(ValueError, match="image of 1x12 pixels is smaller than one patch of 4x4"):  # as model(image) says
-        model.forward_memory(image[:, :, :1], height=1)
+        forward_memory(model, image[:, :, :1], height=1)
     with pytest.raises(ValueError, match="image of 0x12 pixels is smaller than one patch of 4x4"):
-        model.forward_memory(image[:, :, :0], memory, height=8 * PATCH)
+        forward_memory(model, image[:, :, :0], memory, height=8 * PATCH)
 
 
 def test_every_key_is_covered():

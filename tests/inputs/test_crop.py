@@ -5,9 +5,9 @@ import torch
 
 from variants import VARIANTS, make, perturbed, qkv, tensors
 from vitrel.grid import Grid
+from vitrel.inputs.crop import Crop, crop_terms
 from vitrel.ops.reference import attention, masked_logits
 from vitrel.position import Terms
-from vitrel.position.crop import Crop, crop_terms
 from vitrel.position.terms import Table
 
 MORE = [

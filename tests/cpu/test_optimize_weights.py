@@ -1,50 +1,25 @@
-"""What vitrel.optimize keeps: made once per grid and weights, never used when they are other weights, let go with the model."""
+"""An optimized model follows its weights, however they are changed, and holds nothing that the plain one does not."""
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
 
 import vitrel
-from optimized import assert_near, change, check, encoding_calls, lively, operators, picture, small, twins, uses_onednn
-from variants import IN_ATTENTION, KEYS
-from vitrel.models.optimize import refresh, restore
+from optimized import assert_near, change, check, lively, operators, picture, small, twins, uses_onednn
+from variants import KEYS
+from vitrel.cpu.optimize import restore
 
 PAIR = [("vit", "table"), ("swin", "table"), ("swinv2", "cpb"), ("vit", "absolute+rope_mixed")]
 EVERY = pytest.mark.parametrize(("trunk", "key"), PAIR)
 
 
-@pytest.mark.parametrize(("trunk", "key"), [*(("vit", k) for k in KEYS), *(("swin", k) for k in IN_ATTENTION)])
-def test_an_encoding_is_called_once_per_grid(trunk, key, monkeypatch):
-    model = small(trunk, position=key)
-    calls = encoding_calls(model, monkeypatch)
-    vitrel.optimize(model)
-    sizes, blocks = [(64, 64), (40, 88)], len([*model.encodings((64, 64))])
-    with torch.no_grad():
-        found = [model(picture(2, size)) for size in sizes] and [len(calls)]
-        for batch in (2, 1, 3):
-            for size in sizes:
-                model(picture(batch, size))
-                found.append(len(calls))
-    assert blocks <= found[0] <= 2 * blocks
-    assert found == [found[0]] * len(found), "called again at a grid and weights it had seen"
-    change(model)
-    with torch.no_grad():
-        model(picture())
-    assert len(calls) > found[0] or not next(iter(model.encodings((8, 8))))[0].state_dict()
-
-
-def test_a_shared_encoding_is_called_once(monkeypatch):
-    model = small("vit", position="table", share_position=True, depth=4)
-    calls = encoding_calls(model, monkeypatch)
-    calls_of = lambda: sum(part is model.shared_position for part in calls)  # noqa: E731
-    plain, model = twins(model)
-    with torch.no_grad():
-        for expected, size in ((1, (64, 64)), (2, (40, 88)), (2, (64, 64)), (2, (40, 88))):
-            model(picture(1, size))
-            assert calls_of() == expected
+def test_encodings_that_blocks_share():
+    plain, model = twins(small("vit", position="table", share_position=True, depth=4))
+    check(plain, model, picture())
     change(plain, model)
     check(plain, model, picture())
     same = small("vit", position="table", depth=3)
@@ -144,7 +119,7 @@ def test_load_state_dict_is_seen(trunk, key, assign):
     check(plain, model, picture())
 
 
-def test_writes_to_data_need_a_refresh():
+def test_writes_to_data_are_seen():
     for trunk, key in PAIR:
         plain, model = twins(small(trunk, position=key), linears="onednn")
         check(plain, model, picture())
@@ -152,12 +127,10 @@ def test_writes_to_data_need_a_refresh():
             torch.manual_seed(5)
             for parameter in m.parameters():
                 parameter.data.copy_(torch.randn_like(parameter) * 0.3)
-        refresh(model)
         check(plain, model, picture())
 
 
 def test_parameters_made_in_inference_mode():
-    """They have no version: served as they are, and again after a refresh."""
     with torch.inference_mode():
         plain, model = twins(small("swin"))
         for _ in range(2):
@@ -165,26 +138,64 @@ def test_parameters_made_in_inference_mode():
             for _ in range(2):
                 assert_near(model(image), plain(image))
             change(plain, model)
-            refresh(model)
 
 
-def test_nothing_is_kept_beyond_its_use():
-    """Old weights' rows go when new ones come, and all of it with the model."""
-    model = vitrel.optimize(small("swin"))
+@pytest.mark.parametrize("how", ["autocast", "compiled", "hooks"])
+def test_fused_steps_are_seen_however_they_were_taken(how):
+    """AdamW(fused=True) leaves the versions of the parameters as they are."""
+    plain, model = twins(small("swin"))
+    pair = [(m, torch.optim.AdamW(m.parameters(), 0.05, fused=True)) for m in (plain, model)]
+    for _ in range(2):
+        check(plain, model, picture())
+        image = picture()
+        for m, optimizer in pair:
+            m.train()
+            optimizer.zero_grad()
+            handle = m.register_forward_hook(lambda *_: None) if how == "hooks" else None
+            run = torch.compile(m, backend="eager") if how == "compiled" else m
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                run(image).float().square().mean().backward()
+            optimizer.step()
+            if handle is not None:
+                handle.remove()
+            m.eval()
+        plain.load_state_dict(model.state_dict())
 
-    def held():
-        gc.collect()
-        return sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor)
 
+class LoRA(torch.nn.Module):
+    """A usual wrapper of a linear layer, which has no weight of its own."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base, self.down, self.up = linear, torch.nn.Linear(linear.in_features, 2), torch.nn.Linear(2, linear.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@EVERY
+def test_wrapped_projections(trunk, key):
+    plain, model = twins(small(trunk, position=key))
+    for m in (plain, model):
+        torch.manual_seed(0)
+        for block in m.blocks if trunk == "vit" else m.layers[0].blocks:
+            block.attn.qkv = LoRA(block.attn.qkv).eval()
+    check(plain, model, picture())
+
+
+def test_a_temperature_switches_nothing_off():
+    plain, model = twins(small("vit", position="table", position_args={"logit_scale": "log_n"}), linears="onednn")
+    check(plain, model, picture(1, (40, 88)))
     with torch.no_grad():
-        sizes = []
-        for _ in range(3):
-            change(model)
-            model(picture())
-            sizes.append(held())
-        assert sizes[-1] <= sizes[0] * 1.01
-        refresh(model)
-        assert held() < sizes[-1]
+        assert uses_onednn(lambda: model.blocks[0](torch.randn(1, 65, model.embed_dim), vitrel.Grid(8, 8, 1)))
+
+
+def test_nothing_is_held_and_it_goes_with_its_last_reference():
+    plain, model = twins(small("swin"))
+    with torch.no_grad():
+        model(picture())
+    held = [t for part in model.modules() for t in vars(part).values() if isinstance(t, torch.Tensor)]
+    assert not held and len(pickle.dumps(model)) <= 1.1 * len(pickle.dumps(plain))
     gone = weakref.ref(model)
     del model
     gc.collect()

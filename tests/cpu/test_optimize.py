@@ -13,8 +13,8 @@ from torch import nn
 import vitrel
 from optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
 from variants import IN_ATTENTION, KEYS
+from vitrel.inputs import features_mixed, forward_memory, forward_mixed, tiled_features
 from vitrel.models.registry import COMPOSITIONS
-from vitrel.models.tiles import tiled_features
 from vitrel.probe.attention import record
 
 SIZES = [(3, (64, 64)), (1, (40, 88)), (2, (72, 57)), (3, (8, 96))]
@@ -178,7 +178,7 @@ def test_segments_mixed_sizes_and_tiles():
                 torch.manual_seed(1)
                 memory = None
                 for rows in (3, 1, 2):
-                    tokens, memory = m.forward_memory(picture(2, (rows * 8, 40)), memory, length=2)
+                    tokens, memory = forward_memory(m, picture(2, (rows * 8, 40)), memory, length=2)
                     kept += [tokens, *memory.layers[0]]
             assert_near(found, wanted)
     sizes = [(64, 64), (40, 88), (72, 57)]
@@ -188,8 +188,8 @@ def test_segments_mixed_sizes_and_tiles():
         with torch.no_grad():
             check(plain, model, images)
             for _ in range(2):
-                assert_near(model.features_mixed(images, sizes), plain.features_mixed(images, sizes))
-            assert_near(model.forward_mixed(images, sizes), plain.forward_mixed(images, sizes))
+                assert_near(features_mixed(model, images, sizes), features_mixed(plain, images, sizes))
+            assert_near(forward_mixed(model, images, sizes), forward_mixed(plain, images, sizes))
             check(plain, model, images)
     plain, model = twins(small("swin", window_size=2, depths=(2, 2)))
     image = picture(1, (96, 120))

@@ -1,26 +1,29 @@
-"""A strip of tiles, from the top down, each seeing the keys and values of those above it: `ViT.forward_memory`.
+"""A strip of tiles, from the top down, each seeing the keys and values of those above it: `forward_memory`.
 
-Segment recurrence (Transformer-XL, arXiv 1901.02860, sec. 3.2) with tiles for segments. The result is that of the whole strip
-under the mask "a patch sees the patches of its own tile and of the `length` tiles above", with one tile's queries at a time.
+Segment recurrence (Transformer-XL, arXiv 1901.02860, sec. 3.2; XLNet) with tiles for segments: the grid of the keys has the
+rows of those above first, so that offsets continue across the border. The result is that of the whole strip under the mask
+"a patch sees the patches of its own tile and of the `length` tiles above", with one tile's queries at a time.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from timm.models._manipulate import checkpoint
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.memory import Past, Segment
+from vitrel.inputs.crop import Crop, crop_terms
+from vitrel.layers import Block
+from vitrel.models.vit import ViT
+from vitrel.ops import attention
 from vitrel.position import PositionEncoding, Terms
-from vitrel.position.crop import Crop, crop_terms
 
-if TYPE_CHECKING:
-    from vitrel.models.vit import ViT
+Past = tuple[Tensor, Tensor]  # keys and values [B, H, rows * w, D] of one layer, without prefix tokens
 
 
 class Memory(NamedTuple):
-    """What later tiles see of earlier ones; made by `ViT.forward_memory`."""
+    """What later tiles see of earlier ones; made by `forward_memory`."""
 
     heights: tuple[int, ...]  # rows of patches of each tile that is remembered, the topmost first
     width: int  # patches
@@ -32,8 +35,8 @@ class Memory(NamedTuple):
         return self._replace(layers=tuple((k.detach(), v.detach()) for k, v in self.layers))
 
 
-def vit_memory(
-    model: "ViT", image: Tensor, memory: Memory | None = None, length: int = 1, height: int | None = None, detach: bool = True
+def forward_memory(
+    model: ViT, image: Tensor, memory: Memory | None = None, length: int = 1, height: int | None = None, detach: bool = True
 ) -> tuple[Tensor, Memory]:
     """The next tile of a strip [B, in_chans, h, w] -> (tokens [B, N, C] as `forward_features` gives them, memory for the next).
 
@@ -61,20 +64,73 @@ def vit_memory(
     def terms_of(encoding: PositionEncoding) -> Terms:
         return encoding(keys) if whole is None else crop_terms(encoding(whole), Crop(whole, (below - sum(above), 0), keys.h, w))
 
-    x = model.add_tokens(x, Crop(whole, (below, 0), h, w) if whole is not None else Grid(h, w, keys.prefix))
+    tokens = None
+    if model.pos_embed is not None:
+        tokens = crop_terms(model.pos_embed(whole), Crop(whole, (below, 0), h, w)).tokens
+    x = model.add_tokens(x, tokens)
     shared = None if model.shared_position is None else terms_of(model.shared_position)
     heights = (*above, h)[-length:] if length else ()
     layers = []
     for i, block in enumerate(model.blocks):
-        segment = Segment(keys, None if memory is None else memory.layers[i])
         terms = terms_of(block.position) if shared is None else shared
-        x = checkpoint(block, x, terms, segment) if model.grad_checkpointing else block(x, terms, segment)
-        layers.append(segment.last(sum(heights) * w))
+        past = None if memory is None else memory.layers[i]
+        args = x, terms, keys, past, sum(heights) * w
+        x, *last = checkpoint(_run_block, block, *args) if model.grad_checkpointing else _run_block(block, *args)
+        layers.append(tuple(last))
     found = Memory(heights, w, below + h, tuple(layers))
     return model.norm(x), found.detach() if detach else found
 
 
-def _check(model: "ViT", memory: Memory | None, length: int, height: int | None) -> None:
+def segment_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    keys: Grid,
+    past: Past | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of a segment's own tokens [B, H, M, D] to themselves and to the `past` above them -> [B, H, M, D].
+
+    keys: the grid of all keys, on which `terms` are. Prefix tokens belong to their segment: they see all its keys, and later
+    segments do not see them.
+    """
+    p = keys.prefix
+    if past is None:
+        return attention(q, k, v, terms, keys, None, dropout_p, backend)
+    k, v = _joined((k, v), past, p)
+    if not p:
+        return attention(q, k, v, terms, keys, None, dropout_p, backend)
+    # Queries are the last tokens of the key grid and prefix tokens its first: the rows between are filled, then dropped.
+    between = torch.zeros_like(past[0])
+    out = attention(torch.cat((q[:, :, :p], between, q[:, :, p:]), 2), k, v, terms, keys, None, dropout_p, backend)
+    return torch.cat((out[:, :, :p], out[:, :, p + between.shape[2] :]), 2)
+
+
+def _joined(own: Past, past: Past, prefix: int) -> Past:
+    """Own keys and values with earlier ones between their prefix tokens and their patches."""
+    return tuple(torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(own, past, strict=True))
+
+
+def _run_block(
+    block: Block, x: Tensor, terms: Terms, keys: Grid, past: Past | None, remembered: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens after the block, and the last `remembered` keys and values, earlier ones and its own."""
+    attn, last = block.attn, ()
+
+    def attend(tokens: Tensor) -> Tensor:
+        nonlocal last
+        q, k, v = attn.heads(attn.project(tokens))
+        both = tuple(t[:, :, keys.prefix :] for t in ((k, v) if past is None else _joined((k, v), past, keys.prefix)))
+        last = tuple(t[:, :, t.shape[2] - remembered :] for t in both)
+        out = segment_attention(q, k, v, terms, keys, past, attn.dropout_p, attn.backend)
+        return attn.proj_drop(attn.proj(out.transpose(1, 2).flatten(2)))
+
+    return block.residuals(x, attend), *last
+
+
+def _check(model: ViT, memory: Memory | None, length: int, height: int | None) -> None:
     if not isinstance(memory, Memory | None):
         raise TypeError(
             f"memory is the second of what forward_memory gave for the tile above, or None, not {type(memory).__name__}"
@@ -87,14 +143,14 @@ def _check(model: "ViT", memory: Memory | None, length: int, height: int | None)
         raise ValueError(f"length is the number of tiles remembered, at least 0, not {length}")
 
 
-def _filled(model: "ViT", image: Tensor) -> Tensor:
+def _filled(model: ViT, image: Tensor) -> Tensor:
     """A tile below others that is shorter than a patch, filled up with zeros as the embedding fills a last partial patch."""
     patch = model.patch_embed.patch_size[0]
     short = image.dim() == 4 and 0 < image.shape[2] < patch
     return F.pad(image, (0, 0, 0, patch - image.shape[2])) if short else image
 
 
-def _check_rows(model: "ViT", image: Tensor, last: bool) -> None:
+def _check_rows(model: ViT, image: Tensor, last: bool) -> None:
     patch = model.patch_embed.patch_size[0]
     if image.shape[2] % patch and not last:
         raise ValueError(
@@ -103,7 +159,7 @@ def _check_rows(model: "ViT", image: Tensor, last: bool) -> None:
         )
 
 
-def _check_tile(model: "ViT", x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
+def _check_tile(model: ViT, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
     """x: patches of the tile [B, h, w, C]."""
     if whole is None and model.pos_embed is not None:
         raise ValueError(

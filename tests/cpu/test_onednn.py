@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitrel import Grid, Table, Terms
-from vitrel.ops import onednn, reference
-from vitrel.ops.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product, takes
+from vitrel.cpu import onednn
+from vitrel.cpu.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product, takes
+from vitrel.ops import reference
 from vitrel.ops.rows import expanded
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

@@ -1,0 +1,1 @@
+"""Opt-in acceleration of evaluation, and of linear layers in training, on CPUs: `vitrel.optimize`."""

@@ -1,0 +1,20 @@
+"""More than one image of one size at a time: batches of several sizes, tiles of a large image, strips of tiles with memory.
+
+Everything here runs a model's own forward pass or its blocks; nothing in the models knows of it.
+"""
+
+from vitrel.inputs.crop import Crop, crop_terms
+from vitrel.inputs.memory import Memory, forward_memory
+from vitrel.inputs.mixed import features_mixed, forward_mixed
+from vitrel.inputs.tiles import tile_margins, tiled_features
+
+__all__ = [
+    "Crop",
+    "Memory",
+    "crop_terms",
+    "features_mixed",
+    "forward_memory",
+    "forward_mixed",
+    "tile_margins",
+    "tiled_features",
+]
