@@ -18,8 +18,10 @@ def one_process(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("trunk", ["vit", "swin"])
-@pytest.mark.parametrize("key", IN_ATTENTION)
+NAMES = {"vit": "vitrel_vit_n8_none", "swin": "vitrel_swin_n"}
+
+
+@pytest.mark.parametrize(("trunk", "key"), [*(("vit", key) for key in IN_ATTENTION), ("swin", "table"), ("swin", "rope_mixed")])
 def test_every_block_a_shard_of_its_own(one_process, trunk, key):
     torch.manual_seed(0)
     sizes = dict(embed_dim=48, num_heads=4, depth=2) if trunk == "vit" else dict(embed_dim=32, num_heads=(2, 4), depths=(2, 2))
