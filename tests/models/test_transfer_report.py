@@ -22,7 +22,7 @@ def run(model, size):
     seen = {"patches": [], "blocks": [], "merging": []}
     for module in model.modules():
         if hasattr(module, "attn") and hasattr(module, "position"):
-            module.register_forward_pre_hook(lambda _, args: seen["blocks"].append((tuple(args[0].shape), args[2])))
+            module.register_forward_pre_hook(lambda _, args: seen["blocks"].append((tuple(args[0].shape), args[1])))
         elif isinstance(module, PatchMerging):
             module.register_forward_pre_hook(lambda _, args: seen["merging"].append(tuple(args[0].shape[1:3])))
     model.patch_embed.proj.register_forward_pre_hook(lambda _, args: seen["patches"].append(tuple(args[0].shape[2:])))
