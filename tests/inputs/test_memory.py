@@ -1,7 +1,5 @@
 """A strip of tiles with memory against the whole strip under the same mask, block by block from the model's own parts."""
 
-from functools import partial
-
 import pytest
 import timm
 import torch
@@ -187,9 +185,9 @@ def test_logits_of_every_tile():
 def test_compiled_without_a_break():
     model, image = model_of("rope_mixed", prefix=0).float(), strip((2, 2)).float()
     torch._dynamo.reset()
-    run = torch.compile(partial(forward_memory, model), backend="eager", fullgraph=True)
-    first, memory = run(image[:, :, :8])
-    second, _ = run(image[:, :, 8:], memory)
+    run = torch.compile(forward_memory, backend="eager", fullgraph=True)
+    first, memory = run(model, image[:, :, :8])
+    second, _ = run(model, image[:, :, 8:], memory)
     assert_same([first, second], in_tiles(model, image, (2, 2))[0], 1e-5)
 
 

@@ -73,7 +73,7 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster():
         text = why(attention, *tensors, Terms(tables=(Table(bias=bias),)), grid)
         assert f": {taken} (first of auto that serves it)" in text
     assert "    rows: serves it when asked for by name" in text
-    tensors = torch.randn(3, 2, 1024, 8)
+    tensors = torch.randn(3, 1, 2, 1024, 8)
     terms = Terms(tables=(Table(bias=learned_table(Grid(32, 32))),))
     torch.testing.assert_close(attention(*tensors, terms, Grid(32, 32)), sdpa.attention(*tensors, terms, Grid(32, 32)))
 

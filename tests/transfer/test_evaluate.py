@@ -110,6 +110,8 @@ def test_policies_of_two_kinds_are_swept_in_all_combinations(trained, noise, row
     parts = [part for block in model.model.blocks for part in block.position.parts.values()]
     for part in parts:
         torch.nn.init.normal_(next(part.parameters()), std=2.0)
+    for block in model.model.blocks:  # so that attention tells in the output
+        torch.nn.init.normal_(block.attn.proj.weight, std=1.0)
     rows = rows_of([model], sweep(sizes=((64, 64), (24, 24)), protocols=("scale",)))
     found = {(row["img_size"], row["policy"]): row for row in rows}
     larger = [f"{first}+{second}" for first in ("geometric", "clip", "bicubic") for second in ("keep", "renormalise")]

@@ -32,7 +32,7 @@ class Memory(NamedTuple):
 
     def detach(self) -> "Memory":
         """The same without its history: gradients end here."""
-        return self._replace(layers=tuple((k.detach(), v.detach()) for k, v in self.layers))
+        return Memory(self.heights, self.width, self.below, tuple((k.detach(), v.detach()) for k, v in self.layers))
 
 
 def forward_memory(
@@ -117,13 +117,12 @@ def _run_block(
     block: Block, x: Tensor, terms: Terms, keys: Grid, past: Past | None, remembered: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens after the block, and the last `remembered` keys and values, earlier ones and its own."""
-    attn, last = block.attn, ()
+    attn, last = block.attn, []
 
     def attend(tokens: Tensor) -> Tensor:
-        nonlocal last
         q, k, v = attn.heads(attn.project(tokens))
         both = tuple(t[:, :, keys.prefix :] for t in ((k, v) if past is None else _joined((k, v), past, keys.prefix)))
-        last = tuple(t[:, :, t.shape[2] - remembered :] for t in both)
+        last.extend(t[:, :, t.shape[2] - remembered :] for t in both)
         out = segment_attention(q, k, v, terms, keys, past, attn.dropout_p, attn.backend)
         return attn.proj_drop(attn.proj(out.transpose(1, 2).flatten(2)))
 
