@@ -142,7 +142,10 @@ def step(model, image):
 @pytest.mark.parametrize("train", [False, True])
 @EVERY
 def test_gradients_against_float64(kind, train):
-    """No worse than twice the plain model's own error, each of them; outputs as near as in evaluation."""
+    """No worse than twice the plain model's own error, each of them; outputs as near as in evaluation.
+
+    Where a gradient nearly cancels what is left of it is rounding, in both models: that is held to the scale of the others.
+    """
     plain, model = twins(build(kind), training=True, linears="onednn")
     plain.train(train), model.train(train)
     exact = copy.deepcopy(plain).double()
@@ -155,8 +158,13 @@ def test_gradients_against_float64(kind, train):
         for name, new, old, truth in zip(names, found, own, wanted, strict=True):
             assert (new is None) is (truth is None), name
             if truth is not None and truth.norm() > 1e-6 * wanted[1].norm():
-                truth = truth.float()
-                assert apart(new, truth) <= max(2 * apart(old, truth), NEAR), name
+                error, others = (new - truth).norm(), torch.stack([t.norm() for t in wanted[2:] if t is not None]).median()
+                assert error <= max(2 * (old - truth).norm(), NEAR * max(truth.norm(), others)), (
+                    name,
+                    error,
+                    truth.norm(),
+                    others,
+                )
     check(plain.eval(), model.eval(), image)
 
 
