@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import vitrel
-from vitrel.position import PositionEncoding
 
 SMALL = {
     "vit": ("vitrel_vit_n8_none", dict(depth=2, embed_dim=48)),
@@ -75,7 +74,7 @@ def assert_near(found, wanted, limit: float = NEAR) -> None:
 
 
 def check(plain: nn.Module, model: nn.Module, image: Tensor) -> None:
-    """Logits without gradients, computed twice: what is kept is made, then used."""
+    """Logits without gradients, computed twice."""
     with torch.no_grad():
         wanted = plain(image)
         assert_near(model(image), wanted)
@@ -89,22 +88,6 @@ def change(*models: nn.Module, scale: float = 0.3) -> None:
             noise = torch.randn(group[0].shape, dtype=torch.float64) * scale
             for parameter in group:
                 parameter.add_(noise.to(parameter.dtype))
-
-
-def encoding_calls(model: nn.Module, monkeypatch) -> list[PositionEncoding]:
-    """Filled with the encodings of the model whenever one is called; without hooks, which would be seen."""
-    calls = []
-
-    def counting(real):
-        def forward(self, grid):
-            calls.append(self)
-            return real(self, grid)
-
-        return forward
-
-    for kind in {type(module) for module in model.modules() if isinstance(module, PositionEncoding)}:
-        monkeypatch.setattr(kind, "forward", counting(kind.forward))
-    return calls
 
 
 def operators(call) -> set[str]:

@@ -3,7 +3,7 @@
 The layout of windows, the offset class of every pair, the taps by which a table is resampled, the terms of encodings without
 parameters: `@constant` marks the function that computes one. What depends on a learned value is never kept here.
 
-In eager mode a constant is kept until they are more than `limit` bytes; the least recently used are dropped then. A graph of
+In eager mode constants are kept up to `limit` bytes in all; beyond that the least recently used are dropped. A graph of
 torch.compile for one size reads its constants from here, where they stay until `clear`; a graph for any size makes each once
 through one operator, vitrel::constant. Exported programs, ONNX graphs, fake tensors and function transforms compute it with
 PyTorch's own operators.

@@ -8,7 +8,7 @@ import oracles
 from oracles.streams import PAIRS
 from variants import GENERAL, make, oracle_logits, perturbed, serving
 from vitrel import Grid, Terms
-from vitrel.inputs.memory import _joined, segment_attention
+from vitrel.inputs.memory import segment_attention, with_past
 from vitrel.ops import attention
 from vitrel.ops.two_stream import permutation_masks, two_stream_attention
 
@@ -28,10 +28,9 @@ def in_segments(encoding, q, k, v, length):
     for rows in ROWS:
         own = slice(start * W, (start + rows) * W)
         keys = Grid(sum(above) + rows, W)
-        parts = q[:, :, own], k[:, :, own], v[:, :, own]
-        found.append(segment_attention(*parts, encoding(keys), keys, past, backend="reference"))
+        both = with_past((k[:, :, own], v[:, :, own]), past, 0)
+        found.append(segment_attention(q[:, :, own], *both, encoding(keys), keys, backend="reference"))
         above = (*above, rows)[-length:] if length else ()
-        both = parts[1:] if past is None else _joined(parts[1:], past, 0)
         past, start = tuple(t[:, :, t.shape[2] - sum(above) * W :] for t in both), start + rows
     return torch.cat(found, 2)
 

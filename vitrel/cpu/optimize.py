@@ -11,7 +11,6 @@ Nothing that depends on a weight outlives a call.
 """
 
 from collections.abc import Callable
-from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -239,7 +238,7 @@ def _has_hooks(module: nn.Module) -> bool:
         or part._forward_pre_hooks
         or part._backward_hooks
         or part._backward_pre_hooks
-        or type(vars(part).get("forward")) is not NoneType
+        or "forward" in vars(part)
         for part in module.modules()
         if part not in apart
     )

@@ -82,34 +82,26 @@ def forward_memory(
 
 
 def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    keys: Grid,
-    past: Past | None = None,
-    dropout_p: float = 0.0,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, keys: Grid, dropout_p: float = 0.0, backend: str = "auto"
 ) -> Tensor:
-    """Attention of a segment's own tokens [B, H, M, D] to themselves and to the `past` above them -> [B, H, M, D].
+    """Attention of a segment's own tokens [B, H, M, D] to all keys and values [B, H, N, D] -> [B, H, M, D].
 
-    keys: the grid of all keys, on which `terms` are. Prefix tokens belong to their segment: they see all its keys, and later
-    segments do not see them.
+    k, v: see `with_past`. keys: the grid of all keys, on which `terms` are. Prefix tokens belong to their segment: they see all
+    its keys, and later segments do not see them.
     """
-    p = keys.prefix
-    if past is None:
-        return attention(q, k, v, terms, keys, None, dropout_p, backend)
-    k, v = _joined((k, v), past, p)
-    if not p:
+    p, earlier = keys.prefix, k.shape[2] - q.shape[2]
+    if not p or not earlier:
         return attention(q, k, v, terms, keys, None, dropout_p, backend)
     # Queries are the last tokens of the key grid and prefix tokens its first: the rows between are filled, then dropped.
-    between = torch.zeros_like(past[0])
+    between = q.new_zeros(*q.shape[:2], earlier, q.shape[3])
     out = attention(torch.cat((q[:, :, :p], between, q[:, :, p:]), 2), k, v, terms, keys, None, dropout_p, backend)
-    return torch.cat((out[:, :, :p], out[:, :, p + between.shape[2] :]), 2)
+    return torch.cat((out[:, :, :p], out[:, :, p + earlier :]), 2)
 
 
-def _joined(own: Past, past: Past, prefix: int) -> Past:
-    """Own keys and values with earlier ones between their prefix tokens and their patches."""
+def with_past(own: Past, past: Past | None, prefix: int) -> Past:
+    """Own keys and values with earlier ones, if any, between their prefix tokens and their patches."""
+    if past is None:
+        return own
     return tuple(torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(own, past, strict=True))
 
 
@@ -121,9 +113,9 @@ def _run_block(
 
     def attend(tokens: Tensor) -> Tensor:
         q, k, v = attn.heads(attn.project(tokens))
-        both = tuple(t[:, :, keys.prefix :] for t in ((k, v) if past is None else _joined((k, v), past, keys.prefix)))
-        last.extend(t[:, :, t.shape[2] - remembered :] for t in both)
-        out = segment_attention(q, k, v, terms, keys, past, attn.dropout_p, attn.backend)
+        k, v = with_past((k, v), past, keys.prefix)
+        last.extend(t[:, :, keys.tokens - remembered :] for t in (k, v))
+        out = segment_attention(q, k, v, terms, keys, attn.dropout_p, attn.backend)
         return attn.proj_drop(attn.proj(out.transpose(1, 2).flatten(2)))
 
     return block.residuals(x, attend), *last

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,7 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                 theirs.close()  # so that the end of the process is the end of the pipe
                 started.append((process, ready))
             for _, ready in started:
-                wait([ready])
-                if not ready.poll() or not _received(ready):
+                if not _received(ready):
                     raise OtherProcessError("a process of the evaluation ended before it began, for want of memory perhaps")
             torch.set_num_threads(own)
             _meet(meeting, 0, world)
