@@ -31,6 +31,7 @@ pytestmark = [
     ),
 ]
 TABLE, SWIN, EVIL = "vitrel_vit_n8_table", "vitrel_swin_n", "<img src=x onerror=alert(1)>"
+SWIN_CURVE = f"{SWIN}, keep"  # the policy of its rows at new sizes
 LAPTOP, PHONE = (1280, 800), (390, 844)
 
 
@@ -62,6 +63,7 @@ def folder(tmp_path_factory):
     frame.to_csv(folder / "results.csv", index=False)
     classes = {"label": [SWIN] * 4, "class": ["up", EVIL] * 2, "n": [10] * 4, "hits": [9, 8, 4, 10]}
     classes["img_size"] = ["64x64", "64x64", "128x128", "128x128"]
+    classes["policy"] = ["none"] * 2 + ["keep"] * 2
     lines(PER_CLASS, **classes).to_csv(folder / "per_class.csv", index=False)
     moved = {
         "label": [SWIN] * 2,
@@ -138,17 +140,22 @@ def test_claims_are_listed_as_text(page):
 def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     plot = "document.getElementById('curves-scale')"
     table = aggregate(read_csv(folder / "results.csv")).query(f"label == '{SWIN}' and protocol == 'scale'")
-    square = table[table["img_size"] != "64x96"]
-    trace = page(f"return {plot}.data.find(t => t.name === '{SWIN}' && t.meta.kind === 'square')")
+    square = table[table["img_size"] != "64x96"].sort_values(
+        "img_size", key=lambda sizes: sizes.str.split("x").str[0].astype(int)
+    )
+    trace = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square')")
     assert trace["y"] == square["top1"].tolist()
     assert trace["error_y"]["array"] == pytest.approx((square["high"] - square["top1"]).tolist(), abs=1e-6)
-    assert all(word in trace["hovertext"][0] for word in ("n = 500", "1 seed", "policy: none", "resized: nothing", "95 %"))
-    wide = page(f"return {plot}.data.find(t => t.name === '{SWIN}' && t.meta.kind === 'wide')")
+    assert all(
+        word in trace["hovertext"][0]
+        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: keep", "resized: nothing", "95 %")
+    )
+    wide = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'wide')")
     assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")
     assert page(f"return {plot}.querySelectorAll('.scatterlayer .trace').length") == page(f"return {plot}.data.length")
     assert page(f"return {plot}.layout.shapes.map(s => s.x0)") == [64]
     set_value(page, "metric", "infer_samples_per_sec")
-    again = page(f"return {plot}.data.find(t => t.name === '{SWIN}' && t.meta.kind === 'square').y")
+    again = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square').y")
     assert again == pytest.approx(square["infer_samples_per_sec"].tolist())
     assert page(f"return {plot}.layout.yaxis.type") == "log"
     page("document.querySelector('#protocols input[value=canvas]').click()")
@@ -166,7 +173,7 @@ def test_the_legend_filters_and_chooses(page):
     assert page(f"return {plot}.data.filter(t => t.name === '{TABLE}, clip').length") == 0
     set_value(page, "curve-set", "unresized")
     shown = set(page(f"return {plot}.data.map(t => t.name)"))
-    assert {SWIN, EVIL} <= shown and f"{TABLE}, bicubic" not in shown
+    assert {SWIN_CURVE, EVIL} <= shown and f"{TABLE}, bicubic" not in shown
 
 
 def test_names_are_text(page):
