@@ -24,7 +24,16 @@ import torch
 from vitrel.benchmark.samples import Samples, machine, read_rows, stamp
 
 ROOT = Path(__file__).parent.parent
-_MODELS = ("grid.py", "position/*.py", "ops/*.py", "layers/*.py", "models/*.py", "benchmark/models.py", "benchmark/timing.py")
+_MODELS = (
+    "grid.py",
+    "position/*.py",
+    "ops/*.py",
+    "ops/backends/*.py",
+    "layers/*.py",
+    "models/*.py",
+    "benchmark/models.py",
+    "benchmark/timing.py",
+)
 _PROCESSES = (
     "every contender in a fresh process with empty caches of compilers, A B A B; the same weights for all, drawn, tables of "
     "standard deviation 0.5; drop path 0; training is forward, cross entropy, backward and fused AdamW; "
@@ -46,7 +55,9 @@ _OPS = tuple(f"benchmark/{name}.py" for name in ("cases", "contenders", "timing"
 SUITES = {
     "cpu": Suite("model_suite", "models", _CASES, _PROCESSES),
     "gpu": Suite("model_suite", "models", _CASES, _PROCESSES),
-    "ops": Suite("op_suite", "ops", ("ops/*.py", *_OPS), "random numbers, tables of standard deviation 0.5; "),
+    "ops": Suite(
+        "op_suite", "ops", ("ops/*.py", "ops/backends/*.py", *_OPS), "random numbers, tables of standard deviation 0.5; "
+    ),
     "transfer": Suite("resolutions", "resolutions", (*_CASES, "benchmark/resolutions.py"), _PROCESSES),
     "profile": Suite("shares", "shares", (*_MODELS, "benchmark/attribution.py", "benchmark/shares.py")),
 }

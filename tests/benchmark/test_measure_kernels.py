@@ -138,7 +138,7 @@ def test_every_contender_ends_as_a_row(tmp_path):
     rows = read_rows(tmp_path / "samples.jsonl")
     names = {c.name for c in contenders(DECOMPOSED, gpu=False)}
     timed, refused = by_contender(rows, "time"), by_contender(rows, "refused")
-    assert set(timed) | set(refused) == names and {"sdpa", "columns", "softmax", "sdpa without bias"} <= set(timed)
+    assert set(timed) | set(refused) == names and {"sdpa", "augmented_qk", "softmax", "sdpa without bias"} <= set(timed)
     assert "no backward on a CPU" in refused["flex"]["text"]
     assert all(len(row["rounds"]) == 3 and min(map(min, row["rounds"])) > 0 for row in timed.values())
     gates = by_contender(rows, "gate")
@@ -309,9 +309,9 @@ def test_auto_never_takes_what_was_slower_once():
     assert advice(rows) == "triton 1.33x (1.33 to 1.33) over sdpa"
     rows["triton"] = timed("triton", [[1.5]] * 6 + [[2.1]], "ours")
     assert advice(rows) == "sdpa; over it triton 1.33x (0.95 to 1.33)"
-    rows["columns"] = timed("columns", [[1.9]] * 7, "ours")
+    rows["augmented_qk"] = timed("augmented_qk", [[1.9]] * 7, "ours")
     rows["triton, 8 warps"] = timed("triton, 8 warps", [[1.0]] * 7, "ours")
-    text = "columns 1.05x (1.05 to 1.05) over sdpa; triton, 8 warps: 1.50x (1.50 to 2.10) over the kernels' own choice"
+    text = "augmented_qk 1.05x (1.05 to 1.05) over sdpa; triton, 8 warps: 1.50x (1.50 to 2.10) over the kernels' own choice"
     assert advice(rows) == text
     assert advice({"triton": fast}).startswith("sdpa was not measured")
 

@@ -81,7 +81,7 @@ def test_cases_of_a_cpu():
 def test_who_is_measured(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     names = [one.name for one in contenders(TABLE, gpu=False)]
-    assert names[0] == "sdpa" and {"auto", "columns", "softmax", GATHERED} < set(names) and len(set(names)) == len(names)
+    assert names[0] == "sdpa" and {"auto", "augmented_qk", "softmax", GATHERED} < set(names) and len(set(names)) == len(names)
     assert "triton" not in names and not any("compiled" in name for name in names)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "triton" in [one.name for one in contenders(TABLE, gpu=False)]
@@ -103,7 +103,7 @@ def test_the_suite_quickly(tmp_path, monkeypatch):
     assert run_ops(kept, CPU, time.time() + 60, True, "decomposed", tmp_path)
     timed = [row for row in read_rows(kept.path) if row["kind"] == "time"]
     assert {row["case"] for row in timed} == {DECOMPOSED.name} and {row["mode"] for row in timed} == {"forward", "training"}
-    assert {"sdpa", "auto", "columns", GATHERED, "softmax", FLOOR} <= {row["contender"] for row in timed}
+    assert {"sdpa", "auto", "augmented_qk", GATHERED, "softmax", FLOOR} <= {row["contender"] for row in timed}
     assert asked == [(CPU, True, "decomposed")] and not (tmp_path / ".running.json").exists()
     table = (tmp_path / "table.md").read_text()
     assert f"### {DECOMPOSED.name}, training" in table and f"| {GATHERED} |" in table

@@ -16,6 +16,7 @@ from vitrel.benchmark.attribution import DISPATCH, KINDS, RESIDUAL, profile_step
 from vitrel.benchmark.samples import Samples, machine, stamp
 from vitrel.cpu.optimize import optimize
 from vitrel.ops import reference, use_backend
+from vitrel.ops.dispatch import chosen
 
 CPU = torch.device("cpu")
 SWIN = dict(img_size=32, patch_size=2, embed_dim=24, depths=(2, 1), num_heads=(1, 2), window_size=4, num_classes=3)
@@ -102,6 +103,7 @@ def test_inside_attention_the_operators_tell(counted, monkeypatch, training):
             x = select(x, dim, index)
         return select(x, dim, index)
 
+    monkeypatch.setitem(chosen, "auto", "sdpa")  # the same in evaluation and in training
     before = made(swin(), training)
     with monkeypatch.context() as patch:
         patch.setattr(reference, "gather_bias", long_gather)
@@ -133,7 +135,7 @@ def test_everything_has_its_place(counted, training):
 def test_long_attention_by_rows(counted, training):
     """An autograd.Function is no operator: what runs in it is bias or attention, in its gradient too."""
     model = small_model("vitrel_vit_n8_table", **VIT)
-    with use_backend("rows"):
+    with use_backend("bias_by_row"):
         found = made(model, training)
     plain = made(model, training)
     assert found["attention"] > plain["attention"] > 0 and found["bias"] > 2 * 4 * (1 + training)  # a copy for each row

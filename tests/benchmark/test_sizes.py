@@ -147,7 +147,7 @@ def test_what_fails_is_a_row_and_larger_sizes_are_not_tried(tmp_path):
         run.measure(Sized("softmax"), size, "forward")
         assert last(run)["text"] == f"not tried: at 28x28, {said}" and last(run)["case"] == f"size {size[0]}x{size[1]}"
     run.worker = lambda build, **args: Here(None, fails="ValueError: backend 'rows' refuses: no table; use backend='auto'")
-    run.measure(Sized("rows", "rope"), (28, 28), "forward")
+    run.measure(Sized("bias_by_row", "rope"), (28, 28), "forward")
     assert last(run)["kind"] == "refused"
     run.measure(Sized("softmax"), SMALL, "forward")  # smaller: tried
     assert last(run)["text"].startswith("ValueError")
@@ -185,7 +185,7 @@ def test_a_run_of_all_sizes(tmp_path, monkeypatch):
     assert [name for name, _ in turns] == ["auto", GATHERED, "flex"]
     assert not run_sizes(samples, CPU, 0.0, False, "", lambda: None)
     names = [one.label for one in lineup(gpu=True, quick=False)]
-    assert "flex" in names and "rows" not in names and len(set(names)) == len(names)
+    assert "flex" in names and "bias_by_row" not in names and len(set(names)) == len(names)
 
 
 def test_memory_limit():

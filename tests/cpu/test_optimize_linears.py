@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations, prune
 import vitrel
 from optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
 from vitrel.cpu import optimize
-from vitrel.cpu.onednn import takes
 from vitrel.cpu.optimize import restore
+from vitrel.ops.backends.onednn import takes
 
 ONEDNN = torch.backends.mkldnn.is_available()
 EVERY = pytest.mark.parametrize("kind", KINDS)

@@ -73,7 +73,7 @@ def test_what_is_no_row_of_a_token_stays():
     encoding = perturbed(make("transformer_xl", Grid(4, 5), logit_scale="log_n"))
     whole = encoding(Grid(6, 7))
     terms = crop_terms(whole, Crop(Grid(6, 7), (1, 1), 2, 3))
-    assert terms.scale is whole.scale and terms.query_bias is whole.query_bias
+    assert terms.temperature is whole.temperature and terms.query_bias is whole.query_bias
     assert crop_terms(Terms(), Crop(Grid(6, 7), (1, 1), 2, 3)) == Terms()
 
 

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrel
+from vitrel.ops import use_backend
 from vitrel.position import POSITIONS
 
 READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "is_nonzero", "item")
@@ -92,9 +93,11 @@ def test_at_most_as_many_operators_as_timms(ours, twin):
         model = vitrel.create_model(ours, **({"drop_path_rate": 0.0} if "swin" in ours else {}))
         other = twin(size)
         for train in (False, True):
-            count, theirs = launches(model, size, train), launches(other, size, train)
+            theirs, here = launches(other, size, train), launches(model, size, train)
+            with use_backend("sdpa"):  # which a GPU takes
+                count = launches(model, size, train)
             assert count <= allowed[train], f"{ours} at {size}, {train=}: {count} operators"
-            assert count <= 1.02 * theirs, f"{ours} at {size}, {train=}: {count} operators, timm's {theirs}"
+            assert max(count, here) <= 1.02 * theirs, f"{ours} at {size}, {train=}: {count}, {here}, timm's {theirs}"
 
 
 @pytest.mark.parametrize("name", MODELS)

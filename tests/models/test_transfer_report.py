@@ -187,7 +187,7 @@ def test_the_temperature_is_that_of_the_terms(position):
     model = timm.create_model("vitrel_vit_n8_none", **how)
     for size in ((64, 64), (96, 200), (8, 8)):
         told = model.transfer_report(size)
-        scale = float(model.blocks[0].position(model.token_grid(size)).scale)
+        scale = float(model.blocks[0].position(model.token_grid(size)).temperature)
         assert [e.temperature for e in told.encodings] == pytest.approx([scale] * len(told.encodings))
         assert f"logits x {scale:.3f} (log_n)" in str(told)
     swin = timm.create_model("vitrel_swin_n", **how)

@@ -155,11 +155,11 @@ def test_fewer_queries_are_the_last_rows(backend, queries):
 
 
 @pytest.mark.parametrize("backend", GENERAL)
-def test_scale_as_a_tensor(backend):
+def test_a_temperature_is_a_scale(backend):
     grid = Grid(2, 3)
     terms, _, _ = make_terms(grid, ["bias", "query", "key", "rotary", "query_bias", "scale"])
     q, k, v = torch.randn(3, 2, 2, 6, 4, dtype=double)
-    tensor = terms._replace(scale=torch.tensor(terms.scale, dtype=double))
+    tensor = terms._replace(scale=1.0, temperature=torch.tensor(terms.scale, dtype=double))
     a, b = (attention(q, k, v, t, grid, backend=backend) for t in (terms, tensor))
     torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 

@@ -1,5 +1,6 @@
 """Which backend serves what: the reasons told, and how one is asked for."""
 
+import inspect
 import subprocess
 import sys
 
@@ -9,13 +10,23 @@ import torch
 
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel import Grid, Terms
-from vitrel.ops import BACKENDS, attention, use_backend, why
+from vitrel.ops import BACKENDS, attention, use_backend, why, window_attention
 
 IMAGE = torch.randn(1, 3, 64, 64)
 
 
 def small(key="shaw"):
     return timm.create_model(f"vitrel_vit_n8_{key}", num_classes=2, depth=2).eval()
+
+
+def test_every_backend_has_the_same_interface():
+    """`refuses` and `pays` of a call, and the two entries without their last argument."""
+    for backend in BACKENDS.values():
+        for entry in (attention, window_attention):
+            own, wanted = inspect.signature(getattr(backend, entry.__name__)), inspect.signature(entry)
+            assert list(own.parameters.values()) == list(wanted.parameters.values())[:-1]
+        for question in (backend.refuses, backend.pays):
+            assert list(inspect.signature(question).parameters) == ["call"]
 
 
 def test_why_names_the_backend_and_what_the_others_say():
@@ -51,7 +62,7 @@ def test_what_is_asked_for_serves_or_says_why_not():
         small()(IMAGE)
     assert "sdpa (first of auto" in why(model, IMAGE)  # the error has left nothing behind
     with (
-        pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, triton, columns"),
+        pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, triton, onednn"),
         use_backend("cuda"),
     ):
         pass
@@ -84,4 +95,4 @@ def test_the_environment_asks_too():
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "reference"}, capture_output=True, text=True)
     assert "reference (asked for by name)" in run.stdout, run.stderr
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "fast"}, capture_output=True, text=True)
-    assert "unknown backend 'fast'; choose auto, triton, columns, rows, flex, sdpa, reference" in run.stderr
+    assert "unknown backend 'fast'; choose auto, triton, onednn, bias_by_row" in run.stderr

@@ -26,10 +26,12 @@ def test_composition_adds_up():
     assert both.unseen(Grid(5, 6)) == table.unseen(Grid(5, 6)) > 0
 
 
-def test_combine_multiplies_scales_and_adds_query_biases():
+def test_combine_multiplies_scales_and_temperatures_and_adds_query_biases():
     u = torch.randn(2, 2, 8)
-    total = combine(Terms(scale=0.5, query_bias=u[0]), Terms(scale=torch.tensor(3.0), query_bias=u[1]), Terms())
-    assert total.scale == 1.5
+    hot = torch.tensor(3.0)
+    total = combine(Terms(scale=0.5, query_bias=u[0]), Terms(scale=0.2, temperature=hot, query_bias=u[1]), Terms())
+    assert total.scale == 0.1 and total.temperature == 3.0
+    assert combine(total, total).temperature == 9.0
     torch.testing.assert_close(total.query_bias, u.sum(0))
 
 

@@ -91,7 +91,7 @@ def test_rope_scaling_acts_on_larger_grids_alone(key, scaling):
     for grid in (Grid(6, 5), Grid(3, 4), Grid(1, 5)):
         for a, b in zip(plain(grid).rotary, scaled(grid).rotary, strict=True):
             assert torch.equal(a, b)
-        assert float(scaled(grid).scale) == 1.0 and scaled.resized(grid) == {}
+        assert scaled(grid).temperature in (None, 1.0) and scaled.resized(grid) == {}
     larger = Grid(6, 9)
     assert (plain(larger).rotary[1] - scaled(larger).rotary[1]).abs().max() > 0.05
     assert scaled.resized(larger) == {f"{key} {scaling}": 0} and plain.resized(larger) == {}
@@ -108,10 +108,11 @@ def test_log_n_temperature(key):
     assert scaled.logit_scale == "log_n" and plain.logit_scale == "none"
     for grid in (trained, Grid(9, 7, 1), Grid(1, 1, 1)):
         a, b = plain(grid), scaled(grid=grid)
-        assert float(b.scale) == pytest.approx(float(a.scale) * oracles.log_n(grid.tokens, trained.tokens), rel=1e-6)
-        for x, y in zip(tensors(a._replace(scale=1.0)), tensors(b._replace(scale=1.0)), strict=True):
+        assert a.scale == b.scale and a.temperature is None
+        assert float(b.temperature) == pytest.approx(oracles.log_n(grid.tokens, trained.tokens), rel=1e-6)
+        for x, y in zip(tensors(a), tensors(b._replace(temperature=None)), strict=True):
             assert torch.equal(x, y)
-    assert scaled(trained).scale == torch.tensor(plain(trained).scale)
+    assert scaled(trained).temperature == 1.0
 
 
 def test_log_n_scales_the_content_alone():
@@ -130,7 +131,7 @@ def test_log_n_survives_copies_and_compositions():
     both = create_position("rope_mixed+table", Grid(3, 3), 2, 8, logit_scale="log_n")
     assert set(both.state_dict()) == set(create_position("rope_mixed+table", Grid(3, 3), 2, 8).state_dict())
     for other in (both, copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
-        assert float(other(Grid(6, 6)).scale) == pytest.approx(oracles.log_n(36, 9), rel=1e-6)
+        assert float(other(Grid(6, 6)).temperature) == pytest.approx(oracles.log_n(36, 9), rel=1e-6)
 
 
 def test_alibi_slopes():
@@ -250,7 +251,7 @@ def test_yarn_ramp():
     turns = 8 * 100.0 ** (-torch.arange(4) / 4) / (2 * math.pi)  # 1.27, 0.40, 0.13, 0.04
     assert turns[0] > 1 and turns[1] < 0.5
     torch.testing.assert_close(angle[1][4:], angle[0][4:] * torch.tensor([1, 0.5, 0.5, 0.5]))
-    assert float(yarn(grid).scale) == pytest.approx((0.1 * math.log(2) + 1) ** 2)
+    assert float(yarn(grid).temperature) == pytest.approx((0.1 * math.log(2) + 1) ** 2)
 
 
 def test_initial_prefix_rows_of_cpb():

@@ -77,9 +77,8 @@ def test_the_steps_are_attention(key, prefix, logit_scale):
         close(seen.weights, seen.exponentials / seen.total.clamp(min=1e-300)[..., None])
         close(seen.output, seen.weights @ turned[2] + seen.output_from_tables)
         close(seen.difference, seen.weights - seen.weights_without)
-        constant = 1.0 if isinstance(terms.scale, torch.Tensor) else terms.scale
-        close(seen.scaled, seen.raw * WIDTH**-0.5 * constant)
-        plain = Terms(scale=constant)
+        close(seen.scaled, seen.raw * WIDTH**-0.5 * terms.scale)
+        plain = Terms(scale=terms.scale)
         close(seen.output_without, attention(q, k, v, plain, grid, mask, backend="reference"))
         close(seen.weights_without, attention(q, k, eye, plain, grid, mask, backend="reference"))
         assert ("temperature" in seen.added) == (logit_scale == "log_n")

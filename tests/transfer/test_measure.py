@@ -134,7 +134,7 @@ def test_windows_padding_and_backend_are_told():
     assert static_columns(vit, (64, 96), "none")["window"] == "global"
     large = timm.create_model("vitrel_vit_n8_factorised")
     chosen = [static_columns(large, (side, side), "none")["backend"] for side in (128, 256)]
-    assert chosen == ["sdpa", "rows"]  # as vitrel.ops chooses by the number of tokens
+    assert chosen == ["sdpa", "bias_by_row"]  # as vitrel.ops chooses by the number of tokens
 
 
 def test_attention_across_borders_is_found():

@@ -16,7 +16,13 @@ from vitrel.files import commit as commit_of
 
 KEY = ("kind", "case", "mode", "contender")  # what makes two rows the same measurement
 STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")  # what decides whether a row is measured anew
-_CODE = ("ops/*.py", "benchmark/cases.py", "benchmark/contenders.py", "benchmark/timing.py")  # what is measured, and how
+_CODE = (
+    "ops/*.py",
+    "ops/backends/*.py",
+    "benchmark/cases.py",
+    "benchmark/contenders.py",
+    "benchmark/timing.py",
+)  # what is measured, and how
 
 
 class Samples:

@@ -62,7 +62,7 @@ def lineup(gpu: bool, quick: bool) -> list[Sized]:
     """Who is measured, ours first."""
     if quick:
         return [Sized("auto"), Sized(GATHERED)]
-    ours = [name for name in ("triton" if gpu else "rows",) if name in BACKENDS]
+    ours = [name for name in ("triton" if gpu else "bias_by_row",) if name in BACKENDS]
     peers = ["sdpa", GATHERED, f"{GATHERED} compiled", "flex" if gpu else "flex compiled", "softmax", FLOOR]
     return [Sized("auto"), *map(Sized, ours), Sized("auto", "factorised"), Sized("auto", "rope"), *map(Sized, peers)]
 

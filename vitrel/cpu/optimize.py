@@ -2,35 +2,25 @@
 
 What it changes, measured in docs/performance.md: linear layers run through oneDNN where that is faster, with the exact GELU
 inside the first product of an MLP; blocks go through a batch in chunks that stay in the cache, so that neither the hidden layer
-of an MLP nor q, k and v of all images ever exist at once; residuals are added in place; windows with the same mask share one
-bias, and long global attention is oneDNN's too.
+of an MLP nor q, k and v of all images ever exist at once; residuals are added in place; and "auto" considers the attention of
+oneDNN too (vitrel.ops.backends.onednn).
 
 Modules get a subclass of their own class, so that names, state dict and isinstance stay. Its forward returns to the class above
 whenever anything else than evaluation is asked of it: gradients, training, torch.compile, export, tracing, hooks, autocast.
 Nothing that depends on a weight outlives a call.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from vitrel.cpu.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product, takes
-from vitrel.cpu.window_kinds import window_kinds
+from vitrel.cpu.linear import LinearFunction, MlpFunction, chunks, mlp, onednn_is_faster
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
-from vitrel.ops import attention, window_attention
-from vitrel.ops.dispatch import chosen
-from vitrel.ops.reference import gather_bias
-from vitrel.ops.rows import expanded
-from vitrel.ops.sdpa import prepare
-from vitrel.ops.triton_backend import lattice_bias
+from vitrel.ops.backends.onednn import product, takes
 from vitrel.position import PositionEncoding, Terms
-
-_LONG = 512  # tokens from which attention runs in blocks of queries, with products of its own
 
 
 def optimize(model: nn.Module, training: bool = False, linears: str = "auto") -> nn.Module:
@@ -109,11 +99,13 @@ class FastBlock(Block):
         if any(part.training for part in self.modules()):
             return super().forward(x, grid, terms)
         terms = self.position(self.window or grid) if terms is None else terms
+        backend = "auto+onednn" if self._fast.onednn and attn.backend == "auto" else attn.backend
         tokens = x.reshape(x.shape[0], -1, x.shape[-1])
-        attend, out = self._attention(terms, grid, x.dtype), torch.empty_like(tokens, memory_format=torch.contiguous_format)
+        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         for images in chunks(len(tokens), 6 * tokens[0].numel()):  # q, k and v, twice where there are windows
             own = tokens[images]
-            branch = attn.proj(attend(attn.project(own if self.post_norm else self.norm1(own))))
+            qkv = attn.project(own if self.post_norm else self.norm1(own))
+            branch = attn.proj(attn.attend(qkv, terms, grid, backend=backend))
             torch.add(own, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[images])
         rows = out.view(-1, x.shape[-1])
         for part in chunks(len(rows), 4 * x.shape[-1]):
@@ -121,81 +113,8 @@ class FastBlock(Block):
             own += self.norm2(self.mlp(own)) if self.post_norm else self.ls2(self.mlp(self.norm2(own)))
         return out.view(x.shape)
 
-    def _attention(self, terms: Terms, grid: Grid, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """Attention of some images under these terms: [b, N, 3C] -> [b, N, C]."""
-        attn = self.attn
-        if {attn.backend, chosen["auto"]} == {"auto"} and _biases_alone(terms):
-            if self.window is not None:
-                masks = _masks(terms, grid, self.window, attn.shift, attn.num_heads, dtype)
-                return lambda qkv: self._in_windows(qkv, terms, grid, masks)
-            if grid.tokens < _LONG:
-                bias = _bias(terms, grid, dtype)
-                return lambda qkv: self._whole(qkv, terms, grid, bias)
-            if self._fast.onednn and dtype == torch.float32:
-                lines = _lines(terms, grid)
-                return lambda qkv: self._by_rows(qkv, terms, grid, lines)
-        if self.window is None:
-            return lambda qkv: attention(*attn.heads(qkv), terms, grid, backend=attn.backend).transpose(1, 2).flatten(2)
-        how = self.window[:2], attn.shift, attn.num_heads
-        return lambda qkv: window_attention(
-            qkv.unflatten(1, (grid.h, grid.w)), terms, grid, *how, backend=attn.backend
-        ).flatten(1, 2)
-
-    def _whole(self, qkv: Tensor, terms: Terms, grid: Grid, bias: Tensor | None) -> Tensor:
-        q, k, v, scale = self._split(qkv, terms, grid)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(1, 2).flatten(2)
-
-    def _by_rows(self, qkv: Tensor, terms: Terms, grid: Grid, lines: tuple[Tensor, Tensor] | None) -> Tensor:
-        q, k, v, scale = self._split(qkv, terms, grid)
-        return blockwise_attention(q * scale, k, v, lines, grid)
-
-    def _in_windows(self, qkv: Tensor, terms: Terms, grid: Grid, masks: list[Tensor | None]) -> Tensor:
-        """Windows sorted by their masks, of which there are at most nine."""
-        window = self.window
-        layout = window_kinds(*grid[:2], window[:2], self.attn.shift, len(qkv), device=qkv.device)
-        qkv = qkv.flatten(0, 1).index_select(0, layout.source).unflatten(0, (-1, window.tokens))
-        q, k, v, scale = self._split(qkv, terms, window)  # [L, H, N, D], of all images
-        out, at = torch.empty_like(v.transpose(1, 2), memory_format=torch.contiguous_format), 0  # [L, N, H, D]
-        for mask, count in zip(masks, layout.counts.tolist(), strict=True):
-            own = slice(at, at + count)
-            out[own] = F.scaled_dot_product_attention(q[own], k[own], v[own], attn_mask=mask, scale=scale).transpose(1, 2)
-            at += count
-        return out.view(-1, v.shape[1] * v.shape[3]).index_select(0, layout.inverse).unflatten(0, (-1, grid.tokens))
-
-    def _split(self, qkv: Tensor, terms: Terms, place: Grid) -> tuple[Tensor, Tensor, Tensor, float]:
-        """[b, N, 3C] -> q, k, v [b, H, N, D] with what position does to them, and the scale of the logits."""
-        q, k, v = self.attn.heads(qkv)
-        q, k, _, scale = prepare(q, k, terms._replace(tables=()), place)
-        return q, k, v, scale
-
 
 _FAST = (FastLinear, FastMlp, FastBlock)
-
-
-def _biases_alone(terms: Terms) -> bool:
-    parts = [part for table in terms.tables for part in (table.query, table.key, table.value, table.gated)]
-    return terms.key_rotary is None and all(part is None for part in parts)
-
-
-def _bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
-    """The sum of all biases on a grid, [1, H, N, N]."""
-    bias = lattice_bias(terms, grid)
-    return None if bias is None else gather_bias(bias, grid.index("hw", bias.device)).to(dtype)[None]
-
-
-def _masks(
-    terms: Terms, grid: Grid, window: Grid, shift: tuple[int, int], heads: int, dtype: torch.dtype
-) -> list[Tensor | None]:
-    """Bias and mask of each kind of window, [1, H, N, N]; None where there is neither."""
-    visible = window_kinds(*grid[:2], window[:2], shift, 1, device="cpu").visible
-    bias = _bias(terms, window, dtype)
-    zero = torch.zeros(1, heads, 1, 1, dtype=dtype)
-    return [bias if seen.all() else (zero if bias is None else bias).masked_fill(~seen, float("-inf")) for seen in visible]
-
-
-def _lines(terms: Terms, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    bias = lattice_bias(terms, grid)
-    return None if bias is None else expanded(bias.float(), grid)
 
 
 def _off(module: nn.Module, x: Tensor) -> bool:

@@ -70,14 +70,16 @@ class Attention(nn.Module):
         """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive."""
         if mask is not None and self.window is not None:
             raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
-        qkv = self.project(x)
+        return self.proj_drop(self.proj(self.attend(self.project(x), terms, grid, mask)))
+
+    def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
+        """What `project` returns -> what `proj` takes, [..., 3C] -> [..., C]; backend: in place of the layer's own."""
+        backend = self.backend if backend is None else backend
         if self.window is None:
-            out = attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, self.backend).transpose(1, 2).flatten(2)
-        else:
-            image = qkv.unflatten(1, (grid.h, grid.w)) if x.dim() == 3 else qkv  # [B, h, w, 3C]
-            out = window_attention(image, terms, grid, self.window, self.shift, self.num_heads, self.dropout_p, self.backend)
-            out = out.flatten(1, 2) if x.dim() == 3 else out
-        return self.proj_drop(self.proj(out))
+            return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, backend).transpose(1, 2).flatten(2)
+        image = qkv.unflatten(1, (grid.h, grid.w)) if qkv.dim() == 3 else qkv  # [B, h, w, 3C]
+        out = window_attention(image, terms, grid, self.window, self.shift, self.num_heads, self.dropout_p, backend)
+        return out.flatten(1, 2) if qkv.dim() == 3 else out
 
     def project(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., 3C], q, k and v of all heads as they meet position and each other."""

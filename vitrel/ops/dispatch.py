@@ -1,8 +1,8 @@
 """The two entries through which position meets content, and the choice of the backend that serves them.
 
-A backend is a module with `refuses(call) -> reason or ""` and the two functions of the signatures below without `backend`; a
-special one says by `pays(call)` where it was measured to be faster. "auto" takes the first of AUTO that serves the call, and
-pays; one asked for by name that refuses raises with its reason.
+A backend is a module with `refuses(call) -> reason or ""`, `pays(call) -> bool`, whether "auto" takes it where it serves, and
+the two functions of the signatures below without `backend`. "auto" takes the first of BACKENDS that pays and serves the call;
+"auto+onednn" considers a backend of OPT_IN too. One asked for by name that refuses raises with its reason.
 """
 
 import os
@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops import columns, flex, reference, rows, sdpa, triton_backend
+from vitrel.ops import reference, sdpa
+from vitrel.ops.backends import augmented_qk, bias_by_row, flex, onednn, triton_backend, window_kinds
 from vitrel.ops.reference import Call
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
-BACKENDS: dict[str, ModuleType] = {
-    "triton": triton_backend, "columns": columns, "rows": rows, "flex": flex, "sdpa": sdpa, "reference": reference
-}  # fmt: skip
-AUTO = ("triton", "rows", "columns", "sdpa", "reference")  # in the order they are tried
+BACKENDS: dict[str, ModuleType] = {  # in the order in which "auto" tries them
+    "triton": triton_backend,
+    "onednn": onednn,
+    "bias_by_row": bias_by_row,
+    "augmented_qk": augmented_qk,
+    "window_kinds": window_kinds,
+    "flex": flex,
+    "sdpa": sdpa,
+    "reference": reference,
+}
+OPT_IN = ("onednn",)  # "auto" considers them where they are named beside it
 chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # what "auto" stands for, see use_backend
 
 
@@ -84,10 +92,11 @@ def window_attention(
 
 def choose(backend: str, call: Call) -> ModuleType:
     """The backend that serves a call. ValueError for an unknown name, and for one asked for by name that refuses."""
-    backend = chosen["auto"] if backend == "auto" else backend
-    if backend == "auto":
-        modules = (BACKENDS[name] for name in AUTO)
-        return next(module for module in modules if pays(module, call) and not module.refuses(call))
+    if is_auto(backend) and chosen["auto"] != "auto":
+        backend = chosen["auto"]
+    if is_auto(backend):
+        modules = (module for name, module in BACKENDS.items() if considers(backend, name))
+        return next(module for module in modules if module.pays(call) and not module.refuses(call))
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
     if reason := BACKENDS[backend].refuses(call):
@@ -95,9 +104,14 @@ def choose(backend: str, call: Call) -> ModuleType:
     return BACKENDS[backend]
 
 
-def pays(backend: ModuleType, call: Call) -> bool:
-    """Whether "auto" takes this backend where it serves: as it says itself, else always."""
-    return not hasattr(backend, "pays") or backend.pays(call)
+def is_auto(backend: str) -> bool:
+    """Whether the backend is left to be chosen: "auto", or "auto+" and one of OPT_IN."""
+    return backend == "auto" or backend in [f"auto+{name}" for name in OPT_IN]
+
+
+def considers(backend: str, name: str) -> bool:
+    """Whether "auto" or "auto+..." may take the backend of this name."""
+    return name not in OPT_IN or backend == f"auto+{name}"
 
 
 def _differentiated(*inputs: Tensor) -> bool:

@@ -37,6 +37,11 @@ def refuses(call: Call) -> str:
     return ""
 
 
+def pays(call: Call) -> bool:
+    """Always: "auto" comes here last."""
+    return True
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
@@ -64,7 +69,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: 
 
 def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
     """Logits [..., H, M, N] of queries that are the last M tokens of the key grid, -inf where a bool mask hides the key."""
-    scale = terms.scale * q.shape[-1] ** -0.5
+    scale = terms.logit_scale(q.shape[-1])
     q = with_query_bias(q, terms)
     turned_q, turned_k = rotated(q, k, terms)
     logits = turned_q @ turned_k.mT * scale
@@ -146,3 +151,23 @@ def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) 
         gates, rows = (t.to(q.dtype) for t in table.gated)
         scores.append(F.softplus(q @ gates.mT) * scale @ rows.mT)  # [..., H, M, R]
     return [sum(scores[1:], scores[0]).gather(-1, index.expand(*q.shape[:-2], *index.shape))] if scores else []
+
+
+def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
+    """All bias tables as one over the offsets of both axes, [H, R] with the classes of prefix tokens last; None without."""
+    tables = [table for table in terms.tables if table.bias is not None]
+    return sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)) if tables else None
+
+
+def _on_lattice(table: Table, grid: Grid) -> Tensor:
+    if table.axis == "hw":
+        return table.bias
+    count, (h, w) = grid.offset_classes(table.axis), (2 * grid.h - 1, 2 * grid.w - 1)
+    own, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
+    own = own[:, :, None].expand(-1, h, w) if table.axis == "h" else own[:, None].expand(-1, h, w)
+    return torch.cat((own.flatten(1), prefix), 1)
+
+
+def meets_content(tables: Sequence[Table]) -> bool:
+    """Whether a table meets queries, keys, values or gates, and so is more than a bias."""
+    return any(part is not None for table in tables for part in (table.query, table.key, table.value, table.gated))

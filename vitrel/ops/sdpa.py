@@ -27,6 +27,11 @@ def refuses(call: Call) -> str:
     return ""
 
 
+def pays(call: Call) -> bool:
+    """Always: it is the plain way."""
+    return True
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
@@ -112,22 +117,21 @@ def _four_dimensional(bias: Tensor) -> Tensor:
 def prepare(
     q: Tensor, k: Tensor, terms: Terms, grid: Grid, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes (a tensor scale is folded into q).
+    """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes; the temperature goes into q.
 
     slot: place in its window of every row of q and k [B, H, L*N, D], whose bias is then [.., H, L*N, N]; without it the bias is
     that of `grid`.
     """
     q = with_query_bias(q, terms)
-    width_scale = q.shape[-1] ** -0.5
-    scale = terms.scale * width_scale
+    scale = terms.logit_scale(q.shape[-1])
     if slot is None:
         bias = table_logits(q, k, terms.tables, grid, scale)
     else:
         bias = _window_logits(q, k, terms, grid, slot, scale)
     q, k = rotated(q, k, terms)
-    if isinstance(terms.scale, Tensor):
-        return q * terms.scale.to(q.dtype), k, bias, width_scale
-    return q, k, bias, scale
+    if terms.temperature is not None:
+        q = q * terms.temperature.to(q.dtype)
+    return q, k, bias, terms.scale * q.shape[-1] ** -0.5
 
 
 def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tensor, scale: float | Tensor) -> Tensor | None:

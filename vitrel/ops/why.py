@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vitrel.ops import dispatch
-from vitrel.ops.dispatch import AUTO, BACKENDS, Call, chosen, pays
+from vitrel.ops.dispatch import BACKENDS, Call, chosen, considers, is_auto
 
 
 @contextlib.contextmanager
@@ -15,7 +15,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     The environment variable VITREL_BACKEND does the same for a process. ValueError for an unknown name.
     """
-    if name != "auto" and name not in BACKENDS:
+    if not is_auto(name) and name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
     before = chosen["auto"]
     chosen["auto"] = name
@@ -52,15 +52,15 @@ def _text(call: Call, name: str, asked: str) -> str:
     windows = f" in windows of {call.window[0]}x{call.window[1]}" if call.window else ""
     where = f"{h}x{w}{f' + {prefix}' if prefix else ''} tokens{windows}"
     kind = "training" if call.grad else "inference"
-    forced = asked if asked != "auto" else chosen["auto"]
-    how = "first of auto that serves it" if forced == "auto" else "asked for by name"
+    asked = chosen["auto"] if is_auto(asked) and chosen["auto"] != "auto" else asked
+    how = f"first of {asked} that serves it" if is_auto(asked) else "asked for by name"
     lines = [
         f"{call.entry}, {where}, {call.queries} queries, {call.heads} heads of {call.width}, "
         f"{str(call.dtype).removeprefix('torch.')} on {call.device.type}, {kind}: {name} ({how})"
     ]
     for other, module in BACKENDS.items():
         if other != name:
-            auto = other in AUTO and pays(module, call)
+            auto = considers(asked, other) and module.pays(call)
             reason = module.refuses(call) or (f"comes after {name}" if auto else "serves it when asked for by name")
             lines.append(f"    {other}: {reason}")
     return "\n".join(lines)

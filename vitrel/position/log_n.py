@@ -26,15 +26,15 @@ def apply_logit_scale(encoding: PositionEncoding, logit_scale: str, grid: Grid) 
 
 
 class LogN:
-    """Forward hook of an encoding: multiplies Terms.scale by sqrt(log N / log N_train), N = grid.tokens, prefix included."""
+    """Forward hook of an encoding: multiplies Terms.temperature by sqrt(log N / log N_train), N = grid.tokens."""
 
     def __init__(self, grid: Grid):
         self.trained = grid
 
     def __call__(self, encoding: nn.Module, args: tuple, kwargs: dict, terms: Terms) -> Terms:
         device = next((t.device for t in (*encoding.parameters(), *encoding.buffers())), None)
-        scale = temperature(self.trained, args[0] if args else kwargs["grid"], device)
-        return terms._replace(scale=terms.scale * scale)
+        found = temperature(self.trained, args[0] if args else kwargs["grid"], device)
+        return terms._replace(temperature=found if terms.temperature is None else terms.temperature * found)
 
 
 def temperature(trained: Grid, grid: Grid, device: torch.device | None = None) -> torch.Tensor:

@@ -56,7 +56,7 @@ class RopeAxial(PositionEncoding):
             rotary = rotary_terms((at * _frequencies(*grid[:2], *how, device=device)).flatten(1)[None], grid)
         else:
             rotary = _axial_rotation(*grid, *how, device=device)
-        return Terms(rotary=tuple(rotary), scale=self.scaling.temperature(grid, device))
+        return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
 
     @property
     def refers_to_grid(self) -> bool:
@@ -151,7 +151,7 @@ class RopeMixed(PositionEncoding):
         y, x = at.unbind(-1)  # [N] each
         # Written out, not as a matrix product: autocast would round the angles.
         angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, N, D/2]
-        return Terms(rotary=(angle.cos(), angle.sin()), scale=self.scaling.temperature(grid, freqs.device))
+        return Terms(rotary=(angle.cos(), angle.sin()), temperature=self.scaling.temperature(grid, freqs.device))
 
     @property
     def refers_to_grid(self) -> bool:

@@ -56,9 +56,9 @@ class Scaling(NamedTuple):
         divided = 1 - ((turns - self.turns[0]) / (self.turns[1] - self.turns[0])).clamp(0, 1)
         return freqs * (1 - divided * (1 - 1 / growth))
 
-    def temperature(self, grid: Grid, device: torch.device) -> float | Tensor:
-        """What it multiplies content logits by on `grid`, 0-d."""
-        return _temperature(*grid[:2], self.trained[:2], device=device) if self.rule == "yarn" else 1.0
+    def temperature(self, grid: Grid, device: torch.device) -> Tensor | None:
+        """What it multiplies content logits by on `grid`, 0-d, or None."""
+        return _temperature(*grid[:2], self.trained[:2], device=device) if self.rule == "yarn" else None
 
     def resized(self, grid: Grid) -> dict[str, int]:
         """PositionEncoding.resized: no parameter is resampled, the frequencies are read by a rule."""

@@ -7,6 +7,7 @@ place where position meets content.
 
 import abc
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple, TypedDict
@@ -29,7 +30,7 @@ class Factory(TypedDict, total=False):
 class Table(NamedTuple):
     """Rows looked up by the offset class r = grid.index(axis)[i, j] of query i and key j; the tables of an encoding are summed.
 
-    `scale` below is D**-0.5 times Terms.scale; q, k are unrotated, q includes Terms.query_bias. gated rows are weighed by the
+    `scale` below is Terms.logit_scale(D); q, k are unrotated, q includes Terms.query_bias. gated rows are weighed by the
     query's content: logit[i, j] += scale * sum_g softplus(q[i] . a[g]) * rows[r, g].
     """
 
@@ -44,16 +45,23 @@ class Table(NamedTuple):
 class Terms(NamedTuple):
     """All that a position encoding adds to a transformer, as tensors.
 
-    The content logit is scale * D**-0.5 * rotate(q + query_bias) . rotate(k). Query and key tables meet the *unrotated* q and k
-    (rotating first would break translation invariance). `scale` multiplies content, query and key terms, never `Table.bias`.
+    The content logit is scale * temperature * D**-0.5 * rotate(q + query_bias) . rotate(k). Query and key tables meet the
+    *unrotated* q and k (rotating first would break translation invariance). `scale` and `temperature` multiply content, query
+    and key terms, never `Table.bias`.
     """
 
     tokens: Tensor | None = None  # [N, C]  added once, after patch embedding
     rotary: tuple[Tensor, Tensor] | None = None  # (cos, sin), each [H|1, N, D/2]; 1 and 0 on prefix rows
     key_rotary: tuple[Tensor, Tensor] | None = None  # of the keys, where not that of the queries (xPos)
     query_bias: Tensor | None = None  # [H, D]
-    scale: float | Tensor = 1.0  # a 0-d tensor where it depends on the grid (a float would cost a graph per size)
+    scale: float = 1.0  # the same on every grid
+    temperature: Tensor | None = None  # 0-d, a factor that depends on the grid: as a float it would cost a graph per size
     tables: tuple[Table, ...] = ()
+
+    def logit_scale(self, width: int) -> float | Tensor:
+        """The factor of content, query and key terms for heads of this width D: scale * temperature * D**-0.5."""
+        scale = self.scale * width**-0.5
+        return scale if self.temperature is None else scale * self.temperature
 
 
 class PositionEncoding(nn.Module, abc.ABC):
@@ -155,22 +163,21 @@ class Composition(PositionEncoding):
 
 
 def combine(*terms: Terms) -> Terms:
-    """The sum of several encodings' terms: tokens, query biases and tables add up, scales multiply.
+    """The sum of several encodings' terms: tokens, query biases and tables add up, scales and temperatures multiply.
 
     Raises ValueError for two rotary terms, since a rotation of a rotation has no agreed meaning.
     """
     rotary = [t for t in terms if t.rotary is not None]
     if len(rotary) > 1:
         raise ValueError("two rotary encodings cannot be combined: choose one of the rope_* keys")
-    scale: float | Tensor = 1.0
-    for t in terms:
-        scale = scale * t.scale
+    temperatures = [t.temperature for t in terms if t.temperature is not None]
     return Terms(
         tokens=_sum(t.tokens for t in terms),
         rotary=rotary[0].rotary if rotary else None,
         key_rotary=rotary[0].key_rotary if rotary else None,
         query_bias=_sum(t.query_bias for t in terms),
-        scale=scale,
+        scale=math.prod(t.scale for t in terms),
+        temperature=math.prod(temperatures[1:], start=temperatures[0]) if temperatures else None,
         tables=tuple(table for t in terms for table in t.tables),
     )
 

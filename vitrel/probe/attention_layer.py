@@ -15,7 +15,7 @@ class Layer(NamedTuple):
 
     `content` is the same layer without position: the softmax of the same q and k under the same mask, without tables, rotation
     and query bias. A field of view (xpos, lookhere) is a table, so `content` sees what it hides. A scale that depends on the
-    grid (log_n, yarn: a tensor in `Terms.scale`) is 1 there; a constant one (deberta) stays, as does the learned scale of
+    grid (log_n, yarn: `Terms.temperature`) is 1 there; a constant one (deberta) stays, as does the learned scale of
     cosine attention. What position adds to tokens is in q and k, and stays too. `position` is what it adds to the logits.
     """
 

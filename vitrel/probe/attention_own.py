@@ -40,6 +40,9 @@ class _Watching:
     def refuses(self, call: Call) -> str:
         return ""  # the backend in use will say so itself
 
+    def pays(self, call: Call) -> bool:
+        return False
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float
     ) -> Tensor:
@@ -71,7 +74,7 @@ class _Watching:
 
     def _show(self, where: Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> None:
         q, k = wide(q), wide(k)
-        bare = Terms(scale=1.0 if isinstance(terms.scale, Tensor) else terms.scale)
+        bare = Terms(scale=terms.scale)
         with no_autocast(q.device):
             logits = masked_logits(q, k, terms, grid, mask)
             content = masked_logits(q, k, bare, grid, mask) if self.position else None

@@ -64,13 +64,13 @@ def explain(
     at = [i - (grid.tokens - q.shape[-2]) for i in queries]
     added = {name: _part(t, heads, at) for name, t in steps.pop("added").items()}
     tensors = {name: _part(t, heads, at) for name, t in steps.items()}
-    about = _title(position, options), grid, names, tuple(heads), tuple(queries), q.shape[-1], terms.scale
+    about = _title(position, options), grid, names, tuple(heads), tuple(queries), q.shape[-1], terms.scale, terms.temperature
     return Explanation(*about, added=added, **tensors)
 
 
 def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> dict:
     """The tensors of an Explanation, of all heads and queries."""
-    bare = Terms(scale=1.0 if isinstance(terms.scale, Tensor) else terms.scale)
+    bare = Terms(scale=terms.scale)
     output_without = attention(q, k, v, bare, grid, mask, backend="reference")
     raw, scaled, unbiased = q @ k.mT, masked_logits(q, k, bare, grid), masked_logits(q, k, bare, grid, mask)
     added, (q, k, v) = {}, _with_tokens(q, k, v, terms)
@@ -114,9 +114,10 @@ def _added(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> dict
                 name = f"{label}[{_AXES[table.axis]}]"
                 twins = sum(known.startswith(name) for known in added)
                 added[f"{name} {twins + 1}" if twins else name] = table_logits(with_bias, k, (one,), grid, scale)
-    if isinstance(terms.scale, Tensor):
+    if terms.temperature is not None:
         content = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
-        added["temperature"] = masked_logits(q, k, content, grid) - masked_logits(q, k, content._replace(scale=1.0), grid)
+        without = content._replace(temperature=None)
+        added["temperature"] = masked_logits(q, k, content, grid) - masked_logits(q, k, without, grid)
     return added
 
 

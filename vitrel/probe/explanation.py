@@ -40,7 +40,8 @@ class Explanation:
     heads: tuple[int, ...]
     queries: tuple[int, ...]  # numbers of tokens, prefix tokens first
     width: int  # D
-    scale: float | Tensor  # Terms.scale: constant, then part of `scaled`; or a temperature of this grid, a term in `added`
+    scale: float  # Terms.scale, part of `scaled`
+    temperature: Tensor | None  # Terms.temperature, a term in `added`
     raw: Tensor  # [H, M, N] q.k
     scaled: Tensor  # [H, M, N]
     added: dict[str, Tensor]  # {term of position: [H, M, N] what it adds to the logits}
@@ -70,11 +71,12 @@ class Explanation:
     def _columns(self) -> dict[str, tuple[str, Tensor]]:
         """{title: (what it is, [H, M, N])} in the order of the steps."""
         factor = f"s q.k, s = {self.width}^-1/2"
-        if not isinstance(self.scale, Tensor) and self.scale != 1:
+        if self.scale != 1:
             factor += f" times {self.scale:.4f}"
         columns = {"q.k": (f"raw score of query and key, {self.width} channels", self.raw), "scaled": (factor, self.scaled)}
         for name, part in self.added.items():
-            columns[name] = "+ " + _MEANING[name.split("[")[0]].format(float(self.scale)), part
+            number = 1.0 if self.temperature is None else float(self.temperature)
+            columns[name] = "+ " + _MEANING[name.split("[")[0]].format(number), part
         if self.added:
             columns["biased"] = "scaled and all that position adds", self.biased
         logits = "biased" if self.added else "scaled"

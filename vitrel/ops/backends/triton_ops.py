@@ -2,7 +2,7 @@
 
 Flat tensors, ints and floats, since schemas hold no named tuples; sizes are arguments, so that a compiled model meets no graph
 break. (The global kernels themselves are compiled anew for sizes that are 1 or divisible by 16 where others were not.)
-Imported by vitrel.ops.triton_backend when it is first asked to compute, so that neither it nor Triton is needed elsewhere.
+Imported by `triton_backend` when it is first asked to compute, so that neither it nor Triton is needed elsewhere.
 Gradients of gradients are not defined.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops import triton_global, triton_global_backward, triton_window, triton_window_backward
+from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
 
 _Maybe = Optional[Tensor]  # noqa: UP045  what infer_schema of torch 2.11 reads
 
@@ -22,7 +22,7 @@ _Maybe = Optional[Tensor]  # noqa: UP045  what infer_schema of torch 2.11 reads
 def window_op(
     qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, window: Sequence[int], shift: Sequence[int], heads: int, scale: float
 ) -> Tensor:
-    """[B, h, w, 3C] -> [B, h, w, C]; see `vitrel.ops.triton_window.window_forward`."""
+    """[B, h, w, 3C] -> [B, h, w, C]; see `triton_window.window_forward`."""
     return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale)
 
 
@@ -73,7 +73,7 @@ window_op.register_autograd(_window_gradients, setup_context=_keep_window)
 def biased_op(
     q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, M, D], [B, H, N, D] twice -> [B, H, M, D] and its log-sum-exp; see `vitrel.ops.triton_global.biased_forward`."""
+    """[B, H, M, D], [B, H, N, D] twice -> [B, H, M, D] and its log-sum-exp; see `triton_global.biased_forward`."""
     return triton_global.biased_forward(q, k, v, bias, rows, columns, Grid(h, w, prefix), scale)
 
 

@@ -20,7 +20,7 @@ from vitrel.ops import reference
 from vitrel.position.terms import Table, Terms
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from vitrel.ops import triton_global, triton_global_backward  # noqa: E402
+from vitrel.ops.backends import triton_global, triton_global_backward  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -1,4 +1,4 @@
-"""Gradients of the global attention of vitrel.ops.triton_global, in Triton: no [N, N] tensor, and the same bits in every run.
+"""Gradients of the attention of vitrel.ops.backends.triton_global, in Triton: no [N, N] tensor, and the same bits in every run.
 
 Algorithm: three kernels compute the weights again, p = exp(logit - lse), and ds = p (grad_out.v - out.grad_out), tile by tile.
 `_queries`: a program owns BLOCK_M queries and walks over the keys: dq, row and column gradients, the sum of ds at prefix keys.
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.triton_global import (
+from vitrel.ops.backends.triton_global import (
     LOG2E,
     PREFIX_LANES,
     _column_terms,

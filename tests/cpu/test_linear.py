@@ -1,15 +1,13 @@
-"""Products in oneDNN: linear layers, MLPs and attention against float64, forward and backward, also in many chunks."""
+"""Products in oneDNN: linear layers and MLPs against float64, forward and backward, also in many chunks."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitrel import Grid, Table, Terms
-from vitrel.cpu import onednn
-from vitrel.cpu.onednn import LinearFunction, MlpFunction, blockwise_attention, chunks, mlp, onednn_is_faster, product, takes
-from vitrel.ops import reference
-from vitrel.ops.rows import expanded
+from vitrel.cpu import linear
+from vitrel.cpu.linear import LinearFunction, MlpFunction, chunks, mlp, onednn_is_faster
+from vitrel.ops.backends.onednn import product, takes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -70,7 +68,7 @@ def test_linear_of_what_is_not_contiguous(function):
 @pytest.mark.parametrize("rows", [1, 11])
 def test_mlp(rows, biases, chunk, monkeypatch):
     """Rows one by one, in fours, and all at once."""
-    monkeypatch.setattr(onednn, "CHUNK", chunk)
+    monkeypatch.setattr(linear, "CHUNK", chunk)
     bias1, bias2 = (torch.randn(n) if there else None for n, there in zip((24, 10), biases, strict=True))
     inputs = torch.randn(rows, 6), torch.randn(24, 6), bias1, torch.randn(10, 24), bias2
     assert_near(*both(MlpFunction.apply, plain_mlp, inputs))
@@ -79,7 +77,7 @@ def test_mlp(rows, biases, chunk, monkeypatch):
 
 @pytest.mark.parametrize("learned", [(0, 1, 1, 1, 1), (1, 0, 0, 0, 0), (0, 0, 0, 0, 1), (1, 0, 1, 1, 0)], ids=str)
 def test_mlp_in_part_frozen(learned, monkeypatch):
-    monkeypatch.setattr(onednn, "CHUNK", 48)
+    monkeypatch.setattr(linear, "CHUNK", 48)
     inputs = torch.randn(9, 6), torch.randn(24, 6), torch.randn(24), torch.randn(6, 24), torch.randn(6)
     assert_near(*both(MlpFunction.apply, plain_mlp, inputs, list(map(bool, learned))))
 
@@ -135,28 +133,10 @@ def test_what_it_takes_runs():
 
 @pytest.mark.parametrize(("count", "numbers"), [(1, 5), (10, 3), (7, 1000), (8, 4), (0, 4), (3, 0)])
 def test_chunks_hold_every_row_once(count, numbers, monkeypatch):
-    monkeypatch.setattr(onednn, "CHUNK", 12)
+    monkeypatch.setattr(linear, "CHUNK", 12)
     found = list(chunks(count, numbers))
     assert [i for own in found for i in range(own.start, own.stop)] == list(range(count))
     assert all(own.stop - own.start <= max(1, 12 // max(numbers, 1)) for own in found)
-
-
-@pytest.mark.parametrize("grid", [Grid(3, 5), Grid(17, 16, 1), Grid(2, 300, 3), Grid(1, 1)], ids=str)
-@pytest.mark.parametrize("what", ["table", "nothing", "field of view", "blind"])
-def test_blockwise_attention(grid, what):
-    """Against softmax in float64, in several blocks of queries; a query that sees no key returns 0."""
-    q, k, v = (torch.randn(2, 3, grid.tokens, 8) for _ in range(3))
-    bias = torch.randn(3, grid.classes())
-    if what == "field of view":
-        bias[:, : grid.offset_classes() // 2] = -torch.inf
-    if what == "blind":
-        bias[1] = -torch.inf
-    terms = Terms(tables=() if what == "nothing" else (Table(bias=bias.double()),))
-    expected = reference.attention(*(x.double() for x in (q * 8**0.5, k, v)), terms, grid).transpose(1, 2).flatten(2)
-    lines = None if what == "nothing" else expanded(bias, grid)
-    assert_near([blockwise_attention(q, k, v, lines, grid)], [expected])
-    if what == "blind":
-        assert (expected[..., 8:16] == 0).all() and (expected[..., :8] != 0).all()
 
 
 def test_the_timing_draws_nothing(monkeypatch):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from vitrel.constants import is_exporting
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, rotated, with_query_bias
+from vitrel.ops.reference import Call, lattice_bias, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
-from vitrel.position.terms import Table, Terms
+from vitrel.position.terms import Terms
 
 
 def refuses(call: Call) -> str:
@@ -41,10 +41,10 @@ def refuses(call: Call) -> str:
         if table.query is not None and (windowed or table.axis == "hw"):
             return "its kernels take query tables of one axis, and under global attention only"
     if windowed:
-        from vitrel.ops.triton_window import window_refuses
+        from vitrel.ops.backends.triton_window import window_refuses
 
         return window_refuses(call.dtype, call.width, call.window)
-    from vitrel.ops.triton_global import biased_refuses
+    from vitrel.ops.backends.triton_global import biased_refuses
 
     return biased_refuses(call.dtype, call.width, call.grid, call.queries, any(t.query is not None for t in call.terms.tables))
 
@@ -58,16 +58,14 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
     """See vitrel.ops.attention."""
-    from vitrel.ops import triton_ops  # registers the operators
+    from vitrel.ops.backends import triton_ops  # registers the operators
 
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (x.expand(*shape, *x.shape[-2:]) for x in (q, k, v))
     q = with_query_bias(q, terms)
-    scale = q.shape[-1] ** -0.5
-    if isinstance(terms.scale, Tensor):
-        q = q * terms.scale.to(q.dtype)
-    else:
-        scale = scale * terms.scale
+    scale = terms.scale * q.shape[-1] ** -0.5
+    if terms.temperature is not None:
+        q = q * terms.temperature.to(q.dtype)
     rows, columns = (_axis_scores(q, terms, grid, axis, scale) for axis in ("h", "w"))
     turned_q, turned_k = rotated(q, k, terms)
     return triton_ops.biased_op(turned_q, turned_k, v, lattice_bias(terms, grid), rows, columns, *grid, scale)[0]
@@ -83,35 +81,17 @@ def window_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """See vitrel.ops.window_attention."""
-    from vitrel.ops import triton_ops
+    from vitrel.ops.backends import triton_ops
 
     width = qkv.shape[-1] // (3 * num_heads)
-    factor, scale = 1.0, width**-0.5
-    if isinstance(terms.scale, Tensor):
-        factor = terms.scale.to(qkv.dtype)
-    else:
-        scale = scale * terms.scale
-    if terms.query_bias is not None or isinstance(factor, Tensor):  # neither occurs with what is usual in windows: a copy
+    scale = terms.scale * width**-0.5
+    if terms.query_bias is not None or terms.temperature is not None:  # neither is usual in windows: a copy
         added = 0.0 if terms.query_bias is None else terms.query_bias.flatten().to(qkv.dtype)
+        factor = 1.0 if terms.temperature is None else terms.temperature.to(qkv.dtype)
         q, others = qkv.tensor_split((num_heads * width,), -1)
         qkv = torch.cat(((q + added) * factor, others), -1)
     cos, sin = terms.rotary or (None, None)
     return triton_ops.window_op(qkv, lattice_bias(terms, Grid(*window)), cos, sin, window, shift, num_heads, scale)
-
-
-def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
-    """All bias tables as one over the offsets of both axes, [H, R] with the classes of prefix tokens last; None without."""
-    tables = [table for table in terms.tables if table.bias is not None]
-    return sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)) if tables else None
-
-
-def _on_lattice(table: Table, grid: Grid) -> Tensor:
-    if table.axis == "hw":
-        return table.bias
-    count, (h, w) = grid.offset_classes(table.axis), (2 * grid.h - 1, 2 * grid.w - 1)
-    own, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
-    own = own[:, :, None].expand(-1, h, w) if table.axis == "h" else own[:, None].expand(-1, h, w)
-    return torch.cat((own.flatten(1), prefix), 1)
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, columns, reference, why
+from vitrel.ops import attention, reference, why
+from vitrel.ops.backends import augmented_qk
 from vitrel.ops.dispatch import Call
 from vitrel.position.alibi import alibi_slopes
 
@@ -35,7 +36,7 @@ def both(encoding, grid, queries, dtype=double):
     """Outputs of the last queries and all gradients, by columns and by the reference."""
     q, k, v = (torch.randn(2, 2, grid.tokens, 8, dtype=dtype, requires_grad=True) for _ in range(3))
     weight, found = torch.randn(2, 2, queries, 8, dtype=dtype), []
-    for backend in (columns, reference):
+    for backend in (augmented_qk, reference):
         out = backend.attention(q[:, :, -queries:], k, v, encoding(grid), grid)
         gradients = torch.autograd.grad((out * weight).sum(), [q, k, v, *encoding.parameters()], allow_unused=True)
         found.append([out, *(g for g in gradients if g is not None)])
@@ -52,7 +53,7 @@ def bias_terms(grid, heads=2, std=0.5, dtype=torch.float32):
 def test_equals_the_reference(key, options, grid):
     """Outputs and all gradients, all queries and the last row of them."""
     encoding = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double, **options))
-    assert not columns.refuses(call(encoding(grid), grid))
+    assert not augmented_qk.refuses(call(encoding(grid), grid))
     for queries in (grid.tokens, grid.w):
         for a, b in zip(*both(encoding, grid, queries), strict=True):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
@@ -64,18 +65,18 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
         (31, False, plain, False), (32, False, plain, True), (63, True, plain, False), (64, True, plain, True),
         (13, True, values, False), (14, True, values, True),
     ):  # fmt: skip
-        assert columns.pays(call(terms, Grid(side, side), grad=grad)) is taken
+        assert augmented_qk.pays(call(terms, Grid(side, side), grad=grad)) is taken
     asked = Terms(tables=(Table("h", query=torch.zeros(1, 63, 8)), Table("w", query=torch.zeros(1, 63, 8))))
-    assert not columns.pays(call(asked, Grid(47, 47), grad=True))
-    assert columns.pays(call(asked, Grid(48, 48), grad=True))
+    assert not augmented_qk.pays(call(asked, Grid(47, 47), grad=True))
+    assert augmented_qk.pays(call(asked, Grid(48, 48), grad=True))
     for side, batch, terms, taken in ((32, 2, plain, False), (64, 3, plain, True), (64, 4, plain, False), (32, 8, asked, True)):
-        assert columns.pays(call(terms, Grid(side, side), batch=batch)) is taken  # a mask of biases serves every image
-    assert not columns.pays(call(plain, Grid(64, 64), device=torch.device("cuda")))
+        assert augmented_qk.pays(call(terms, Grid(side, side), batch=batch)) is taken  # a mask of biases serves every image
+    assert not augmented_qk.pays(call(plain, Grid(64, 64), device=torch.device("cuda")))
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
     text = why(attention, q, k, v, asked, grid)
-    assert ": columns (first of auto that serves it)" in text
-    assert "    sdpa: comes after columns" in text
+    assert ": augmented_qk (first of auto that serves it)" in text
+    assert "    sdpa: comes after augmented_qk" in text
     torch._dynamo.reset()
     graphs = []
     compiled = torch.compile(
@@ -85,21 +86,21 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
     torch.testing.assert_close(compiled(q, k, v, terms, grid), attention(q, k, v, terms, grid), atol=1e-5, rtol=1e-5)
     assert "attn_mask = bias" in graphs[0]  # compiled, the choice does not depend on the size
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    assert not columns.pays(call(terms, grid))
+    assert not augmented_qk.pays(call(terms, grid))
 
 
-def test_scale_as_a_tensor():
+def test_temperature():
     """As of log_n: it multiplies all that content does, and no bias."""
     grid = Grid(3, 4, 1)
     encoding = create_position("factorised+deberta+pape", grid, 2, 8, dtype=double)
     terms = perturbed(encoding)(grid)
     axes = Table("w", gated=(torch.randn(2, 3, 8, dtype=double), torch.randn(2, grid.classes("w"), 3, dtype=double)))
     tables = (*(table for table in terms.tables if table.axis != "hw"), axes)
-    terms = terms._replace(scale=torch.tensor(0.7, dtype=double), tables=tables)
+    terms = terms._replace(temperature=torch.tensor(0.7, dtype=double), tables=tables)
     q, k, v = torch.randn(3, 2, 2, grid.tokens, 8, dtype=double)
-    out, expected = (backend.attention(q, k, v, terms, grid) for backend in (columns, reference))
+    out, expected = (backend.attention(q, k, v, terms, grid) for backend in (augmented_qk, reference))
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
-    assert not out.allclose(columns.attention(q, k, v, terms._replace(scale=1.0), grid))
+    assert not out.allclose(augmented_qk.attention(q, k, v, terms._replace(temperature=None), grid))
 
 
 @pytest.mark.parametrize("key", ["factorised", "decomposed", "shaw", "deberta"])
@@ -119,7 +120,7 @@ def test_float32_tables_with_half_precision_inputs():
     terms = bias_terms(grid)
     out, exact = (
         backend.attention(*x, terms, grid)
-        for backend, x in ((columns, (q, k, v)), (reference, (q.float(), k.float(), v.float())))
+        for backend, x in ((augmented_qk, (q, k, v)), (reference, (q.float(), k.float(), v.float())))
     )
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), exact, atol=0.02, rtol=0.02)
@@ -142,7 +143,7 @@ def test_hidden_keys(dtype, cast):
         (Table("h", bias=bias), Table("w", bias=300 * torch.randn(2, 9))),
     ):
         with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
-            out = columns.attention(q, k, v, Terms(tables=tables), grid)
+            out = augmented_qk.attention(q, k, v, Terms(tables=tables), grid)
         expected = reference.attention(q.double(), k.double(), v.double(), Terms(tables=tables), grid)
         limit = 1e-4 if (cast or dtype) == torch.float32 else 0.05
         torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
@@ -172,7 +173,7 @@ def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
     terms = encoding(grid)
     terms = terms._replace(tables=tuple(t._replace(bias=torch.randn(1, grid.classes(t.axis))) for t in terms.tables))
     with Sizes():
-        columns.attention(q, k, v, terms, grid).square().sum().backward()
+        augmented_qk.attention(q, k, v, terms, grid).square().sum().backward()
     shape = (1, 1, n, width)
     assert seen == [(shape, shape, shape, {"dropout_p": 0.0, "scale": 8**-0.5})]
     assert encoding.key_h.grad is not None and max(largest) <= n * width < n * n
@@ -186,7 +187,7 @@ def test_a_bias_of_minus_infinity_hides():
         table.bias[:, : grid.offset_classes(table.axis) // 2] = -torch.inf  # keys below and to the right
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         q, k, v = torch.randn(3, 1, 2, 13, 8).to(dtype)
-        out, expected = (b.attention(q, k, v, terms, grid).float() for b in (columns, reference))
+        out, expected = (b.attention(q, k, v, terms, grid).float() for b in (augmented_qk, reference))
         torch.testing.assert_close(out, expected, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0.02)
 
 
@@ -202,7 +203,7 @@ def test_squared_distances_keep_their_precision(side):
     for step in (1, side, side + 1):
         v[:, :, at - step] += torch.eye(8)[1 + (step > 1) + (step > side)]
     last = slice(at, None)  # queries are the last tokens
-    out = columns.attention(q[:, :, last], k, v.bfloat16(), terms, grid)[0, :, 0].float()
+    out = augmented_qk.attention(q[:, :, last], k, v.bfloat16(), terms, grid)[0, :, 0].float()
     exact = reference.attention(q[:, :, last].float(), k.float(), v, terms, grid)[0, :, 0]
     torch.testing.assert_close(out, exact, atol=1e-3, rtol=2**-7)
 
@@ -229,7 +230,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
 def test_refusals(terms, changes, text):
     grid = Grid(2, 3)
-    reason = columns.refuses(call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
+    reason = augmented_qk.refuses(call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
     assert text in reason and bool(text) == bool(reason)
 
 
@@ -237,20 +238,20 @@ def test_refusals(terms, changes, text):
 def test_every_encoding_is_served_or_refused(key, options):
     """Those with tables over one axis alone are served; PaPE's parabolas and all lattices are not."""
     grid = Grid(3, 4)
-    reason = columns.refuses(call(make(key, grid, **options)(grid), grid))
+    reason = augmented_qk.refuses(call(make(key, grid, **options)(grid), grid))
     assert bool(reason) == ((key, options) not in CASES)
 
 
 def test_windows_are_not_served():
     with pytest.raises(ValueError, match="shifted and padded windows need a mask"):
-        columns.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
+        augmented_qk.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["factorised", "shaw"])
 def test_a_sweep_of_sizes_compiles_twice(key):
     counter = CompileCounterWithBackend("aot_eager")
-    attend = torch.compile(columns.attention, backend=counter, fullgraph=True)
+    attend = torch.compile(augmented_qk.attention, backend=counter, fullgraph=True)
     encoding = perturbed(make(key, Grid(4, 5, 1)))
     for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1), Grid(9, 6, 1)):
         q, k, v = torch.randn(3, 2, 2, grid.tokens, 8)

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call
+from vitrel.ops.reference import Call, lattice_bias, meets_content
 from vitrel.ops.sdpa import KEY_ROTARY, prepare
-from vitrel.ops.triton_backend import lattice_bias
 from vitrel.position.terms import Terms, no_autocast, wide
 
 _WINDOWED = "windows are small: their biases are no burden"
@@ -27,7 +26,7 @@ def refuses(call: Call) -> str:
     tables = call.terms.tables
     if call.entry == "window_attention":
         return _WINDOWED
-    if any(part is not None for table in tables for part in (table.query, table.key, table.value, table.gated)):
+    if meets_content(tables):
         return "a table that meets queries, keys, values or gates is no bias of the image's rows"
     if all(table.bias is None for table in tables):
         return "there is no table whose biases could be a burden"
@@ -47,9 +46,11 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """Whether "auto" should come here: where it was measured to be faster than a mask of [H, N, N], and to need far less.
+    """Whether it was measured to be faster than a mask of [H, N, N]; it needs far less memory anywhere.
 
-    With biases that nothing learns SDPA's backward pass is a flash kernel too, and faster until masks are large.
+    Over sdpa, one thread of an EPYC (results/benchmark/amd-epyc/ops): forward 0.98 at 14x14, 1.21 at 28x28, 2.6 at 64x64; in
+    training 0.97 at 28x28 with one table and 1.05 with two, 1.68 at 64x64. With biases that nothing learns SDPA's backward pass
+    is a flash kernel too, and faster until masks are large.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False  # a question about the size would cost another compiled graph
@@ -153,7 +154,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # else the second derivative would silently lack this part
-            raise RuntimeError("backend 'rows' has no second derivatives; use vitrel.ops.use_backend('reference')")
+            raise RuntimeError("backend 'bias_by_row' has no second derivatives; use vitrel.ops.use_backend('reference')")
         saved = ctx.saved_tensors
         q, k, v, lines, prefix, out = map(wide, saved)
         dq, dk, dv, dlines, dprefix = found = [torch.zeros_like(x) for x in (q, k, v, lines, prefix)]

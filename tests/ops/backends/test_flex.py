@@ -7,7 +7,8 @@ import torch
 
 from variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import flex, reference
+from vitrel.ops import reference
+from vitrel.ops.backends import flex
 from vitrel.ops.dispatch import Call
 
 double = torch.float64
@@ -76,10 +77,10 @@ def test_a_field_of_view_and_a_mask_over_keys():
     assert (out == 0).all(-1).any()
 
 
-def test_scale_as_a_tensor():
+def test_temperature():
     grid = Grid(2, 4, 1)
     terms = perturbed(make("pape+deberta", grid, dtype=double))(grid)
-    agree(terms._replace(scale=torch.tensor(0.7, dtype=double)), grid)
+    agree(terms._replace(temperature=torch.tensor(0.7, dtype=double)), grid)
 
 
 def test_inputs_that_require_gradients_without_grad_mode():

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from vitrel import Grid
-from vitrel.cpu.window_kinds import window_kinds
+import vitrel
+from variants import make, perturbed
+from vitrel import Grid, Table, Terms
+from vitrel.ops import attention, why, window_attention
+from vitrel.ops.backends.window_kinds import window_kinds
 from vitrel.ops.window import windows
 
 GRIDS = [(1, 1), (4, 4), (6, 8), (8, 8), (5, 13), (13, 5), (3, 30), (30, 2), (12, 20), (1, 17)]
@@ -51,3 +54,42 @@ def test_a_token_comes_back_from_its_own_slot(size, window, shift):
         assert torch.equal(own, plain + image * grid.tokens)
         kinds = found.visible.repeat_interleave(found.counts, 0)
         assert torch.equal(kinds[slots // n], layout.visible.view(-1, n, n)[layout.inverse // n])
+
+
+def encodings(window):
+    """One of each kind of term that it serves: biases, content tables, rotations, a scale, none, fields of view."""
+    return [make(key, window) for key in ("table", "decomposed", "deberta", "rope_mixed", "none", "lookhere", "transformer_xl")]
+
+
+@pytest.mark.parametrize(("window", "shift"), WINDOWS, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (5, 13), (3, 30)], ids=str)
+def test_against_the_definition(size, window, shift):
+    """Outputs and gradients."""
+    grid = Grid(*size)
+    qkv = torch.randn(2, *size, 3 * 2 * 8, dtype=torch.float64, requires_grad=True)
+    for encoding in encodings(Grid(*window)):
+        encoding = perturbed(encoding.double())
+        learned, found = [qkv, *encoding.parameters()], []
+        for backend in ("window_kinds", "reference"):
+            out = window_attention(qkv, encoding(Grid(*window)), grid, window, shift, 2, backend=backend)
+            found.append([out, *torch.autograd.grad(out.sin().sum(), learned, allow_unused=True)])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+def test_which_calls_it_takes():
+    """In evaluation on a CPU; where operators are recorded another serves."""
+    model = vitrel.create_model("vitrel_swin_n", num_classes=2).eval()
+    image = torch.zeros(1, 3, 64, 64)
+    with torch.no_grad():
+        assert ": window_kinds (first of auto" in why(model, image)
+    assert ": sdpa (first of auto" in why(model, image)
+    with pytest.raises(ValueError, match="global attention has none"):
+        attention(*torch.zeros(3, 1, 1, 6, 4), Terms(), Grid(2, 3), backend="window_kinds")
+    table = Terms(tables=(Table("h", value=torch.zeros(1, 3, 8)),))
+    with pytest.raises(ValueError, match=r"Table\.value"):
+        window_attention(torch.zeros(1, 4, 4, 24), table, Grid(4, 4), (2, 2), (0, 0), 1, backend="window_kinds")
+    with pytest.raises(ValueError, match="read from a tensor"):
+        torch.func.vmap(lambda x: window_attention(x[None], Terms(), Grid(4, 4), (2, 2), (0, 0), 1, backend="window_kinds"))(
+            torch.zeros(2, 4, 4, 24)
+        )

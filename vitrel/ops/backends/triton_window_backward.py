@@ -1,4 +1,4 @@
-"""Gradients of vitrel.ops.triton_window: of qkv, of the bias table, and of the rotary angles where they are learned.
+"""Gradients of vitrel.ops.backends.triton_window: of qkv, of the bias table, and of the rotary angles where they are learned.
 
 Algorithm, windows of at most 64 tokens (`_whole`): a program serves one head and walks over `per` windows. For each it computes
 the softmax anew and from it the gradients of q, k and v, while that of the bias of every pair of slots adds up in registers.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrel.ops.triton_window import (
+from vitrel.ops.backends.triton_window import (
     VARYING,
     Tile,
     _angles,

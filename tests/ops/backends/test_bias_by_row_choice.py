@@ -1,4 +1,4 @@
-"""Which calls the backend `rows` serves, refuses and is taken for by "auto", and that graphs hold another."""
+"""Which calls the backend `bias_by_row` serves, refuses and is taken for by "auto", and that graphs hold another."""
 
 import warnings
 
@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from variants import perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, rows, sdpa, why
+from vitrel.ops import attention, sdpa, why
+from vitrel.ops.backends import bias_by_row
 from vitrel.ops.dispatch import Call
 
 
@@ -46,16 +47,16 @@ REFUSALS.append((Terms(tables=(GATED,)), {}, "a table that meets queries, keys, 
 
 @pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS)
 def test_refusals(terms, changes, text):
-    reason = rows.refuses(call(terms, Grid(2, 3), **changes))
+    reason = bias_by_row.refuses(call(terms, Grid(2, 3), **changes))
     assert text in reason and bool(text) == bool(reason)
 
 
 def test_refusals_of_graphs_and_windows(monkeypatch):
     with pytest.raises(ValueError, match="windows are small: their biases are no burden"):
-        rows.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
+        bias_by_row.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    assert "a graph would hold every row of the image by itself" in rows.refuses(call(BIAS, Grid(2, 3)))
-    assert not rows.pays(call(BIAS, Grid(99, 99)))
+    assert "a graph would hold every row of the image by itself" in bias_by_row.refuses(call(BIAS, Grid(2, 3)))
+    assert not bias_by_row.pays(call(BIAS, Grid(99, 99)))
 
 
 def test_auto_takes_them_where_they_were_measured_to_be_faster():
@@ -67,12 +68,12 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster():
         (27, True, several, False), (28, True, several, True),
         (32, True, BIAS, False), (63, True, BIAS, False), (64, True, BIAS, True),
     ):  # fmt: skip
-        assert rows.pays(call(terms, Grid(side, side), grad=grad)) is taken
-    for grid, taken in ((Grid(32, 32), "rows"), (Grid(4, 300, 1), "rows"), (Grid(7, 5), "sdpa")):
+        assert bias_by_row.pays(call(terms, Grid(side, side), grad=grad)) is taken
+    for grid, taken in ((Grid(32, 32), "bias_by_row"), (Grid(4, 300, 1), "bias_by_row"), (Grid(7, 5), "sdpa")):
         tensors, bias = torch.randn(3, 1, 2, grid.tokens, 8, requires_grad=True), learned_table(grid)
         text = why(attention, *tensors, Terms(tables=(Table(bias=bias),)), grid)
         assert f": {taken} (first of auto that serves it)" in text
-    assert "    rows: serves it when asked for by name" in text
+    assert "    bias_by_row: serves it when asked for by name" in text
     tensors = torch.randn(3, 1, 2, 1024, 8)
     terms = Terms(tables=(Table(bias=learned_table(Grid(32, 32))),))
     torch.testing.assert_close(attention(*tensors, terms, Grid(32, 32)), sdpa.attention(*tensors, terms, Grid(32, 32)))

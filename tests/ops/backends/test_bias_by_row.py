@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from variants import perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, reference, rows, sdpa
+from vitrel.ops import attention, reference, sdpa
+from vitrel.ops.backends import bias_by_row
 
 double = torch.float64
 GRIDS = [Grid(3, 4), Grid(5, 2, 1), Grid(2, 5, 3), Grid(1, 6), Grid(6, 1, 1), Grid(1, 1), Grid(1, 1, 1), Grid(24, 14, 3)]
@@ -76,7 +77,7 @@ def test_equals_the_loops(grid, axes):
     """24x14 takes several blocks of queries, the last one shorter."""
     tables, (q, k, v) = {axis: table(grid, axis) for axis in axes}, inputs(grid)
     terms, weight = Terms(tables=tuple(Table(axis, bias=t) for axis, t in tables.items())), torch.randn(q.shape, dtype=double)
-    out, *gradients = results(rows, (q, k, v), terms, grid, [q, k, v, *tables.values()], weight)
+    out, *gradients = results(bias_by_row, (q, k, v), terms, grid, [q, k, v, *tables.values()], weight)
     arrays = [x.detach().numpy() for x in (q, k, v)]
     expected = oracle(*arrays, {axis: t.detach().numpy() for axis, t in tables.items()}, grid, 8**-0.5, weight.numpy())
     np.testing.assert_allclose(out.detach().numpy(), expected[0], atol=1e-12)
@@ -92,7 +93,7 @@ def test_other_terms_beside_tables(grid, scale):
     bias, added, (q, k, v) = table(grid), torch.randn(2, 8, dtype=double, requires_grad=True), inputs(grid)
     others = {"query_bias": added, "scale": scale, "tables": (Table(bias=bias),) * 2}
     learned = [q, k, v, bias, added, *rope.parameters(), *([scale] if isinstance(scale, torch.Tensor) else [])]
-    found, expected = (results(b, (q, k, v), rope(grid)._replace(**others), grid, learned) for b in (rows, reference))
+    found, expected = (results(b, (q, k, v), rope(grid)._replace(**others), grid, learned) for b in (bias_by_row, reference))
     assert_equal(found, expected)
 
 
@@ -113,7 +114,7 @@ def test_leading_dimensions_broadcast(grid, shapes):
     bias = table(grid)
     tensors = [torch.randn(*shape, 2, grid.tokens, 8, dtype=double, requires_grad=True) for shape in shapes]
     found, expected = (
-        results(b, tensors, Terms(tables=(Table(bias=bias),)), grid, [*tensors, bias]) for b in (rows, reference)
+        results(b, tensors, Terms(tables=(Table(bias=bias),)), grid, [*tensors, bias]) for b in (bias_by_row, reference)
     )
     assert_equal(found, expected)
 
@@ -123,7 +124,9 @@ def test_heads_share_keys_and_inputs_need_not_be_contiguous():
     q = torch.randn(2, grid.tokens, 8, 2, dtype=double, requires_grad=True)
     k, v = torch.randn(2, 2, 1, 8, grid.tokens, dtype=double).requires_grad_().unbind(0)
     views = q.permute(0, 3, 1, 2), k.mT, v.mT
-    found, expected = (results(b, views, Terms(tables=(Table(bias=bias),)), grid, [q, k, v, bias]) for b in (rows, reference))
+    found, expected = (
+        results(b, views, Terms(tables=(Table(bias=bias),)), grid, [q, k, v, bias]) for b in (bias_by_row, reference)
+    )
     assert_equal(found, expected)
 
 
@@ -131,11 +134,11 @@ def test_what_is_not_learned_gets_no_gradient():
     grid = Grid(5, 4, 1)
     bias, (q, k, v) = table(grid), inputs(grid)
     fixed = Terms(tables=(Table(bias=bias.detach()),))
-    assert_equal(*(results(b, (q, k, v), fixed, grid, [q, k, v]) for b in (rows, reference)))
+    assert_equal(*(results(b, (q, k, v), fixed, grid, [q, k, v]) for b in (bias_by_row, reference)))
     frozen, terms = [x.detach() for x in (q, k, v)], Terms(tables=(Table(bias=bias),))
-    assert_equal(*(results(b, frozen, terms, grid, [bias]) for b in (rows, reference)))
-    assert_equal(*(results(b, (frozen[0], k, frozen[2]), terms, grid, [k, bias]) for b in (rows, reference)))
-    assert not rows.attention(*frozen, fixed, grid).requires_grad
+    assert_equal(*(results(b, frozen, terms, grid, [bias]) for b in (bias_by_row, reference)))
+    assert_equal(*(results(b, (frozen[0], k, frozen[2]), terms, grid, [k, bias]) for b in (bias_by_row, reference)))
+    assert not bias_by_row.attention(*frozen, fixed, grid).requires_grad
 
 
 def errors(backend, tensors, terms, grid, learned, exact, cast):
@@ -159,7 +162,7 @@ def test_lower_precision(dtype, of_bias, cast):
     learned, terms = [*tensors, bias], Terms(tables=(Table(bias=bias),))
     exact = [x.detach().double().requires_grad_() for x in learned]
     exact = results(reference, exact[:3], Terms(tables=(Table(bias=exact[3]),)), grid, exact)
-    (own, found), (peer, expected) = (errors(b, tensors, terms, grid, learned, exact, cast) for b in (rows, sdpa))
+    (own, found), (peer, expected) = (errors(b, tensors, terms, grid, learned, exact, cast) for b in (bias_by_row, sdpa))
     assert [x.dtype for x in found] == [x.dtype for x in expected]
     assert all(a <= 2 * b + 1e-13 for a, b in zip(own, peer, strict=True)), (own, peer)
 
@@ -175,7 +178,7 @@ def test_hidden_keys(dtype):
     for bias in (half, alone, blind):
         bias.requires_grad_()
         tensors, terms = inputs(grid, dtype=dtype), Terms(tables=(Table(bias=bias),))
-        own, peer = (results(b, tensors, terms, grid, [*tensors, bias]) for b in (rows, reference))
+        own, peer = (results(b, tensors, terms, grid, [*tensors, bias]) for b in (bias_by_row, reference))
         assert all(x.isfinite().all() for x in own)
         for a, b in zip(own, peer, strict=True):
             torch.testing.assert_close(a, b, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=3e-2)
@@ -186,7 +189,7 @@ def test_a_field_of_view_of_lookhere():
     grid = Grid(7, 5, 1)
     terms, tensors = create_position("lookhere", grid, 2, 8, fov=90, dtype=double)(grid), inputs(grid)
     assert terms.tables[0].bias.isneginf().any()
-    assert_equal(*(results(b, tensors, terms, grid, tensors) for b in (rows, reference)))
+    assert_equal(*(results(b, tensors, terms, grid, tensors) for b in (bias_by_row, reference)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -195,7 +198,7 @@ def test_checkpointing(reentrant):
     bias, tensors = table(grid), inputs(grid)
 
     def attend(q, k, v, bias):
-        return rows.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
+        return bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
 
     checkpoint(attend, *tensors, bias, use_reentrant=reentrant).square().sum().backward()
     found = [x.grad for x in (*tensors, bias)]
@@ -207,11 +210,11 @@ def test_second_derivatives_are_refused():
     """Aloud: autograd would leave out what a part without them adds to the second derivative."""
     grid = Grid(3, 4)
     bias, (q, k, v) = table(grid), inputs(grid)
-    out = rows.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
-    with pytest.raises(RuntimeError, match=r"'rows' has no second derivatives; use vitrel.ops.use_backend\('reference'\)"):
+    out = bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
+    with pytest.raises(RuntimeError, match=r"'bias_by_row' has no second derivatives; use .*use_backend\('reference'\)"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(ValueError, match=r"backend 'rows' refuses: its backward pass is for backward\(\) alone"):
-        torch.func.grad(lambda x: attention(x, k, v, Terms(tables=(Table(bias=bias),)), grid, backend="rows").sum())(q)
+    with pytest.raises(ValueError, match=r"backend 'bias_by_row' refuses: its backward pass is for backward\(\) alone"):
+        torch.func.grad(lambda x: attention(x, k, v, Terms(tables=(Table(bias=bias),)), grid, backend="bias_by_row").sum())(q)
 
 
 @pytest.mark.parametrize("grid", [Grid(24, 15), Grid(24, 15, 2), Grid(2, 300, 1)], ids=str)
@@ -233,7 +236,7 @@ def test_nothing_of_all_pairs_and_flash_kernels_alone(grid, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     tensors, bias = inputs(grid, batch=(1,), dtype=torch.float32), table(grid, dtype=torch.float32)
     with Sizes():
-        rows.attention(*tensors, Terms(tables=(Table(bias=bias),)), grid).square().sum().backward()
+        bias_by_row.attention(*tensors, Terms(tables=(Table(bias=bias),)), grid).square().sum().backward()
     assert bias.grad is not None and sum(seen) == grid.tokens
     assert max(seen) <= max(256, grid.w) and max(largest) < 2 * grid.tokens**2
 
@@ -242,7 +245,7 @@ _MEMORY = """
 import torch
 from vitrel import Grid, Table, Terms
 from vitrel.benchmark.processes import extra_bytes
-from vitrel.ops import rows
+from vitrel.ops.backends import bias_by_row
 
 torch.set_num_threads(1)
 grid = Grid(64, 64)
@@ -250,11 +253,11 @@ q, k, v = (torch.randn(1, 4, grid.tokens, 32, requires_grad=True) for _ in range
 bias = torch.randn(4, grid.classes(), requires_grad=True)
 
 def both():
-    rows.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid).sum().backward()
+    bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid).sum().backward()
 
 def forward():
     with torch.no_grad():
-        rows.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
+        bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
 
 for run in (forward, both):
     run()

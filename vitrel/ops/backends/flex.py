@@ -44,12 +44,17 @@ def refuses(call: Call) -> str:
     return ""
 
 
+def pays(call: Call) -> bool:
+    """Never before a GPU has shown where; on a CPU it is slower than the others."""
+    return False
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
     """See vitrel.ops.attention."""
     q = with_query_bias(q, terms)
-    scale = terms.scale * q.shape[-1] ** -0.5
+    scale = terms.logit_scale(q.shape[-1])
     lookups = [lookup for table in terms.tables for lookup in _lookups(q, k, table, grid, scale)]
     q, k = rotated(q, k, terms)
     if isinstance(scale, Tensor):  # flex_attention takes a number

@@ -18,7 +18,7 @@ from vitrel.ops import reference
 
 triton = pytest.importorskip("triton")
 
-from vitrel.ops import triton_window, triton_window_backward  # noqa: E402
+from vitrel.ops.backends import triton_window, triton_window_backward  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import run_in_the_interpreter
 from variants import IN_ATTENTION, VARIANT_IDS, VARIANTS, make, perturbed, refusal
 from vitrel import Grid, Table, Terms
-from vitrel.ops import attention, triton_backend, use_backend, why, window_attention
+from vitrel.ops import attention, use_backend, why, window_attention
+from vitrel.ops.backends import triton_backend
 
 pytest.importorskip("triton")
 
@@ -90,9 +91,9 @@ def test_windows(key):
 def test_scales_and_query_biases(entry):
     """What no encoding of the package combines with plain biases: a number, a 0-d tensor, and a bias of the queries."""
     grid = Grid(3, 4)
-    for scale in (0.7, torch.tensor(0.7, device=DEVICE)):
+    for scale in ({"scale": 0.7}, {"temperature": torch.tensor(0.7, device=DEVICE)}):
         query_bias = torch.randn(4, 16, device=DEVICE, requires_grad=True)
-        terms = Terms(query_bias=query_bias, scale=scale, tables=(Table("w", bias=torch.randn(4, 7, device=DEVICE)),))
+        terms = Terms(query_bias=query_bias, **scale, tables=(Table("w", bias=torch.randn(4, 7, device=DEVICE)),))
         x = torch.randn(1, 3, 4, 3 * 64, device=DEVICE)
         found = []
         for backend in ("triton", "reference"):
@@ -108,7 +109,7 @@ def test_scales_and_query_biases(entry):
 
 @runs
 def test_operators_are_registered_as_pytorch_wants():
-    from vitrel.ops import triton_ops
+    from vitrel.ops.backends import triton_ops
 
     bias = (torch.randn(2, 35, device=DEVICE) * 0.5).requires_grad_()
     angle = torch.randn(1, 12, 8, device=DEVICE)
@@ -226,7 +227,7 @@ def test_ddp(tmp_path):
 @runs
 def test_a_fixed_bias_costs_no_gradient(monkeypatch):
     """ALiBi's rows are not learned: the kernel that would add up their gradient does not run."""
-    from vitrel.ops import triton_global_backward
+    from vitrel.ops.backends import triton_global_backward
 
     called, run = [], triton_global_backward._table_gradient
     monkeypatch.setattr(triton_global_backward, "_table_gradient", lambda *given: called.append(1) or run(*given))

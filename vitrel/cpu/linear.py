@@ -1,11 +1,7 @@
-"""Products in oneDNN: linear layers, forward and backward, and global attention; float32 on a CPU, and forward in bfloat16
-where the processor has what oneDNN needs for it.
-
-PyTorch takes MKL for float32, which on AMD's processors is half as fast. The operator is the one that torch.compile uses on a
-CPU where it fuses what follows a linear layer.
+"""Linear layers and MLPs by oneDNN, forward and backward; float32 on a CPU, and forward in bfloat16 where the processor has
+what oneDNN needs for it (vitrel.ops.backends.onednn).
 """
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,23 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrel.grid import Grid
-from vitrel.ops.rows import QUERIES, query_blocks, row_bias
+from vitrel.ops.backends.onednn import product
 
 CHUNK = 1 << 21  # numbers in the widest tensor of a chunk: 8 MB in float32, which the third-level cache holds
-
-
-@functools.cache
-def takes(dtype: torch.dtype) -> bool:
-    """Whether `product` takes tensors of this dtype here: float32, and bfloat16 on processors with AVX-512 or its like."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out] in oneDNN; then: "none" or "gelu", the exact one."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "none" if then == "gelu" else "")
 
 
 class LinearFunction(torch.autograd.Function):
@@ -99,22 +81,6 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad [M, out], x [M, in] -> grad^T x [out, in]; the wider side takes the place of the weight, which is faster."""
     return product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else product(x.t(), grad.t()).t()
-
-
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, lines: tuple[Tensor, Tensor] | None, grid: Grid) -> Tensor:
-    """q (scaled), k, v [b, H, N, D] -> [b, N, C], a head and a block of queries at a time."""
-    hidden = lines is not None and any(x.isneginf().any() for x in lines)
-    softmax = torch._safe_softmax if hidden else torch.softmax  # the slower gives 0 to a query that sees no key
-    out = q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[-1])  # [b, N, H, D]
-    for image in range(len(q)):
-        for head in range(q.shape[1]):
-            keys, values = k[image, head].contiguous(), v[image, head].mT.contiguous()
-            for rows in query_blocks(grid, QUERIES):
-                scores = product(q[image, head, rows.tokens], keys)  # [M, N]
-                if lines is not None:
-                    scores += row_bias(lines[0][head : head + 1], lines[1][head : head + 1], grid, rows)[0]
-                out[image, rows.tokens, head] = product(softmax(scores, -1), values)
-    return out.flatten(2)
 
 
 def onednn_is_faster(model: nn.Module) -> bool:

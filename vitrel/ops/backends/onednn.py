@@ -1,0 +1,96 @@
+"""Products in oneDNN: global attention in float32 on a CPU, a head and a block of queries at a time.
+
+PyTorch takes MKL for float32, which on AMD's processors is half as fast. "auto" does not come here: `vitrel.optimize` asks for
+it ("auto+onednn") where it has measured that oneDNN is faster. The operator is the one that torch.compile uses on a CPU where
+it fuses what follows a linear layer.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from vitrel.constants import is_traced
+from vitrel.grid import Grid
+from vitrel.ops.backends.bias_by_row import QUERIES, expanded, query_blocks, row_bias
+from vitrel.ops.reference import Call, lattice_bias, meets_content
+from vitrel.ops.sdpa import KEY_ROTARY, prepare
+from vitrel.position.terms import Terms
+
+_WINDOWED = "windows are small, and its products are made one by one"
+
+
+def refuses(call: Call) -> str:
+    if call.entry == "window_attention":
+        return _WINDOWED
+    if meets_content(call.terms.tables):
+        return "it takes biases, no tables that meet queries, keys, values or gates"
+    if call.terms.key_rotary is not None:
+        return KEY_ROTARY
+    if call.device.type != "cpu" or call.dtype != torch.float32:
+        return "it is for float32 on a CPU"
+    if not takes(call.dtype):
+        return "this torch has no oneDNN"
+    if call.grad:
+        return "its products have no backward pass"
+    if torch.is_autocast_enabled("cpu"):
+        return "it computes in float32, and autocast asks for another type"
+    if torch.compiler.is_compiling() or is_traced(call.device):
+        return "a graph would hold every block of queries of every head by itself, and serve no other grid"
+    if call.mask is not None or call.dropout_p:
+        return "it takes no mask and no dropout of attention weights"
+    if call.queries != call.grid.tokens:
+        return "it takes the queries of the whole grid, not of its last rows"
+    return ""
+
+
+def pays(call: Call) -> bool:
+    """From 512 tokens: below, SDPA with the bias of the whole grid is as fast."""
+    return call.grid.tokens >= 512
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """See vitrel.ops.attention."""
+    q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
+    q, bias = q * scale, lattice_bias(terms, grid)
+    lines = None if bias is None else expanded(bias.float(), grid)
+    hidden = lines is not None and any(x.isneginf().any() for x in lines)
+    softmax = torch._safe_softmax if hidden else torch.softmax  # the slower gives 0 to a query that sees no key
+    out = v.new_empty(*q.transpose(1, 2).shape[:3], v.shape[-1])  # [B, N, H, D], as a linear layer takes it
+    for image in range(len(q)):
+        for head in range(q.shape[1]):
+            keys, values = k[image, head].contiguous(), v[image, head].mT.contiguous()
+            for rows in query_blocks(grid, QUERIES):
+                scores = product(q[image, head, rows.tokens], keys)  # [M, N]
+                if lines is not None:
+                    scores += row_bias(lines[0][head : head + 1], lines[1][head : head + 1], grid, rows)[0]
+                out[image, rows.tokens, head] = product(softmax(scores, -1), values)
+    return out.transpose(1, 2)
+
+
+def window_attention(
+    qkv: Tensor,
+    terms: Terms,
+    grid: Grid,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    num_heads: int,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Not served: ValueError, with the reason that `refuses` gives."""
+    raise ValueError(_WINDOWED)
+
+
+@functools.cache
+def takes(dtype: torch.dtype) -> bool:
+    """Whether `product` takes tensors of this dtype here: float32, and bfloat16 on processors with AVX-512 or its like."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
+    """x [..., in] times weight [out, in] plus bias [out] in oneDNN; then: "none" or "gelu", the exact one."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "none" if then == "gelu" else "")
