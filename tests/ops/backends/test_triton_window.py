@@ -15,10 +15,14 @@ import torch
 from helpers import run_in_the_interpreter
 from vitrel import Grid, Table, Terms
 from vitrel.ops import reference
+from vitrel.ops.window import windows
 
 triton = pytest.importorskip("triton")
 
+from triton import language as tl  # noqa: E402
+
 from vitrel.ops.backends import triton_window, triton_window_backward  # noqa: E402
+from vitrel.ops.backends.triton_window import WindowSizes, _corner, _place  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -112,6 +116,37 @@ def test_windows_of_more_than_one_tile(grid, window, shift):
 def test_every_border(h, shift):
     for w in (1, 6, 8):
         check((h, w), (7, 7), shift, heads=1)
+
+
+@runs
+@pytest.mark.parametrize(("window", "shift"), [((4, 4), (2, 2)), ((3, 5), (1, 4)), ((4, 4), (0, 0)), ((7, 2), (3, 1))], ids=str)
+@pytest.mark.parametrize("grid", [*GRIDS, (7, 3), (4, 30)], ids=str)
+def test_the_geometry_is_that_of_vitrel_ops_window(grid, window, shift):
+    """Token and region of every slot: the rule that an axis which one window holds is not shifted stands in both."""
+    layout, n = windows(*grid, window, shift), window[0] * window[1]
+    count, slots = len(layout.slot) // n, triton.next_power_of_2(n)
+    token, region = torch.zeros(2, 2 * count, slots, dtype=torch.int64, device=DEVICE).unbind()
+    shape = (1, *window, n, *shift, 16, 16, 1, slots, slots)
+    _geometry[(1,)](token, region, *grid, 2 * count, WindowSizes(*map(tl.constexpr, shape)), slots)
+    token, region = token.view(2, count, slots)[..., :n].cpu(), region.view(2, count, slots)[..., :n].cpu()
+    there = torch.zeros(count * n, dtype=torch.bool)
+    there[layout.inverse] = True
+    there = there.view(count, n)
+    for image in range(2):
+        assert torch.equal(region[image] >= 0, there)
+        assert torch.equal(token[image][there], layout.source.view(count, n)[there] + image * grid[0] * grid[1])
+        same = region[image][:, :, None] == region[image][:, None]  # [L, N, N]
+        pairs = there[:, :, None] & there[:, None]
+        assert torch.equal(same[pairs], layout.visible.view(count, n, n)[pairs])
+
+
+@triton.jit
+def _geometry(TOKEN, REGION, h, w, windows, sizes, SLOTS: tl.constexpr):
+    slot = tl.arange(0, SLOTS)
+    for window in range(windows):
+        token, region = _place(slot, _corner(window, h, w, sizes), sizes)
+        tl.store(TOKEN + window * SLOTS + slot, token)
+        tl.store(REGION + window * SLOTS + slot, region.to(tl.int64))
 
 
 @runs
