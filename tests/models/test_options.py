@@ -304,10 +304,9 @@ class Shifted(PositionEncoding):
         return Terms()
 
 
-def test_buffers_of_anyones_encoding_are_left_alone(monkeypatch):
+def test_anyones_encoding_keeps_its_own_initialisation(monkeypatch):
     monkeypatch.setitem(POSITIONS, "shifted", Shifted)
     model = timm.create_model("vitrel_vit_n8_none", position="shifted")
-    model.init_non_persistent_buffers()
     assert all((block.position.row == 0.25).all() and (block.position.slope == 1).all() for block in model.blocks)
     assert model.resized((128, 128)) == {} and model.unseen((128, 128)) == 0
     assert "Shifted" in str(model.transfer_report(128)) or "shifted" in str(model.transfer_report(128))

@@ -106,12 +106,11 @@ class Backbone(nn.Module, abc.ABC):
                 module.grad_checkpointing = enable
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all parameters and buffers, e.g. of a model made on the meta device and moved by `to_empty`.
+        """Initialise all parameters, e.g. of a model made on the meta device and moved by `to_empty`.
 
         needs_reset False: the layers have initialised themselves at construction, only linear layers are drawn anew.
         """
         if needs_reset:
-            self.init_non_persistent_buffers()  # first: parameters may begin at what constants give
             for module in reversed([*self.modules()]):  # the owner after its parts: an encoding knows best
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()
@@ -119,12 +118,6 @@ class Backbone(nn.Module, abc.ABC):
         for module in self.modules():
             if module not in inside:
                 self.init_linear(module)
-
-    def init_non_persistent_buffers(self) -> None:
-        """Refill what no state dict holds: the constants of fixed encodings."""
-        for module in self.modules():
-            if isinstance(module, PositionEncoding):
-                module.init_non_persistent_buffers()
 
     def embed_patches(self, image: Tensor) -> Tensor:
         """[B, 3, height, width] pixels -> [B, h, w, C]; padded right and below to whole patches. ValueError below one patch."""

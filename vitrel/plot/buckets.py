@@ -47,11 +47,11 @@ def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
     """The buckets of t5, or of an encoding that clips offsets to a radius, along "h" or "w" of `grid`."""
     offsets = grid.offsets(axis)
     if isinstance(encoding, T5):
-        first = getattr(encoding, f"first_{axis}").cpu()
-        number = encoding.bucket(axis, grid).cpu()
-        length = offsets.abs() if encoding.bidirectional else offsets.clamp(min=0)
+        rule = encoding.rules["hw".index(axis)]
+        first, number = torch.tensor(rule.first), encoding.bucket(axis, grid).cpu()
+        length = offsets.abs() if rule.bidirectional else offsets.clamp(min=0)
         own = int((first[1:] - first[:-1] == 1).long().cumprod(0).sum()) - 1
-        return Buckets(number, (length[:, None] >= first).sum(1) - 1, (-own if encoding.bidirectional else 0, own))
+        return Buckets(number, (length[:, None] >= first).sum(1) - 1, (-own if rule.bidirectional else 0, own))
     radius = encoding.radius["hw".index(axis)]
     rows = clipped_rows(len(offsets) // 2 + 1, radius, device="cpu")
     return Buckets(rows, offsets.abs().clamp(max=radius), (-radius, radius))
@@ -92,13 +92,8 @@ def _figure(name: str, encoding: nn.Module, grid: Grid) -> Figure:
 def _numbers(encoding: nn.Module, rows: Tensor, columns: Tensor) -> list[list[str]]:
     if getattr(encoding, "mode", "product" if key_of(encoding) == "clipped" else "") != "product":
         return [[f"{y},{x}" for x in columns.tolist()] for y in rows.tolist()]
-    count = 1 + int(_reaching(encoding).max()) if isinstance(encoding, T5) else 2 * encoding.radius[1] + 1
+    count = encoding.rules[1].count if isinstance(encoding, T5) else 2 * encoding.radius[1] + 1
     return [[str(y * count + x) for x in columns.tolist()] for y in rows.tolist()]
-
-
-def _reaching(encoding: T5) -> Tensor:
-    """The buckets of a row of patches that is long enough to need them all."""
-    return encoding.bucket("w", Grid(1, int(encoding.first_w.max()) + 1))
 
 
 def _edges(exact: tuple[int, int], count: int) -> tuple[float, float]:

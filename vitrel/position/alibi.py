@@ -36,7 +36,8 @@ class Alibi(PositionEncoding):
         """distance: "euclidean", "l1" or "squared"; in patches, or with resize="renormalise" as on the training grid."""
         super().__init__()
         self.grid, self.distance = grid, check_choice("alibi", "distance", distance, DISTANCES)
-        self.register_integers("head", range(num_heads), factory.get("device"))
+        self.num_heads = num_heads
+        self.mark_device(factory.get("device"))
         self.slopes = nn.Parameter(torch.empty(num_heads, **factory)) if learnable else None
         self.direction = nn.Parameter(torch.empty(4, num_heads, **factory)) if directional else None
         self.reset_parameters()
@@ -44,13 +45,13 @@ class Alibi(PositionEncoding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.slopes is not None:
-            self.slopes.copy_(alibi_slopes(len(self.head), device=self.head.device))
+            self.slopes.copy_(alibi_slopes(self.num_heads, device=self.place.device))
         if self.direction is not None:
             self.direction.zero_()
 
     def forward(self, grid: Grid) -> Terms:
-        device = self.head.device
-        slopes = alibi_slopes(len(self.head), device=device) if self.slopes is None else wide(self.slopes)
+        device = self.place.device
+        slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else wide(self.slopes)
         tables = []
         for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # the others are sums over the two axes
             place = self.grid, grid, self.resize

@@ -34,12 +34,12 @@ class LogDecay(PositionEncoding):
     ):
         """decay: a fixed lambda for all heads instead of a and b. distance: "euclidean" or "l1", resized as in alibi."""
         super().__init__()
-        self.grid, self.decay = grid, decay
+        self.grid, self.num_heads, self.decay = grid, num_heads, decay
         self.distance = check_choice("log_decay", "distance", distance, ("euclidean", "l1"))
         self.log_a = nn.Parameter(torch.empty(num_heads, **factory)) if decay is None else None
         self.log_b = nn.Parameter(torch.empty(num_heads, **factory)) if decay is None else None
         self.direction = nn.Parameter(torch.empty(4, num_heads, **factory)) if directional else None
-        self.register_integers("head", range(num_heads), factory.get("device"))
+        self.mark_device(factory.get("device"))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class LogDecay(PositionEncoding):
             self.direction.zero_()
 
     def forward(self, grid: Grid) -> Terms:
-        place, device = (self.grid, grid, self.resize), self.head.device
+        place, device = (self.grid, grid, self.resize), self.place.device
         if self.direction is None:
             distance = scaled_distances(*place, self.distance, device)  # [R]
         else:
@@ -61,6 +61,6 @@ class LogDecay(PositionEncoding):
             a, b = (wide(t).exp()[:, None] for t in (self.log_a, self.log_b))
             bias = -a * torch.log1p(b * distance)  # [H, R]
         else:
-            bias = -self.decay * torch.log1p(distance).expand(len(self.head), -1)
+            bias = -self.decay * torch.log1p(distance).expand(self.num_heads, -1)
         bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
         return Terms(tables=(Table("hw", bias=pad_prefix(bias, grid)),))

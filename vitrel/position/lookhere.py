@@ -44,11 +44,11 @@ class LookHere(PositionEncoding):
                 f"one needs num_heads of 2 or more, all {views} of fov={fov} need {every} or more",
                 stacklevel=2,
             )
-        self.grid, self.fov, self.slope = grid, fov, slope
-        self.register_integers("head", range(num_heads), factory.get("device"))
+        self.grid, self.num_heads, self.fov, self.slope = grid, num_heads, fov, slope
+        self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        bias = _bias(*grid, len(self.head), self.fov, float(self.slope), device=self.head.device)
+        bias = _bias(*grid, self.num_heads, self.fov, float(self.slope), device=self.place.device)
         return Terms(tables=(Table("hw", bias=bias),))
 
 

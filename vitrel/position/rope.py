@@ -46,11 +46,12 @@ class RopeAxial(PositionEncoding):
         self.grid, self.base = grid, base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns).checked()
-        self.register_integers("band", check_bands("rope_axial", head_dim), factory.get("device"))
+        self.bands = checked_bands("rope_axial", head_dim)
+        self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        how = (len(self.band), float(self.base), *self.scaling.key_of_constants, self.reference or (0, 0))
-        device = self.band.device
+        how = (self.bands, float(self.base), *self.scaling.key_of_constants, self.reference or (0, 0))
+        device = self.place.device
         if self.perturbs:
             at = self._augmented(grid.coordinates(device))[..., None]  # [h*w, 2, 1]
             rotary = rotary_terms((at * _frequencies(*grid[:2], *how, device=device)).flatten(1)[None], grid)
@@ -128,7 +129,7 @@ class RopeMixed(PositionEncoding):
         super().__init__()
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns).checked()
-        check_bands("rope_mixed", head_dim)
+        checked_bands("rope_mixed", head_dim)
         self.freqs = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, **factory))
         self.reset_parameters()
 
@@ -175,11 +176,11 @@ def axial_frequencies(band: Tensor, base: float) -> Tensor:
     return base ** (-band.float() / len(band))
 
 
-def check_bands(key: str, head_dim: int) -> range:
-    """The bands of one axis, 0..D/4-1, or ValueError where D is not divisible by 4."""
+def checked_bands(key: str, head_dim: int) -> int:
+    """Number of bands of one axis, D/4, or ValueError where D is not divisible by 4."""
     if head_dim % 4:
         raise ValueError(
             f"{key} needs a head width divisible by 4 (pairs of channels over two axes), not {head_dim}; "
             "choose num_heads so that embed_dim / num_heads is a multiple of 4"
         )
-    return range(head_dim // 4)
+    return head_dim // 4

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.rope import Rotary, axial_frequencies, check_bands, rotary_terms
+from vitrel.position.rope import Rotary, axial_frequencies, checked_bands, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
@@ -25,11 +25,11 @@ class RopeNormalised(PositionEncoding):
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 100.0, **factory: Unpack[Factory]):
         super().__init__()
-        self.grid, self.base = grid, base
-        self.register_integers("band", check_bands("rope_normalised", head_dim), factory.get("device"))
+        self.grid, self.base, self.bands = grid, base, checked_bands("rope_normalised", head_dim)
+        self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        device, how = self.band.device, (len(self.band), float(self.base))
+        device, how = self.place.device, (self.bands, float(self.base))
         if not self.perturbs:
             return Terms(rotary=tuple(_rotation(*grid, *how, device=device)))
         return Terms(rotary=tuple(_rotated_by(self._augmented(_coordinates(*grid[:2], device=device)), grid, *how)))

@@ -26,10 +26,11 @@ class SinCos(PositionEncoding):
         if width % 4:
             raise ValueError(f"sincos needs a width divisible by 4 (sine and cosine of two axes), not {width}")
         self.grid, self.base = grid, base
-        self.register_integers("band", range(width // 4), factory.get("device"))
+        self.bands = width // 4
+        self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        return Terms(tokens=_rows(*grid, len(self.band), float(self.base), device=self.band.device))
+        return Terms(tokens=_rows(*grid, self.bands, float(self.base), device=self.place.device))
 
 
 @constant

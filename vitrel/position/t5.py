@@ -7,11 +7,12 @@ in T5. By default max_distance is the largest training offset and `count` half t
 holds a training distance: T5's own 32 to 128 would leave 6 of 16 untrained on a 14 x 14 grid.
 """
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from vitrel.constants import constant
 from vitrel.grid import Grid, unseen_share
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
 
@@ -38,15 +39,18 @@ class T5(PositionEncoding):
         given. bidirectional False: offsets below 0 share bucket 0, for causal use.
         """
         super().__init__()
-        self.grid, self.bidirectional, self.init_std = grid, bidirectional, init_std
+        self.grid, self.init_std = grid, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
-        self._buckets = {}
-        for axis, n in zip("hw", grid[:2], strict=True):
-            first = _first(n, num_buckets, max_distance, bidirectional)
-            self.register_integers(f"first_{axis}", first, factory.get("device"))
-            # An axis trained at offset 0 alone has one bucket: a second one, for a sign never met, would stay untrained.
-            self._buckets[axis] = len(first) * (2 if bidirectional and (n > 1 or num_buckets is not None) else 1)
-        (n_h, n_w), extra = self._buckets.values(), 3 if grid.prefix else 0
+        # An axis trained at offset 0 alone has one bucket: a second one, for a sign never met, would stay untrained.
+        self.rules = tuple(
+            Rule(
+                tuple(_first(n, num_buckets, max_distance, bidirectional)),
+                bidirectional,
+                bidirectional and (n > 1 or num_buckets is not None),
+            )
+            for n in grid[:2]
+        )
+        (n_h, n_w), extra = (rule.count for rule in self.rules), 3 if grid.prefix else 0
         product = {"relative_attention_bias": n_h * n_w + extra}
         for name, rows in (product if mode == "product" else {"table_h": n_h + extra, "table_w": n_w}).items():
             self.register_parameter(name, nn.Parameter(torch.empty(rows, num_heads, **factory)))
@@ -54,31 +58,62 @@ class T5(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("t5", self.grid, grid)
-        rows, columns = self.bucket("h", grid), self.bucket("w", grid)
-        n_h, n_w = self._buckets.values()
+        (h, w), n_h, n_w = self.rules, *(rule.count for rule in self.rules)
         if self.mode == "sum":
+            rows, columns = self.bucket("h", grid), self.bucket("w", grid)
             bias = torch.cat((self.table_h.index_select(0, rows), self.table_h[n_h:]))
             zeros = self.table_w.new_zeros(len(self.table_h) - n_h, self.table_w.shape[1])
             columns = torch.cat((self.table_w.index_select(0, columns), zeros))  # the prefix bias comes from table_h alone
             return Terms(tables=(Table("h", bias=bias.mT), Table("w", bias=columns.mT)))
-        table, index = self.relative_attention_bias, (rows[:, None] * n_w + columns).flatten()  # [R]
+        table = self.relative_attention_bias
+        index = _pairs(*grid[:2], *h, *w, device=table.device)
         return Terms(tables=(Table("hw", bias=torch.cat((table.index_select(0, index), table[n_h * n_w :])).mT),))
 
-    def bucket(self, axis: str, grid: Grid, first: Tensor | None = None) -> Tensor:
+    def bucket(self, axis: str, grid: Grid) -> Tensor:
         """Bucket of every offset along "h" or "w" of `grid`, [2n-1] int64."""
-        first = getattr(self, f"first_{axis}") if first is None else first
-        offset = grid.offsets(axis, first.device)
-        distance = offset.abs() if self.bidirectional else offset.clamp(min=0)
-        bucket = (distance[:, None] >= first).sum(1) - 1
-        return bucket + len(first) * (offset < 0) if self._buckets[axis] > len(first) else bucket
+        return buckets(getattr(grid, axis), *self.rules["hw".index(axis)], device=next(self.parameters()).device)
 
     def saturated(self, grid: Grid) -> float:
         served = 1.0
-        for axis in "hw":
-            first = torch.tensor(self._integers[f"first_{axis}"], device="cpu")  # the module itself may be on the meta device
-            trained = self.bucket(axis, self.grid, first)
-            served *= torch.isin(self.bucket(axis, grid, first), trained).double().mean().item()
+        for n, trained, rule in zip(grid[:2], self.grid[:2], self.rules, strict=True):
+            met = buckets(trained, *rule, device="cpu")  # the module itself may be on the meta device
+            served *= torch.isin(buckets(n, *rule, device="cpu"), met).double().mean().item()
         return max(served - (1 - unseen_share(self.grid, grid)), 0.0)
+
+
+class Rule(NamedTuple):
+    """How the offsets along an axis are put into buckets."""
+
+    first: tuple[int, ...]  # first distance of every bucket of one sign, from 0
+    bidirectional: bool  # else offsets below 0 share bucket 0
+    signed: bool  # buckets of their own for offsets below 0
+
+    @property
+    def count(self) -> int:
+        """Number of buckets."""
+        return len(self.first) * (2 if self.signed else 1)
+
+
+@constant
+def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bool, device: torch.device) -> Tensor:
+    """Bucket of every offset along an axis of `length` patches, [2*length-1] int64; the rest is a Rule."""
+    offset = torch.arange(1 - length, length, device=device)
+    distance = offset.abs() if bidirectional else offset.clamp(min=0)
+    bucket = torch.zeros_like(offset)
+    for bound in first[1:]:
+        bucket = bucket + (distance >= bound)
+    return bucket + len(first) * (offset < 0) if signed else bucket
+
+
+@constant
+def _pairs(
+    h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
+    w_signed: bool, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Row of the table of both axes for every offset, [R]."""
+    count = Rule(w_first, w_both, w_signed).count
+    rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
+    return (rows[:, None] * count + columns).flatten()
 
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:

@@ -9,7 +9,7 @@ import abc
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple, TypedDict
 
 import torch
@@ -88,7 +88,6 @@ class PositionEncoding(nn.Module, abc.ABC):
     shift: float | None = None
     jitter: float | None = None
     rescale: float | None = None
-    _integers: ClassVar[dict[str, Sequence[int]]] = {}  # replaced, never changed
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,15 +130,9 @@ class PositionEncoding(nn.Module, abc.ABC):
     def _augmented(self, coordinates: Tensor) -> Tensor:
         return perturb(coordinates, self.shift, self.jitter, self.rescale) if self.perturbs else coordinates
 
-    def register_integers(self, name: str, values: Sequence[int], device: torch.device | str | None = None) -> None:
-        """Buffer of `values`, outside the state dict: it says the device, and model.bfloat16() does not round integers."""
-        self.register_buffer(name, torch.tensor(values, device=device), persistent=False)
-        self._integers = self._integers | {name: values}
-
-    def init_non_persistent_buffers(self) -> None:
-        """Refill the buffers no state dict holds, after `to_empty`: those of `register_integers`."""
-        for name, values in self._integers.items():
-            getattr(self, name).copy_(torch.tensor(values))
+    def mark_device(self, device: torch.device | str | None = None) -> None:
+        """For encodings without parameters: an empty buffer, `place`, that says on which device they are; in no state dict."""
+        self.register_buffer("place", torch.empty(0, device=device), persistent=False)
 
 
 class Composition(PositionEncoding):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.rope import axial_frequencies, check_bands, rotary_terms
+from vitrel.position.rope import axial_frequencies, checked_bands, rotary_terms
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix
 
 
@@ -45,12 +45,12 @@ class XPos(PositionEncoding):
             raise ValueError(f"xpos cannot be bidirectional: {why}; keep one_sided=True, or take rope_axial+log_decay")
         self.grid, self.base, self.gamma = grid, base, gamma
         self.scale_base = max(grid.h, grid.w) / 2 if scale_base is None else scale_base
-        self.register_integers("band", check_bands("xpos", head_dim), factory.get("device"))
-        self.register_integers("head", range(num_heads), factory.get("device"))
+        self.num_heads, self.bands = num_heads, checked_bands("xpos", head_dim)
+        self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        bands, heads, device = len(self.band), len(self.head), self.band.device
-        how = (heads, bands, float(self.base), float(self.gamma), float(self.scale_base))
+        heads, device = self.num_heads, self.place.device
+        how = (heads, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
         turns = _rotations(*grid, self.grid[:2], *how, device=device)
         bias = _one_sided(*grid, heads, device=device)
         return Terms(rotary=turns[:2], key_rotary=turns[2:], tables=(Table("hw", bias=bias),))

@@ -91,7 +91,6 @@ def apply_plan(
     if bad := [n for n, value in new.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise RuntimeError(f"the weights hold NaN or infinity in {', '.join(bad[:5])}; nothing was loaded")
     model.load_state_dict(own | new)
-    model.init_non_persistent_buffers()  # a model from the meta device has none yet
     return model
 
 
@@ -108,7 +107,7 @@ def plan_weights(
     key_minus_query: bool = False,
 ) -> WeightPlan:
     """What `load_pretrained` would do, tensor by tensor, without doing it; arguments as there. print() gives a table."""
-    if not hasattr(model, "patch_embed") or not hasattr(model, "init_non_persistent_buffers"):
+    if not hasattr(model, "patch_embed") or not hasattr(model, "position_parameters"):
         raise ValueError(f"weights are loaded into a vitrel backbone, not into {type(model).__name__}; see vitrel.relativize")
     loaded = source if isinstance(source, dict) else read_file(source)
     record = _record(loaded)
