@@ -46,9 +46,9 @@ def build(kind: str, **options) -> nn.Module:
 
 
 def twins(model: nn.Module, **how) -> tuple[nn.Module, nn.Module]:
-    """A plain copy, and the model itself optimized."""
+    """A plain copy, and the model itself optimized; by oneDNN wherever there is one, whether it is faster here or not."""
     plain = copy.deepcopy(model)
-    return plain, vitrel.optimize(model, **how)
+    return plain, vitrel.optimize(model, **({"linears": "onednn" if torch.backends.mkldnn.is_available() else "torch"} | how))
 
 
 def picture(batch: int = 2, size: tuple[int, int] = IMAGE, channels: int = 3) -> Tensor:

@@ -13,8 +13,12 @@ from torch import nn
 import vitrel
 from optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
 from variants import IN_ATTENTION, KEYS
+from vitrel.cpu import linear
+from vitrel.cpu import optimize as optimize_module
+from vitrel.cpu.optimize import FastLinear
 from vitrel.inputs import features_mixed, forward_memory, forward_mixed, tiled_features
 from vitrel.models.registry import COMPOSITIONS
+from vitrel.ops import use_backend, why
 from vitrel.probe.attention import record
 
 SIZES = [(3, (64, 64)), (1, (40, 88)), (2, (72, 57)), (3, (8, 96))]
@@ -167,6 +171,42 @@ def test_auto_decides_between_the_two():
     for wrong in ("mkl", "", None, True):
         with pytest.raises(ValueError, match=r"linears.*(auto.*onednn.*torch)"):
             vitrel.optimize(model, linears=wrong)
+
+
+@pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("vit", "shaw"), ("swin", "table"), ("swinv2", "cpb")])
+@pytest.mark.parametrize("linears", ["onednn", "torch"])
+def test_a_batch_in_several_chunks(monkeypatch, trunk, key, linears):
+    """An image at a time, some, and all."""
+    if linears == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    plain, model = twins(small(trunk, position=key), linears=linears)
+    image = picture(5)
+    for numbers in (1, 10000, 1 << 21):
+        monkeypatch.setattr(linear, "CHUNK", numbers)
+        with torch.no_grad():
+            assert_near(model(image), plain(image))
+
+
+def test_where_onednn_is_no_faster_it_says_so(monkeypatch):
+    monkeypatch.setattr(optimize_module, "onednn_is_faster", lambda model: False)
+    with pytest.warns(UserWarning, match="oneDNN is no faster here"):
+        model = vitrel.optimize(small("vit"))
+    assert not any(isinstance(module, FastLinear) for module in model.modules())
+
+
+def test_attention_is_seen_by_why():
+    """Inside an optimized model too: the same dispatcher, which may take oneDNN's attention."""
+    plain, model = twins(small("vit", position="table"))
+    image = picture(1, (200, 200))
+    with torch.no_grad():
+        assert ": sdpa (first of auto that serves it)" in why(plain, image)
+        text = why(model, image)
+        if torch.backends.mkldnn.is_available():
+            assert ": onednn (first of auto+onednn that serves it)" in text and "sdpa: comes after onednn" in text
+        model.blocks[0].attn.backend = "reference"
+        assert "1 x" in why(model, image) and ": reference (asked for by name)" in why(model, image)
+        with use_backend("sdpa"):
+            assert "onednn (first" not in why(model, image)
 
 
 def test_segments_mixed_sizes_and_tiles():

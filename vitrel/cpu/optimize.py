@@ -10,6 +10,7 @@ whenever anything else than evaluation is asked of it: gradients, training, torc
 Nothing that depends on a weight outlives a call.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
     gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16 (its linear layers where oneDNN has bfloat16, which
     takes AVX-512 or its like); everything else runs as before.
     training: linear layers use oneDNN, with its products in the backward pass, also while gradients are recorded (float32).
-    linears: "onednn", "torch", or "auto", which times both here and takes the faster.
+    linears: "onednn", "torch", or "auto", which times both here, takes the faster, and warns where that is PyTorch's own.
     `restore` undoes all of it. Raises ValueError for another value of `linears`, or where this torch has no oneDNN.
     """
     if linears not in ("auto", "onednn", "torch"):
@@ -40,6 +41,12 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
         raise ValueError("this build of torch has no oneDNN; use linears='auto' or 'torch'")
     restore(model)
     onednn = linears == "onednn" or (linears == "auto" and onednn_is_faster(model))
+    if linears == "auto" and not onednn:
+        warnings.warn(
+            "oneDNN is no faster here than PyTorch's own products, so linear layers stay as they are and only batches of several "
+            "images gain; pass linears='torch' to expect that, or linears='onednn' to take oneDNN all the same",
+            stacklevel=2,
+        )
     for module in model.modules():
         for fast in _FAST:
             if type(module) is fast.__bases__[0] and (onednn or fast is FastBlock):
@@ -95,18 +102,19 @@ class FastBlock(Block):
         attn = self.attn
         if torch.is_grad_enabled() or mask is not None or type(attn) is not Attention or _off(self, x) or _has_hooks(self):
             return super().forward(x, grid, terms, mask)
+        images = list(chunks(len(x), 6 * x[0].numel()))  # q, k and v, twice where there are windows
         # Each part says by itself whether it is in training: dropout in an evaluated model is a method too.
-        if any(part.training for part in self.modules()):
+        if any(part.training for part in self.modules()) or (len(images) == 1 and not self._fast.onednn):
             return super().forward(x, grid, terms)
         terms = self.position(self.window or grid) if terms is None else terms
         backend = "auto+onednn" if self._fast.onednn and attn.backend == "auto" else attn.backend
         tokens = x.reshape(x.shape[0], -1, x.shape[-1])
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        for images in chunks(len(tokens), 6 * tokens[0].numel()):  # q, k and v, twice where there are windows
-            own = tokens[images]
+        for few in images:
+            own = tokens[few]
             qkv = attn.project(own if self.post_norm else self.norm1(own))
             branch = attn.proj(attn.attend(qkv, terms, grid, backend=backend))
-            torch.add(own, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[images])
+            torch.add(own, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[few])
         rows = out.view(-1, x.shape[-1])
         for part in chunks(len(rows), 4 * x.shape[-1]):
             own = rows[part]
