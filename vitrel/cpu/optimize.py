@@ -43,7 +43,7 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
     onednn = linears == "onednn" or (linears == "auto" and onednn_is_faster(model))
     if linears == "auto" and not onednn:
         warnings.warn(
-            "oneDNN is no faster here than PyTorch's own products, so linear layers stay as they are and only batches of several "
+            "oneDNN is no faster here than PyTorch's own products, so linear layers stay as they are; only batches of several "
             "images gain; pass linears='torch' to expect that, or linears='onednn' to take oneDNN all the same",
             stacklevel=2,
         )

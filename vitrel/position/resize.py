@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.constants import constant, is_known, is_traced
+from vitrel.constants import constant, is_exporting, is_known, is_traced
 from vitrel.grid import Grid, same_size
 from vitrel.position.clip import clipped_rows
 from vitrel.position.terms import check_choice, wide
@@ -89,7 +89,7 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
     """[S, X] -> [T, X], in at least float32, rounded once."""
     exact = wide(rows)
     weight = taps.weight.to(exact.dtype)
-    if torch.compiler.is_compiling() or is_traced(rows.device):  # inductor fuses this, and has no kernel for the other
+    if is_exporting() or is_traced(rows.device):
         out = (exact.index_select(0, taps.index.flatten()).unflatten(0, taps.index.shape) * weight[..., None]).sum(1)
     else:
         out = F.embedding_bag(taps.index, exact, per_sample_weights=weight, mode="sum")
