@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.constants import constant, is_exporting, is_known, is_traced
+from vitrel.constants import constant, is_known, is_traced
 from vitrel.grid import Grid, same_size
 from vitrel.position.clip import clipped_rows
 from vitrel.position.terms import check_choice, wide
@@ -56,7 +56,11 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 
 @constant
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """The taps of one axis of offsets, by `resize_axis`."""
+    """The taps of a table over one axis of offsets, by `resize_axis`."""
+    return _padded(_line_taps(source, target, policy, device))
+
+
+def _line_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
     exact = clipped_rows(target, source - 1, device=device)
     taps, weights = (t.mT for t in _TAPS[policy](source, target, device))  # [2*target-1, K] each
     grows = torch.ones((), dtype=torch.int64, device=device) * target > source  # a tensor: no branch on the size
@@ -67,15 +71,23 @@ def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Ta
 @constant
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
     """The taps of a table over both axes, every pair of one of each axis, and of so many prefix rows after it."""
-    y, x = (axis_taps(n, m, policy, device=device) for n, m in zip(source, target, strict=True))
+    y, x = (_line_taps(n, m, policy, device) for n, m in zip(source, target, strict=True))
     index = y.index[:, None, :, None] * (2 * source[1] - 1) + x.index[:, None]  # [2h'-1, 2w'-1, K, K]
     weight = y.weight[:, None, :, None] * x.weight[:, None]
     index, weight = (t.flatten(2).flatten(0, 1) for t in (index, weight))  # [(2h'-1)(2w'-1), K*K]
     if not prefix:
-        return Taps(index, weight)
+        return _padded(Taps(index, weight))
     own = torch.arange(prefix, device=device)[:, None] + (2 * source[0] - 1) * (2 * source[1] - 1)
     one = F.pad(torch.ones(prefix, 1, device=device), (0, weight.shape[1] - 1))
-    return Taps(torch.cat((index, own.expand(-1, index.shape[1]))), torch.cat((weight, one)))
+    return _padded(Taps(torch.cat((index, own.expand(-1, index.shape[1]))), torch.cat((weight, one))))
+
+
+def _padded(taps: Taps) -> Taps:
+    """At least 9 taps, those added of weight 0: torch.compile unrolls sums of up to 8 and repeats them for every pair of tokens
+    that reads a row, where a longer sum is stored. In eager mode they cost nothing that could be measured.
+    """
+    missing = max(0, 9 - taps.index.shape[1])
+    return Taps(torch.cat((taps.index, taps.index[:, :1].expand(-1, missing)), 1), F.pad(taps.weight, (0, missing)))
 
 
 @constant
@@ -89,7 +101,7 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
     """[S, X] -> [T, X], in at least float32, rounded once."""
     exact = wide(rows)
     weight = taps.weight.to(exact.dtype)
-    if is_exporting() or is_traced(rows.device):
+    if torch.compiler.is_compiling() or is_traced(rows.device):
         out = (exact.index_select(0, taps.index.flatten()).unflatten(0, taps.index.shape) * weight[..., None]).sum(1)
     else:
         out = F.embedding_bag(taps.index, exact, per_sample_weights=weight, mode="sum")

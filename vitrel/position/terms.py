@@ -7,7 +7,6 @@ place where position meets content.
 
 import abc
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar, NamedTuple, TypedDict
@@ -163,14 +162,18 @@ def combine(*terms: Terms) -> Terms:
     rotary = [t for t in terms if t.rotary is not None]
     if len(rotary) > 1:
         raise ValueError("two rotary encodings cannot be combined: choose one of the rope_* keys")
-    temperatures = [t.temperature for t in terms if t.temperature is not None]
+    scale, temperature = 1.0, None
+    for t in terms:
+        scale = scale * t.scale
+        if t.temperature is not None:
+            temperature = t.temperature if temperature is None else temperature * t.temperature
     return Terms(
         tokens=_sum(t.tokens for t in terms),
         rotary=rotary[0].rotary if rotary else None,
         key_rotary=rotary[0].key_rotary if rotary else None,
         query_bias=_sum(t.query_bias for t in terms),
-        scale=math.prod(t.scale for t in terms),
-        temperature=math.prod(temperatures[1:], start=temperatures[0]) if temperatures else None,
+        scale=scale,
+        temperature=temperature,
         tables=tuple(table for t in terms for table in t.tables),
     )
 
