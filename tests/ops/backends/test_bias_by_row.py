@@ -85,14 +85,14 @@ def test_equals_the_loops(grid, axes):
         np.testing.assert_allclose(a.numpy(), b, atol=1e-11)
 
 
-@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3, dtype=double, requires_grad=True)], ids=["float", "tensor"])
+@pytest.mark.parametrize("temperature", [None, torch.tensor(0.3, dtype=double, requires_grad=True)], ids=["none", "tensor"])
 @pytest.mark.parametrize("grid", [Grid(3, 5), Grid(4, 3, 3)], ids=str)
-def test_other_terms_beside_tables(grid, scale):
-    """Rotation, a bias of queries and a scale, of which the scale and the rotation leave the table alone."""
+def test_other_terms_beside_tables(grid, temperature):
+    """Rotation, a bias of queries, a scale and a temperature: none of them changes what the table adds."""
     rope = perturbed(create_position("rope_mixed", grid, 2, 8, dtype=double))
     bias, added, (q, k, v) = table(grid), torch.randn(2, 8, dtype=double, requires_grad=True), inputs(grid)
-    others = {"query_bias": added, "scale": scale, "tables": (Table(bias=bias),) * 2}
-    learned = [q, k, v, bias, added, *rope.parameters(), *([scale] if isinstance(scale, torch.Tensor) else [])]
+    others = {"query_bias": added, "scale": 0.3, "temperature": temperature, "tables": (Table(bias=bias),) * 2}
+    learned = [q, k, v, bias, added, *rope.parameters(), *([] if temperature is None else [temperature])]
     found, expected = (results(b, (q, k, v), rope(grid)._replace(**others), grid, learned) for b in (bias_by_row, reference))
     assert_equal(found, expected)
 
