@@ -5,9 +5,9 @@ import pytest
 import timm
 
 import vitrel
+from vitrel.evaluate.foreign_models import load_model
 from vitrel.names import nearest
 from vitrel.train.tuning import check_model_name
-from vitrel.transfer.foreign_models import load_model
 
 ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalised")]
 

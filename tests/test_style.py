@@ -12,7 +12,7 @@ from helpers import ROOT
 FILES = sorted(p for folder in ("vitrel", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
-ORDER = ["constants", "grid", "position", "ops", "layers", "models"]  # each may import those before it
+ORDER = ["constants", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
 USERS = {
     "files": set(),
     "names": set(),
@@ -20,20 +20,15 @@ USERS = {
     "command_line": set(),
     "data": {"data"},
     "train": {"data", "train"},
-    "probe": {"probe"},
-    "plot": {"probe", "plot"},
-    "explorer": {"probe", "explorer"},
+    "inspect": {"inspect"},
+    "explorer": {"inspect", "explorer"},
     "benchmark": {"benchmark", "cpu"},
-    "transfer": {"data", "probe", "benchmark", "cpu", "transfer"},
+    "evaluate": {"data", "inspect", "benchmark", "cpu", "evaluate"},
     "convert": {"convert"},
     "inputs": {"inputs"},
     "cpu": {"cpu"},
 }  # and all of ORDER
-# Not run by an ordinary forward pass: further backends, optimization, reports, perturbed positions, segments, crops, weights.
-APART = r"triton|transfer_report|/(flex|columns|rows|why|perturb|two_stream|skew)\.py|models/weights/"
-CORE = [  # what one reads to know what the models compute
-    n for n in SOURCES if n.split("/")[1].removesuffix(".py") in ORDER and not re.search(APART, n)
-]
+CORE = [n for n in SOURCES if re.match(r"vitrel/(grid\.py|position/|ops/(?!backends)|layers/|models/)", n)]
 NAMES = sorted(SOURCES)
 
 

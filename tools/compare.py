@@ -19,13 +19,13 @@ import timm
 import torch
 
 from vitrel.command_line import reported, terminable
+from vitrel.evaluate.comparison import Comparison, evaluate_share, load_comparison, trained_models
+from vitrel.evaluate.folder import left_out_note
+from vitrel.evaluate.plan import check_data
+from vitrel.evaluate.split import shared_with
+from vitrel.evaluate.sweep import run_sweep, summary
 from vitrel.train.several import train_all
 from vitrel.train.tuning import Tuning, within
-from vitrel.transfer.comparison import Comparison, evaluate_share, load_comparison, trained_models
-from vitrel.transfer.folder import left_out_note
-from vitrel.transfer.plan import check_data
-from vitrel.transfer.split import shared_with
-from vitrel.transfer.sweep import run_sweep, summary
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import vitrel
-from vitrel.probe.diagnose import diagnose
-from vitrel.transfer.settings import parse_size
+from vitrel.evaluate.settings import parse_size
+from vitrel.inspect.diagnose import diagnose
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.json:
             args.json.write_text(json.dumps([one.to_dict() for one in found], indent=1) + "\n")
         if args.plot:
-            vitrel.plot.leak(found).savefig(args.plot, dpi=110)
+            vitrel.inspect.plot.leak(found).savefig(args.plot, dpi=110)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from vitrel.command_line import one_line, reported, terminable
-from vitrel.models.weights.build import model_arguments
-from vitrel.transfer.checkpoint import Trained, load_checkpoint
-from vitrel.transfer.dry_run import describe_plan
-from vitrel.transfer.folder import left_out_note
-from vitrel.transfer.foreign_models import load_model, read_class_indices
-from vitrel.transfer.rows import evaluate_rows
-from vitrel.transfer.settings import PROTOCOLS, Size, Sweep, parse_size
-from vitrel.transfer.split import OtherProcessError, joined, rank_and_world
-from vitrel.transfer.sweep import run_sweep, summary
+from vitrel.evaluate.checkpoint import Trained, load_checkpoint
+from vitrel.evaluate.dry_run import describe_plan
+from vitrel.evaluate.folder import left_out_note
+from vitrel.evaluate.foreign_models import load_model, read_class_indices
+from vitrel.evaluate.rows import evaluate_rows
+from vitrel.evaluate.settings import PROTOCOLS, Size, Sweep, parse_size
+from vitrel.evaluate.split import OtherProcessError, joined, rank_and_world
+from vitrel.evaluate.sweep import run_sweep, summary
+from vitrel.weights.build import model_arguments
 
 
 def main(argv: list[str] | None = None) -> None:

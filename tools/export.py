@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from vitrel.evaluate.checkpoint import encoding_of, load_checkpoint
+from vitrel.evaluate.settings import parse_size
 from vitrel.export import SUFFIXES, TOLERANCE, export_model
-from vitrel.models.weights.build import model_arguments, model_for
-from vitrel.models.weights.load import apply_plan, read_file
-from vitrel.transfer.checkpoint import encoding_of, load_checkpoint
-from vitrel.transfer.settings import parse_size
+from vitrel.weights.build import model_arguments, model_for
+from vitrel.weights.load import apply_plan, read_file
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,18 +22,18 @@ from torch import Tensor
 from torchvision.transforms.functional import normalize, to_pil_image, to_tensor
 
 import vitrel
-from vitrel import plot
 from vitrel.data import Shapes
 from vitrel.data.decode import decode
+from vitrel.evaluate.checkpoint import Trained, load_checkpoint
+from vitrel.evaluate.foreign_models import load_model, trained_model
+from vitrel.evaluate.settings import Size, parse_size
+from vitrel.inspect import plot
+from vitrel.inspect.attention import Layer, record
+from vitrel.inspect.foreign import fit_to
+from vitrel.inspect.plot.gallery import gallery, learned_gallery
+from vitrel.inspect.plot.lattice import chosen
+from vitrel.inspect.plot.on_image import slot_of
 from vitrel.models.backbone import Backbone
-from vitrel.plot.gallery import gallery, learned_gallery
-from vitrel.plot.lattice import chosen
-from vitrel.plot.on_image import slot_of
-from vitrel.probe.attention import Layer, record
-from vitrel.probe.foreign import fit_to
-from vitrel.transfer.checkpoint import Trained, load_checkpoint
-from vitrel.transfer.foreign_models import load_model, trained_model
-from vitrel.transfer.settings import Size, parse_size
 
 SCENES = 8
 

@@ -8,8 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from vitrel.transfer.guide import fill
-from vitrel.transfer.study import headline, kept_beside, study_figure, study_tables
+from vitrel.evaluate.guide import fill
+from vitrel.evaluate.study import headline, kept_beside, study_figure, study_tables
 
 ROOT = Path(__file__).parent.parent
 DATA = ("imagenette224", "flowers256")

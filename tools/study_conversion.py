@@ -25,11 +25,11 @@ from vitrel.command_line import reported, terminable
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
+from vitrel.evaluate.metrics import Z95, t_interval, wilson
+from vitrel.evaluate.plots import COLOURS, MARKERS
+from vitrel.evaluate.policies import policies_at, resize_policy
+from vitrel.evaluate.report import markdown
 from vitrel.plain_yaml import read_yaml
-from vitrel.transfer.metrics import Z95, t_interval, wilson
-from vitrel.transfer.plots import COLOURS, MARKERS
-from vitrel.transfer.policies import policies_at, resize_policy
-from vitrel.transfer.report import markdown
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
 BOTH = ["imagenet", "flowers"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from vitrel.evaluate.environment import environment
+from vitrel.evaluate.guide import cost_table, evidence_table, fill, measure_costs, read_costs
 from vitrel.files import whole
-from vitrel.transfer.environment import environment
-from vitrel.transfer.guide import cost_table, evidence_table, fill, measure_costs, read_costs
 
 ROOT = Path(__file__).parent.parent
 

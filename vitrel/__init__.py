@@ -14,13 +14,15 @@ from vitrel.convert import relativize
 from vitrel.cpu.optimize import optimize
 from vitrel.grid import Grid
 from vitrel.inputs import tiled_features
+from vitrel.inspect.diagnose import diagnose
+from vitrel.inspect.explain import explain
+from vitrel.inspect.resolution_report import resolution_report
 from vitrel.layers import RelativeAttention
-from vitrel.models import load_pretrained, save_pretrained
-from vitrel.models.weights.folder import from_folder
+from vitrel.models import Backbone  # noqa: F401  registers the models with timm
 from vitrel.names import nearest
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
-from vitrel.probe.diagnose import diagnose
-from vitrel.probe.explain import explain
+from vitrel.weights.folder import from_folder
+from vitrel.weights.load import load_pretrained, save_pretrained
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "load_pretrained",
     "optimize",
     "relativize",
+    "resolution_report",
     "save_pretrained",
     "tiled_features",
 ]
@@ -58,6 +61,6 @@ def create_model(name: str, **kwargs) -> nn.Module:
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("plot", "transfer"):  # not at import: they bring pandas and plotting
-        return importlib.import_module(f"vitrel.{name}")
+    if name == "evaluate":  # not at import: it brings pandas
+        return importlib.import_module("vitrel.evaluate")
     raise AttributeError(f"module 'vitrel' has no attribute {name!r}")

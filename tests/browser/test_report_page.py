@@ -15,12 +15,12 @@ import vitrel  # noqa: F401  registers the models with timm
 from explorer_page import driven
 from helpers import ROOT
 from vitrel.data import Shapes
-from vitrel.transfer.checkpoint import Trained
-from vitrel.transfer.columns import PER_CLASS, TRANSLATION
-from vitrel.transfer.html import write_html
-from vitrel.transfer.pictures import collect_pictures
-from vitrel.transfer.report import aggregate, read_csv
-from vitrel.transfer.settings import Sweep
+from vitrel.evaluate.checkpoint import Trained
+from vitrel.evaluate.columns import PER_CLASS, TRANSLATION
+from vitrel.evaluate.html import write_html
+from vitrel.evaluate.pictures import collect_pictures
+from vitrel.evaluate.report import aggregate, read_csv
+from vitrel.evaluate.settings import Sweep
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = [

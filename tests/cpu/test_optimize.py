@@ -17,9 +17,9 @@ from vitrel.cpu import linear
 from vitrel.cpu import optimize as optimize_module
 from vitrel.cpu.optimize import FastLinear
 from vitrel.inputs import features_mixed, forward_memory, forward_mixed, tiled_features
+from vitrel.inspect.attention import record
 from vitrel.models.registry import COMPOSITIONS
 from vitrel.ops import use_backend, why
-from vitrel.probe.attention import record
 
 SIZES = [(3, (64, 64)), (1, (40, 88)), (2, (72, 57)), (3, (8, 96))]
 TRUNKS = [("vit", key) for key in (*KEYS, *COMPOSITIONS)] + [("swin", key) for key in (*IN_ATTENTION, *COMPOSITIONS)]

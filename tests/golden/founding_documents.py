@@ -139,7 +139,7 @@ def section(name, case, first):
 
 def trace(documents):
     """The five tokens step by step; ValueError where vitrel's numbers are not the stored ones."""
-    from vitrel.probe.explain import explain  # only here: the oracles and their golden files need no vitrel
+    from vitrel.inspect.explain import explain  # only here: the oracles and their golden files need no vitrel
 
     case, bare = documents["cases"]["five_tokens_log_decay"], documents["cases"]["five_tokens_no_decay"]
     q, k, v, decay = (case["inputs"][name] for name in ("q", "k", "v", "lambda"))

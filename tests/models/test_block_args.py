@@ -7,6 +7,7 @@ from timm.layers import LayerScale, SwiGLU
 from torch import nn
 
 import vitrel
+from vitrel import resolution_report
 from vitrel.grid import Grid
 from vitrel.layers import Attention
 from vitrel.models import ViT
@@ -108,7 +109,7 @@ def test_windows_are_windows(position, size):
 def test_report_of_windows():
     """Windows keep their grid at every size; only the global block and the embedding are resampled."""
     model = build("windows")
-    report = model.transfer_report((56, 72))
+    report = resolution_report(model, (56, 72))
     windows, everywhere = report.stages
     assert (windows.blocks, windows.grid, windows.window, windows.windows) == (2, (7, 9), (3, 2), (3, 5))
     assert windows.padding == (2, 1) and windows.attended == (1, pytest.approx((9 + 9 + 1) * (4 * 4 + 1) / 63), 6)
@@ -134,7 +135,7 @@ def test_one_encoding_for_all_blocks():
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
         torch.testing.assert_close(own.pop(name), sum(theirs.pop(n) for n in copies), atol=1e-4, rtol=1e-4)
         assert own.keys() == theirs.keys()
-    assert [(line.key, line.layers) for line in shared.transfer_report(56).encodings] == [("absolute", 1), ("table", 1)]
+    assert [(line.key, line.layers) for line in resolution_report(shared, 56).encodings] == [("absolute", 1), ("table", 1)]
     assert sum("relative_position_bias_table" in n for n in state) == 1
 
 

@@ -12,7 +12,7 @@ from timm.layers import DropPath
 from timm.models import group_modules, group_parameters, save_for_hf
 from timm.optim import param_groups_weight_decay
 
-from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained
+from vitrel import POSITIONS, PositionEncoding, Terms, load_pretrained, resolution_report
 from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
@@ -309,4 +309,4 @@ def test_anyones_encoding_keeps_its_own_initialisation(monkeypatch):
     model = timm.create_model("vitrel_vit_n8_none", position="shifted")
     assert all((block.position.row == 0.25).all() and (block.position.slope == 1).all() for block in model.blocks)
     assert model.resized((128, 128)) == {} and model.unseen((128, 128)) == 0
-    assert "Shifted" in str(model.transfer_report(128)) or "shifted" in str(model.transfer_report(128))
+    assert "Shifted" in str(resolution_report(model, 128)) or "shifted" in str(resolution_report(model, 128))

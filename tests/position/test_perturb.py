@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounter
 
 from variants import make
 from vitrel import Grid, create_position
-from vitrel.models.weights.record import position_record
 from vitrel.position import terms
 from vitrel.position.perturb import perturb
 from vitrel.position.resize import sample_embedding
+from vitrel.weights.record import position_record
 
 KEYS = ["absolute", "rope_axial", "rope_mixed", "rope_normalised"]
 ALL = dict(shift=0.7, jitter=1.3, rescale=1.5)

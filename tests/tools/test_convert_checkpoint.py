@@ -9,7 +9,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
 from helpers import script
-from vitrel.models.weights.load import read_file
+from vitrel.weights.load import read_file
 
 SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_size=64)
 

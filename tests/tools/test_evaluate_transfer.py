@@ -10,7 +10,7 @@ from PIL import Image
 
 from helpers import script
 from vitrel.data import class_names
-from vitrel.transfer import rows
+from vitrel.evaluate import rows
 
 
 @pytest.fixture(scope="module")

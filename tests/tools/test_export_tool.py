@@ -10,7 +10,7 @@ import vitrel
 from helpers import script
 from vitrel import export
 from vitrel.export import check_sizes, export_model
-from vitrel.models.weights.load import read_file
+from vitrel.weights.load import read_file
 
 CLASSES = ["left", "right", "above"]
 # Pooled over all tokens: the class token of a single block never meets the tables of offsets.

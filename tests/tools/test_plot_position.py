@@ -9,9 +9,9 @@ from PIL import Image
 
 from helpers import ROOT, script
 from variants import perturbed
+from vitrel.evaluate.foreign_models import trained_model
+from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT
-from vitrel.plot import gallery as sheets
-from vitrel.transfer.foreign_models import trained_model
 
 
 @pytest.fixture(scope="module")

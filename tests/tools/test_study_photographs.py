@@ -11,9 +11,9 @@ import yaml
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, script, shared
-from vitrel.transfer.comparison import load_comparison
-from vitrel.transfer.report import read_csv
-from vitrel.transfer.study import headline, kept_beside, study_figure, study_tables
+from vitrel.evaluate.comparison import load_comparison
+from vitrel.evaluate.report import read_csv
+from vitrel.evaluate.study import headline, kept_beside, study_figure, study_tables
 
 RELATIVE = ["table", "factorised", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
 ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalised"]

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from small_runs import SMALL, Tensors, fit, small
-from vitrel.models.weights.load import save_pretrained
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
+from vitrel.weights.load import save_pretrained
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 

@@ -6,9 +6,9 @@ from timm.utils import ModelEmaV3
 from torch.nn import functional as F
 
 from small_runs import Tensors, fit, small
+from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.objective import Mixing
-from vitrel.transfer.checkpoint import load_checkpoint
 
 
 def recipe(ema, **how):

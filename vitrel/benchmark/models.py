@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import vitrel
 from vitrel.benchmark.cases import STD
-from vitrel.models.weights.load import plan_weights
 from vitrel.ops.why import use_backend
+from vitrel.weights.load import plan_weights
 
 LIBRARIES = ("timm", "torchvision", "transformers")
 _PART = 4 * 224 * 224  # pixels that the definition computes at a time: it holds every score in float64

@@ -6,11 +6,10 @@ from vitrel.layers import Attention, PatchMerging
 from vitrel.models.backbone import Backbone
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
-from vitrel.models.weights.load import load_pretrained, save_pretrained
 from vitrel.position import POSITIONS
 from vitrel.position.terms import Composition
 
-__all__ = ["Backbone", "Swin", "ViT", "load_pretrained", "save_pretrained"]
+__all__ = ["Backbone", "Swin", "ViT"]
 
 # Leaves of fx graphs: they compute with the sizes of their input, which a plain trace would freeze.
 for _leaf in (Attention, PatchMerging, Composition, *POSITIONS.values()):

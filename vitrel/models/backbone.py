@@ -10,7 +10,6 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.models.transfer_report import TransferReport, report
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
 
@@ -84,10 +83,6 @@ class Backbone(nn.Module, abc.ABC):
     def saturated(self, size: tuple[int, int]) -> float:
         """Largest share, over the encodings, of unseen offset cells that read an edge row or far bucket which was trained."""
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
-
-    def transfer_report(self, size: int | tuple[int, int]) -> TransferReport:
-        """What using this model at `size` pixels means, without running it: what is resized, unseen, padded; print it."""
-        return report(self, size)
 
     def position_parameters(self) -> set[str]:
         """Names of the parameters that belong to position encodings."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
-from vitrel.models.weights.load import filter_state_dict
 from vitrel.names import nearest
+from vitrel.weights.load import filter_state_dict
 
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # that have rows of their own, "_" for "+" in their names
 

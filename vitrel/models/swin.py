@@ -229,7 +229,7 @@ _SIZES = {  # the published shapes; n is for tests and small experiments
 _V2 = dict(version=2, position="cpb")
 _CFGS = {size: _cfg() for size in "tsbl"} | {"n": _cfg(input_size=(3, 64, 64), pool_size=(8, 8), crop_pct=1.0)}
 _CFGS_V2 = {size: _cfg(input_size=(3, 256, 256), pool_size=(8, 8)) for size in "tsb"} | {"n": _CFGS["n"]}
-_WEIGHTS = {  # weights whose layout vitrel.models.weights reads
+_WEIGHTS = {  # weights whose layout vitrel.weights reads
     "vitrel_swin_t": "timm/swin_tiny_patch4_window7_224.ms_in1k",
     "vitrel_swin_s": "timm/swin_small_patch4_window7_224.ms_in1k",
     "vitrel_swin_b": "timm/swin_base_patch4_window7_224.ms_in1k",

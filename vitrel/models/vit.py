@@ -264,7 +264,7 @@ _SIZES = {  # the published shapes; n8 is for tests and small experiments
     "l16": dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16),
 }
 _CFGS = {size: _cfg() for size in _SIZES} | {"n8": _cfg(input_size=(3, 64, 64), crop_pct=1.0)}
-_WEIGHTS = {  # weights whose layout vitrel.models.weights reads
+_WEIGHTS = {  # weights whose layout vitrel.weights reads
     "vitrel_vit_ti16_absolute": "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",
     "vitrel_vit_s16_absolute": "timm/vit_small_patch16_224.augreg_in21k_ft_in1k",
     "vitrel_vit_b16_absolute": "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",

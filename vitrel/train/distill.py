@@ -13,9 +13,9 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrel.models.weights.load import load_pretrained, read_file
-from vitrel.models.weights.read import checksums
 from vitrel.train.tuning import check_model_name
+from vitrel.weights.load import load_pretrained, read_file
+from vitrel.weights.read import checksums
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from vitrel.models.weights.read import guarding
-from vitrel.models.weights.record import position_record
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.execution import Execution, MemoryAdvice, check_sharded
@@ -48,6 +46,8 @@ from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
 from vitrel.train.sharding import check_strategy, shard
 from vitrel.train.tuning import Tuning, check_model_name
+from vitrel.weights.read import guarding
+from vitrel.weights.record import position_record
 
 
 class Classifier(LightningModule):

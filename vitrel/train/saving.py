@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from vitrel.files import whole
-from vitrel.models.weights.read import checksums, read_file
 from vitrel.train.log import CSVLog
 from vitrel.train.same_run import run_settings
+from vitrel.weights.read import checksums, read_file
 
 TOLD = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "ctrl-c"}  # to stop; the exit status is 128 and the signal's number
 

@@ -15,10 +15,10 @@ import torch
 import yaml
 
 from vitrel.command_line import end_with_parent
-from vitrel.models.weights.read import read_file
 from vitrel.plain_yaml import load_yaml, read_yaml
 from vitrel.train import cli
 from vitrel.train.same_run import values_that_differ
+from vitrel.weights.read import read_file
 
 # what began the runs begins them anew, and goes on with those that were stopped
 run = partial(cli.run, go_on="the same command goes on from there")

@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 import vitrel  # noqa: F401  registers the models with timm
-from vitrel.models.weights.load import apply_plan, plan_weights, read_file
 from vitrel.names import nearest
+from vitrel.weights.load import apply_plan, plan_weights, read_file
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch.utils.data import Dataset
+
+from vitrel.evaluate import images, plan
+from vitrel.evaluate.checkpoint import Trained, encoding_of
+from vitrel.evaluate.rows import evaluate_rows
+
+CLASSES = ["left", "right", "above"]
+
+
+class Noise(Dataset):
+    """12 random images in 3 classes; counts how often one is decoded."""
+
+    decoded = 0
+
+    def __init__(self, size, n=None):
+        self.size, self.n, self.classes = size, n or 12, list(CLASSES)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        Noise.decoded += 1
+        return torch.randn(3, *self.size, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+@pytest.fixture
+def noise(monkeypatch):
+    """Replaces the data sets by Noise and records what was asked for."""
+    asked = []
+
+    def create(data, split, size, **how):
+        asked.append({"data": data, "split": split, "size": size, **how})
+        return Noise(size, how["n"])
+
+    monkeypatch.setattr(images, "create_dataset", create)
+    monkeypatch.setattr(plan, "create_dataset", create)
+    monkeypatch.setattr(Noise, "decoded", 0)
+    Noise.asked = asked
+    return Noise
+
+
+@pytest.fixture
+def rows_of():
+    """rows_of(models, sweep, ...): the rows of `evaluate_rows`, without their lines."""
+    return lambda *given, **how: [one.row for one in evaluate_rows(*given, **how)]
+
+
+@pytest.fixture
+def trained():
+    """trained("vitrel_vit_n8_table", model_args=..., label=...): an untrained model as if it came from a checkpoint."""
+
+    def make(name, img_size=(32, 32), model_args=(), **changes):
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=3, img_size=img_size, **dict(model_args)).eval()
+        whole = Trained(
+            model=model, name=name, label=name, encoding=encoding_of(model), img_size=img_size, classes=tuple(CLASSES),
+            mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic", seed=0, path=Path("last.ckpt"),
+        )  # fmt: skip
+        return replace(whole, **changes)
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """checkpoint(name, edit=None): the path of a file laid out as tools/train.py writes it; `edit` changes what is in it."""
+
+    def write(name="vitrel_vit_n8_table", edit=None, file="last.ckpt", **about):
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=3, img_size=(32, 48))
+        stored = {
+            "state_dict": {f"model.{key}": value for key, value in model.state_dict().items()},
+            "hyper_parameters": {},
+            "vitrel": {
+                "model": name, "model_args": {}, "classes": list(CLASSES), "img_size": [32, 48], "mean": [0.5] * 3,
+                "std": [0.5] * 3, "crop_pct": 1.0, "interpolation": "bicubic", "data": "shapes", "seed": 7, "epoch": 1,
+            } | about,
+        }  # fmt: skip
+        if edit:
+            edit(stored)
+        path = tmp_path / file
+        torch.save(stored, path)
+        return path
+
+    return write

@@ -1,0 +1,228 @@
+"""What is drawn on the image: the recorded weights, each at its patch."""
+
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from variants import make, perturbed, small_model
+from vitrel.grid import Grid
+from vitrel.inspect.attention import Layer, record
+from vitrel.inspect.plot import attention, directions, offset_maps, overruled, profiles, similarity
+from vitrel.inspect.plot.overruled import find_overruled
+from vitrel.models.vit import ViT
+
+TINY = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=2)
+
+
+def vit(key="table", **options):
+    torch.manual_seed(0)
+    return perturbed(ViT(**TINY, position=key, **options).eval(), 0.3)
+
+
+def maps(figure):
+    """[[with, without, difference] of every row], NaN where nothing is drawn."""
+    found = [axes for axes in figure.axes if len(axes.images) == 2]
+    values = [np.ma.filled(axes.images[1].get_array().astype(float), np.nan) for axes in found]
+    return [values[i : i + 3] for i in range(0, len(values), 3)]
+
+
+@pytest.mark.parametrize("heads", [None, [1, 0]])
+def test_weights_of_one_query(heads):
+    model, image = vit(reg_tokens=1), torch.randn(3, 24, 40)
+    layer = record(model, image[None])[1]
+    figure, slot = attention(model, image, (2, 1), layer=1, heads=heads), 2 + 2 * 5 + 1
+    both = [what[0, 0, :, slot] for what in (layer.weights, layer.content)]
+    rows = [[row.mean(0)] if heads is None else row[heads] for row in both]
+    assert len(maps(figure)) == len(rows[0])
+    for weights, content, (shown, alone, difference) in zip(*rows, maps(figure), strict=True):
+        for y, x in np.ndindex(3, 5):
+            assert shown[y, x] == pytest.approx(float(weights[2 + y * 5 + x]), abs=1e-6)
+            assert alone[y, x] == pytest.approx(float(content[2 + y * 5 + x]), abs=1e-6)
+        np.testing.assert_allclose(difference, shown - alone, atol=1e-6)
+    picture, first = figure.axes[:2]
+    assert tuple(first.images[1].get_extent()) == (0, 40, 24, 0) and picture.get_ylim() == (24, 0)
+    assert picture.patches[1].get_bbox().bounds == (8, 16, 8, 8)  # x, y of the query's frame
+    assert first.get_title() == f"with position\n{100 * float(rows[0][0][:2].sum()):.0f} % on prefix tokens"
+    assert picture.get_ylabel() == ("mean of 2 heads" if heads is None else "head 1")
+
+
+def test_only_the_window_of_the_query_in_its_place():
+    """Shifted windows over a padded grid: what stands there are the patches that the query sees, no others."""
+    model, image = small_model("vitrel_swin_n"), torch.randn(3, 22, 31)
+    layer = record(model, image[None])[1]
+    assert layer.shift == (2, 2) and layer.grid == Grid(11, 16)
+    for query in ((0, 0), (10, 15), (5, 7)):
+        ((shown, alone, _),) = maps(attention(model, image, query, layer=1))
+        expected = np.full((11, 16), np.nan)
+        region = [(n - 2) // 4 if n >= 2 else -1 for n in query]  # borders at 2, 6, 10, ...
+        for y in range(11):
+            for x in range(16):
+                if [(n - 2) // 4 if n >= 2 else -1 for n in (y, x)] == region:
+                    expected[y, x] = 1
+        assert np.array_equal(~np.isnan(shown), ~np.isnan(expected)) and np.array_equal(np.isnan(shown), np.isnan(alone))
+        assert np.nansum(shown) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_image_is_shown_as_it_was():
+    model, shown = timm.create_model("vitrel_vit_n8_table", **TINY), torch.rand(3, 32, 24)
+    image = (shown - 0.5) / 0.5
+    for figure in (attention(model, image, (0, 0)), attention(model, image * 9, (0, 0), shown=shown)):
+        np.testing.assert_allclose(figure.axes[0].images[0].get_array(), shown.permute(1, 2, 0), atol=1e-6)
+    stretched = attention(record(model, image[None]), image, (0, 0)).axes[0].images[0].get_array()
+    assert stretched.min() == 0 and stretched.max() == 1
+
+
+def test_models_of_timm():
+    model, image = timm.create_model("test_vit2", img_size=64).eval(), torch.randn(3, 64, 64)
+    layer = record(model, image[None])[0]
+    ((shown, _, _),) = maps(attention(model, image, (1, 3), layer=0, heads=[0]))
+    _, w, prefix = layer.grid
+    np.testing.assert_allclose(shown.ravel(), layer.weights[0, 0, 0, prefix + w + 3, prefix:], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (dict(query=(4, 0)), r"query \(4, 0\) is outside the 4x4 patches of blocks.1.attn"),
+        (dict(query=(0, 0), layer=2), "there is no layer 2"),
+        (dict(query=(0, 0), heads=[2]), "blocks.1.attn has heads 0 to 1, not 2"),
+    ],
+)
+def test_what_is_not_there(how, message):
+    with pytest.raises(ValueError, match=message):
+        attention(vit(), torch.randn(3, 32, 32), **how)
+
+
+def test_layers_without_content():
+    layers = [layer._replace(content=None, position=None) for layer in record(vit(), torch.randn(1, 3, 32, 32))]
+    for draw in (
+        lambda: attention(layers, torch.randn(3, 32, 32), (0, 0)),
+        lambda: overruled(layers, torch.rand(1, 3, 32, 32)),
+    ):
+        with pytest.raises(ValueError, match=r"use vitrel\.inspect\.attention\.record"):
+            draw()
+
+
+def made_layer(constant=0.0):
+    """A class token and 2x2 patches, two heads: in head 1 query (0, 1) attends to (1, 0) against -2, elsewhere nothing odd."""
+    content, position = torch.zeros(1, 1, 2, 5, 5), torch.zeros(1, 1, 2, 5, 5)
+    content[0, 0, 1, 2, 3], position[0, 0, 1, 2, 3] = 6.0, -2.0
+    position[0, 0, 0, 1, 4] = -5.0  # lowered, but then not attended
+    position[0, 0, 1, 4, 0], content[0, 0, 1, 4, 0] = -9.0, 20.0  # a prefix token is no patch
+    content[0, 0, 1, 0, 1], position[0, 0, 1, 0, 1] = 20.0, -9.0  # nor is it a query
+    position += constant
+    weights = (content + position).softmax(-1)
+    where = ("made", Grid(2, 2, 1), None, (0, 0), torch.arange(5)[None])
+    return Layer(*where, weights, content.softmax(-1), position, None, (8.0, 8.0), (16, 16))
+
+
+@pytest.mark.parametrize("constant", [0.0, 8.0])
+def test_the_case_in_which_content_overrides_position(constant):
+    images = torch.rand(1, 3, 16, 16)
+    found = find_overruled([made_layer(constant)], images)
+    assert (found.head, found.query, found.key) == (1, 2, 3)
+    assert float(found.position[3]) == pytest.approx(-2 + 2 / 5, abs=1e-5)  # against the mean of five keys
+    torch.testing.assert_close(found.content, torch.tensor([-1.2, -1.2, -1.2, 4.8, -1.2]), atol=1e-5, rtol=0)
+    figure = overruled([made_layer(constant)], images)
+    assert "patch (0, 1) attends to (1, 0) as no. 1" in figure.get_suptitle().replace("\n", " ")
+    image, logits, weights = figure.axes
+    assert image.patches[1].get_bbox().bounds == (8, 0, 8, 8) and image.patches[3].get_bbox().bounds == (0, 8, 8, 8)
+    assert logits.get_yticklabels()[0].get_text() == "1: (1, 0)"
+    assert [bars[0].get_width() for bars in logits.containers] == pytest.approx([4.8, -1.6, 3.2], abs=1e-4)
+    expected = [torch.tensor([0, 0, 0, v, 0.0]).softmax(0)[3].item() for v in (4, 6)]
+    assert [bars[0].get_width() for bars in weights.containers] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_in_which_content_overrides_nothing():
+    for model in (vit("none"), vit("absolute")):
+        with pytest.raises(ValueError, match=r"overrides no negative bias in ViT .* position takes at most 0 logits, and 0.1"):
+            overruled(model, torch.randn(2, 3, 32, 32))
+
+
+def test_the_search_agrees_with_plain_loops():
+    model, images = vit("rope_mixed+lookhere"), torch.randn(2, 3, 24, 32)
+    best = 0.0
+    for layer in record(model, images):
+        visible = torch.ones_like(layer.weights, dtype=torch.bool) if layer.visible is None else layer.visible
+        for at in np.ndindex(2, 1, 2, 12):
+            row = (*at[:3], at[3] + 1)
+            weights, seen = layer.weights[row], visible[row]
+            key = 1 + int(weights[1:].argmax())
+            if weights[key] >= 1 / seen.sum():
+                best = min(best, float(layer.position[row][key] - layer.position[row][seen].mean()))
+    found = find_overruled(model, images)
+    assert best < -0.1 and float(found.position[found.key]) == pytest.approx(best, abs=1e-5)
+
+
+def test_overruled_in_shifted_padded_windows():
+    model, images = small_model("vitrel_swin_n", img_size=32), torch.randn(1, 3, 22, 30)
+    case = find_overruled(model, images)
+    assert min(case.layer.tokens[case.window, [case.query, case.key]]) >= 0
+    assert len(overruled(model, images).axes) == 3
+
+
+def test_similarity_is_the_cosine_to_one_patch():
+    model = vit("absolute")
+    rows = model.pos_embed.pos_embed[0, 1:].detach()
+    figure = similarity(model, patches=[(0, 0), (1, 3)])
+    for axes, at in zip(figure.axes, (0, 7), strict=False):
+        shown, here = axes.images[0].get_array(), rows[at]
+        for i, row in enumerate(rows):
+            assert shown[divmod(i, 4)] == pytest.approx(float(row @ here / row.norm() / here.norm()), abs=1e-5)
+    assert figure.axes[1].patches[0].get_bbox().bounds == (2.5, 0.5, 1, 1)
+    assert "6x5 patches, trained on 4x4" in similarity(model, (48, 40)).get_suptitle()
+    timms = timm.create_model("test_vit")
+    h, w = timms.patch_embed.grid_size
+    expected = torch.cosine_similarity(timms.pos_embed[0, -h * w :], timms.pos_embed[0, -h * w :][[w * (h // 2) + w // 2]], -1)
+    np.testing.assert_allclose(similarity(timms).axes[0].images[0].get_array().ravel(), expected.detach(), atol=1e-5)
+
+
+def test_similarity_of_what_is_not_there():
+    with pytest.raises(ValueError, match=r"adds no embedding to tokens: vitrel\.inspect\.plot\.offset_maps"):
+        similarity(make("table", (3, 4)))
+    with pytest.raises(ValueError, match=r"patch \(3, 0\) is outside the 3x4 patches of sincos"):
+        similarity(make("sincos", (3, 4)), patches=[(3, 0)])
+
+
+def broken(position):
+    model = small_model(f"vitrel_vit_n8_{position}", img_size=(32, 48))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+@pytest.mark.parametrize("draw", [offset_maps, profiles, directions])
+def test_an_encoding_of_nan_is_not_drawn_as_hidden(draw):
+    with pytest.raises(ValueError, match=r"blocks\.0 holds NaN: its weights, or the image, are not numbers"):
+        draw(broken("table"))
+
+
+def test_attention_of_nan_is_neither_drawn_nor_searched():
+    model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.full((3, 32, 48), torch.nan)
+    for draw in (lambda: attention(model, image, (0, 0)), lambda: directions(model, images=image[None])):
+        with pytest.raises(ValueError, match=r"blocks.* holds NaN"):
+            draw()
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn holds NaN"):
+        find_overruled(model, image[None])
+    with pytest.raises(ValueError, match="absolute holds NaN"):
+        similarity(broken("absolute"))
+
+
+def test_what_does_not_fit_an_image():
+    model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.rand(3, 32, 48)
+    with pytest.raises(TypeError, match="float"):
+        attention(model, image, (1.5, 0))  # which would be patch (1, 3)
+    with pytest.raises(ValueError, match=re.escape("a picture of 30x30 pixels for attention on 32x48: it is another image's")):
+        attention(model, image, (0, 0), shown=torch.rand(3, 30, 30))
+    with pytest.raises(ValueError, match="heads names no head"):
+        attention(model, image, (0, 0), heads=[])
+    with pytest.raises(ValueError, match="top is the number of attended patches to look among, at least 1, not 0"):
+        overruled(model, image[None], top=0)
+    with pytest.raises(ValueError, match="an image of 4 channels has no colours to draw: pass shown"):
+        attention(record(model, image[None]), torch.rand(4, 32, 48), (0, 0))
+    with pytest.raises(ValueError, match=r"size is a side or .*, at least 1, not 0"):
+        offset_maps(model, 0)

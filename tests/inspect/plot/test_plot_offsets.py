@@ -1,0 +1,241 @@
+"""The numbers behind the maps and profiles: what the definition of attention gives, at the offset where it is drawn."""
+
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+import vitrel
+from variants import IN_ATTENTION, make, perturbed, small_model
+from vitrel.grid import Grid
+from vitrel.inspect.attention import record
+from vitrel.inspect.plot import lattices, offset_maps, profiles
+from vitrel.ops.reference import masked_logits
+
+GRID = Grid(3, 4, 1)
+ROTARY = ["rope_axial", "rope_mixed", "rope_normalised", "xpos"]
+TINY = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=2)
+
+
+def vit(key, **options):
+    return small_model("vitrel_vit_n8_none", **TINY, position=key, **options)
+
+
+def drawn(figure):
+    """The pictures of a figure, from left to right and down."""
+    return [np.ma.filled(axes.images[0].get_array(), np.nan) for axes in panels(figure)]
+
+
+def panels(figure):
+    return [axes for axes in figure.axes if axes.images and axes.get_xlabel()]
+
+
+def spread(lattice, grid):
+    """[H, 2h-1, 2w-1] -> [H, h*w, h*w], one value for each pair of patches."""
+    index = Grid(*grid[:2]).index()
+    return lattice.flatten(1)[:, index]
+
+
+def test_alibi_by_hand():
+    for head, picture in enumerate(drawn(offset_maps(make("alibi", (3, 4), heads=3))), 1):
+        assert picture.shape == (5, 7)
+        for (row, column), value in np.ndenumerate(picture):
+            assert value == pytest.approx(-(2 ** (-8 * head / 3)) * math.hypot(row - 2, column - 3), abs=1e-6)
+
+
+def test_an_offset_stands_where_its_axes_say():
+    """A table that is 1 at dy = +1, dx = 0 alone: the logit of a query below its key, and one cell of the picture."""
+    grid, encoding = Grid(3, 5), make("table", (3, 5), heads=1)
+    with torch.no_grad():
+        encoding.relative_position_bias_table.zero_()[(1 + 2) * 9 + 0 + 4] = 1.0
+    logits = masked_logits(*torch.zeros(2, 1, 15, 8), encoding(grid), grid)[0]
+    assert logits[7, 2] == 1 and logits[2, 7] == 0  # row 1 asks row 0 of the same column
+    (panel,) = panels(offset_maps(encoding))
+    (picture,), (left, right, bottom, top) = drawn(panel.figure), panel.images[0].get_extent()
+    ((row, column),) = np.argwhere(picture == 1)
+    assert (picture == 0).sum() == 44
+    assert top + (row + 0.5) * (bottom - top) / 5 == 1 and left + (column + 0.5) * (right - left) / 9 == 0
+    assert panel.get_ylim() == (2.5, -2.5) and panel.get_xlim() == (-4.5, 4.5)
+    assert panel.get_ylabel().startswith("dy (patches)") and panel.get_xlabel() == "dx (patches)"
+    assert "query minus key: dy > 0, key above" in panel.figure.get_suptitle()
+
+
+@pytest.mark.parametrize("size", [None, (5, 3)])
+@pytest.mark.parametrize("key", [key for key in IN_ATTENTION if key not in ("none", *ROTARY)])
+def test_bias_is_the_logit_of_a_zero_query_and_key(key, size):
+    encoding = perturbed(make(key, GRID))
+    grid = GRID if size is None else Grid(*size, 1)
+    logits = masked_logits(*torch.zeros(2, 2, grid.tokens, 8), encoding(grid), grid)[:, 1:, 1:].detach()
+    found = [one for one in lattices(encoding, size) if "bias" in one.what]
+    if not found:
+        assert key in ("shaw", "decomposed", "deberta") and not logits.any()
+        return
+    assert found[0].unit == "logits" and ("query 0" in found[0].what) == (key in ("pape", "transformer_xl"))
+    torch.testing.assert_close(spread(found[0].values, grid), logits)
+
+
+@pytest.mark.parametrize("size", [None, (5, 3)])
+@pytest.mark.parametrize("key", ROTARY)
+def test_rotation_is_q_k_for_equal_energy_in_every_frequency(key, size):
+    encoding = make(key, GRID, heads=4)
+    grid = GRID if size is None else Grid(*size, 1)
+    turn = torch.rand(4) * 2 * torch.pi  # any direction within each of the D/2 pairs
+    q = torch.cat((turn.cos(), turn.sin())).mul(1 / 2).expand(4, grid.tokens, 8)
+    logits = masked_logits(q, q, encoding(grid), grid)[:, 1:, 1:].detach() * math.sqrt(8)
+    (found,) = lattices(encoding, size)
+    assert found.what == f"{key} rotation" and "cos" in found.unit
+    torch.testing.assert_close(spread(found.values, grid).expand(4, -1, -1), logits)
+
+
+def test_mixed_rotation_by_explicit_angles():
+    encoding = make("rope_mixed", (3, 4), heads=2)
+    fy, fx = encoding.freqs.detach().numpy()
+    (found,) = lattices(encoding)
+    for i in range(12):
+        for j in range(12):
+            (yi, xi), (yj, xj) = divmod(i, 4), divmod(j, 4)
+            turned = np.exp(1j * (fy * yi + fx * xi)) * np.exp(-1j * (fy * yj + fx * xj))
+            expected = turned.real.mean(-1)
+            np.testing.assert_allclose(found.values[:, yi - yj + 2, xi - xj + 3], expected, atol=1e-5)
+
+
+def test_factorised_is_the_sum_of_its_axes():
+    encoding = perturbed(make("factorised", (3, 4, 1)))
+    (found,) = lattices(encoding)
+    for dy in range(-2, 3):
+        for dx in range(-3, 4):
+            expected = encoding.table_h[dy + 2] + encoding.table_w[dx + 3]
+            torch.testing.assert_close(found.values[:, dy + 2, dx + 3], expected.detach())
+
+
+def test_rows_of_content_tables_by_hand():
+    """DeBERTa's scale, and the key's row of the opposite offset."""
+    encoding = perturbed(make("deberta", (3, 4), radius=1))
+    query, key = lattices(encoding)
+    assert (query.what, key.what) == ("deberta query rows, length", "deberta key rows, length")
+    for dy in range(-2, 3):
+        for dx in range(-3, 4):
+            y, x = (max(-1, min(1, d)) for d in (dy, dx))
+            for found, name, s in ((query, "key", 1), (key, "query", -1)):
+                row = getattr(encoding, f"{name}_h")[:, s * y + 1] + getattr(encoding, f"{name}_w")[:, s * x + 1]
+                expected = row.norm(dim=-1) / math.sqrt(3 * 8)
+                torch.testing.assert_close(found.values[:, dy + 2, dx + 3], expected.detach())
+
+
+def test_training_extent_is_outlined_where_the_grid_is_larger():
+    encoding = make("alibi", (3, 4))
+    (first, *_) = panels(offset_maps(encoding, (5, 4)))
+    (outline,) = first.patches
+    assert outline.get_bbox().bounds == (-3.5, -2.5, 7, 5)
+    assert not any(panel.patches for panel in panels(offset_maps(encoding, (2, 4))))
+    swin = timm.create_model("vitrel_swin_n", num_classes=2)
+    assert not any(panel.patches for panel in panels(offset_maps(swin, 128)))  # the window stays
+    assert any(panel.patches for panel in panels(offset_maps(vit("table"), 48)))
+
+
+def test_windows_of_every_stage_and_heads_that_only_some_have():
+    swin = small_model("vitrel_swin_n")
+    shown = panels(offset_maps(swin))
+    assert len(shown) == 2 * (1 + 2 + 4) and {picture.shape for picture in drawn(shown[0].figure)} == {(7, 7)}
+    third = offset_maps(swin, layers=[-1], heads=[3, 9])
+    table = swin.layers[2].blocks[1].position.relative_position_bias_table[:, 3].detach()
+    np.testing.assert_allclose(drawn(third)[0], table.view(7, 7), atol=1e-6)
+    assert panels(third)[0].get_title() == "head 3" and "layers.2.blocks.1" in panels(third)[0].get_ylabel()
+    with pytest.raises(ValueError, match=r"no layer has heads \[4\]: the most is 4"):
+        offset_maps(swin, layers=[4, 5], heads=[4])
+    with pytest.raises(ValueError, match="no layer has heads"):
+        profiles(swin, layers=[4], heads=[4])
+    with pytest.raises(ValueError, match="there is no layer 6: the layers that can be drawn are 0 to 5"):
+        offset_maps(swin, layers=[6])
+
+
+def test_hidden_offsets_have_a_colour_of_their_own():
+    figure = offset_maps(make("lookhere", (3, 4), heads=6, fov=180))
+    assert np.isnan(drawn(figure)[0][:2]).all() and not np.isnan(drawn(figure)[0][2:]).any()  # head 0 looks up
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hidden, or no pair has it"]
+    line = profiles(make("lookhere", (3, 4), heads=6, fov=180)).axes[0].lines[0].get_ydata()
+    np.testing.assert_allclose(line, [np.nan, np.nan, 0, -0.5, -1])
+
+
+def test_colours_are_centred_at_zero_or_at_the_mean():
+    for key, centred in (("alibi", False), ("cpb", True), ("rope_axial", False)):
+        encoding = make(key, (3, 4))
+        figure, (found,) = offset_maps(encoding), lattices(encoding)
+        expected = found.values - found.values.mean((1, 2), keepdim=True) if centred else found.values
+        np.testing.assert_allclose(np.stack(drawn(figure)), expected.detach(), atol=1e-6)
+        image = panels(figure)[0].images[0]
+        assert image.get_clim()[0] == -image.get_clim()[1] == pytest.approx(-float(expected.abs().max()))
+        assert ("minus mean of head" in figure.axes[-1].get_ylabel()) == centred
+
+
+def test_compositions_are_drawn_part_by_part():
+    found = lattices(vit("absolute+rope_mixed+table"))
+    assert [one.what for one in found] == ["rope_mixed rotation", "table bias"] * 2
+    assert [one.layer for one in found] == ["blocks.0"] * 2 + ["blocks.1"] * 2
+    assert {one.trained for one in found} == {(4, 4)}
+    (shared,) = lattices(vit("table", share_position=True))
+    assert shared.layer == "all blocks"
+
+
+def test_our_layers_inside_another_model():
+    model = nn.ModuleDict({"mine": vitrel.RelativeAttention(16, 2, position="table+alibi", grid=(3, 4))})
+    assert [(one.layer, one.what, tuple(one.values.shape)) for one in lattices(model)] == [
+        ("mine", "table bias", (2, 5, 7)),
+        ("mine", "alibi bias", (2, 5, 7)),
+    ]
+    with pytest.raises(ValueError, match="on their own grids: leave size out"):
+        lattices(model, 32)
+
+
+def test_recorded_layers_show_the_mean_over_images():
+    model = vit("table")
+    layers = record(model, torch.randn(2, 3, 24, 40))
+    for measured, read in zip(lattices(layers), lattices(model, (24, 40)), strict=True):
+        torch.testing.assert_close(measured.values, read.values, atol=1e-5, rtol=1e-5)
+    assert len(drawn(offset_maps(layers, layers=[1], heads=[0]))) == 1
+
+
+def test_training_is_neither_seen_nor_touched():
+    encoding = vitrel.create_position("rope_axial", (3, 4), 1, 8, jitter=2.0, rescale=2.0).train()
+    first, second = (lattices(encoding)[0].values for _ in range(2))
+    assert torch.equal(first, second) and encoding.training
+    assert first[0, 2, 3] == 1
+
+
+def test_profiles_are_sections_through_zero():
+    encoding = perturbed(make("table", (3, 4)))
+    rows = profiles(encoding, (5, 4)).axes
+    (found,) = lattices(encoding, (5, 4))
+    for axes, values, reach in ((rows[0], found.values[:, :, 3], 4), (rows[1], found.values[:, 4], 3)):
+        for head in range(2):
+            np.testing.assert_allclose(axes.lines[head].get_ydata(), values[head], atol=1e-6)
+            assert axes.lines[head].get_xdata().tolist() == list(range(-reach, reach + 1))
+    assert [line.get_xdata()[0] for line in rows[0].lines[2:]] == [-2, 2]  # the training grid's
+    assert len(rows[1].lines) == 2
+    assert rows[0].get_xlabel() == "dy (patches), at dx = 0"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: make("none", (3, 4)), "none has no position in attention"),
+        (lambda: vit("none"), "ViT has no position in attention|vitrel_vit_n8_none has no position in attention"),
+        (lambda: vit("absolute"), "absolute of .* adds to tokens; use vitrel.inspect.plot.similarity"),
+        (lambda: make("sincos", (3, 4)), "sincos of sincos adds to tokens"),
+        (lambda: timm.create_model("test_vit"), r"test_vit holds no encodings of vitrel: give .*record\(model, images\)"),
+        (lambda: record(vit("absolute"), torch.randn(1, 3, 32, 32)), "position adds nothing to the logits that were recorded"),
+        (lambda: record(vit("none"), torch.randn(1, 3, 32, 32))[0]._replace(position=None), "was recorded without position"),
+    ],
+)
+def test_nothing_to_draw_says_why(source, message):
+    source = source()
+    with pytest.raises(ValueError, match=message):
+        offset_maps(source if isinstance(source, nn.Module | list) else [source])
+
+
+def test_recorded_layers_have_their_size():
+    with pytest.raises(ValueError, match="leave size out"):
+        offset_maps(record(vit("table"), torch.randn(1, 3, 32, 32)), 64)

@@ -1,0 +1,332 @@
+"""`vitrel.explain`: steps that are attention, for every encoding, and a text one can check by hand."""
+
+import doctest
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers import golden
+from variants import KEYS, make, perturbed, tensors
+from vitrel import Grid, Table, Terms, create_position
+from vitrel.inspect.explain import explain
+from vitrel.ops import attention
+from vitrel.ops.reference import masked_logits
+
+CASES = golden("founding_documents")["cases"]
+FIVE = CASES["five_tokens_log_decay"]
+NAMES = ["The", "t1", "t2", "t3", "t4"]
+HEADS, WIDTH = 4, 16
+COMPOSED = (
+    "absolute+rope_mixed",
+    "rope_mixed+table",
+    "deberta+table",
+    "t5+log_decay",
+    "transformer_xl+rope_axial",
+    "shaw+pape",
+)
+
+
+def five_tokens(**options):
+    q, k, v = (FIVE["inputs"][name] for name in "qkv")
+    return explain(q, k, v, **({"position": "log_decay", "decay": FIVE["inputs"]["lambda"], "tokens": NAMES} | options))
+
+
+def inputs(grid):
+    return torch.randn(3, HEADS, grid.tokens, WIDTH, dtype=torch.float64)
+
+
+def masks(n):
+    seen = torch.rand(n, n) > 0.4
+    seen[1] = False  # a query that sees no key
+    return {"none": None, "bool": seen, "additive": torch.randn(HEADS, n, n, dtype=torch.float64)}
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0, check_dtype=False)
+
+
+def with_tokens(q, k, v, terms):
+    if terms.tokens is None:
+        return q, k, v
+    rows = terms.tokens.detach().double().unflatten(-1, (HEADS, WIDTH)).transpose(0, 1)
+    return q + rows, k + rows, v + rows
+
+
+@pytest.mark.parametrize("logit_scale", ["none", "log_n"])
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("key", [*KEYS, *COMPOSED])
+def test_the_steps_are_attention(key, prefix, logit_scale):
+    """On a grid other than the trained one, with every term far from zero; each step from the one before."""
+    trained, grid = Grid(2, 4, prefix), Grid(3, 4, prefix)
+    encoding = perturbed(create_position(key, trained, HEADS, WIDTH, logit_scale=logit_scale, dtype=torch.float64).eval())
+    terms, (q, k, v) = encoding(grid), inputs(grid)
+    for name, mask in masks(grid.tokens).items():
+        seen = explain(q, k, v, encoding, grid, mask=mask)
+        assert not any(t.requires_grad for t in tensors((*vars(seen).values(), *seen.added.values())))
+        turned = with_tokens(q, k, v, terms)
+        close(seen.output, attention(*turned, terms, grid, mask, backend="reference").detach())
+        eye = torch.eye(grid.tokens, dtype=torch.float64).expand(HEADS, -1, -1)
+        bare = terms._replace(tables=tuple(table._replace(value=None) for table in terms.tables))
+        close(seen.weights, attention(*turned[:2], eye, bare, grid, mask, backend="reference").detach())
+        close(seen.raw, q @ k.mT)
+        close(seen.biased, sum(seen.added.values(), seen.scaled))
+        close(seen.masked, masked_logits(*turned[:2], terms, grid, mask).detach())
+        assert (name == "none") == torch.equal(seen.biased, seen.masked)
+        close(seen.weights, seen.exponentials / seen.total.clamp(min=1e-300)[..., None])
+        close(seen.output, seen.weights @ turned[2] + seen.output_from_tables)
+        close(seen.difference, seen.weights - seen.weights_without)
+        close(seen.scaled, seen.raw * WIDTH**-0.5 * terms.scale)
+        plain = Terms(scale=terms.scale)
+        close(seen.output_without, attention(q, k, v, plain, grid, mask, backend="reference"))
+        close(seen.weights_without, attention(q, k, eye, plain, grid, mask, backend="reference"))
+        assert ("temperature" in seen.added) == (logit_scale == "log_n")
+        if name == "bool":
+            assert not seen.weights[:, 1].any() and not seen.output[:, 1].any()
+            assert "sees no key: its weights and output are 0" in str(explain(q, k, v, encoding, grid, 1, mask, 0))
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("none", []),
+        ("sincos", ["tokens"]),
+        ("table", ["bias[dy, dx]"]),
+        ("factorised", ["bias[dy]", "bias[dx]"]),
+        ("t5+log_decay", ["bias[dy, dx]", "bias[dy, dx] 2"]),
+        ("transformer_xl", ["query bias", "query row[dy]", "key row[dy]", "query row[dx]"]),
+        ("deberta", ["query row[dy]", "key row[dy]", "query row[dx]", "key row[dx]"]),
+        ("pape", ["gated row[dy, dx]", "query row[dy]", "query row[dx]"]),
+        ("rope_mixed+table", ["rotation", "bias[dy, dx]"]),
+    ],
+)
+def test_every_term_has_its_name(key, names):
+    grid = Grid(2, 3)
+    q, k, v = inputs(grid)
+    seen = explain(q, k, v, key, grid, query=(1, 2), head=1)
+    assert list(seen.added) == names
+    text = str(seen)
+    assert all(f"\n  {name} " in text and text.count(name) >= 2 for name in seen.added)
+
+
+def test_each_term_alone():
+    """A rotation, a query bias and two tables at once: each as if it were the only one, where that is defined."""
+    grid = Grid(2, 3)
+    q, k, v = inputs(grid)
+    bias = torch.randn(HEADS, grid.classes())
+    rows = torch.randn(1, grid.classes("w"), WIDTH)
+    terms = Terms(tables=(Table("hw", bias=bias), Table("w", key=rows)), scale=0.5)
+    seen = explain(q, k, v, terms, grid)
+    index = grid.index("w")
+    close(seen.added["bias[dy, dx]"], bias[:, grid.index()])
+    close(seen.added["key row[dx]"], 0.5 * WIDTH**-0.5 * (k[:, None] * rows.double()[0, index]).sum(-1))
+    rope = create_position("rope_axial", grid, HEADS, WIDTH)
+    turned = explain(q, k, v, rope, grid)
+    close(turned.scaled + turned.added["rotation"], masked_logits(q, k, rope(grid), grid))
+    assert turned.added["rotation"].diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6  # at its own place nothing turns
+
+
+def test_five_tokens_as_golden():
+    seen = five_tokens()
+    for name in ("weights", "output"):
+        torch.testing.assert_close(getattr(seen, name)[0], torch.tensor(FIVE["expected"][name]).double(), atol=6e-5, rtol=0)
+    for row, values in CASES["five_tokens_no_decay"]["expected"]["output_rows"].items():
+        torch.testing.assert_close(seen.output_without[0, int(row)], torch.tensor(values).double(), atol=6e-5, rtol=0)
+    linear = CASES["linear_decay"]
+    terms = Terms(tables=(Table("w", bias=-linear["inputs"]["slope"] * torch.arange(-4.0, 5).abs()[None]),))
+    row = explain(*(linear["inputs"][name] for name in "qkv"), terms, query=0)
+    torch.testing.assert_close(row.weights[0, 0], torch.tensor(linear["expected"]["weights"]).double(), atol=6e-5, rtol=0)
+
+
+def test_the_text_has_the_golden_numbers():
+    """Read back from the text: every weight and output to four digits, and each row follows from the one before."""
+    blocks = str(five_tokens()).split("\n\n")[1:]
+    assert [block.split("\n")[0] for block in blocks] == [f"query {name} at (0, {i})" for i, name in enumerate(NAMES)]
+    for i, block in enumerate(blocks):
+        lines = block.split("\n")
+        assert lines[1].split("  ")[-1].strip() == "change"
+        rows = [re.findall(r"-?\d+\.\d{4}", line) for line in lines[2:7]]
+        assert [f"{w:.4f}" for w in FIVE["expected"]["weights"][i]] == [row[5] for row in rows]
+        for j, row in enumerate(rows):
+            raw, scaled, bias, biased, exp, weight, without, change = map(float, row)
+            assert scaled == raw / 2 and biased == pytest.approx(scaled + bias, abs=1.1e-4)
+            assert bias == pytest.approx(-0.3 * torch.tensor(1.0 + abs(i - j)).log().item(), abs=6e-5)
+            total = float(re.search(r"sum of exp (\S+)", block)[1])
+            assert weight == pytest.approx(exp / total, abs=1e-4) and change == pytest.approx(weight - without, abs=1.1e-4)
+        outputs = {line[:18].strip(): line[18:].split() for line in lines[8:]}
+        assert outputs["output"] == [f"{x:.4f}" for x in FIVE["expected"]["output"][i]]
+        for row, values in CASES["five_tokens_no_decay"]["expected"]["output_rows"].items():
+            if i == int(row):
+                assert outputs["without position"] == [f"{x:.4f}" for x in values]
+
+
+def test_the_docstring_is_true():
+    names = {"vitrel": SimpleNamespace(explain=explain)}
+    test = doctest.DocTestParser().get_doctest(explain.__doc__, names, "explain", None, 0)
+    assert len(test.examples) == 5
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
+
+
+def test_columns_are_aligned_and_zero_has_no_sign():
+    q = torch.tensor([[0.0, 0.0], [1.0, 2.0], [-1e-9, 0.0]])
+    text = str(explain(q, -q, 100 * q, "log_decay", decay=0.5, mask=torch.ones(3, 3).tril().bool()))
+    assert "-0.0000" not in text and "hidden" in text and "nan" not in text
+    for block in text.split("\n\n")[1:]:
+        title, *rows = block.split("\n")[1:5]
+        ends = [match.end() for match in re.finditer(r"(?:bias\[dy, dx\]|\(dy, dx\)|[\w.]+)(?=  |$)", title)]
+        assert len(ends) == 11
+        for row in rows:
+            assert {match.end() for match in re.finditer(r"\S(?=  |$)", row)} >= set(ends[1:])
+    assert text.split("\n")[1].startswith("(dy, dx) is the offset, query minus key")
+    assert not any(line.endswith(" ") for line in text.split("\n"))
+
+
+def test_offsets_are_query_minus_key():
+    """A table whose value is its own offset, read back from the text beside the offset."""
+    grid = Grid(3, 4, 1)
+    q = torch.zeros(grid.tokens, 4)
+    dy, dx = grid.offsets().unbind(-1)
+    bias = torch.cat((10 * dy + dx, torch.tensor([7, 8, 9])))[None].float()
+    seen = explain(q, q, q, Terms(tables=(Table("hw", bias=bias),)), grid, query=(2, 1))
+    rows = [line.split("  ") for line in str(seen).split("\n") if re.match(r"  \(\d, \d\) ", line)]
+    assert len(rows) == 12
+    for row in rows:
+        (name, offset, _, _, added, *_) = (cell.strip() for cell in row if cell.strip())
+        (y, x), (down, right) = (tuple(map(int, re.findall(r"-?\d+", cell))) for cell in (name, offset))
+        assert (down, right) == (2 - y, 1 - x) and float(added) == 10 * down + right
+    assert re.search(r"\n  prefix 0 +-  .* 8\.0000", str(seen))  # token query, prefix key
+    assert "query (2, 1)\n" in str(seen) and "after 1 prefix tokens" in str(seen)
+
+
+def test_a_named_query_has_its_place():
+    assert "\nquery a at (0, 1)\n" in str(five_tokens(tokens=["(", "a", "b", "c", "d"]))
+
+
+def test_choosing_a_query_and_a_head():
+    grid = Grid(2, 3, 1)
+    q, k, v = inputs(grid)
+    whole, part = explain(q, k, v, "alibi", grid), explain(q, k, v, "alibi", grid, query=(1, 2), head=2)
+    for name in ("raw", "biased", "maximum", "weights", "output", "output_without", "difference"):
+        torch.testing.assert_close(getattr(part, name), getattr(whole, name)[2:3, 6:7])
+    torch.testing.assert_close(part.added["bias[dy, dx]"], whole.added["bias[dy, dx]"][2:3, 6:7])
+    assert part.queries == (6,) and part.heads == (2,)
+    assert str(part) == repr(explain(q, k, v, "alibi", grid, query=6, head=2))
+    assert "\nquery (1, 2), head 2\n" in str(part) and str(whole).count("\nquery ") == 7 * HEADS
+    assert explain(q[0], k[0], v[0], "alibi", grid).raw.shape == (1, 7, 7)
+
+
+def test_queries_are_the_last_tokens():
+    """Keys of an earlier segment first: one row of queries on a full grid of keys."""
+    grid = Grid(3, 4)
+    q, k, v = inputs(grid)
+    encoding = perturbed(make("table", grid, HEADS, WIDTH))
+    rows = explain(q[:, -4:], k, v, encoding, grid)
+    whole = explain(q, k, v, encoding, grid)
+    close(rows.weights, whole.weights[:, -4:])
+    assert rows.queries == (8, 9, 10, 11) and "query (2, 0)," in str(rows)
+    close(explain(q[:, -4:], k, v, encoding, grid, query=(2, 3)).output, whole.output[:, 11:])
+    sincos = explain(q[:, -4:], k, v, "sincos", grid)
+    close(sincos.weights, explain(q, k, v, "sincos", grid).weights[:, -4:])
+    with pytest.raises(ValueError, match=r"there is no query \(1, 3\): .* has queries 8 to 11"):
+        explain(q[:, -4:], k, v, encoding, grid, query=(1, 3))
+
+
+def test_many_keys():
+    grid = Grid(9, 10)
+    q, k, v = inputs(grid)
+    seen = explain(q, k, v, "alibi", grid, query=(4, 5), head=1)
+    text = str(seen)
+    shown = [float(line.split()[-3]) for line in text.split("\n") if re.match(r"  \(\d, \d\) ", line)]
+    assert len(shown) == 64 and min(shown) >= seen.weights.flatten().sort(descending=True)[0][64].item() - 1e-4
+    left = float(re.search(r"and 26 keys of less weight, together (\S+) of the weight", text)[1])
+    assert left == pytest.approx(1 - sum(shown), abs=5e-3)
+    blind = str(explain(q, k, v, "alibi", grid, query=0, head=0, mask=torch.zeros(90, 90).bool()))
+    assert "together 0.0000 of the weight" in blind and "nan" not in blind
+    with pytest.raises(ValueError, match=r"23040 rows are too many to read, at most 1024: choose query=.* and head="):
+        explain(q, k, v, "alibi", grid)
+    with pytest.raises(ValueError, match=r"5760 rows .* choose query=\(row, column\)$"):
+        explain(q[0], k[0], v[0], "alibi", grid)
+
+
+def test_a_wide_head_is_cut_in_the_text_only():
+    q = torch.randn(3, 40)
+    seen = explain(q, q, q)
+    assert seen.output.shape == (1, 3, 40)
+    line = str(seen).split("\n")[-1]
+    assert line.endswith(" ...") and len(line.split()) == 18
+    assert "without" not in str(seen)  # where there is no position there is nothing to compare
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"query": 5}, "there is no query 5: the 1x5 grid with 0 prefix tokens has queries 0 to 4"),
+        ({"query": (1, 0)}, r"there is no query \(1, 0\)"),
+        ({"head": 1}, "there is no head 1: q has 1, counted from 0"),
+        ({"tokens": ["a"]}, "1 names for 5 tokens, prefix tokens included"),
+        ({"grid": (2, 3)}, "5 keys and 5 values do not fit the 2x3 grid"),
+        ({"mask": torch.ones(4, 5).bool()}, r"the mask has shape \(4, 5\), which does not broadcast to .* \[1, 5, 5\]"),
+        ({"mask": torch.ones(2, 1, 5, 5).bool()}, "which does not broadcast"),
+        ({"mask": [[1, 0, 0, 0, 0]]}, "a mask is bool"),
+        ({"position": "tabel", "decay": 1.0}, "unknown"),
+        ({"position": Terms(tokens=torch.zeros(5, 8))}, r"has shape \(5, 8\), 1 heads of width 4 need \(5, 4\)"),
+        ({"q": torch.zeros(2, 5, 4)}, r"the same number of heads and the same width, not q \[2, 5, 4\], k \[5, 4\]"),
+        ({"q": torch.zeros(1, 2, 5, 4)}, r"of one image, not q \[1, 2, 5, 4\]"),
+    ],
+)
+def test_errors(options, error):
+    given = {name: FIVE["inputs"][name] for name in "qkv"} | options
+    with pytest.raises(ValueError, match=error):
+        explain(**given)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"grid": "1x5"}, r"grid is \(h, w\) or \(h, w, prefix\) of the keys, in tokens, not '1x5'"),
+        ({"grid": 5}, "grid is .* not 5"),
+        ({"query": "1"}, r"query is the number of a token or \(row, column\) of a patch, not '1'"),
+        ({"query": (0, 1.5)}, r"query is .* not \(0, 1.5\)"),
+        ({"query": (0, 1, 2)}, r"query is .* not \(0, 1, 2\)"),
+        ({"position": torch.nn.Identity()}, "position is a key, an encoding .* not Identity"),
+        ({"position": None}, "position is a key, .* not NoneType"),
+    ],
+)
+def test_what_is_of_another_kind(options, error):
+    given = {name: FIVE["inputs"][name] for name in "qkv"} | options
+    with pytest.raises(TypeError, match=error):
+        explain(**given)
+
+
+def test_an_encoding_in_training_is_explained_as_it_evaluates():
+    encoding = create_position("rope_axial", (1, 5), 1, 4, rescale=4.0)  # which training draws
+    given = {name: FIVE["inputs"][name] for name in "qkv"} | {"position": encoding}
+    torch.testing.assert_close(explain(**given).weights, explain(**given).weights, rtol=0, atol=0)
+    assert encoding.training
+
+
+def test_nan_is_no_mask():
+    given = {name: FIVE["inputs"][name] for name in "qkv"}
+    assert "masked" not in str(explain(**given | {"q": torch.full((5, 4), torch.nan)}))
+
+
+def test_options_need_a_key():
+    encoding = create_position("log_decay", Grid(1, 5), 1, 4)
+    with pytest.raises(TypeError, match="options decay are for a key of POSITIONS"):
+        five_tokens(position=encoding)
+    with pytest.raises(TypeError, match="has no option 'slope'"):
+        five_tokens(slope=1)
+
+
+def test_the_clipped_offsets_of_the_documents():
+    """Rows that hold their own offset, read back as the term of position."""
+    case = CASES["clip"]
+    n, reach = case["inputs"]["length"], case["inputs"]["reach"]
+    encoding = create_position("clipped", Grid(1, n), 1, 4, radius=(0, reach))
+    with torch.no_grad():
+        encoding.relative_position_bias_table.copy_(torch.arange(-float(reach), reach + 1)[:, None])
+    zeros = torch.zeros(n, 4)
+    offsets = explain(zeros, zeros, zeros, encoding).added["bias[dy, dx]"][0]
+    for row, values in case["expected"]["rows"].items():
+        assert offsets[int(row)].tolist() == values

@@ -1,0 +1,248 @@
+"""The transfer report against what a forward pass does: hooks on the blocks, the layout of the windows, counted offsets."""
+
+import itertools
+import json
+import re
+
+import pytest
+import timm
+import torch
+
+from vitrel import POSITIONS, Grid
+from vitrel.inspect.resolution_report import ResolutionReport, resolution_report
+from vitrel.layers import PatchMerging
+from vitrel.ops.window import windows
+from vitrel.position import split_position
+
+SIZES = [(64, 64), (2, 2), (16, 45), (31, 90), (50, 18), (9, 130)]  # of the nano Swins: patches of 2, windows of 4
+
+
+def run(model, size):
+    """Shapes that pass through while an image of `size` is seen: {"patches": pixels, "blocks": grids, "merging": grids}."""
+    seen = {"patches": [], "blocks": [], "merging": []}
+    for module in model.modules():
+        if hasattr(module, "attn") and hasattr(module, "position"):
+            module.register_forward_pre_hook(lambda _, args: seen["blocks"].append((tuple(args[0].shape), args[1])))
+        elif isinstance(module, PatchMerging):
+            module.register_forward_pre_hook(lambda _, args: seen["merging"].append(tuple(args[0].shape[1:3])))
+    model.patch_embed.proj.register_forward_pre_hook(lambda _, args: seen["patches"].append(tuple(args[0].shape[2:])))
+    with torch.no_grad():
+        model.eval()(torch.randn(1, 3, *size))
+    return seen
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
+def test_stages_are_those_of_a_run(name, size):
+    model = timm.create_model(name, num_classes=2)
+    told, seen = resolution_report(model, size), run(model, size)
+    assert seen["patches"] == [(size[0] + told.image_padding[0], size[1] + told.image_padding[1])]
+    assert [s.merging_padding for s in told.stages] == [(0, 0), *((h % 2, w % 2) for h, w in seen["merging"])]
+    grids = iter(seen["blocks"])
+    for stage, line in zip(model.layers, told.stages, strict=True):
+        assert line.blocks == len(stage.blocks)
+        attended = []
+        for block in stage.blocks:
+            (_, h, w, _), _ = next(grids)
+            assert (h, w) == line.grid
+            layout = windows(h, w, block.attn.window, block.attn.shift)
+            attended.append(layout.visible[layout.inverse].sum(1))
+            count, n = len(layout.slot), block.attn.window[0] * block.attn.window[1]
+            filled = torch.zeros(count, dtype=torch.bool).index_fill(0, layout.inverse, True)
+            assert count == line.windows[0] * line.windows[1] * n == (h + line.padding[0]) * (w + line.padding[1])
+            assert line.padded_share == pytest.approx((~filled).double().mean().item())
+        attended = torch.cat(attended).double()
+        assert line.attended == pytest.approx((attended.min().item(), attended.mean().item(), attended.max().item()))
+        # one axis at a time, in the shifted block, the last: where token 0 lies tells the shift
+        for axis, length in enumerate((h, w)):
+            m, s = block.attn.window[axis], block.attn.shift[axis]
+            alone = windows(length, 1, (m, 1), (s, 0))
+            assert len(alone.slot) == line.windows[axis] * m == length + line.padding[axis]
+            assert -alone.inverse[0] % len(alone.slot) == line.shift[axis]
+    assert next(grids, None) is None
+
+
+def test_a_global_trunk_is_one_stage_without_windows():
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=2, reg_tokens=2)
+    told, seen = resolution_report(model, (50, 70)), run(model, (50, 70))
+    [stage] = told.stages
+    assert seen["patches"] == [(56, 72)] and told.image_padding == (6, 2)
+    assert {(shape[1], grid) for shape, grid in seen["blocks"]} == {(3 + 7 * 9, Grid(7, 9, 3))}
+    assert (stage.grid, stage.blocks, stage.window, stage.windows) == ((7, 9), len(seen["blocks"]), None, (1, 1))
+    assert (stage.attended, stage.padding, stage.padded_share, stage.shift) == ((66, 66.0, 66), (0, 0), 0.0, (0, 0))
+    assert (told.grid, told.prefix, told.trained_grid, told.trained_size) == ((7, 9), 3, (8, 8), (64, 64))
+
+
+def offsets(grid):
+    """Every offset of `grid`, by counting pairs."""
+    cells = list(itertools.product(range(grid.h), range(grid.w)))
+    return {(a - c, b - d) for (a, b), (c, d) in itertools.product(cells, cells)}
+
+
+@pytest.mark.parametrize("size", [(32, 32), (16, 24), (24, 56), (64, 48)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize(
+    ("position", "options"),
+    [
+        ("table", {"resize": "clip"}),
+        ("clipped", {"radius": 3}),
+        ("clipped", {"radius": (1, 5)}),
+        ("t5", {}),
+        ("t5", {"num_buckets": 8, "max_distance": 7}),
+    ],
+)
+def test_unseen_and_saturated_are_counted_by_brute_force(position, options, size):
+    """The table holds its own row numbers, so the bias tells which row an offset reads."""
+    how = dict(position=position, position_args=options, img_size=(32, 40), class_token=False, global_pool="avg")
+    model = timm.create_model("vitrel_vit_n8_none", num_classes=2, **how)
+    encoding, trained, grid = model.blocks[0].position, Grid(4, 5), model.token_grid(size)
+    with torch.no_grad():
+        [table] = encoding.parameters()
+        table.copy_(torch.arange(len(table))[:, None].expand_as(table))
+        rows = {
+            at: dict(zip(map(tuple, at.offsets().tolist()), encoding(at).tables[0].bias[0].round().tolist(), strict=True))
+            for at in (trained, grid)
+        }
+    known = offsets(trained)
+    new = offsets(grid) - known
+    read = set(rows[trained].values())
+    told = resolution_report(model, size)
+    assert told.unseen == pytest.approx(len(new) / len(rows[grid]))
+    assert told.saturated == pytest.approx(sum(rows[grid][offset] in read for offset in new) / len(rows[grid]))
+    assert told.saturated == model.saturated(size) and told.unseen == model.unseen(size)
+
+
+@pytest.mark.parametrize("key", POSITIONS)
+@pytest.mark.parametrize("trunk", ["vit_n8", "swin_n"])
+def test_every_encoding_is_reported_without_a_run_on_the_meta_device(trunk, key):
+    heads = {} if trunk == "swin_n" else {"num_heads": 4}
+    with torch.device("meta"):
+        model = timm.create_model(f"vitrel_{trunk}_none" if trunk == "vit_n8" else "vitrel_swin_n", position=key, **heads)
+        told = resolution_report(model, (96, 72))
+    assert told.resized == model.resized((96, 72)) and told.resampled == sum(told.resized.values())
+    assert sum(e.parameters for e in told.encodings) == sum(
+        parameter.numel() for name, parameter in model.named_parameters() if name in model.position_parameters()
+    )
+    line = next(e for e in told.encodings if e.key == key)
+    assert (line.site, line.behaviour, line.policies) == (
+        POSITIONS[key].site, POSITIONS[key].behaviour, POSITIONS[key].policies
+    )  # fmt: skip
+    if trunk == "swin_n" and line.site == "attention":
+        assert (line.layers, line.grid, line.trained, line.effect.split(",")[0]) == (
+            6, (4, 4), (4, 4), "no position" if key == "none" else "as trained"
+        )  # fmt: skip
+        assert not line.resized and told.unseen == told.saturated == 0
+    assert json.loads(json.dumps(told.to_dict())) == told.to_dict()
+    assert f"\n{key} " in str(told) and "96x72 px, built for 64x64" in str(told)
+
+
+def test_layers_that_are_alike_are_one_line_with_their_sum():
+    model = timm.create_model("vitrel_vit_n8_none", position="absolute+rope_mixed+table", num_classes=2)
+    told = resolution_report(model, (96, 70))
+    assert split_position("absolute+rope_mixed+table") == ("absolute", "rope_mixed+table")
+    assert [(e.key, e.site, e.layers) for e in told.encodings] == [
+        ("absolute", "tokens", 1), ("rope_mixed", "attention", 4), ("table", "attention", 4)
+    ]  # fmt: skip
+    absolute, rope, table = told.encodings
+    assert absolute.resized == {"absolute bicubic": 64 * 96} and absolute.policy == "bicubic"
+    assert table.resized == {"table geometric": 4 * 3 * 15**2}
+    assert table.parameters == sum(block.position.parts["table"].relative_position_bias_table.numel() for block in model.blocks)
+    assert told.resized == absolute.resized | rope.resized | table.resized
+    assert [e.effect for e in told.encodings] == [
+        "resampled by absolute bicubic", "evaluated, at offsets never trained", "resampled by table geometric"
+    ]  # fmt: skip
+    model.blocks[1].position.parts["table"].resize = "clip"
+    told = resolution_report(model, (96, 70))
+    assert [(e.key, e.layers, e.policy) for e in told.encodings[2:]] == [("table", 3, "geometric"), ("table", 1, "clip")]
+    assert told.resized["table geometric"] == 3 * 3 * 15**2 and told.resized["table clip"] == 0
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "effect"),
+    [
+        ("none", {}, "no position"),
+        ("sincos", {}, "evaluated, at offsets never trained"),
+        ("table", {"resize": "clip"}, "read by table clip, far offsets read a trained edge"),
+        ("t5", {}, "nothing changes, far offsets read a trained edge"),
+        ("alibi", {}, "nothing changes, at offsets never trained"),
+        ("cpb", {"resize": "keep"}, "evaluated, at offsets never trained"),
+        ("cpb", {"resize": "renormalise"}, "read by cpb renormalise"),
+        ("rope_axial", {"scaling": "ntk"}, "read by rope_axial ntk, at offsets never trained"),
+    ],
+)
+def test_the_effect_is_told_in_words(position, options, effect):
+    model = timm.create_model("vitrel_vit_n8_none", position=position, position_args=options, num_classes=2)
+    assert [e.effect for e in resolution_report(model, 128).encodings] == [effect]
+    native = "no position" if position == "none" else "as trained"
+    assert [e.effect for e in resolution_report(model, 64).encodings] == [native]
+
+
+def test_a_smaller_table_is_read_as_trained():
+    told = resolution_report(timm.create_model("vitrel_vit_n8_table", num_classes=2), (32, 64))
+    assert told.resized == {} and told.encodings[0].effect == "read as trained"
+
+
+@pytest.mark.parametrize("position", ["table", "none", "rope_axial+alibi"])
+def test_the_temperature_is_that_of_the_terms(position):
+    how = dict(position=position, position_args={"logit_scale": "log_n"}, num_classes=2)
+    model = timm.create_model("vitrel_vit_n8_none", **how)
+    for size in ((64, 64), (96, 200), (8, 8)):
+        told = resolution_report(model, size)
+        scale = float(model.blocks[0].position(model.token_grid(size)).temperature)
+        assert [e.temperature for e in told.encodings] == pytest.approx([scale] * len(told.encodings))
+        assert f"logits x {scale:.3f} (log_n)" in str(told)
+    swin = timm.create_model("vitrel_swin_n", **how)
+    assert {e.temperature for e in resolution_report(swin, (96, 200)).encodings} == {1.0}
+    assert "log_n" not in str(resolution_report(timm.create_model("vitrel_vit_n8_table"), 96))
+
+
+def test_the_table_reads_well():
+    model = timm.create_model("vitrel_swin_n", num_classes=2, position="absolute+table")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    lines = str(resolution_report(model, (31, 90))).splitlines()
+    assert [re.sub("  +", " | ", line) for line in lines] == [
+        "image | 31x90 px, built for 64x64, padded by 1 below, 0 right to whole patches",
+        "tokens | 16x45, trained on 32x32; patches of 2x2 px",
+        f"resized | 32,768 of {parameters:,} parameter values (absolute bicubic)",
+        "offsets | 0 % never trained, 0 % read a trained edge instead",
+        "",
+        "stage | blocks | tokens | merging adds | window | windows | windows add | shift | keys per query",
+        "1 | 2 | 16x45 | - | 4x4 | 4x12 | 0 below, 3 right | 6.25 % | 2x2 | 4 to 16, mean 14.6",
+        "2 | 2 | 8x23 | 0 below, 1 right | 4x4 | 2x6 | 0 below, 1 right | 4.17 % | 2x2 | 2 to 16, mean 13.3",
+        "3 | 2 | 4x12 | 0 below, 1 right | 4x4 | 1x3 | - | 0x2 | 8 to 16, mean 14.7",
+        "",
+        "encoding | acts on | layers | grid | trained | policy [in use] | parameters | resampled | unseen | saturated | "
+        "at this size",
+        "absolute | tokens | 1 | 16x45 | 32x32 | bicubic | 32,768 | 32,768 | 0 % | 0 % | resampled by absolute bicubic",
+        "table | attention | 6 | 4x4 | 4x4 | [geometric], clip, bicubic | 686 | 0 | 0 % | 0 % | as trained",
+    ]
+    for block in (lines[5:9], lines[10:]):
+        last = {line.rindex("  ") for line in block}
+        assert len(last) == 1, "the last column is aligned"
+
+
+def test_the_training_size_is_that_of_construction_and_nothing_is_touched():
+    model = timm.create_model("vitrel_vit_n8_absolute", num_classes=2)
+    before = resolution_report(model, 96)
+    model.set_input_size((48, 96))
+    assert isinstance(before, ResolutionReport) and before == resolution_report(model, (96, 96))
+    assert before.trained_size == (64, 64) and model.img_size == (48, 96)
+
+
+def test_a_shortened_trunk_reports_what_is_left():
+    model = timm.create_model("vitrel_swin_n", num_classes=2)
+    model.prune_intermediate_layers([1])
+    assert [stage.grid for stage in resolution_report(model, (30, 50)).stages] == [(15, 25), (8, 13)]
+
+
+@pytest.mark.parametrize("size", [224.0, "224", (224,), (1, 2, 3), (224, 224.0), None])
+def test_sizes_that_are_not_pixels_are_refused(size):
+    model = timm.create_model("vitrel_vit_n8_none", num_classes=2)
+    with pytest.raises(ValueError, match=r"size is one whole number of pixels or two, \(height, width\), not ") as caught:
+        resolution_report(model, size)
+    assert repr(size) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [7, (8, 7), (0, 64), (-8, 64)])
+def test_a_size_below_one_patch_is_refused(size):
+    with pytest.raises(ValueError, match=r"size \S+ is smaller than one patch of 8x8 pixels; choose a larger one"):
+        resolution_report(timm.create_model("vitrel_vit_n8_none", num_classes=2), size)

@@ -1,0 +1,409 @@
+"""Weights from timm and Microsoft: same logits and same gradients, on real images the same predictions; refusals by name."""
+
+import re
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.data import create_transform
+from timm.layers import resample_abs_pos_embed
+from timm.models import load_state_dict
+from torchvision.datasets import ImageFolder
+
+import vitrel
+from helpers import shared
+from vitrel.weights.load import plan_weights
+
+SHORT = dict(depths=(2, 2, 2, 2), num_classes=10)
+
+
+def perturb(model):
+    """Tables at standard deviation 0.5, everything else moved: a zero table or a unit norm hides bugs."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias_table" in name or "pos_embed" in name or "cpb_mlp" in name or not parameter.any():
+                parameter.normal_(std=0.5)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def to_microsoft(state):
+    """timm's Swin state dict as Microsoft's code would save it: downsampling ends a stage, buffers are kept."""
+    out = {}
+    for name, value in state.items():
+        name = re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", name)
+        out[name.replace("head.fc.", "head.")] = value
+    out["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(49, 49, dtype=torch.int64)
+    out["layers.0.blocks.1.attn_mask"] = torch.zeros(64, 49, 49)
+    return {"model": out}
+
+
+def same(ours, theirs, image, rename):
+    """Logits within 2e-5 and every gradient within 2e-5 of its norm."""
+    a, b = ours(image), theirs(image)
+    torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+    weight = torch.randn_like(a)
+    gradients = []
+    for model, out in ((ours, a), (theirs, b)):
+        model.zero_grad()
+        (out * weight).sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) == len(gradients[1])
+    for name, gradient in gradients[0].items():
+        expected = gradients[1][rename(name)]
+        assert (gradient - expected).norm() <= 2e-5 * expected.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("layout", ["timm", "microsoft"])
+def test_swin_equals_timm(layout):
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
+    state = theirs.state_dict() if layout == "timm" else to_microsoft(theirs.state_dict())
+    ours = vitrel.load_pretrained(timm.create_model("vitrel_swin_t", **SHORT), state).eval()
+    for size in [(224, 224), (448, 224), (448, 448)] if layout == "timm" else [(224, 224)]:
+        theirs.set_input_size(size, window_size=7)
+        same(ours, theirs, torch.randn(1, 3, *size), lambda n: n.replace("position.", "attn."))
+
+
+SHORT_V2 = dict(img_size=64, window_size=4, depths=(2, 2), num_heads=(2, 4), embed_dim=32, num_classes=10)
+
+
+@pytest.mark.parametrize("layout", ["timm", "microsoft"])
+def test_swin_v2_in_both_layouts(layout):
+    """Microsoft keeps tables of offsets, old files of timm a zero bias of keys; the part of a composition is found."""
+    theirs = perturb(timm.create_model("swinv2_tiny_window8_256", **SHORT_V2))
+    state = theirs.state_dict() if layout == "timm" else to_microsoft(theirs.state_dict())["model"]
+    state |= {
+        "layers.0.blocks.1.attn.relative_coords_table": torch.zeros(1, 7, 7, 2),
+        "layers.0.blocks.1.attn.k_bias": torch.zeros(32),
+    }
+    image = torch.randn(1, 3, 64, 64)
+    for position in ("cpb", "rope_axial+cpb"):
+        ours = timm.create_model("vitrel_swinv2_t", position=position, **SHORT_V2).eval()
+        vitrel.load_pretrained(ours, {"model": state}, allow_unset=["*.rope_axial"])  # no parameters, but not trained with
+        prefix = "position.parts.cpb." if "+" in position else "position."
+        own = ours.state_dict()
+        for name in (n for n in theirs.state_dict() if "cpb_mlp" in n):
+            assert torch.equal(own[name.replace("attn.", prefix)], theirs.state_dict()[name])
+        if position == "cpb":
+            torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
+
+
+def test_swin_v2_through_timm_from_a_file(tmp_path):
+    theirs = perturb(timm.create_model("swinv2_tiny_window8_256", **SHORT_V2))
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    overlay = dict(file=str(tmp_path / "weights.safetensors"), num_classes=10)
+    ours = timm.create_model("vitrel_swinv2_t", pretrained=True, pretrained_cfg_overlay=overlay, **SHORT_V2).eval()
+    image = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
+
+
+def test_versions_of_swin_do_not_load_into_each_other():
+    first = timm.create_model("vitrel_swin_n", num_classes=4)
+    second = timm.create_model("vitrel_swinv2_n", position="table", num_classes=4)
+    with pytest.raises(RuntimeError, match=r"not in the file: layers.0.blocks.0.attn.logit_scale"):
+        vitrel.load_pretrained(second, first.state_dict())
+    with pytest.raises(RuntimeError, match=r"not in the model: layers.0.blocks.0.attn.logit_scale"):
+        vitrel.load_pretrained(first, second.state_dict())
+
+
+@pytest.mark.parametrize("size", [(224, 224), (448, 448), (224, 320)])
+def test_vit_equals_timm(size):
+    theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, dynamic_img_size=True))
+    ours = timm.create_model("vitrel_vit_ti16_absolute", depth=2, num_classes=10).eval()
+    vitrel.load_pretrained(ours, theirs.state_dict())
+    same(ours, theirs, torch.randn(2, 3, *size), lambda n: n.replace("pos_embed.pos_embed", "pos_embed"))
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_through_timm_from_a_file(tmp_path, suffix):
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2, 2, 2), num_classes=1000))
+    path = tmp_path / f"weights.{suffix}"
+    save_file(theirs.state_dict(), path) if suffix == "safetensors" else torch.save(theirs.state_dict(), path)
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), depths=(2, 2, 2, 2))
+    image = torch.randn(1, 3, 224, 224)
+    ours = timm.create_model("vitrel_swin_t", **overlay).eval()
+    torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
+    other = timm.create_model("vitrel_swin_t", num_classes=7, in_chans=1, **overlay).eval()
+    assert other(torch.randn(1, 1, 96, 160)).shape == (1, 7)
+    torch.testing.assert_close(
+        other.layers[0].blocks[0].attn.qkv.weight, theirs.layers[0].blocks[0].attn.qkv.weight, atol=0, rtol=0
+    )
+
+
+def test_own_state_dict_round_trip(tmp_path):
+    model = perturb(timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed+table", num_classes=3))
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    again = timm.create_model("vitrel_vit_n8_table", position="absolute+rope_mixed+table", num_classes=3).eval()
+    vitrel.load_pretrained(again, tmp_path / "own.safetensors")
+    image = torch.randn(1, 3, 88, 56)
+    assert torch.equal(model(image), again(image))
+
+
+WRAPS = ["module.", "model.", "_orig_mod.", "module._orig_mod.", "model.module.", "_orig_mod.module.model.", "ema.module."]
+
+
+def named(prefix, state):
+    """The state dict of a module that holds the model as `prefix`."""
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def other_than(state):
+    """Weights of the same names and shapes that are not those of `state`."""
+    return {name: value + 1 for name, value in state.items()}
+
+
+@pytest.fixture
+def pair():
+    """A model whose weights are looked for, and one of the same kind that takes them."""
+    return perturb(timm.create_model("vitrel_vit_n8_table", num_classes=3)), timm.create_model(
+        "vitrel_vit_n8_table", num_classes=3
+    )
+
+
+def takes(model, again, source, **how):
+    vitrel.load_pretrained(again, source, **how)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_names_of_wrappers_are_taken_off(wrap, pair):
+    takes(*pair, {"state_dict": named(wrap, pair[0].state_dict())})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda ema, raw: {"arch": "vit", "state_dict": raw, "state_dict_ema": ema},  # timm's train.py
+        lambda ema, raw: {"state_dict": raw, "state_dict_ema": named("module.", ema)},
+        lambda ema, raw: {"model": raw, "model_ema": ema},
+        lambda ema, raw: {"model": raw, "ema": ema, "teacher": None},
+        lambda ema, raw: {"state_dict": raw, "ema": {"decay": 0.999, "module": ema}},
+        lambda ema, raw: {"state_dict": raw, "ema_state_dict": ema},
+        lambda ema, raw: {"model": {"state_dict": raw, "state_dict_ema": ema}, "epoch": 3},
+        lambda ema, raw: {"student": raw, "teacher": ema},
+        lambda ema, raw: {"model": raw, "teacher": ema},
+        lambda ema, raw: {"state_dict": named("model.", raw) | named("ema_model.", ema)},
+        lambda ema, raw: {"state_dict": named("model._orig_mod.", raw) | named("model_ema.module.", ema)},
+        lambda ema, raw: named("module.student.backbone.", raw) | named("module.teacher.backbone.", ema),
+        lambda ema, raw: {"state_dict": ema, "ema": None, "model_ema": {}},
+        lambda ema, raw: {"state_dict": ema, "ema": {"decay": 0.999, "updates": torch.tensor(3)}},
+        lambda ema, raw: {"n_averaged": torch.tensor(7)} | named("module.", ema),  # torch's AveragedModel
+        lambda ema, raw: named("student.", ema),
+    ],
+)
+def test_averaged_weights_go_before_others(layout, pair):
+    state = pair[0].state_dict()
+    takes(*pair, layout(state, other_than(state)))
+
+
+def test_what_timms_loader_takes_is_taken(tmp_path, pair):
+    """Of all keys it knows, with and without averaged weights."""
+    states = [{name: value + i for name, value in pair[0].state_dict().items()} for i in range(4)]
+    keys = ("model", "state_dict", "model_ema", "state_dict_ema")
+    for count in range(1, 5):
+        torch.save(dict(zip(keys[:count], states[:count], strict=True)), tmp_path / "both.pth")
+        theirs = load_state_dict(str(tmp_path / "both.pth"))
+        own = vitrel.load_pretrained(pair[1], tmp_path / "both.pth").state_dict()
+        assert all(torch.equal(own[name], theirs[name]) for name in own), count
+
+
+def test_averaged_weights_that_cannot_be_read_are_no_reason_to_take_others(pair):
+    state = pair[0].state_dict()
+    with pytest.raises(ValueError, match=r"averaged weights under 'ema', but no dictionary of tensors by name"):
+        vitrel.load_pretrained(pair[1], {"state_dict": state, "ema": {"decay": 0.9, "shadow_params": [*state.values()]}})
+    short = {name: value for name, value in state.items() if name != "norm.bias"}
+    with pytest.raises(RuntimeError, match=r"not in the file: norm\.bias\..*'teacher' was taken, not 'student'"):
+        vitrel.load_pretrained(pair[1], {"student": state, "teacher": short})
+    with pytest.raises(RuntimeError, match=r"not in the file: norm\.bias\..*'ema_model' was taken, not 'model'"):
+        vitrel.load_pretrained(pair[1], named("model.", state) | named("ema_model.", short))
+
+
+def test_what_lies_beside_the_model_is_named(pair):
+    state, extra = pair[0].state_dict(), {"criterion.weight": torch.ones(3)}
+    for wrapped in (named("model.", state) | extra, named("module.", named("model._orig_mod.", state) | extra)):
+        with pytest.raises(RuntimeError, match=r"nothing was loaded\. not in the model: criterion\.weight\. .*allow_unused=\["):
+            vitrel.load_pretrained(pair[1], {"state_dict": wrapped})
+        takes(*pair, {"state_dict": wrapped}, allow_unused=["criterion.*"])
+        rows = {row.source: row for row in plan_weights(pair[1], wrapped).rows}
+        assert rows["criterion.weight",][1:3] == ("", "unused")
+
+
+def test_heads_of_self_distillation_are_named(pair):
+    """DINO: student and teacher, each a backbone with a head; the other copy is not taken, what has no copy is named."""
+    state = {name: value for name, value in pair[0].state_dict().items() if not name.startswith("head.")}
+    whole = named("backbone.", state) | {"head.mlp.0.weight": torch.ones(3, 3)}
+    both = named("teacher.", whole) | named("student.", other_than(whole)) | {"student.ibot.weight": torch.ones(2)}
+    trunk = timm.create_model("vitrel_vit_n8_table", num_classes=0)
+    with pytest.raises(RuntimeError, match=r"not in the model: student\.ibot\.weight, head\.mlp\.0\.weight\."):
+        vitrel.load_pretrained(trunk, both)
+    vitrel.load_pretrained(trunk, both, allow_unused=["head.*", "student.*"])
+    assert all(torch.equal(value, state[name]) for name, value in trunk.state_dict().items())
+    copies = [row.source[0] for row in plan_weights(trunk, both).rows if "copy" in row.rule]
+    assert copies == [*named("student.", whole)]
+
+
+def test_a_head_beside_the_trunk_is_not_guessed(pair):
+    state = pair[0].state_dict()
+    wrapped = {name if name.startswith("head.") else f"backbone.{name}": value for name, value in state.items()}
+    with pytest.raises(RuntimeError, match=r"not in the file: head\.weight, head\.bias\. not in the model: head.*lies beside"):
+        vitrel.load_pretrained(pair[1], wrapped)
+    vitrel.load_pretrained(pair[1], wrapped, reset_head=True)
+    assert torch.equal(pair[1].norm.weight, state["norm.weight"])
+
+
+def test_names_of_vitdet_stay_as_they_are(pair):
+    """Its trunk is backbone.net, and what lies beside it in the file is named with all of its name."""
+    detector = named("backbone.net.", pair[0].state_dict()) | {
+        "backbone.simfpn_2.weight": torch.ones(1),
+        "roi_heads.a": torch.ones(1),
+    }
+    with pytest.raises(RuntimeError, match=r"not in the model: backbone\.simfpn_2\.weight, roi_heads\.a\."):
+        vitrel.load_pretrained(pair[1], detector)
+    takes(*pair, detector, allow_unused=["backbone.simfpn*", "roi_heads.*"])
+    many = detector | {f"backbone.simfpn_{i}.weight": torch.ones(1) for i in range(300)}
+    takes(*pair, many, allow_unused=["backbone.simfpn*", "roi_heads.*"])
+    assert {name for row in plan_weights(pair[1], many).rows for name in row.source} == set(many)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("name", ["blocks.1.mlp.fc1.weight", "blocks.0.position.relative_position_bias_table"])
+def test_quantised_weights_are_refused(dtype, name, pair):
+    model, again = pair
+    before = {key: value.clone() for key, value in again.state_dict().items()}
+    for size in (64, 96):  # where the table is resampled too
+        again = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=size)
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} is {str(dtype)[6:]}, the model's .* float32"):
+            vitrel.load_pretrained(again, model.state_dict() | {name: model.state_dict()[name].to(dtype)})
+    again = pair[1]
+    with pytest.raises(ValueError, match="int8"):
+        vitrel.load_pretrained(again, {key: value.to(torch.int8) for key, value in model.state_dict().items()})
+    assert all(torch.equal(value, before[key]) for key, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floats_are_cast(dtype, pair):
+    state = {name: value.to(dtype) for name, value in pair[0].state_dict().items()}
+    vitrel.load_pretrained(pair[1], state | {"steps": torch.tensor(3)}, allow_unused=["steps"])
+    own = pair[1].state_dict()
+    assert all(value.dtype == torch.float32 and torch.equal(value, state[name].float()) for name, value in own.items())
+
+
+def test_loading_resamples_into_the_models_grid():
+    theirs = perturb(timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=4))
+    ours = timm.create_model("vitrel_vit_ti16_absolute", depth=1, num_classes=4, img_size=(320, 256))
+    vitrel.load_pretrained(ours, theirs.state_dict())
+    expected = resample_abs_pos_embed(theirs.pos_embed, [20, 16], [14, 14])
+    torch.testing.assert_close(ours.pos_embed.pos_embed, expected, atol=1e-6, rtol=0)
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
+    ours = vitrel.load_pretrained(timm.create_model("vitrel_swin_t", window_size=12, **SHORT), theirs.state_dict())
+    assert ours.layers[0].blocks[0].position.relative_position_bias_table.shape == (529, 3)
+
+
+def test_non_square_sources_are_named():
+    """An 8x8 and a 4x16 grid have as many rows: only the user knows, and a table that no square gives is refused."""
+    wide = perturb(timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=(32, 128)))
+    ours = timm.create_model("vitrel_vit_n8_absolute", num_classes=4).eval()
+    vitrel.load_pretrained(ours, wide.state_dict(), source_grid=(4, 16))
+    expected = resample_abs_pos_embed(wide.pos_embed.pos_embed, [8, 8], [4, 16])
+    torch.testing.assert_close(ours.pos_embed.pos_embed, expected, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"pos_embed has 65 rows for positions, which is no 5x5 grid: pass the source_grid"):
+        vitrel.load_pretrained(ours, wide.state_dict(), source_grid=(5, 5))
+    table = perturb(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=(32, 128))).state_dict()
+    ours = timm.create_model("vitrel_vit_n8_table", num_classes=4)
+    with pytest.raises(ValueError, match=r"has 220 rows, which no square grid gives: pass source_grid=\(h, w\)"):
+        vitrel.load_pretrained(ours, table)
+    vitrel.load_pretrained(ours, table, source_grid=(4, 16))
+    centre = ours.blocks[0].position.relative_position_bias_table[7 * 15 + 7]
+    assert torch.equal(centre, table["blocks.0.position.relative_position_bias_table"][3 * 31 + 15])
+
+
+def test_weights_bring_a_model_from_the_meta_device_to_life():
+    for name in ("vitrel_vit_n8_rope_axial", "vitrel_vit_n8_sincos", "vitrel_swin_n"):
+        source = perturb(timm.create_model(name, num_classes=4))
+        ours = timm.create_model(name, num_classes=4, device="meta").to_empty(device="cpu").eval()
+        vitrel.load_pretrained(ours, source.state_dict())
+        image = torch.randn(1, 3, 72, 64)
+        assert torch.equal(ours(image), source(image))
+
+
+def test_refusals(tmp_path):
+    model = timm.create_model("vitrel_swin_n", num_classes=4)
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"not in the model: extra.weight"):
+        vitrel.load_pretrained(model, state | {"extra.weight": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"not in the file: norm.bias"):
+        vitrel.load_pretrained(model, {n: t for n, t in state.items() if n != "norm.bias"})
+    with pytest.raises(RuntimeError, match=r"head.fc.weight: \(4, 128\) in the file, \(9, 128\) in the model.*reset_head=True"):
+        vitrel.load_pretrained(timm.create_model("vitrel_swin_n", num_classes=9), state)
+    vitrel.load_pretrained(timm.create_model("vitrel_swin_n", num_classes=9), state, reset_head=True)
+    with pytest.raises(RuntimeError, match=r"NaN or infinity in norm.weight; nothing was loaded"):
+        vitrel.load_pretrained(model, state | {"norm.weight": torch.full((128,), torch.nan)})
+    with pytest.raises(ValueError, match="patches of 4x4 pixels, the model of 2x2; build it with that patch_size"):
+        vitrel.load_pretrained(model, state | {"patch_embed.proj.weight": torch.zeros(32, 3, 4, 4)})
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        vitrel.load_pretrained(model, tmp_path / "missing.pth")
+    for name, content in [("empty.pth", b""), ("broken.pth", b"PK\x03\x04 truncated"), ("empty.safetensors", b"")]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} \({len(content)} bytes\) is no readable checkpoint"):
+            vitrel.load_pretrained(model, tmp_path / name)
+    torch.save({"code": print}, tmp_path / "code.pth")
+    with pytest.raises(ValueError, match="was refused: it holds more than tensors"):
+        vitrel.load_pretrained(model, tmp_path / "code.pth")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        vitrel.load_pretrained(model, {"epoch": 3})
+
+
+@pytest.mark.slow
+def test_imagenet_weights_predict_as_in_timm():
+    """ViT-Tiny on 500 ILSVRC validation images: timm's predictions, image by image, and its accuracy of 69.8 %."""
+    images, index = shared("data/ilsvrc-val-nette224/val"), shared("data/ilsvrc-val-nette224/imagenet_index.tsv")
+    path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
+    ours = timm.create_model("vitrel_vit_ti16_absolute", **overlay).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", **overlay).eval()
+    cfg = dict(input_size=224, crop_pct=1.0, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
+    data = ImageFolder(images, create_transform(**cfg))
+    table = dict(line.split("\t")[:2] for line in index.read_text().splitlines() if line.startswith("n0"))
+    classes = torch.tensor([int(table[name.split("_")[0]]) for name in data.classes])
+    right = agree = 0
+    with torch.inference_mode():
+        for image, label in torch.utils.data.DataLoader(data, batch_size=50):
+            a, b = ours(image), theirs(image)
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+            agree += (a.argmax(1) == b.argmax(1)).sum().item()
+            right += (a.argmax(1) == classes[label]).sum().item()
+    assert agree == len(data) == 500
+    assert right / 500 == pytest.approx(0.698, abs=0.0005)
+
+
+def test_timms_route_refuses_for_another_task_too(tmp_path):
+    """With other classes, or as a backbone, timm loads what fits and only logs the rest."""
+    scaled = timm.create_model("vitrel_vit_n8_absolute", block_args=dict(init_values=0.1))
+    save_file(scaled.state_dict(), tmp_path / "scaled.safetensors")
+    short = timm.create_model("vitrel_vit_n8_absolute", depth=3)
+    save_file(short.state_dict(), tmp_path / "short.safetensors")
+    for how in (dict(num_classes=10), dict(features_only=True), dict(in_chans=1)):
+        for file, text in (("scaled", "layer scale"), ("short", "fewer blocks in the file")):
+            overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / f"{file}.safetensors")))
+            with pytest.raises(RuntimeError, match=text):
+                timm.create_model("vitrel_vit_n8_absolute", **overlay, **how)
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "short.safetensors")))
+    for how in (dict(num_classes=10), dict(features_only=True), dict(in_chans=1)):
+        timm.create_model("vitrel_vit_n8_absolute", depth=3, **overlay, **how)
+
+
+def test_one_name_and_other_slips():
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=3)
+    with pytest.raises(RuntimeError, match=r"not in the file: patch_embed\.proj\.weight"):
+        vitrel.load_pretrained(model, {"cls_token": model.cls_token.data}, allow_unset="*position*")
+    vitrel.load_pretrained(model, {**model.state_dict(), "extra": torch.zeros(1)}, allow_unused="extra")
+    flat = model.state_dict() | {"blocks.0.position.relative_position_bias_table": torch.zeros(228)}
+    with pytest.raises(ValueError, match="a tensor of the file has a shape that no known layout has"):
+        vitrel.load_pretrained(model, flat)
+    vitrel.load_pretrained(model, model.state_dict(), source_grid=8)
+    for key in ("t5", "rope_axial"):
+        other = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=3)
+        with pytest.raises(ValueError, match="key_minus_query reverses `table` and `decomposed`, not"):
+            vitrel.load_pretrained(other, other.state_dict(), key_minus_query=True)

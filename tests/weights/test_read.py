@@ -1,0 +1,207 @@
+"""Files that are damaged, or hold code, are refused: by name, with what is wrong, and without a word on how to run the code."""
+
+import io
+import os
+import pickle
+import random
+import tarfile
+import traceback
+import zipfile
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from vitrel.weights.load import load_pretrained, save_pretrained
+from vitrel.weights.read import checksums, guarding, read_file
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*", "ignore:.*TorchScript.*", "ignore:Detected pickle protocol")
+
+
+@pytest.fixture
+def stored():
+    """A small checkpoint; its first tensor has 64 kB."""
+    torch.manual_seed(0)
+    weights = {"model.blocks.0.weight": torch.randn(128, 128), "model.head.bias": torch.randn(3)}
+    moments = {0: {"step": torch.tensor(4.0), "exp_avg": torch.randn(3, dtype=torch.bfloat16)}}
+    return {"state_dict": weights, "optimizer_states": [{"state": moments}], "vitrel": {"epoch": 3, "classes": ["a", "b"]}}
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(equal, a, b)) if isinstance(a, list) else a == b
+
+
+def place_of(path, tensor):
+    """Where the bytes of a tensor begin in a file."""
+    return path.read_bytes().index(tensor.numpy().tobytes())
+
+
+def flip(path, at, bit=0):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def zero(path, at, count=32 * 1024):
+    content = bytearray(path.read_bytes())
+    content[at : at + count] = bytes(count)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip, zero])
+def test_damage_inside_a_tensor_of_a_torch_file(tmp_path, stored, damage):
+    """torch reads it: the bytes are those of another, valid tensor."""
+    path = tmp_path / "last.ckpt"
+    torch.save(stored, path)
+    damage(path, place_of(path, stored["state_dict"]["model.blocks.0.weight"]) + 1000)
+    assert torch.load(path, weights_only=True)["vitrel"]["epoch"] == 3
+    with pytest.raises(ValueError, match=r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'last/data/0' .*copy it again"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_any_bit_of_a_file_that_is_flipped_is_noticed_or_means_nothing(tmp_path, stored, known):
+    """In headers and directory too, where torch and the archive's reader look at different copies of the same."""
+    path = tmp_path / "last.ckpt"
+    if known:
+        stored["vitrel"]["checksums"] = checksums(stored)
+    torch.save(stored, path)
+    whole, chance, refused = path.read_bytes(), random.Random(0), 0
+    start = place_of(path, stored["state_dict"]["model.blocks.0.weight"])
+    outside = [at for at in range(len(whole)) if not start <= at < start + 65536]
+    for at in chance.sample(outside, 200):
+        path.write_bytes(whole)
+        flip(path, at, chance.randrange(8))
+        try:
+            found = read_file(path)
+        except ValueError:
+            refused += 1
+        else:
+            assert equal(found, stored), at
+    assert refused > 60
+
+
+def test_a_tensor_that_was_changed_after_it_was_saved_is_named(tmp_path, stored):
+    """By whatever wrote the file anew: the archive's own checksums are right then."""
+    stored["vitrel"]["checksums"] = checksums(stored)
+    path = tmp_path / "last.ckpt"
+    torch.save(stored, path)
+    assert equal(read_file(path), stored)
+    del stored["optimizer_states"]
+    torch.save(stored, path)
+    assert equal(read_file(path), stored)  # what was left out is not missed
+    stored["state_dict"]["model.head.bias"][1] += 1e-6
+    torch.save(stored, path)
+    with pytest.raises(ValueError, match=r"last\.ckpt .* is damaged: the tensor state_dict\.model\.head\.bias is not what was"):
+        read_file(path)
+    del stored["vitrel"]["checksums"]
+    torch.save(stored, path)
+    assert equal(read_file(path), stored)
+
+
+@pytest.mark.parametrize("damage", [flip, zero])
+def test_damage_inside_a_tensor_that_save_pretrained_wrote(tmp_path, damage):
+    path = tmp_path / "model.safetensors"
+    model = timm.create_model("vitrel_vit_n8_table", num_classes=3)
+    save_pretrained(model, path)
+    load_pretrained(timm.create_model("vitrel_vit_n8_table", num_classes=3), path)
+    name = "blocks.1.mlp.fc1.weight"
+    damage(path, place_of(path, model.state_dict()[name].detach()) + 100)
+    with pytest.raises(ValueError, match=rf"model\.safetensors .* is damaged: the tensor state_dict\.{name}"):
+        load_pretrained(timm.create_model("vitrel_vit_n8_table", num_classes=3), path)
+
+
+def test_files_of_others_are_read_as_before(tmp_path, stored):
+    weights = stored["state_dict"]
+    save_file(weights, tmp_path / "a.safetensors")
+    assert equal(read_file(tmp_path / "a.safetensors")["state_dict"], weights)
+    torch.save(weights, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(weights, tmp_path / "none.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert zipfile.ZipFile(tmp_path / "none.pth").testzip() is not None  # whose checksums are none
+    for name in ("old.pth", "none.pth"):
+        assert equal(read_file(tmp_path / name), weights)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def hostile(folder):
+    """A file of each format that can hold code: {file: what an error calls its content}."""
+    bomb, files = Bomb(folder / "ran"), {}
+    torch.save({"state_dict": bomb}, folder / "new.pth")
+    torch.save({"state_dict": bomb}, folder / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save({"model": torch.nn.Linear(2, 2)}, folder / "module.pth")
+    (folder / "plain.pth").write_bytes(pickle.dumps(bomb, 2))
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), folder / "script.pth")
+    with tarfile.open(folder / "tar.pth", "w") as tar:
+        for name in ("storages", "tensors", "pickle"):
+            content = pickle.dumps(bomb, 2)
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    torch.save({"state_dict": bomb}, folder / "four.pth", pickle_protocol=4)
+    files = {name: r"posix\.mkdir" for name in ("new.pth", "old.pth", "plain.pth")}
+    return files | {"module.pth": r"\.Linear", "script.pth": "TorchScript", "tar.pth": "tar archive", "four.pth": "pickle"}
+
+
+ADVICE = ("weights_only", "will likely succeed", "trusted", "allow_pickle", "add_safe_globals")
+
+
+def said(error):
+    """What a user sees of an error: the messages that a traceback shows, causes included."""
+    lines = []
+    while error is not None:
+        lines += traceback.format_exception_only(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "".join(lines)
+
+
+def test_a_file_with_code_says_what_it_holds_and_not_how_to_run_it(tmp_path):
+    for name, held in hostile(tmp_path).items():
+        with pytest.raises(ValueError, match=rf"{name} \([\d,]+ bytes\) was refused: .*{held}.*state_dict\(\)") as caught:
+            read_file(tmp_path / name)
+        assert not [word for word in ADVICE if word in said(caught.value)], said(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_in_a_file_with_code_cannot_write_to_the_terminal(tmp_path):
+    text = "a\x1b[31mb"
+    (tmp_path / "a.pth").write_bytes(pickle.PROTO + b"\x02" + pickle.GLOBAL + f"{text}\n{text}\n".encode() + pickle.STOP)
+    with pytest.raises(ValueError, match=r"was refused") as caught:
+        read_file(tmp_path / "a.pth")
+    assert "\x1b" not in said(caught.value) and r"\x1b[31mb" in str(caught.value)
+
+
+def test_what_is_no_file_of_weights_says_how_it_begins(tmp_path):
+    (tmp_path / "a.pth").write_text("<!DOCTYPE html>")
+    with pytest.raises(ValueError, match=r"a\.pth \(15 bytes\) is no readable checkpoint: .*begins with b'<!DOCTYPE html>'"):
+        read_file(tmp_path / "a.pth")
+
+
+def test_timms_own_refusals_lose_their_advice(tmp_path):
+    """Where an argument of timm's names the file that timm reads."""
+    hostile(tmp_path)
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "new.pth")))
+    with pytest.raises(ValueError, match=r"the model was refused: .*posix\.mkdir") as caught, guarding("the model"):
+        timm.create_model("vitrel_vit_n8_none", **overlay)
+    assert not [word for word in ADVICE if word in said(caught.value)]
+    with pytest.raises(RuntimeError, match="other"), guarding("the model"):
+        raise RuntimeError("other")
+    given = dict(checkpoint_path=str(tmp_path / "new.pth"))
+    with pytest.raises(ValueError, match=r"new\.pth .*was refused"), guarding("the model", given):
+        timm.create_model("vitrel_vit_n8_none", **given)
+    assert not (tmp_path / "ran").exists()

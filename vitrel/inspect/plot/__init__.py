@@ -1,0 +1,28 @@
+"""Pictures of position in a model: what it adds by offset, what attention does with it. Each call gives a matplotlib Figure.
+
+>>> vitrel.inspect.plot.offset_maps(timm.create_model("vitrel_vit_n8_alibi"), size=96).savefig("maps.png")
+
+Offsets are query minus key, in patches: dy > 0 means that the key lies above the query, dx > 0 that it lies to the left.
+"""
+
+from vitrel.inspect.plot.buckets import bucket_map
+from vitrel.inspect.plot.heads import directions
+from vitrel.inspect.plot.lattice import Lattice, lattices
+from vitrel.inspect.plot.leak import leak
+from vitrel.inspect.plot.offsets import offset_maps, profiles
+from vitrel.inspect.plot.on_image import attention
+from vitrel.inspect.plot.overruled import overruled
+from vitrel.inspect.plot.similarity import similarity
+
+__all__ = [
+    "Lattice",
+    "attention",
+    "bucket_map",
+    "directions",
+    "lattices",
+    "leak",
+    "offset_maps",
+    "overruled",
+    "profiles",
+    "similarity",
+]

@@ -1,0 +1,103 @@
+"""Many pictures on one sheet: of encodings that mean something before any training, and of trained models."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+
+from vitrel.inspect.attention import Layer, record
+from vitrel.inspect.plot.buckets import bucket_map
+from vitrel.inspect.plot.heads import directions
+from vitrel.inspect.plot.offsets import offset_maps, profiles
+from vitrel.inspect.plot.on_image import attention
+from vitrel.inspect.plot.overruled import overruled
+from vitrel.inspect.plot.similarity import similarity
+from vitrel.position import PositionEncoding, create_position
+
+GRID, LARGER = (8, 12), (12, 16)  # patches: trained on, drawn on
+PIXELS = 100  # per inch
+
+
+def gallery(path: Path) -> Path:
+    """Writes one PNG of the encodings whose initialisation means something, seeded, and returns its path.
+
+    Tables are noise before training and are left out: see `learned_gallery`.
+    """
+
+    def made(key: str, heads: int = 3, **options: object) -> PositionEncoding:
+        torch.manual_seed(0)
+        return create_position(key, GRID, heads, 32, **options)
+
+    maps = {key: offset_maps(made(key), LARGER) for key in ("alibi", "log_decay", "fire", "cpb", "rope_mixed")}
+    maps |= {key: offset_maps(made(key), LARGER) for key in ("rope_axial", "rope_normalised")}
+    return _sheet(
+        path,
+        [maps["alibi"], maps["log_decay"]],
+        [maps["fire"], maps["cpb"]],
+        [offset_maps(made("lookhere", 6, fov=180), LARGER)],
+        [offset_maps(made("xpos", 4), LARGER), maps["rope_axial"], maps["rope_normalised"]],
+        [maps["rope_mixed"], similarity(made("sincos"), GRID, [(0, 0), (4, 6)])],
+        [bucket_map(made("t5"), GRID), profiles(made("alibi+log_decay"), LARGER)],
+    )
+
+
+def learned_gallery(path: Path, models: Mapping[str, nn.Module], images: Tensor, shown: Tensor) -> Path:
+    """Writes one PNG of trained models, {caption: model}, on `images` [B, 3, height, width], and returns its path.
+
+    For each: a layer by offset, content overriding a bias, where one patch attends (the layer, head, image and patch whose
+    attention position changes most), and the directions of the heads in the last two layers. shown: the images from 0 to 1.
+    """
+    rows = []
+    for caption, model in models.items():
+        layers = record(model, images)
+        place, image, head, query = most_moved(layers)
+        of_layer = place - len(layers)
+        where = attention(model, images[image], query, place, [head], shown[image])
+        figures = [offset_maps(model, layers=[of_layer]), overruled(layers, images, shown=shown)]
+        figures += [where, directions(layers, layers=range(-min(2, len(layers)), 0))]
+        for figure in figures:
+            title = figure.get_suptitle().replace("recorded attention", caption)
+            figure.suptitle(title, fontsize=9)
+        rows += [figures[:2], figures[2:]]
+    return _sheet(path, *rows, pixels=90)
+
+
+def most_moved(layers: Sequence[Layer]) -> tuple[int, int, int, tuple[int, int]]:
+    """(layer, image, head, (row, column) of the query) where weights on patches differ most with and without position."""
+    best, found = -1.0, (0, 0, 0, (0, 0))
+    for place, layer in enumerate(layers):
+        patches = layer.patches[:, None, None]  # [W, 1, 1, N]
+        moved = ((layer.weights - layer.content).abs() * patches).sum(-1) * layer.patches[:, None]  # [B, W, H, N]
+        at = int(moved.argmax())
+        if float(moved.flatten()[at]) > best:
+            best = float(moved.flatten()[at])
+            image, window, head, slot = (int(i) for i in torch.unravel_index(torch.tensor(at), moved.shape))
+            found = place, image, head, divmod(int(layer.tokens[window, slot]) - layer.grid.prefix, layer.grid.w)
+    return found
+
+
+def _sheet(path: Path, *rows: Sequence[Figure], pixels: int = PIXELS) -> Path:
+    pictures = [[_rendered(figure, pixels) for figure in row] for row in rows]
+    width = max(sum(picture.width for picture in row) for row in pictures)
+    sheet = Image.new("RGB", (width, sum(max(p.height for p in row) for row in pictures)), "white")
+    top = 0
+    for row in pictures:
+        left = (width - sum(picture.width for picture in row)) // 2
+        for picture in row:
+            sheet.paste(picture, (left, top))
+            left += picture.width
+        top += max(picture.height for picture in row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # 64 levels of each colour take a quarter less room; a palette of 256 would lose the colours of thin lines
+    sheet.point([min(255, (level + 2) // 4 * 4) for level in range(256)] * 3).save(path, optimize=True)
+    return path
+
+
+def _rendered(figure: Figure, pixels: int) -> Image.Image:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=pixels)
+    return Image.open(file).convert("RGB")

@@ -1,0 +1,65 @@
+"""The picture of a diagnosis: which tokens see across the border of the image, and what one of them sees."""
+
+from collections.abc import Iterator, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy import ndarray
+
+from vitrel.inspect.diagnosis import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
+
+_COLOURS = ("#e8e8e8", "#d95f02", "#7570b3", "#8c1c3a")
+_MEANING = ("sees its window alone", "sees across the border", "attends to padding", "both")
+_SEEN = ("#ffffff", "#1b9e77", "#d95f02", "#1a1a1a")  # not seen, seen, seen across, the token itself
+
+
+def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
+    """What `vitrel.diagnose` saw: one row for each model, all at the size and stage where the first one's leak is largest.
+
+    Left: what every token of that stage sees beyond its window. Right: all that one token sees in one block. Models without
+    windows at that size are left out; ValueError where none is left.
+    """
+    shown = list(_shown(diagnoses))
+    if not shown:
+        raise ValueError(f"nothing to draw: no windows were seen in {', '.join(d.model for d in diagnoses)}")
+    figure = Figure(figsize=(8.4, 4.5 * len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown), 2, squeeze=False)
+    for (left, right), (diagnosis, way, line, number, stage) in zip(axes, shown, strict=True):
+        (h, w), size = stage.windows.grid, "x".join(map(str, line.size))
+        where = f"stage {number} at {size} px: {h}x{w} tokens, window {'x'.join(map(str, stage.windows.window))}"
+        _draw(left, stage.map, _COLOURS, f"{diagnosis.model}, {way.way}\n{where}")
+        seen = stage.sees.copy()
+        seen[stage.token] = 3
+        _draw(right, seen, _SEEN, f"what the token at row {stage.token[0]}, column {stage.token[1]} sees\nin {stage.block}")
+    handles = [Patch(color=colour) for colour in (*_COLOURS, _SEEN[1])]
+    figure.legend(handles, (*_MEANING, "seen by the one token (black)"), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _shown(
+    diagnoses: Sequence[Diagnosis],
+) -> Iterator[tuple[Diagnosis, WayDiagnosis, SizeDiagnosis, int, StageDiagnosis]]:
+    chosen = None
+    for diagnosis in diagnoses:
+        found = [
+            (diagnosis, way, line, number, stage)
+            for way in diagnosis.ways
+            for line in way.sizes
+            for number, stage in enumerate(line.stages, 1)
+            if stage.looked and chosen in (None, (line.size, number))
+        ]
+        if found:
+            worst = max(found, key=lambda one: one[-1].leaking)
+            chosen = chosen or (worst[2].size, worst[3])
+            yield worst
+
+
+def _draw(axes: Axes, values: ndarray, colours: Sequence[str], title: str) -> None:
+    axes.imshow(values, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5)
+    axes.set_xticks([x - 0.5 for x in range(1, values.shape[1])], labels=[])
+    axes.set_yticks([y - 0.5 for y in range(1, values.shape[0])], labels=[])
+    axes.grid(color="white", linewidth=0.5)
+    axes.tick_params(length=0)
+    axes.set_title(title, fontsize=9)

@@ -1,0 +1,155 @@
+"""Attention of one patch on its image, with position and without."""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+
+from vitrel.inspect.attention import Layer, record
+from vitrel.inspect.plot.lattice import Source, check_numbers, chosen, source_name
+from vitrel.inspect.plot.style import DIVERGING, SEQUENTIAL, panel_height, sheet
+from vitrel.inspect.resolution_report import Pair
+from vitrel.weights.record import by
+
+CLEAR = (0.0, 0.0, 0.0, 0.0)
+
+
+def attention(
+    source: Source,
+    image: Tensor,
+    query: Pair,
+    layer: int = -1,
+    heads: Sequence[int] | None = None,
+    shown: Tensor | None = None,
+) -> Figure:
+    """Where patch `query` (row, column in patches of the layer) attends: the image, weights with position, without, difference.
+
+    source: a model whose attention `vitrel.inspect.attention` sees, or what its `record` gave for this image as the first.
+    image: [3, height, width] as the model takes it. layer: its number in the order they run. heads: one row of pictures each;
+    the mean over heads unless given. shown: [3, height, width] from 0 to 1, drawn in place of the image; unless given it is
+    made from the model's mean and std. In windows only the query's window has weights; the rest is the image, faded.
+    Raises ValueError for a layer, head or patch that does not exist, or layers recorded without `content`.
+    """
+    layers = record(source, image[None]) if isinstance(source, nn.Module) else source
+    (seen,) = chosen(layers, [layer])
+    if seen.content is None:
+        raise ValueError(f"{seen.name} was recorded without content: use vitrel.inspect.attention.record")
+    window, slot = slot_of(seen, query)
+    check_numbers(seen.name, seen.weights[0])
+    both = torch.stack((seen.weights[0, window, :, slot], seen.content[0, window, :, slot]))  # [2, H, N]
+    count = both.shape[1]
+    if heads is not None and not len(heads):
+        raise ValueError("heads names no head: leave it out for the mean of all")
+    if heads is not None and (missing := [head for head in heads if not 0 <= head < count]):
+        raise ValueError(f"{seen.name} has heads 0 to {count - 1}, not {missing[0]}")
+    both = both.mean(1, keepdim=True) if heads is None else both[:, list(heads)]
+    names = [f"mean of {count} heads"] if heads is None else [f"head {head}" for head in heads]
+    picture = picture_of(source, image) if shown is None else shown
+    height, width = _extent(seen)
+    title = f"{source_name(source)}, {seen.name}: attention of patch ({query[0]}, {query[1]})"
+    title += f" of {seen.grid.h}x{seen.grid.w}"
+    title += "" if seen.window is None else f", window {seen.window[0]}x{seen.window[1]}"
+    size = panel_height([torch.Size((round(height), round(width)))], 2.1)
+    figure, axes = sheet(len(names), 4, 2.1, size, f'{title}\nblue outline: the query; "without": softmax of q and k alone')
+    for row, name, weights, content in zip(axes, names, *both, strict=True):
+        _row(figure, row, name, seen, (window, query), picture, (weights, content))
+    return figure
+
+
+def slot_of(layer: Layer, query: Pair) -> Pair:
+    """(window, slot) of the patch `query` (row, column) in a recorded layer; ValueError for one outside its grid."""
+    (y, x), grid = map(operator.index, query), layer.grid
+    if not (0 <= y < grid.h and 0 <= x < grid.w):
+        raise ValueError(f"query ({y}, {x}) is outside the {grid.h}x{grid.w} patches of {layer.name}")
+    window, slot = (layer.tokens == grid.prefix + y * grid.w + x).nonzero()[0].tolist()
+    return window, slot
+
+
+def on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
+    """A value for every slot of a window [N] -> [h, w] at the patches that stand there, NaN elsewhere."""
+    values = torch.full((layer.grid.h * layer.grid.w,), torch.nan)
+    patches = layer.patches[window]
+    values[layer.tokens[window][patches] - layer.grid.prefix] = row[patches].float()
+    return values.view(layer.grid.h, layer.grid.w)
+
+
+def picture_of(source: Source, image: Tensor) -> Tensor:
+    """[3, height, width] from 0 to 1: the image before the model's normalisation, or stretched where that is not known."""
+    image = image.detach().float().cpu()
+    if len(image) not in (1, 3):
+        raise ValueError(
+            f"an image of {len(image)} channels has no colours to draw: pass shown, [3, height, width] from 0 to 1"
+        )
+    known = getattr(source, "pretrained_cfg", None) or {}
+    if "mean" in known and "std" in known:
+        mean, std = (torch.tensor(known[name])[:, None, None] for name in ("mean", "std"))
+        return (image * std + mean).clamp(0, 1)
+    return (image - image.min()) / (image.max() - image.min()).clamp(min=1e-6)
+
+
+def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False) -> None:
+    """The image in pixels, and room for padding to whole patches."""
+    height, width = picture.shape[1:]
+    if layer.image is not None and (height, width) != layer.image:
+        raise ValueError(f"a picture of {by((height, width))} pixels for attention on {by(layer.image)}: it is another image's")
+    axes.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, width, height, 0), alpha=0.35 if faded else 1.0)
+    h, w = _extent(layer)
+    axes.set(xlim=(0, w), ylim=(h, 0), xticks=[], yticks=[])
+
+
+def outline(axes: Axes, layer: Layer, patch: Pair, colour: str) -> None:
+    """A frame around a patch (row, column), on a wider white one, so that it shows on any ground."""
+    (y, x), (h, w) = patch, layer.stride
+    for ink, width in (("white", 3.2), (colour, 1.8)):
+        axes.add_patch(Rectangle((x * w, y * h), w, h, fill=False, color=ink, lw=width, clip_on=False))
+
+
+def _row(
+    figure: Figure,
+    row: list[Axes],
+    name: str,
+    layer: Layer,
+    at: tuple[int, Pair],
+    picture: Tensor,
+    both: tuple[Tensor, Tensor],
+) -> None:
+    window, query = at
+    weights, content = both
+    seen = (weights > 0) | (content > 0)  # a window at the border also holds what belongs to the other side
+    maps = [on_grid(layer, window, values.masked_fill(~seen, torch.nan)) for values in (weights, content, weights - content)]
+    top = max(float(values.nan_to_num().max()) for values in maps[:2])
+    largest = max(float(maps[2].nan_to_num().abs().max()), 1e-9)
+    draw_picture(row[0], layer, picture)
+    row[0].set_ylabel(name, fontsize=9)
+    row[0].set_title("image", fontsize=8)
+    prefix = layer.tokens[window] < layer.grid.prefix
+    prefix &= layer.tokens[window] >= 0
+    titles = []
+    for label, values in (("with position", weights), ("without position", content)):
+        share = f"\n{100 * float(values[prefix].sum()):.0f} % on prefix tokens" if bool(prefix.any()) else ""
+        titles.append(f"{label}{share}")
+    scales = [(SEQUENTIAL, 0.0, top)] * 2 + [(DIVERGING, -largest, largest)]
+    for panel, title, values, scale in zip(row[1:], [*titles, "difference"], maps, scales, strict=True):
+        draw_picture(panel, layer, picture, faded=True)
+        image = _overlay(panel, layer, values, scale)
+        panel.set_title(title, fontsize=8)
+        bar = figure.colorbar(image, ax=panel, shrink=0.75, pad=0.02, aspect=16)
+        bar.ax.tick_params(labelsize=6)
+    for panel in row:
+        outline(panel, layer, query, "#0072B2")
+
+
+def _overlay(axes: Axes, layer: Layer, values: Tensor, scale: tuple) -> AxesImage:
+    (colours, low, high), (h, w) = scale, _extent(layer)
+    colours = colours.with_extremes(bad=CLEAR)
+    return axes.imshow(values.numpy(), colours, vmin=low, vmax=high, extent=(0, w, h, 0), interpolation="nearest")
+
+
+def _extent(layer: Layer) -> tuple[float, float]:
+    """Height and width in pixels of the patches, padding included."""
+    return layer.grid.h * layer.stride[0], layer.grid.w * layer.stride[1]

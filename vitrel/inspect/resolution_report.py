@@ -1,0 +1,265 @@
+"""What a trunk will do at an image size, without running it: `Backbone.transfer_report`.
+
+Everything here is arithmetic on sizes, so it costs nothing and works on the meta device too.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from torch import nn
+
+from vitrel.grid import Grid
+from vitrel.models.backbone import Backbone
+from vitrel.ops.window import axis_shift
+from vitrel.position import key_of
+from vitrel.position.log_n import temperature
+from vitrel.position.terms import Composition, sum_counts
+from vitrel.weights.record import by
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Blocks on one token grid; pairs are (h, w) in tokens. Under global attention there is one window, the grid itself."""
+
+    blocks: int
+    grid: Pair
+    merging_padding: Pair  # rows below and columns right that are zeros in the merging before the stage
+    window: Pair | None  # None: global
+    windows: Pair  # number down and across
+    padding: Pair  # rows below and columns right that fill the last windows and are masked
+    padded_share: float  # of the padded grid, 0 to 1
+    shift: Pair  # of the shifted blocks; 0 along an axis that one window holds
+    attended: tuple[int, float, int]  # keys per query, those an encoding hides included: fewest, mean, most
+
+
+@dataclass(frozen=True)
+class EncodingReport:
+    """One position encoding in all the layers that are alike; a composition is listed by its parts."""
+
+    key: str
+    site: str  # "tokens" | "attention"
+    layers: int
+    grid: Pair  # on which it is asked here
+    trained: Pair  # that of its parameters
+    behaviour: str  # at grids never trained on: "nothing changes" | "evaluated" | "resized" | "nothing"
+    policy: str  # in use, "" where there is no choice
+    policies: tuple[str, ...]
+    parameters: int
+    resized: dict[str, int]  # {rule: parameter values resampled}
+    unseen: float  # share of the offset cells that no training pair had, 0 to 1
+    saturated: float  # the part of these that reads a trained edge row or far bucket
+    temperature: float | None  # factor of the logits where log_n is on
+
+    @property
+    def effect(self) -> str:
+        """What happens to it at this size, in words."""
+        rules = " + ".join(self.resized)
+        if self.behaviour == "nothing":
+            words = "no position"
+        elif self.grid == self.trained:
+            words = "as trained"
+        elif rules:
+            words = f"resampled by {rules}" if any(self.resized.values()) else f"read by {rules}"
+        else:
+            words = "read as trained" if self.behaviour == "resized" else self.behaviour
+        if not any(self.resized.values()):
+            words += ", far offsets read a trained edge" if self.saturated else ""
+            words += ", at offsets never trained" if self.unseen > self.saturated + 1e-9 else ""  # sums of floats
+        return words + ("" if self.temperature is None else f", logits x {self.temperature:.3f} (log_n)")
+
+
+@dataclass(frozen=True)
+class ResolutionReport:
+    """A model at one image size. `size`, `trained_size`, `patch` and `image_padding` (below, right) are (h, w) in pixels.
+
+    `trained_size` is the size the model was built for, whose grids its position parameters have. `unseen` and `saturated` are
+    the largest of the encodings. `str` gives a table, `to_dict` plain values for JSON.
+    """
+
+    size: Pair
+    trained_size: Pair
+    patch: Pair
+    image_padding: Pair
+    grid: Pair
+    trained_grid: Pair
+    prefix: int
+    parameters: int
+    resized: dict[str, int]
+    unseen: float
+    saturated: float
+    stages: tuple[StageReport, ...]
+    encodings: tuple[EncodingReport, ...]
+
+    @property
+    def resampled(self) -> int:
+        """Number of parameter values that forward resamples at this size."""
+        return sum(self.resized.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as numbers, strings, lists and dictionaries, and what is derived from them."""
+        plain = asdict(self, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items})
+        for line, encoding in zip(plain["encodings"], self.encodings, strict=True):
+            line["effect"] = encoding.effect
+        return plain | {"resampled": self.resampled}
+
+    def __str__(self) -> str:
+        rules = " + ".join(self.resized)
+        filled = f", padded by {_added(self.image_padding)} to whole patches" if any(self.image_padding) else ""
+        prefix = f" and {self.prefix} prefix" if self.prefix else ""
+        return "\n".join(
+            (
+                f"image     {by(self.size)} px, built for {by(self.trained_size)}{filled}",
+                f"tokens    {by(self.grid)}{prefix}, trained on {by(self.trained_grid)}; patches of {by(self.patch)} px",
+                f"resized   {self.resampled:,} of {self.parameters:,} parameter values ({rules or 'nothing'})",
+                f"offsets   {_percent(self.unseen)} never trained, {_percent(self.saturated)} read a trained edge instead",
+                "",
+                *_stage_lines(self.stages),
+                "",
+                *_encoding_lines(self.encodings),
+            )
+        )
+
+
+def resolution_report(model: Backbone, size: int | Pair) -> ResolutionReport:
+    """What `model` does with an image of `size` pixels, an int or (h, w). ValueError for a size it cannot take."""
+    patch, trained_size = to_2tuple(model.patch_embed.patch_size), to_2tuple(model.patch_embed.img_size)
+    size = _checked(size, patch)
+    grid = model.token_grid(size)
+    with torch.device("cpu"):  # some encodings count with small tensors, which the meta device could not read
+        return ResolutionReport(
+            size=size,
+            trained_size=trained_size,
+            patch=patch,
+            image_padding=(-size[0] % patch[0], -size[1] % patch[1]),
+            grid=grid[:2],
+            trained_grid=model.token_grid(trained_size)[:2],
+            prefix=grid.prefix,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            resized=model.resized(size),
+            unseen=model.unseen(size),
+            saturated=model.saturated(size),
+            stages=tuple(_stage(*stage) for stage in stages(model, grid)),
+            encodings=_alike(_encodings(model, size, trained_size)),
+        )
+
+
+def _checked(size: int | Pair, patch: Pair) -> Pair:
+    pair = tuple(to_2tuple(size))
+    if len(pair) != 2 or not all(isinstance(side, int) for side in pair):
+        raise ValueError(f"size is one whole number of pixels or two, (height, width), not {size!r}")
+    if pair[0] < patch[0] or pair[1] < patch[1]:
+        raise ValueError(f"size {by(pair)} is smaller than one patch of {by(patch)} pixels; choose a larger one")
+    return pair
+
+
+def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Pair]]:
+    """The blocks of every stage, their grid where patches make up `grid`, and what its merging pads."""
+    if model.window_size is None:  # a plain trunk: those blocks that have a window, and the global ones
+        for window in dict.fromkeys(block.window for block in model.blocks):
+            yield [block for block in model.blocks if block.window == window], grid, (0, 0)
+        return
+    for stage in model.layers:
+        odd = (0, 0)
+        if not isinstance(stage.downsample, nn.Identity):
+            odd = grid.h % 2, grid.w % 2
+            grid = Grid((grid.h + 1) // 2, (grid.w + 1) // 2)
+        yield stage.blocks, grid, odd
+
+
+def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Pair) -> StageReport:
+    window = blocks[0].window
+    if window is None:
+        n = grid.tokens
+        return StageReport(len(blocks), grid[:2], odd, None, (1, 1), (0, 0), 0.0, (0, 0), (n, float(n), n))
+    count = tuple(-(-n // m) for n, m in zip(grid[:2], window[:2], strict=True))
+    padding = count[0] * window.h - grid.h, count[1] * window.w - grid.w
+    axes = [zip(grid[:2], window[:2], block.attn.shift, strict=True) for block in blocks]
+    shifts = [tuple(axis_shift(*axis) for axis in own) for own in axes]
+    share = 1 - grid.tokens / (count[0] * window.h * count[1] * window.w)
+    seen = [_attended(grid, window, shift) for shift in shifts]
+    attended = min(s[0] for s in seen), sum(s[1] for s in seen) / len(seen), max(s[2] for s in seen)
+    return StageReport(len(blocks), grid[:2], odd, window[:2], count, padding, share, max(shifts), attended)
+
+
+def _attended(grid: Grid, window: Grid, shift: Pair) -> tuple[int, float, int]:
+    fewest, mean, most = 1, 1.0, 1
+    for n, m, s in zip(grid[:2], window[:2], shift, strict=True):
+        borders = [0, *range(s or m, n, m), n]
+        runs = [b - a for a, b in pairwise(borders)]
+        fewest, mean, most = fewest * min(runs), mean * sum(run * run for run in runs) / n, most * max(runs)
+    return fewest, mean, most
+
+
+def _encodings(model: Backbone, size: Pair, trained_size: Pair) -> Iterator[EncodingReport]:
+    for (encoding, grid), (_, trained) in zip(model.encodings(size), model.encodings(trained_size), strict=True):
+        factor = float(temperature(trained, grid)) if encoding.logit_scale == "log_n" else None
+        for part in encoding.parts.values() if isinstance(encoding, Composition) else (encoding,):
+            yield EncodingReport(
+                key=key_of(part),
+                site=part.site,
+                layers=1,
+                grid=grid[:2],
+                trained=(part.grid or trained)[:2],  # its own: a window policy may be in force
+                behaviour=part.behaviour,
+                policy=part.resize if part.policies else "",
+                policies=part.policies,
+                parameters=sum(parameter.numel() for parameter in part.parameters()),
+                resized=part.resized(grid),
+                unseen=part.unseen(grid),
+                saturated=part.saturated(grid),
+                temperature=factor if part.site == "attention" else None,
+            )
+
+
+def _alike(lines: Iterable[EncodingReport]) -> tuple[EncodingReport, ...]:
+    """Layers that differ in nothing but the number of values are added up; "none" is told only where there is nothing else."""
+    merged: dict[EncodingReport, EncodingReport] = {}
+    for line in lines:
+        kind = replace(line, parameters=0, resized=tuple(line.resized))  # a tuple, to be hashed
+        known = merged.get(kind)
+        if known is not None:
+            resized = sum_counts((known.resized, line.resized))
+            line = replace(line, layers=known.layers + 1, parameters=known.parameters + line.parameters, resized=resized)
+        merged[kind] = line
+    return tuple(line for line in merged.values() if line.behaviour != "nothing") or tuple(merged.values())
+
+
+def _stage_lines(stages: Iterable[StageReport]) -> list[str]:
+    lines = [["stage", "blocks", "tokens", "merging adds", "window", "windows", "windows add", "", "shift", "keys per query"]]
+    for number, s in enumerate(stages, 1):
+        fewest, mean, most = s.attended
+        keys = f"{most}" if fewest == most else f"{fewest} to {most}, mean {mean:.1f}"
+        window = "global" if s.window is None else by(s.window)
+        share = _percent(s.padded_share) if any(s.padding) else ""
+        cells = [f"{number}", f"{s.blocks}", by(s.grid), _added(s.merging_padding), window, by(s.windows)]
+        lines.append([*cells, _added(s.padding), share, by(s.shift) if any(s.shift) else "-", keys])
+    return _columns(lines)
+
+
+def _encoding_lines(encodings: Iterable[EncodingReport]) -> list[str]:
+    lines = [["encoding", "acts on", "layers", "grid", "trained", "policy [in use]", "parameters", "resampled", "unseen"]]
+    lines[0] += ["saturated", "at this size"]
+    for e in encodings:
+        policies = ", ".join(f"[{p}]" if p == e.policy and len(e.policies) > 1 else p for p in e.policies) or "-"
+        counts = [f"{e.parameters:,}", f"{sum(e.resized.values()):,}", _percent(e.unseen), _percent(e.saturated)]
+        lines.append([e.key, e.site, f"{e.layers}", by(e.grid), by(e.trained), policies, *counts, e.effect])
+    return _columns(lines)
+
+
+def _columns(lines: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _added(pair: Pair) -> str:
+    return f"{pair[0]} below, {pair[1]} right" if any(pair) else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

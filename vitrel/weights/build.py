@@ -1,0 +1,48 @@
+"""A model for a file of weights, as the command lines need it: named, with YAML arguments and as many classes as the file."""
+
+from typing import Any
+
+import timm
+import yaml
+from torch import nn
+
+from vitrel.names import nearest
+from vitrel.plain_yaml import load_yaml
+from vitrel.weights.load import WeightPlan, plan_weights
+from vitrel.weights.read import guarding
+
+
+def model_for(
+    name: str,
+    model_args: dict[str, Any],
+    loaded: object,
+    source_grid: tuple[int, int] | None = None,
+    key_minus_query: bool = False,
+) -> tuple[nn.Module, WeightPlan]:
+    """The model `name` and what the file gives it; with as many classes as the file, unless model_args has num_classes.
+
+    loaded: what `read_file` gives; the other arguments as `load_pretrained`. ValueError for a name that is not ours.
+    """
+    if not timm.is_model(name) or not name.startswith("vitrel_"):
+        near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))
+        raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
+    with guarding(name, model_args):
+        model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
+    plan = plan_weights(model, source, source_grid, key_minus_query)
+    classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
+    classes = 0 if classifier is None else len(classifier)
+    if "num_classes" not in model_args and classes != model.num_classes:
+        model = timm.create_model(name, num_classes=classes, **model_args)
+        plan = plan_weights(model, source, source_grid, key_minus_query)
+    return model, plan
+
+
+def model_arguments(text: str) -> dict[str, Any]:
+    """Arguments of a model written as a YAML mapping; ValueError with an example for anything else."""
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no YAML ({str(error).partition(chr(10))[0]}); write e.g. '{{reg_tokens: 4}}'") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping such as '{{reg_tokens: 4}}', got {text!r}")
+    return value

@@ -1,0 +1,157 @@
+"""Where a file's tables, embeddings and frequencies go in a model, and how they come to the model's grid.
+
+What makes the bias lives in `attn` elsewhere, in `position` here. A table or an embedding trained on another grid is resampled
+once, into the model's own: tables by their `resize` policy, an absolute embedding bicubic and antialiased (DeiT).
+"""
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.position import PositionEncoding
+from vitrel.position.absolute import Absolute
+from vitrel.position.decomposed import Decomposed
+from vitrel.position.resize import resize_axis, resize_embedding, resize_table
+from vitrel.position.table import OffsetTable
+from vitrel.weights.draft import Draft
+from vitrel.weights.record import by, recorded_grid
+
+_ZEROS = "rows of zeros for the prefix tokens"
+_IN_ATTENTION = re.compile(r"(.*)attn\.(relative_position_bias_table|cpb_mlp\..*|rel_pos_[hw]|freqs)")
+
+
+def place(draft: Draft, model: nn.Module) -> None:
+    """Move what belongs to position to the model's own names."""
+    own = [*model.state_dict()]
+    shared = "shared_position.relative_position_bias_table"
+    if shared in draft and getattr(model, "shared_position", None) is None:
+        targets = [name for name in own if re.fullmatch(r"blocks\.\d+\.position\..*relative_position_bias_table", name)]
+        if targets:
+            draft.spread(shared, {name: draft[shared].clone() for name in targets}, "one table for all blocks, copied to each")
+    for name in [*draft.items]:
+        target = _own_name(name, own)
+        if target != name:
+            draft.move(name, target)
+
+
+def fit(
+    draft: Draft,
+    model: nn.Module,
+    source_grid: tuple[int, int] | None,
+    key_minus_query: bool,
+    record: dict[str, dict[str, Any]],
+) -> None:
+    """Bring what `place` has moved from the grid it was trained on to the model's."""
+    found = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
+    found = [(name, owner, recorded) for name, owner, recorded in found if name in draft]
+    named = None if source_grid is None else Grid(*source_grid)
+    if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in found):
+        name, owner, _ = (*found, ("the file", None, None))[0]
+        rows = f"has {_rows(draft[name], owner)} rows for positions" if found else "has no table or embedding"
+        raise ValueError(f"{name} {rows}, which is no {by(named)} grid: pass the source_grid it was trained on")
+    if key_minus_query:
+        reversible = {name for name, owner, _ in found if not isinstance(owner, Absolute)}
+        other = [name for name in draft.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
+        if other or not reversible:
+            what = other[0] if other else "the file, which has neither"
+            raise ValueError(f"key_minus_query reverses `table` and `decomposed`, not {what}: reverse its offsets yourself")
+    for name, owner, recorded in found:
+        candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, draft[name], owner)
+        source = next((g for g in candidates if _fits(g, name, draft[name], owner)), None)
+        if source is None:
+            raise ValueError(
+                f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), the grid "
+                "it was trained on"
+            )
+        _fit(draft, name, owner, source, key_minus_query)
+
+
+def _own_name(name: str, own: list[str]) -> str:
+    """The model's name for `name`, inside a composition too; `name` itself where there is none."""
+    if name in own:
+        return name
+    if name == "pos_embed":
+        return next((n for n in own if n.startswith("pos_embed.") and n.endswith(".pos_embed")), name)
+    part = _IN_ATTENTION.fullmatch(name) or re.fullmatch(r"()shared_position\.(.*)", name)
+    if part is None:
+        return name
+    place = f"{part[1]}position." if "attn." in name else "shared_position."
+    return next((n for n in own if n.startswith(place) and n.endswith(f".{part[2]}")), name)
+
+
+def _learned(owner: nn.Module) -> list[str]:
+    """Parameters with a row per offset or token of the training grid."""
+    return [n for n, _ in owner.named_parameters()] if isinstance(owner, OffsetTable | Absolute | Decomposed) else []
+
+
+def _rows(value: Tensor, owner: PositionEncoding) -> int:
+    return value.shape[1] if isinstance(owner, Absolute) else len(value)
+
+
+def _extra(owner: PositionEncoding) -> tuple[int, ...]:
+    """How many rows a file may have beside those of the grid: for prefix tokens of one kind or another."""
+    if isinstance(owner, Absolute):  # for all of them, for none (DeiT III), for the class token (DINOv2)
+        return owner.grid.prefix, 0, 1
+    return (3, 0) if isinstance(owner, OffsetTable) else (0,)
+
+
+def _fits(grid: Grid, name: str, value: Tensor, owner: PositionEncoding) -> bool:
+    """Whether a file's tensor has the rows of `grid`."""
+    axis = name[-1] if isinstance(owner, Decomposed) else "hw"
+    own = grid.h * grid.w if isinstance(owner, Absolute) else grid.offset_classes(axis)
+    return _rows(value, owner) - own in _extra(owner)
+
+
+def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
+    """The square grids that may have as many rows."""
+    sides = []
+    for rows in (_rows(value, owner) - extra for extra in _extra(owner)):
+        side = rows if isinstance(owner, Decomposed) else math.isqrt(max(rows, 0))
+        sides.append(side if isinstance(owner, Absolute) else (side + 1) // 2)
+    return [grid for grid in (Grid(n, n) for n in sides if n > 0) if _fits(grid, name, value, owner)]
+
+
+def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
+    value, own, rules = draft[name], owner.grid, []
+    if key_minus_query and not isinstance(owner, Absolute):
+        rules.append("offsets were key minus query: reversed")
+        rows = source.offset_classes(name[-1] if isinstance(owner, Decomposed) else "hw")
+        value = torch.cat((value[:rows].flip(0), value[rows:]))
+    if isinstance(owner, Decomposed):
+        axis = name[-1]
+        sides = getattr(source, axis), getattr(own, axis)
+        value, rule = resize_axis(value, *sides, owner.resize), ""
+        resized = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.resize}"
+    else:
+        value, rule = (_fit_embedding if isinstance(owner, Absolute) else _fit_table)(name, value, owner, source)
+        resized = "" if source[:2] == own[:2] else f"{by(source)} -> {by(own)}, {owner.resize}"
+    rules += [rule] if rule else []
+    if rules or resized:
+        draft.change(name, value, "; ".join(rules) or "resampled", resized)
+
+
+def _fit_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:
+    if value.dim() != 2:
+        raise IndexError(f"{name} has shape {tuple(value.shape)}, not [offsets, heads]")
+    wants, rows = owner.grid.classes() - owner.grid.offset_classes(), source.offset_classes()
+    prefix = len(value) - rows
+    if prefix and not wants:
+        raise ValueError(f"{name} has three rows for prefix tokens, the model has none: class_token=True gives one")
+    fitted = resize_table(value[:rows], source, owner.grid, owner.resize)
+    tail = value[rows:] if prefix else value.new_zeros(wants, value.shape[1])
+    return torch.cat((fitted, tail)), "" if prefix == wants else _ZEROS
+
+
+def _fit_embedding(name: str, value: Tensor, owner: Absolute, source: Grid) -> tuple[Tensor, str]:
+    wants, prefix = owner.grid.prefix, value.shape[1] - source.h * source.w
+    patches = value[:, prefix:]
+    if source[:2] != owner.grid[:2]:
+        patches = resize_embedding(patches[0].unflatten(0, source[:2]), owner.grid)[None]
+    head = value[:, : min(prefix, wants)]
+    zeros = value.new_zeros(1, wants - head.shape[1], value.shape[2])
+    rule = "" if prefix == wants else _ZEROS if prefix < wants else "row of the class token left out"
+    return torch.cat((head, zeros, patches), 1), rule

@@ -1,0 +1,76 @@
+"""Rotary layouts of other code: which pairs of channels turn together, and which axis comes first."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.position import POSITIONS, PositionEncoding, key_of
+from vitrel.position.terms import Composition
+from vitrel.weights.draft import Draft
+
+
+class Rotation(NamedTuple):
+    """How the model of a file turns q and k: `key` of ours with `options`, channels in pairs (2p, 2p+1) if `interleaved`,
+    the angles of columns (x) before those of rows if `x_first`.
+    """
+
+    layout: str
+    key: str
+    options: dict[str, object]
+    interleaved: bool
+    x_first: bool
+
+
+def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
+    """Permute the q and k rows of every qkv in the draft into our half-split, rows-first order.
+
+    Raises ValueError where the model's own encoding is not the file's.
+    """
+    _check_encoding(model, rotation)
+    draft.implied.add(rotation.key)
+    if not rotation.interleaved and not rotation.x_first:
+        return
+    order = " and ".join(
+        words for words, wanted in (("pairs split", rotation.interleaved), ("columns after rows", rotation.x_first)) if wanted
+    )
+    own = model.state_dict()
+    for match in draft.find(r"(.*\.attn)\.qkv\.(weight|bias)"):
+        if match[0] in own and own[match[0]].shape == draft[match[0]].shape:  # any other will be refused by name
+            heads = model.get_submodule(match[1]).num_heads
+            draft.change(match[0], permute_rows(draft[match[0]], heads, rotation), f"q and k rows permuted: {order}")
+
+
+def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:
+    """[3C] or [3C, C] with q and k in the order of `rotation` -> the same in ours."""
+    rows = qkv.unflatten(0, (3, heads, -1))  # [3, H, D, ...]
+    width = rows.shape[2]
+    order = torch.arange(width, device=qkv.device)
+    if rotation.interleaved:
+        order = order.view(-1, 2).T.flatten()
+    if rotation.x_first:
+        order = order.view(2, 2, -1).flip(1).flatten()
+    return torch.cat((rows[:2].index_select(2, order), rows[2:])).flatten(0, 2)
+
+
+def _check_encoding(model: nn.Module, rotation: Rotation) -> None:
+    own = [part for part in model.modules() if isinstance(part, PositionEncoding) and part.rotates]
+    own = [part for part in own if not isinstance(part, Composition)]
+    wrong = next((part for part in own if type(part) is not POSITIONS[rotation.key] or _differs(part, rotation)), None)
+    if own and wrong is None:
+        return
+    has = key_of(wrong) if own else "none that rotates"
+    if own and rotation.options and has == rotation.key:
+        has += f" with {', '.join(f'{name}={getattr(wrong, name)!r}' for name in rotation.options)}"
+    options = ", ".join(f"{name}={value!r}" for name, value in rotation.options.items())
+    raise ValueError(
+        f"the weights are of {rotation.layout}, which turns q and k by {rotation.key} ({options or 'learned'}); the model's "
+        f"encoding is {has}: build it with position={rotation.key!r}, joined by '+' to others"
+        + (f", and position_args=dict({options})" if options else "")
+    )
+
+
+def _differs(part: PositionEncoding, rotation: Rotation) -> bool:
+    """A list, as a config file gives it, equals a tuple."""
+    own = {name: getattr(part, name) for name in rotation.options}
+    return rotation.options != {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}

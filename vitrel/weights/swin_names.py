@@ -1,0 +1,135 @@
+"""Swin V1 and V2 of other code, renamed into ours: timm, Microsoft, torchvision, transformers, and naver's Swin with RoPE.
+
+What they differ in, beside names: timm and we downsample at the start of a stage, all others at the end of the one before; q, k
+and v may be apart; torchvision's V2 has one bias for q, k and v, the keys' part of which it zeroes.
+"""
+
+import re
+
+import torch
+from torch import nn
+
+from vitrel.weights.draft import Draft
+from vitrel.weights.rotate import Rotation, unrotate_layout
+from vitrel.weights.vit_names import fuse_qkv
+
+_BUFFERS = r".*(relative_position_index|attn_mask|attn\.k_bias|rope_t_[xy])"
+
+
+def _next_stage(match: re.Match[str]) -> str:
+    return f"layers.{int(match[1]) + 1}.downsample"
+
+
+_MICROSOFT = (
+    (r"^layers\.(\d+)\.downsample", _next_stage),
+    (r"^head\.(?!fc)", "head.fc."),
+    (r"\.attn\.rope_freqs$", ".attn.freqs"),
+)
+_TORCHVISION = (
+    (r"^features\.0\.0\.", "patch_embed.proj."),
+    (r"^features\.0\.2\.", "patch_embed.norm."),
+    (r"^features\.(\d*[02468])\.", lambda m: f"layers.{int(m[1]) // 2}.downsample."),
+    (r"^features\.(\d+)\.(\d+)\.", lambda m: f"layers.{int(m[1]) // 2}.blocks.{m[2]}."),
+    (r"\.mlp\.0\.", ".mlp.fc1."),
+    (r"\.mlp\.3\.", ".mlp.fc2."),
+    (r"^head\.", "head.fc."),
+)
+_TRANSFORMERS = (
+    (r"^(swin|swinv2)\.", ""),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.norm\.", "patch_embed.norm."),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.mask_token$", "mask_token"),
+    (r"^encoder\.", ""),
+    (r"^layers\.(\d+)\.downsample", _next_stage),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.attention\.self\.(query|key|value)\.", lambda m: f".attn.{m[1][0]}_proj."),
+    (r"\.attention\.self\.continuous_position_bias_mlp\.", ".attn.cpb_mlp."),
+    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.attention\.(self\.|relative_position_bias\.)?", ".attn."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"^layernorm\.", "norm."),
+    (r"^classifier\.", "head.fc."),
+)
+
+
+def read_swin(draft: Draft, model: nn.Module) -> None:
+    """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
+    draft.leave_out(_BUFFERS)
+    if "features.0.0.weight" in draft:
+        draft.rename(*_TORCHVISION)
+    elif draft.has(r".*embeddings\.patch_embeddings\.projection\.weight"):
+        draft.rename(*_TRANSFORMERS)
+    elif draft.has(r"layers\.0\.downsample\.reduction\.weight|.*\.attn\.rope_freqs"):
+        draft.rename((r"^absolute_pos_embed$", "pos_embed"), *_MICROSOFT)
+    _check_window(draft, model)
+    if draft.has(r".*\.attn\.logit_scale"):
+        _split_bias(draft)
+    fuse_qkv(draft)
+    _read_freqs(draft, model)
+    for pattern, key in (("pos_embed", "absolute"), (r".*\.attn\.relative.*", "table"), (r".*\.attn\.cpb_mlp\..*", "cpb")):
+        if draft.has(pattern):
+            draft.implied.add(key)
+
+
+def _check_window(draft: Draft, model: nn.Module) -> None:
+    """V2's bias is a function of offsets relative to the window it was trained in: a table of coordinates tells which."""
+    trained = {}
+    for match in draft.find(r"(layers\.\d+\.blocks\.\d+)\.attn\.relative_coords_table"):
+        trained[match[1]] = _trained_window(draft[match[0]])
+    stages = [window for name, window in trained.items() if name.endswith("blocks.0")]
+    way_out = "its stages were trained in windows of several sizes: give pretrained_window one number per stage"
+    if len({*stages}) == 1:
+        way_out = f"build it with position_args=dict(pretrained_window={stages[0]})"
+    for name, block in model.named_modules():
+        for part in block.modules() if name in trained else ():
+            if hasattr(part, "cpb_mlp") and part.resize != "renormalise" and part.window != trained[name]:
+                words = ("x".join(map(str, window)) for window in (trained[name], part.window))
+                raise ValueError(
+                    "{}: a bias trained in windows of {}, the model's in windows of {}; {}".format(name, *words, way_out)
+                )
+    draft.leave_out(r".*\.relative_coords_table")
+
+
+def _trained_window(table: torch.Tensor) -> tuple[int, int]:
+    """(h, w) of the window that the coordinates [1, 2h'-1, 2w'-1, 2] are relative to; its own may be another."""
+    sides = []
+    for axis in (0, 1):
+        offset, coordinate = table.shape[1 + axis] // 2, table[..., axis].max().item()  # the largest
+        sides.append(1 + round(8 * offset / (8**coordinate - 1)) if coordinate > 0 else offset + 1)
+    return sides[0], sides[1]
+
+
+def _split_bias(draft: Draft) -> None:
+    """V2's keys have no bias; those of q and v are parameters of their own."""
+    for match in draft.find(r"(.*\.attn\.)qkv\.bias"):
+        q, _, v = draft[match[0]].chunk(3)
+        draft.spread(match[0], {f"{match[1]}q_bias": q, f"{match[1]}v_bias": v}, "biases of q and v apart, none for k")
+    draft.rename((r"\.attn\.([qv])_proj\.bias$", r".attn.\1_bias"))
+
+
+def _read_freqs(draft: Draft, model: nn.Module) -> None:
+    """naver's frequencies [2, H, D/2], x before y: learned (mixed), or a buffer with one axis for each half of the bands."""
+    names = [match[0] for match in draft.find(r".*\.attn\.freqs")]
+    if not names:
+        return
+    bands = draft[names[0]].shape[2] // 2
+    axial = all(draft[n][0, :, bands:].abs().max() + draft[n][1, :, :bands].abs().max() < 1e-5 for n in names)
+    if not axial:
+        unrotate_layout(draft, model, Rotation("Swin with RoPE (mixed)", "rope_mixed", {}, interleaved=True, x_first=False))
+        for name in names:
+            draft.change(name, draft[name].flip(0), "rows before columns")
+        return
+    options = dict(base=_base(draft[names[0]][0, 0, :bands]), reference=None)
+    rotation = Rotation("Swin with RoPE (axial)", "rope_axial", options, interleaved=True, x_first=True)
+    unrotate_layout(draft, model, rotation)
+    draft.leave_out(r".*\.attn\.freqs")
+
+
+def _base(magnitudes: torch.Tensor) -> float:
+    """b of the magnitudes b^(-t/T), t = 0..T-1."""
+    if len(magnitudes) == 1:
+        return 100.0
+    return float(round(magnitudes[1].double().pow(-len(magnitudes)).item()))

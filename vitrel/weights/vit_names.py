@@ -1,0 +1,166 @@
+"""Plain vision transformers of other code, renamed into ours: timm's and DeiT's ViT, DeiT III, BEiT, EVA and EVA-02, RoPE-ViT
+(timm and naver), DINOv2, DINOv3, and the image encoders of SAM and ViTDet.
+
+What they differ in, beside names: q, k and v apart, or biases for q and v alone; SwiGLU's two halves packed; one table shared
+by all blocks; learned frequencies of all blocks in one tensor; embeddings with rows for the class token, for all prefix tokens
+or for none; how rotary pairs lie in memory.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.position import PositionEncoding
+from vitrel.weights.draft import Draft
+from vitrel.weights.rotate import Rotation, unrotate_layout
+
+_DINOV3 = "DINOv3"
+_EVA = dict(base=10000.0, reference=(16, 16))
+_BUFFERS = r".*(relative_position_index|attn\.k_bias|(height|width)_lookup|rope(_embed)?\.(?!freqs$).*|freqs_t_[xy])"
+_NAMES = (
+    (r"^((backbone\.)?net|image_encoder|visual\.trunk)\.", ""),
+    (r"\.gamma_([12])$", r".ls\1.gamma"),
+    (r"^(storage_tokens|register_tokens)$", "reg_token"),
+    (r"\.attn\.([qv])_bias$", r".attn.\1_proj.bias"),
+    (r"\.attn\.inner_attn_ln\.", ".attn.norm."),
+    (r"\.mlp\.(w12|lin1)\.", ".mlp.fc1."),
+    (r"\.mlp\.(w3|lin2)\.", ".mlp.fc2."),
+    (r"\.mlp\.w1\.", ".mlp.fc1_g."),
+    (r"\.mlp\.w2\.", ".mlp.fc1_x."),
+    (r"\.mlp\.ffn_ln\.", ".mlp.norm."),
+    (r"^(shared_rel_pos|rel_pos_bias)\.", "shared_position."),
+    (r"\.attn\.rel_pos\.relative_position_bias_table$", ".attn.relative_position_bias_table"),
+)
+
+
+def read_vit(draft: Draft, model: nn.Module) -> None:
+    """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
+    own = draft.has(r".*position\..*|pos_embed\.pos_embed")
+    foreign = draft.has(r".*(\.gamma_1|\.q_bias|\.[qkv]_proj\.weight|storage_tokens|image_encoder\..*)")
+    storage = draft.has("storage_tokens")
+    draft.rename(*_NAMES)
+    draft.leave_out(_BUFFERS)
+    _check_prefix_tokens(draft, model)
+    separate = draft.has(r".*\.attn\.q_proj\..*")
+    _mask_key_bias(draft)
+    fuse_qkv(draft)
+    _split_swiglu(draft)
+    for match in draft.find(r".*relative_position_bias_table"):
+        if draft[match[0]].dim() == 3:  # [H, 2h-1, 2w-1] in MaxViT
+            draft.change(match[0], draft[match[0]].flatten(1).mT, "heads last")
+    if "pos_embed" in draft and draft["pos_embed"].dim() == 4:  # SAM's keeps the grid
+        draft.change("pos_embed", draft["pos_embed"].flatten(1, 2), "flattened")
+    rotation = _rotation(draft, model, separate, storage) if foreign or draft.has(r"freqs|rope\.freqs") else None
+    if rotation is not None:
+        unrotate_layout(draft, model, rotation)
+        _check_eps(model, rotation)
+        _split_freqs(draft, model)
+    if own:
+        return
+    for pattern, key in (
+        ("pos_embed", "absolute"),
+        (r".*relative_position_bias_table", "table"),
+        (r".*rel_pos_h", "decomposed"),
+    ):
+        if draft.has(pattern):
+            draft.implied.add(key)
+
+
+def _check_prefix_tokens(draft: Draft, model: nn.Module) -> None:
+    """ValueError where the file's embedding may have rows for tokens that the model lacks: they would be taken for patches."""
+    if "dist_token" in draft:
+        raise ValueError(
+            "the weights are of a distilled DeiT, which has a distillation token and a second head, and no trunk here has "
+            "them: vitrel.relativize takes that model as timm builds it"
+        )
+    count = draft["reg_token"].shape[1] if "reg_token" in draft else 0
+    has = 0 if model.reg_token is None else model.reg_token.shape[1]
+    if "pos_embed" in draft and count not in (0, has):
+        raise ValueError(f"the weights have {count} register tokens, the model has {has}: build it with reg_tokens={count}")
+
+
+def _check_eps(model: nn.Module, rotation: Rotation) -> None:
+    eps = model.blocks[0].norm1.eps
+    if rotation.layout == _DINOV3 and eps != 1e-5:
+        raise ValueError(
+            f"the weights are of {_DINOV3}, whose norms have eps 1e-5, the model's have {eps:g}: build it with "
+            "block_args=dict(norm_eps=1e-5)"
+        )
+
+
+def _rotation(draft: Draft, model: nn.Module, separate: bool, storage: bool) -> Rotation | None:
+    """How the file's model rotates. Its layout has to tell, for fixed frequencies leave no trace in a file."""
+    absolute, swiglu = "pos_embed" in draft, draft.has(r".*\.mlp\.fc1_g\.weight")
+    registers, token = "reg_token" in draft, "cls_token" in draft
+    if draft.has(r"freqs|rope\.freqs"):
+        return Rotation("RoPE-ViT (mixed)", "rope_mixed", {}, interleaved=True, x_first=False)  # freqs are swapped, not rows
+    if draft.has(r".*relative_position_bias_table|.*rel_pos_h"):
+        return None
+    if swiglu and absolute and separate:
+        return Rotation("EVA-02", "rope_axial", _EVA, interleaved=True, x_first=False)
+    if not absolute and registers and (token or storage):
+        return Rotation(_DINOV3, "rope_normalised", dict(base=100.0), interleaved=False, x_first=False)
+    if not absolute and registers:
+        return Rotation("timm's ViT with RoPE and registers", "rope_axial", _EVA, interleaved=True, x_first=False)
+    # With an embedding only the model tells RoPE-ViT from DeiT III: all the names are the same.
+    turning = any(isinstance(part, PositionEncoding) and part.rotates for part in model.modules())
+    if not absolute or (turning and not separate):
+        options = dict(base=100.0, reference=None)
+        return Rotation("RoPE-ViT (axial)", "rope_axial", options, interleaved=True, x_first=True)
+    return None
+
+
+def _mask_key_bias(draft: Draft) -> None:
+    """DINOv3's qkv bias is multiplied by a mask that is zero for the keys."""
+    for match in draft.find(r"(.*\.attn\.qkv\.)bias_mask"):
+        name = f"{match[1]}bias"
+        q, k, v = draft[name].chunk(3)
+        draft.change(name, torch.cat((q, torch.zeros_like(k), v)), "bias of the keys masked")
+        draft.leave_out(match[0].replace(".", r"\."))
+
+
+def fuse_qkv(draft: Draft) -> None:
+    """Projections of q, k and v apart, or biases of q and v alone, become those of one qkv."""
+    for kind in ("weight", "bias"):
+        for match in draft.find(rf"(.*\.attn\.)q_proj\.{kind}"):
+            names = [f"{match[1]}{part}_proj.{kind}" for part in "qkv"]
+            if kind == "bias" and names[1] not in draft:
+                join, rule = _without_key_bias, "bias of q, zeros for k, bias of v"
+                names = [names[0], names[2]]
+            else:
+                join, rule = torch.cat, "q, k and v joined"
+            if missing := [name for name in names if name not in draft]:
+                raise ValueError(f"the file has {match[0]}, but no {missing[0]}: it is cut short or of an unknown layout")
+            draft.fuse(names, f"{match[1]}qkv.{kind}", join, rule)
+
+
+def _without_key_bias(parts: list[Tensor]) -> Tensor:
+    q, v = parts
+    return torch.cat((q, torch.zeros_like(q), v))
+
+
+def _split_swiglu(draft: Draft) -> None:
+    for match in draft.find(r"(.*\.mlp\.)fc1\.(weight|bias)"):
+        packed, out = draft[match[0]], f"{match[1]}fc2.weight"
+        if out in draft and packed.shape[0] == 2 * draft[out].shape[1]:
+            gate, value = packed.chunk(2)
+            names = (f"{match[1]}fc1_g.{match[2]}", f"{match[1]}fc1_x.{match[2]}")
+            draft.spread(match[0], dict(zip(names, (gate, value), strict=True)), "SwiGLU's halves taken apart")
+
+
+def _split_freqs(draft: Draft, model: nn.Module) -> None:
+    """[2, depth, H, D/2] (timm) or [2, depth, H*D/2] (naver), x before y -> [2, H, D/2] per block, y before x."""
+    heads = model.blocks[0].attn.num_heads
+    shape = (heads, model.embed_dim // heads // 2)
+    for name in ("rope.freqs", "freqs"):
+        if name in draft:
+            freqs = draft[name]
+            if tuple(freqs.shape[2:]) not in (shape, (math.prod(shape),)):
+                raise ValueError(
+                    f"{name} is {tuple(freqs.shape)}, [2, depth, heads, pairs of channels] or with the last two joined; the "
+                    f"model has {shape[0]} heads of {shape[1]} pairs: build it with the file's embed_dim and num_heads"
+                )
+            per_block = freqs.flatten(2).unflatten(2, shape).flip(0).unbind(1)
+            values = {f"blocks.{i}.attn.freqs": block for i, block in enumerate(per_block)}
+            draft.spread(name, values, "one tensor per block, rows before columns")
