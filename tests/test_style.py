@@ -74,6 +74,26 @@ def test_import_direction(name):
         assert words[1] in allowed, f"{name} imports {module}"
 
 
+def test_no_circle_of_imports():
+    """Not even for types: the names that a module needs stand before it."""
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for name, tree in TREES.items()
+        if name.startswith("vitrel/")
+    }
+    needs = {name: set() for name in modules}
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                needs[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                needs[name] |= {m if (m := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names}
+    left = set(modules)
+    while free := {name for name in left if not needs[name] & (left - {name})}:
+        left -= free
+    assert left == set()
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("vitrel/position/")])
 def test_position_is_pure(name):
     """No caches, and nothing but torch and the grid."""

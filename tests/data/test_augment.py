@@ -13,7 +13,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.data import create_dataset
-from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.folder import Prepare
 
 HALF = (0.5, 0.5, 0.5)

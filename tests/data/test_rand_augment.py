@@ -9,7 +9,8 @@ from PIL import Image
 from timm.data import auto_augment as peer
 from torchvision.transforms.v2 import functional as F
 
-from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.folder import INTERPOLATIONS
 from vitrel.data.rand_augment import AUGMIX, RAND, RAND_INCREASING, Policy, parse_policy
 

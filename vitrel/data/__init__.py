@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from vitrel.data.augment import Augmentation, Augmenter
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.base import ImageSet
 from vitrel.data.decode import BadImage, Reading, decode
 from vitrel.data.draw import Draw

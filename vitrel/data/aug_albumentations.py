@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrel.data.augment import Augmentation
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.rand_augment import Policy, parse_policy
 
 cv2.setNumThreads(0)  # the loader's workers are the parallelism

@@ -5,7 +5,7 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 
-from vitrel.data.augment import Augmentation
+from vitrel.data.augmentation import Augmentation
 
 
 class TimmPipeline:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from vitrel.data.augment import Augmentation
+from vitrel.data.augmentation import Augmentation
 from vitrel.data.folder import INTERPOLATIONS
 from vitrel.data.rand_augment import Policy, parse_policy
 

@@ -9,7 +9,6 @@ import torch
 from timm.layers import PatchEmbed, to_2tuple
 from torch import nn
 
-import vitrel
 from vitrel.inspect.attention_layer import model_name
 from vitrel.inspect.bias import foreign_changes, names_compared, own_changes
 from vitrel.inspect.diagnosis import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
@@ -20,6 +19,7 @@ from vitrel.inspect.positions import Constants, PositionChange, common_grids, co
 from vitrel.inspect.resolution_report import Pair
 from vitrel.inspect.trace import SeenBlock, StageWindows, Traced, patch_grid, stage_windows, trace
 from vitrel.models.backbone import Backbone
+from vitrel.models.create import create_model
 from vitrel.weights.record import by
 
 
@@ -53,7 +53,7 @@ def diagnose(model: str | nn.Module, size: int | Pair | Sequence[int | Pair], co
 
 
 def _created(name: str, **keywords: bool) -> nn.Module:
-    model = vitrel.create_model(name, **keywords).eval()
+    model = create_model(name, **keywords).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1 and not parameter.any():

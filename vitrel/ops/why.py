@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vitrel.ops import dispatch
+import vitrel.ops.dispatch as dispatch
 from vitrel.ops.dispatch import BACKENDS, Call, chosen, considers, is_auto
 
 

@@ -1,0 +1,23 @@
+"""`vitrel.create_model`: timm.create_model with errors that name the way out."""
+
+from pathlib import Path
+
+import timm
+from torch import nn
+
+from vitrel.names import nearest
+from vitrel.weights.folder import from_folder
+
+
+def create_model(name: str, **kwargs) -> nn.Module:
+    """timm.create_model, after this package has registered its models.
+
+    Raises ValueError with the nearest names for an unknown one; for "local-dir:FOLDER" ValueError that says what of the folder
+    is damaged, FileNotFoundError where there is none.
+    """
+    if name.startswith("local-dir:"):
+        return from_folder(Path(name.partition(":")[2]), kwargs)
+    if not (timm.is_model(name) or ":" in name or "/" in name):  # local-dir:folder, hf-hub:repository
+        near = nearest(name, timm.list_models(), cutoff=0.5)
+        raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
+    return timm.create_model(name, **kwargs)
