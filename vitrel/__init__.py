@@ -14,7 +14,6 @@ from vitrel.inspect.diagnose import diagnose
 from vitrel.inspect.explain import explain
 from vitrel.inspect.resolution_report import resolution_report
 from vitrel.layers import RelativeAttention
-from vitrel.models import Backbone  # noqa: F401  registers the models with timm
 from vitrel.models.create import create_model
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
 from vitrel.weights.load import load_pretrained, save_pretrained

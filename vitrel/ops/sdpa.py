@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrel.constants import is_exporting, is_known
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, table_logits, with_query_bias
+from vitrel.ops.reference import Call, gather_bias, meets_content, query_logits, rotated, table_logits, with_query_bias
 from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
@@ -38,7 +38,7 @@ def attention(
     """See vitrel.ops.attention."""
     q, k, bias, scale = prepare(q, k, terms, grid)
     if mask is None:
-        bias = None if bias is None else _four_dimensional(bias.to(q.dtype))
+        bias = None if bias is None else four_dimensional(bias.to(q.dtype))
         return _fused(q, k, v, bias, dropout_p, scale)
     bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
@@ -46,7 +46,7 @@ def attention(
     blind = hidden.all(-1, keepdim=True)  # backends disagree on a query that sees no key: show it all, then return 0
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # a finite penalty stays finite in half precision
-    bias = _four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(blind, 0.0))
+    bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(blind, 0.0))
     out = _fused(q, k, v, bias, dropout_p, scale)
     return out.masked_fill(blind, 0.0)
 
@@ -69,7 +69,7 @@ def window_attention(
         terms = terms._replace(rotary=tuple(t.index_select(1, layout.slot) for t in terms.rotary))
     # A bias of offsets alone is that of every window. It is not broadcast over windows whose number a graph does not know:
     # that could be 1, which would cost a compiled graph of its own.
-    shared = is_known(grid.h, grid.w) and all(t.query is None and t.key is None and t.gated is None for t in terms.tables)
+    shared = is_known(grid.h, grid.w) and not meets_content(terms.tables)
     q, k, bias, scale = prepare(q, k, terms, Grid(*window), None if shared else layout.slot)
     bias = (_repeated if shared else _folded)(bias, mask, num_heads, n, layout.slot.shape[0], q.dtype)
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
@@ -94,7 +94,7 @@ def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots:
         return None
     both = bias if mask is None else mask if bias is None else bias + mask
     both = both.expand(*both.shape[:-3], heads, -1, -1).to(dtype)
-    return _four_dimensional(both.flatten(-3, -2).unflatten(-2, (-1, n)))
+    return four_dimensional(both.flatten(-3, -2).unflatten(-2, (-1, n)))
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
@@ -109,7 +109,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: floa
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
 
 
-def _four_dimensional(bias: Tensor) -> Tensor:
+def four_dimensional(bias: Tensor) -> Tensor:
     """With a three-dimensional mask SDPA takes its slow path: on a CPU five times the time at 577 tokens."""
     return bias[None] if bias.dim() == 3 else bias
 

@@ -45,12 +45,12 @@ class Alibi(PositionEncoding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.slopes is not None:
-            self.slopes.copy_(alibi_slopes(self.num_heads, device=self.place.device))
+            self.slopes.copy_(alibi_slopes(self.num_heads, device=self.device_marker.device))
         if self.direction is not None:
             self.direction.zero_()
 
     def forward(self, grid: Grid) -> Terms:
-        device = self.place.device
+        device = self.device_marker.device
         slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else wide(self.slopes)
         tables = []
         for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # the others are sums over the two axes

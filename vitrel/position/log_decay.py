@@ -52,7 +52,7 @@ class LogDecay(PositionEncoding):
             self.direction.zero_()
 
     def forward(self, grid: Grid) -> Terms:
-        place, device = (self.grid, grid, self.resize), self.place.device
+        place, device = (self.grid, grid, self.resize), self.device_marker.device
         if self.direction is None:
             distance = scaled_distances(*place, self.distance, device)  # [R]
         else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.terms import PositionEncoding, Terms, check_choice
+from vitrel.position.terms import PositionEncoding, Terms, check_choice, combine
 
 
 def apply_logit_scale(encoding: PositionEncoding, logit_scale: str, grid: Grid) -> PositionEncoding:
@@ -34,7 +34,7 @@ class LogN:
     def __call__(self, encoding: nn.Module, args: tuple, kwargs: dict, terms: Terms) -> Terms:
         device = next((t.device for t in (*encoding.parameters(), *encoding.buffers())), None)
         found = temperature(self.trained, args[0] if args else kwargs["grid"], device)
-        return terms._replace(temperature=found if terms.temperature is None else terms.temperature * found)
+        return combine(terms, Terms(temperature=found))
 
 
 def temperature(trained: Grid, grid: Grid, device: torch.device | None = None) -> torch.Tensor:

@@ -48,7 +48,7 @@ class LookHere(PositionEncoding):
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        bias = _bias(*grid, self.num_heads, self.fov, float(self.slope), device=self.place.device)
+        bias = _bias(*grid, self.num_heads, self.fov, float(self.slope), device=self.device_marker.device)
         return Terms(tables=(Table("hw", bias=bias),))
 
 

@@ -51,7 +51,7 @@ class RopeAxial(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         how = (self.bands, float(self.base), *self.scaling.key_of_constants, self.reference or (0, 0))
-        device = self.place.device
+        device = self.device_marker.device
         if self.perturbs:
             at = self._augmented(grid.coordinates(device))[..., None]  # [h*w, 2, 1]
             rotary = rotary_terms((at * _frequencies(*grid[:2], *how, device=device)).flatten(1)[None], grid)

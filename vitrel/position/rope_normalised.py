@@ -29,7 +29,7 @@ class RopeNormalised(PositionEncoding):
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        device, how = self.place.device, (self.bands, float(self.base))
+        device, how = self.device_marker.device, (self.bands, float(self.base))
         if not self.perturbs:
             return Terms(rotary=tuple(_rotation(*grid, *how, device=device)))
         return Terms(rotary=tuple(_rotated_by(self._augmented(_coordinates(*grid[:2], device=device)), grid, *how)))

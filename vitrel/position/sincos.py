@@ -30,7 +30,7 @@ class SinCos(PositionEncoding):
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        return Terms(tokens=_rows(*grid, self.bands, float(self.base), device=self.place.device))
+        return Terms(tokens=_rows(*grid, self.bands, float(self.base), device=self.device_marker.device))
 
 
 @constant

@@ -130,8 +130,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         return perturb(coordinates, self.shift, self.jitter, self.rescale) if self.perturbs else coordinates
 
     def mark_device(self, device: torch.device | str | None = None) -> None:
-        """For encodings without parameters: an empty buffer, `place`, that says on which device they are; in no state dict."""
-        self.register_buffer("place", torch.empty(0, device=device), persistent=False)
+        """For encodings without parameters: an empty buffer that says on which device they are; in no state dict."""
+        self.register_buffer("device_marker", torch.empty(0, device=device), persistent=False)
 
 
 class Composition(PositionEncoding):

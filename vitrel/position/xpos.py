@@ -49,7 +49,7 @@ class XPos(PositionEncoding):
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        heads, device = self.num_heads, self.place.device
+        heads, device = self.num_heads, self.device_marker.device
         how = (heads, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
         turns = _rotations(*grid, self.grid[:2], *how, device=device)
         bias = _one_sided(*grid, heads, device=device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, with_query_bias
+from vitrel.ops.reference import Call, gather_bias, meets_content, query_logits, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
@@ -60,7 +60,7 @@ def pays(call: Call) -> bool:
         return tokens >= 196
     # A mask of biases alone is made once for all images, while the extra columns are multiplied for every one. (Of these calls
     # "auto" brings here only what bias_by_row refuses, which is faster and comes first.)
-    shared = all(table.query is None and table.key is None and table.gated is None for table in tables)
+    shared = not meets_content(tables)
     if shared and 10 * call.batch * _columns(call.terms, call.grid) > tokens:
         return False
     return tokens >= ((4096 if shared else 2304) if call.grad else 1024)

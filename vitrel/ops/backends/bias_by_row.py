@@ -6,6 +6,7 @@ holds every bias: the queries of a row of the image read a slice of it. Its size
 N**1.5. scaled_dot_product_attention then runs a few rows at a time, in its flash kernel, and the backward pass recomputes them.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,11 @@ def line(grid: Grid, y: int) -> slice:
     return slice((grid.h - 1 - y) * grid.w, (2 * grid.h - 1 - y) * grid.w)
 
 
+def softmax_under(*biases: Tensor) -> Callable[..., Tensor]:
+    """The softmax for logits with these biases: where one hides a key, the slower that gives 0 to a query that sees none."""
+    return torch._safe_softmax if any(bias.isneginf().any() for bias in biases) else torch.softmax
+
+
 class _Rows(torch.autograd.Function):
     """(q, k, v [B, H, N, D], lines, prefix) -> [B, H, N, D]."""
 
@@ -159,8 +165,7 @@ class _Rows(torch.autograd.Function):
         q, k, v, lines, prefix, out = map(wide, saved)
         dq, dk, dv, dlines, dprefix = found = [torch.zeros_like(x) for x in (q, k, v, lines, prefix)]
         biases = [x.to(saved[0].dtype) for x in (lines, prefix)]  # rounded as in the forward pass
-        hidden = any(x.isneginf().any() for x in biases)
-        softmax = torch._safe_softmax if hidden else torch.softmax  # the slower gives 0 to a query that sees no key
+        softmax = softmax_under(*biases)
         with no_autocast(q.device):
             for rows in query_blocks(ctx.grid, QUERIES):
                 own, do = q[:, :, rows.tokens] * ctx.scale, wide(grad[:, :, rows.tokens])

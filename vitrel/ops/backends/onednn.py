@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrel.constants import is_traced
 from vitrel.grid import Grid
-from vitrel.ops.backends.bias_by_row import QUERIES, expanded, query_blocks, row_bias
+from vitrel.ops.backends.bias_by_row import QUERIES, expanded, query_blocks, row_bias, softmax_under
 from vitrel.ops.reference import Call, lattice_bias, meets_content
 from vitrel.ops.sdpa import KEY_ROTARY, prepare
 from vitrel.position.terms import Terms
@@ -56,8 +56,7 @@ def attention(
     q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
     q, bias = q * scale, lattice_bias(terms, grid)
     lines = None if bias is None else expanded(bias.float(), grid)
-    hidden = lines is not None and any(x.isneginf().any() for x in lines)
-    softmax = torch._safe_softmax if hidden else torch.softmax  # the slower gives 0 to a query that sees no key
+    softmax = softmax_under(*(lines or ()))
     out = v.new_empty(*q.transpose(1, 2).shape[:3], v.shape[-1])  # [B, N, H, D], as a linear layer takes it
     for image in range(len(q)):
         for head in range(q.shape[1]):

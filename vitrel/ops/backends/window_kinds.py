@@ -12,8 +12,9 @@ from torch import Tensor
 
 from vitrel.constants import constant, is_traced
 from vitrel.grid import Grid
+from vitrel.ops import sdpa
 from vitrel.ops.reference import Call
-from vitrel.ops.sdpa import KEY_ROTARY, prepare
+from vitrel.ops.sdpa import four_dimensional, prepare
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
 
@@ -23,10 +24,8 @@ _GLOBAL = "it groups windows, and global attention has none"
 def refuses(call: Call) -> str:
     if call.entry == "attention":
         return _GLOBAL
-    if any(table.value is not None for table in call.terms.tables):
-        return "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
+    if reason := sdpa.refuses(call):
+        return reason
     if call.device.type != "cpu":
         return f"it is slow on {call.device.type}, which would start kernels for every kind of window"
     if torch.compiler.is_compiling() or is_traced(call.device):
@@ -60,7 +59,7 @@ def window_attention(
     x = qkv.flatten(0, 2).index_select(0, kinds.source).unflatten(0, (-1, n)).unflatten(-1, (3, num_heads, -1))
     q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)  # [b*L, H, N, D], of all images
     q, k, bias, scale = prepare(q, k, terms, Grid(*window))
-    bias = None if bias is None else bias.to(q.dtype).expand(1, *bias.shape) if bias.dim() == 3 else bias.to(q.dtype)
+    bias = None if bias is None else four_dimensional(bias.to(q.dtype))  # [1 or b*L, H, N, N]
     parts, at = [], 0
     for visible, sees_all, count in zip(kinds.visible, kinds.sees_all.tolist(), kinds.counts.tolist(), strict=True):
         own = slice(at, at + count)
