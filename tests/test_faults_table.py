@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import ROOT
-from small_runs import Tensors, fit, small
+from helpers.small_runs import Tensors, fit, small
 from vitrel.train import cli
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

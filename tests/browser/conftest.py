@@ -2,8 +2,8 @@
 
 import pytest
 
-from explorer_page import driven, look
-from vitrel.explorer.make import write_explorer
+from helpers.explorer_page import driven, look
+from tools.explorer.make import write_explorer
 
 
 @pytest.fixture(scope="module")

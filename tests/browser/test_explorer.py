@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from explorer_page import LIVE, NEEDS_BROWSER, cells, numbers, set_value, table
 from helpers import golden
+from helpers.explorer_page import LIVE, NEEDS_BROWSER, cells, numbers, set_value, table
 from vitrel.grid import Grid
 from vitrel.ops import attention
 from vitrel.position import create_position

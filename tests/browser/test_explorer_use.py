@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from explorer_page import LAPTOP, LIVE, NEEDS_BROWSER, PHONE, cells, look, numbers, press, set_value, until
+from helpers.explorer_page import LAPTOP, LIVE, NEEDS_BROWSER, PHONE, cells, look, numbers, press, set_value, until
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = NEEDS_BROWSER

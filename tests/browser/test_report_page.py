@@ -12,8 +12,8 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the models with timm
-from explorer_page import driven
 from helpers import ROOT
+from helpers.explorer_page import driven
 from vitrel.data import Shapes
 from vitrel.evaluate.checkpoint import Trained
 from vitrel.evaluate.columns import PER_CLASS, TRANSLATION

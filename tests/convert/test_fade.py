@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from relativize_models import build, image
+from helpers.relativize_models import build, image
 from vitrel.convert.fade import Fade, absolute_scale, drop_absolute
 from vitrel.convert.relativize import relativize
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from relativize_models import MODELS, build, image, position_parameters, randomise
+from helpers.relativize_models import MODELS, build, image, position_parameters, randomise
 from vitrel.convert.relativize import relativize
 from vitrel.position import POSITIONS
 

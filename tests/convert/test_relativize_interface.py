@@ -14,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental import _config as fx_config
 
-from relativize_models import MODELS, TINY, build, image, position_parameters, randomise
+from helpers.relativize_models import MODELS, TINY, build, image, position_parameters, randomise
 from vitrel.convert.fade import absolute_scale
 from vitrel.convert.relativize import relativize
 

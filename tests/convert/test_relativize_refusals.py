@@ -11,7 +11,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
-from relativize_models import TINY, build, image
+from helpers.relativize_models import TINY, build, image
 from vitrel.convert.fade import absolute_scale
 from vitrel.convert.relativize import relativize
 from vitrel.models.vit import ViT

@@ -11,8 +11,8 @@ from timm.models import mlp_mixer, swin_transformer, vision_transformer
 from torch import nn
 
 import vitrel
-from optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
-from variants import IN_ATTENTION, KEYS
+from helpers.optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
+from helpers.variants import IN_ATTENTION, KEYS
 from vitrel.cpu import linear
 from vitrel.cpu import optimize as optimize_module
 from vitrel.cpu.optimize import FastLinear

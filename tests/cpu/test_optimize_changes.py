@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import vitrel
-from optimized import assert_near, change, check, lively, picture, small, twins
+from helpers.optimized import assert_near, change, check, lively, picture, small, twins
 from vitrel.position import create_position
 
 PAIR = [("vit", "table"), ("swin", "table"), ("swinv2", "cpb"), ("vit", "absolute+rope_mixed")]

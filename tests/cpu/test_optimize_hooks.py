@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vitrel
-from optimized import KINDS, apart, build, check, picture, twins
+from helpers.optimized import KINDS, apart, build, check, picture, twins
 from vitrel.layers import Attention, Block
 
 EVERY = pytest.mark.parametrize("kind", KINDS)

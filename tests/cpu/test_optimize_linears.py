@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import vitrel
-from optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
+from helpers.optimized import KINDS, NEAR, apart, assert_near, build, check, picture, twins, uses_onednn
 from vitrel.cpu import optimize
 from vitrel.cpu.optimize import restore
 from vitrel.ops.backends.onednn import takes

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.models import feature_extraction
 
 import vitrel
-from optimized import KINDS, apart, assert_near, build, check, graph, picture, twins, uses_onednn
+from helpers.optimized import KINDS, apart, assert_near, build, check, graph, picture, twins, uses_onednn
 from vitrel.cpu.optimize import restore
 from vitrel.layers import Attention, Block
 

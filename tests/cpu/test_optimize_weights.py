@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import vitrel
-from optimized import assert_near, change, check, lively, operators, picture, small, twins, uses_onednn
-from variants import KEYS
+from helpers.optimized import assert_near, change, check, lively, operators, picture, small, twins, uses_onednn
+from helpers.variants import KEYS
 from vitrel.cpu.optimize import restore
 
 PAIR = [("vit", "table"), ("swin", "table"), ("swinv2", "cpb"), ("vit", "absolute+rope_mixed")]

@@ -31,7 +31,7 @@ ABOUT = {  # {example: (what it shows, how to have it from vitrel)}
     "square_relative": ("a bias for each offset (dy, dx); it has no symmetry, so that a wrong sign shows", '`"table"`'),
     "clip": ("offsets beyond a radius share its row", '`"clipped", radius=2`'),
     "t5_buckets": ("near offsets have a bucket each, far ones share logarithmic buckets", '`"t5"`'),
-    "relative_shift": ("rows of offsets moved into rows of keys by padding and reshaping", "`vitrel.ops.skew.relative_shift`"),
+    "relative_shift": ("rows of offsets moved into rows of keys by padding and reshaping", "`examples/skew.py`"),
     "sizes": ("how many rows and parameters tables have", "the parameters of `table`, `t5`, `shaw`"),
 }
 INTRODUCTION = """# The founding documents' worked examples

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from variants import VARIANTS, make, perturbed, qkv, tensors
+from helpers.variants import VARIANTS, make, perturbed, qkv, tensors
 from vitrel.grid import Grid
 from vitrel.inputs.crop import Crop, crop_terms
 from vitrel.ops.reference import attention, masked_logits

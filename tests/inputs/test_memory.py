@@ -5,7 +5,7 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the models with timm
-from variants import GENERAL, IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
+from helpers.variants import GENERAL, IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
 from vitrel.grid import Grid
 from vitrel.inputs import forward_memory
 from vitrel.models.vit import ViT

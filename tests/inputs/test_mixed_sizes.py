@@ -5,7 +5,7 @@ import timm
 import torch
 
 import vitrel
-from variants import IN_ATTENTION, KEYS
+from helpers.variants import IN_ATTENTION, KEYS
 from vitrel.inputs import features_mixed, forward_mixed
 
 SIZES = [(64, 64), (40, 88), (72, 57), (64, 64), (8, 96)]

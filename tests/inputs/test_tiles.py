@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 
-from variants import perturbed
+from helpers.variants import perturbed
 from vitrel.inputs.tiles import _Axis, tile_margins, tiled_features
 
 SWIN = dict(patch_size=2, embed_dim=8, depths=(2, 2, 2), num_heads=(1, 2, 2), num_classes=0)

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import vitrel
-from variants import IN_ATTENTION, perturbed, small_model
+from helpers.variants import IN_ATTENTION, perturbed, small_model
 from vitrel.inspect.attention import offset_mean, record
 from vitrel.layers import Attention
 from vitrel.models.vit import ViT

@@ -18,7 +18,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
 from torch import nn
 
-from relativize_models import MODELS
+from helpers.relativize_models import MODELS
 from vitrel import Grid
 from vitrel.inspect.attention import attention_statistics, offset_mean, record
 

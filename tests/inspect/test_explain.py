@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import golden
-from variants import KEYS, make, perturbed, tensors
+from helpers.variants import KEYS, make, perturbed, tensors
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.inspect.explain import explain
 from vitrel.ops import attention

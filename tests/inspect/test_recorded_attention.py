@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from variants import perturbed, small_model
+from helpers.variants import perturbed, small_model
 from vitrel import Grid
 from vitrel.inspect.attention import (
     Layer,

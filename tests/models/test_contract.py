@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models import feature_extraction
 
 import vitrel
-from variants import perturbed
-from variants import small_model as build
+from helpers.variants import perturbed
+from helpers.variants import small_model as build
 from vitrel import POSITIONS, load_pretrained
 from vitrel.layers import Block
 

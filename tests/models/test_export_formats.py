@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from variants import small_model as build
+from helpers.variants import small_model as build
 from vitrel import POSITIONS
 from vitrel.export import export_model
 from vitrel.ops import use_backend

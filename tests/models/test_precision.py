@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from variants import IN_ATTENTION, KEYS
+from helpers.variants import IN_ATTENTION, KEYS
 
 MODELS = [("vitrel_vit_ti16_none", key) for key in KEYS] + [("vitrel_swin_t", key) for key in IN_ATTENTION]
 CONTENT = [

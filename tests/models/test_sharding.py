@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import vitrel
-from variants import IN_ATTENTION
+from helpers.variants import IN_ATTENTION
 
 
 @pytest.fixture(scope="module")

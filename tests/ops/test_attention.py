@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
-from variants import GENERAL, refusal
+from helpers.variants import GENERAL, refusal
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, window_attention
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oracles
-from variants import IN_ATTENTION, VARIANTS, make, oracle_logits, perturbed, serving
+from helpers.variants import IN_ATTENTION, VARIANTS, make, oracle_logits, perturbed, serving
 from vitrel import Grid
 from vitrel.ops import attention, window_attention
 

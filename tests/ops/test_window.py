@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import oracles
-from variants import GENERAL
+from helpers.variants import GENERAL
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import window_attention
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import golden
-from variants import serving
+from helpers.variants import serving
 from vitrel import Grid, create_position
 from vitrel.ops import attention
 

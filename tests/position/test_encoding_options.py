@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oracles
-from variants import KEYS, attend, make, perturbed, qkv, tensors
+from helpers.variants import KEYS, attend, make, perturbed, qkv, tensors
 from vitrel import Grid, create_position
 
 

@@ -6,7 +6,7 @@ import torch
 
 import oracles
 from helpers import golden
-from variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make, oracle_output, perturbed, qkv, serving
+from helpers.variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make, oracle_output, perturbed, qkv, serving
 from vitrel import Grid, create_position
 
 GRIDS = [Grid(1, 1), Grid(4, 3), Grid(2, 7, 1), Grid(3, 5, 3)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from variants import make
+from helpers.variants import make
 from vitrel import Grid, create_position
 from vitrel.position import terms
 from vitrel.position.perturb import perturb

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import oracles
-from variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, attend, make, perturbed, qkv, tensors
+from helpers.variants import IN_ATTENTION, KEYS, VARIANT_IDS, VARIANTS, attend, make, perturbed, qkv, tensors
 from vitrel import POSITIONS, Grid, PositionEncoding, create_position
 from vitrel.ops import attention
 from vitrel.position.terms import Composition

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from helpers import script
-from runs import read
+from helpers.runs import read
 from vitrel.train import Classifier, several
 from vitrel.train.tuning import Tuning
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from helpers import ROOT, script
-from variants import perturbed
+from helpers.variants import perturbed
 from vitrel.evaluate.foreign_models import trained_model
 from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from helpers import ROOT
-from runs import read, rows
+from helpers.runs import read, rows
 from vitrel.train import run
 
 CONFIGS = sorted({*(ROOT / "configs").glob("imagenet_*.yaml"), *(ROOT / "configs").glob("*finetune*.yaml")})

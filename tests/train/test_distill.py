@@ -5,7 +5,7 @@ import timm
 import torch
 from torch.nn import functional as F
 
-from small_runs import SMALL, Tensors, fit, small
+from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective

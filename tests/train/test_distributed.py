@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 
-from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, rows, status
+from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, rows, status
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, run
 from vitrel.train.ranks import Ranks

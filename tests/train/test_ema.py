@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from timm.utils import ModelEmaV3
 from torch.nn import functional as F
 
-from small_runs import Tensors, fit, small
+from helpers.small_runs import Tensors, fit, small
 from vitrel.evaluate.checkpoint import load_checkpoint
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.objective import Mixing

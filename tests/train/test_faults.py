@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runs import assert_same_run, at, in_child, read, resumed, rows, status
+from helpers.runs import assert_same_run, at, in_child, read, resumed, rows, status
 from vitrel.data.pack import pack
 from vitrel.data.shards import Shards
 from vitrel.train import Classifier, run

@@ -7,7 +7,7 @@ import timm
 import torch
 import yaml
 
-from runs import EVERYTHING, assert_same_run, read, rows
+from helpers.runs import EVERYTHING, assert_same_run, read, rows
 from vitrel.train import Classifier, run
 
 

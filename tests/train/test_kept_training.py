@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runs import read
+from helpers.runs import read
 from vitrel.data import Augmentation, Folder, Reading
 from vitrel.data.pack import pack
 from vitrel.train import ImageData, run

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.nn import functional as F
 
-from small_runs import Batches, Tensors, fit, small
+from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.train import Classifier
 from vitrel.train.ema import Ema
 from vitrel.train.means import EpochMeans

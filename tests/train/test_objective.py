@@ -4,7 +4,7 @@ import torch
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
 from torch.nn import functional as F
 
-from small_runs import Tensors, fit, small
+from helpers.small_runs import Tensors, fit, small
 from vitrel.train.objective import Mixing, Objective
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 0.0], [0.1, -0.3, 1.2, 0.4]])

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from helpers import ROOT
-from small_runs import SMALL, Tensors, fit, small
+from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.ema import Ema
 from vitrel.train.execution import Execution, check_sharded
@@ -225,7 +225,7 @@ import sys
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_runs import Tensors, Batches, fit, small
+from helpers.small_runs import Tensors, Batches, fit, small
 from vitrel.train import Optimisation
 from vitrel.train.ema import Ema
 

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 
-from runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
+from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
 from vitrel.data.pack import pack
 from vitrel.train import run
 

@@ -3,7 +3,7 @@ import timm
 import torch
 
 import vitrel
-from small_runs import SMALL, Tensors, fit, small
+from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.ema import Ema
 from vitrel.train.tuning import Tuning

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrel
-from vit_peers import HEADS, SCALED, SIZES, SMALL, C, D, ours, perturb, renamed, same
+from helpers.vit_peers import HEADS, SCALED, SIZES, SMALL, C, D, ours, perturb, renamed, same
 from vitrel.weights.load import plan_weights
 
 EVA = dict(base=10000.0, reference=(16, 16))

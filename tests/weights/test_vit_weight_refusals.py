@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
 import vitrel
-from vit_peers import SCALED, SMALL, C, ours, perturb, renamed
+from helpers.vit_peers import SCALED, SMALL, C, ours, perturb, renamed
 from vitrel.convert.relativize import relativize
 from vitrel.weights.load import plan_weights
 

@@ -13,7 +13,7 @@ from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
 import vitrel
-from vit_peers import HEADS, SCALED, SIZES, SMALL, C, ours, perturb, renamed, same
+from helpers.vit_peers import HEADS, SCALED, SIZES, SMALL, C, ours, perturb, renamed, same
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 
-from variants import make, perturbed, small_model
+from helpers.variants import make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import Layer, record
 from vitrel.inspect.plot import attention, directions, offset_maps, overruled, profiles, similarity

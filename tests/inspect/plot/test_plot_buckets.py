@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from variants import make, perturbed
+from helpers.variants import make, perturbed
 from vitrel.grid import Grid
 from vitrel.inspect.plot import bucket_map
 from vitrel.inspect.plot.buckets import axis_buckets

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from variants import make, perturbed, small_model
+from helpers.variants import make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
 from vitrel.inspect.plot import directions, lattices

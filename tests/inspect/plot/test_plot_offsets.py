@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import vitrel
-from variants import IN_ATTENTION, make, perturbed, small_model
+from helpers.variants import IN_ATTENTION, make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
 from vitrel.inspect.plot import lattices, offset_maps, profiles

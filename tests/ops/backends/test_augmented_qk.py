@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from variants import IN_ATTENTION, VARIANTS, make, perturbed
+from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, reference, why
 from vitrel.ops.backends import augmented_qk

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from variants import perturbed
+from helpers.variants import perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, reference, sdpa
 from vitrel.ops.backends import bias_by_row
@@ -244,7 +244,7 @@ def test_nothing_of_all_pairs_and_flash_kernels_alone(grid, monkeypatch):
 _MEMORY = """
 import torch
 from vitrel import Grid, Table, Terms
-from vitrel.benchmark.processes import extra_bytes
+from tools.benchmark.processes import extra_bytes
 from vitrel.ops.backends import bias_by_row
 
 torch.set_num_threads(1)

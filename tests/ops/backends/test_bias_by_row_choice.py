@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from variants import perturbed
+from helpers.variants import perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, sdpa, why
 from vitrel.ops.backends import bias_by_row

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from variants import IN_ATTENTION, VARIANTS, make, perturbed
+from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import reference
 from vitrel.ops.backends import flex

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import run_in_the_interpreter
-from variants import IN_ATTENTION, VARIANT_IDS, VARIANTS, make, perturbed, refusal
+from helpers.variants import IN_ATTENTION, VARIANT_IDS, VARIANTS, make, perturbed, refusal
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, use_backend, why, window_attention
 from vitrel.ops.backends import triton_backend

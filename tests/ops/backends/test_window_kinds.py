@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vitrel
-from variants import make, perturbed
+from helpers.variants import make, perturbed
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, why, window_attention
 from vitrel.ops.backends.window_kinds import window_kinds

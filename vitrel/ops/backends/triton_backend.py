@@ -50,7 +50,7 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """Whether "auto" should come here: not before a GPU has shown where (tools/measure_kernels.py)."""
+    """Whether "auto" should come here: not before a GPU has shown where (tools/benchmark/kernels.py)."""
     return False
 
 

@@ -1,0 +1,48 @@
+"""What several tests share: the repository root, golden files, and optional real data beside the checkout."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def golden(key: str) -> dict:
+    """The golden file of an encoding; a clear failure where it has none."""
+    path = GOLDEN / f"{key}.json"
+    assert path.is_file(), f"encoding {key!r} has no golden file: add its oracle and run tests/golden/make.py"
+    return json.loads(path.read_text())
+
+
+def script(path: str) -> ModuleType:
+    """A file outside the package as a module, e.g. "tools/compare.py"."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shared(name: str) -> Path:
+    """A folder of real data or weights beside the checkout; skips the test where it is missing."""
+    path = ROOT.parent / "shared" / name
+    if not path.exists():
+        pytest.skip(f"../shared/{name} is not there: this test needs real data")
+    return path
+
+
+def run_in_the_interpreter(module: str) -> None:
+    """Runs a test module in Triton's interpreter, in a new process: it must be chosen before triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", module]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout[-1000:]

@@ -1,0 +1,128 @@
+"""Workers: a contender in a process of its own answers, fails, dies and hangs in ways that the parent can tell apart."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.benchmark.processes import Worker, WorkerFailed, extra_bytes, host_peak_bytes
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def adder(step=1.0):
+    """Counts its calls, and says what it finds in the environment."""
+    state = {"calls": 0}
+
+    def call():
+        state["calls"] += 1
+        where = [float(os.environ["VITREL_TEST"]), torch.get_num_threads(), float(len(os.listdir(_cache())))]
+        return {"calls": torch.tensor(step * state["calls"]), "where": torch.tensor(where)}
+
+    return call
+
+
+def _cache():
+    path = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def glutton(mb):
+    def call():
+        return {"sum": torch.ones(mb * 2**20 // 4).sum()}
+
+    return call
+
+
+def compiled():
+    double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    sizes = iter((2, 3, 3, 4))
+    return lambda: {"x": double(torch.ones(next(sizes)))}
+
+
+def raising():
+    raise ValueError("no such thing")
+
+
+def later(what):
+    """Fine once, then `what`."""
+    calls = []
+
+    def call():
+        calls.append(1)
+        if len(calls) > 1:
+            {"die": lambda: os._exit(9), "hang": lambda: time.sleep(60), "raise": lambda: 1 / 0}[what]()
+        return {"x": torch.ones(1)}
+
+    return call
+
+
+def worker(build, patience=60.0, **args):
+    return Worker(f"{Path(__file__).stem}:{build}", args, 1, HERE | {"VITREL_TEST": "7"}, patience=patience)
+
+
+def test_worker_answers():
+    """Two at once, in turn; outcomes are of the last call, peaks do not begin at the parent's."""
+    kept = torch.ones(300 * 2**18)
+    with worker("adder", step=0.5) as one, worker("glutton", mb=200) as other:
+        started = one.start()
+        assert started["first_call_s"] > 0 and started["compiles"] == one.compiles() == 0
+        assert started["before_bytes"] > 50e6
+        assert one.outcome()["calls"] == 0.5 and one.outcome()["where"].tolist() == [7, 1, 0]
+        before = other.start()["before_bytes"]
+        times = one.run(3)
+        assert len(times) == 3 and all(0 <= ms < 1000 for ms in times)
+        assert one.outcome()["calls"] == 2.0
+        peak = other.peak_bytes()
+        assert before + 190e6 < peak < before + 300e6
+        memory = other.memory()
+        assert abs(memory["call_bytes"] - 200 * 2**20) < 8e6 and memory["reserved_bytes"] is None
+        assert memory["peak_bytes"] >= peak and other.peak_bytes() >= peak  # measuring a call does not forget it
+        assert one.memory()["call_bytes"] < 4e6
+    assert before < host_peak_bytes() - kept.nbytes / 3
+
+
+def test_worker_counts_compilations():
+    with worker("compiled") as one:
+        assert one.start()["compiles"] == 1
+        one.run(2)
+        assert one.compiles() == 2
+        one.run(1)
+        assert one.compiles() == 3
+
+
+def test_worker_that_raises():
+    with worker("raising") as one, pytest.raises(WorkerFailed, match="ValueError: no such thing"):
+        one.start()
+    with worker("later", what="raise") as one:
+        one.start()
+        with pytest.raises(WorkerFailed, match="ZeroDivisionError: division by zero"):
+            one.run(1)
+
+
+def test_worker_that_dies():
+    with worker("later", what="die") as one:
+        one.start()
+        with pytest.raises(WorkerFailed, match="the process ended with status 9"):
+            one.run(1)
+
+
+def test_worker_that_hangs():
+    with worker("later", what="hang") as one:
+        one.start()
+        one.patience, start = 0.3, time.time()
+        with pytest.raises(WorkerFailed, match="no end within 0 s of 'run'"):
+            one.run(1)
+    assert time.time() - start < 10 and one._process.returncode == -9
+
+
+def test_extra_bytes_forget_what_is_given_back():
+    """Small blocks stay with the process after use; they count again when they are used again."""
+    torch.ones(2**22).sum()
+    for _ in range(2):
+        with extra_bytes(torch.device("cpu")) as extra:
+            torch.ones(20 * 2**18).sum()
+        assert abs(extra[0] - 20 * 2**20) < 2e6

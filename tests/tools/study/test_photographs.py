@@ -1,0 +1,167 @@
+"""The study on photographs: its configurations, a slice of the whole grid, and that its pages are its results."""
+
+import math
+import re
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from torchvision.io import write_jpeg
+
+from helpers import ROOT, script, shared
+from tools.study import photographs as tool
+from tools.study.photographs import headline, kept_beside, study_figure, study_tables
+from vitrel.evaluate.comparison import load_comparison
+from vitrel.evaluate.report import read_csv
+
+RELATIVE = ["table", "factorised", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
+ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalised"]
+DATA = ("imagenette224", "flowers256")
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_whole_grid_is_configured(data):
+    (found,) = load_comparison(ROOT / "configs" / f"study_{data}.yaml", str(shared(f"data/{data}")))
+    assert found.name == f"study_{data}" and found.data.endswith(data) and found.seeds == (0, 1, 2)
+    labels = {entry.label for entry in found.entries}
+    assert {*ENCODINGS, "swin-table", "swin-cpb", "swin-rope_mixed", "swin-log_decay"} <= labels
+    assert {
+        "absolute-fixres",
+        "rope_mixed-mixed",
+        "absolute-perturbed",
+        "absolute+log_n",
+        "rope_mixed+ntk",
+        "rope_axial+yarn",
+    } <= labels
+    sides = [math.sqrt(h * w) for h, w in found.sweep.sizes]
+    assert min(sides) == 64 and max(sides) == 512 and any(h != w for h, w in found.sweep.sizes)
+    assert found.sweep.protocols == ("scale", "canvas") and found.train_size == (128, 128)
+    assert found.train["trainer"]["max_epochs"] >= 200 and len(found.claims) == 10
+    for entry in found.entries:  # what a model is called is what it has
+        key = entry.label.split("-")[-1 if entry.label.startswith("swin") else 0].split("+")[0]
+        if key in ENCODINGS and key != "table":
+            assert entry.name.endswith(f"_{key}"), entry.label
+
+
+def test_both_data_sets_are_asked_the_same():
+    first, second = (yaml.safe_load((ROOT / "configs" / f"study_{data}.yaml").read_text("utf-8")) for data in DATA)
+    for config in (first, second):
+        config.pop("name"), config.pop("data"), config["train"]["trainer"].pop("max_epochs")
+    assert first == second
+
+
+def photographs(folder, side=40):
+    """Two classes, told apart by colour, three training and two validation images each."""
+    generator = torch.Generator().manual_seed(0)
+    for split, n in (("train", 6), ("val", 2)):
+        for label, channel in (("blue", 2), ("red", 0)):
+            (folder / split / label).mkdir(parents=True)
+            for i in range(n):
+                image = torch.randint(0, 120, (3, side, side + 8 * (i % 2)), generator=generator, dtype=torch.uint8)
+                image[channel] += 120
+                write_jpeg(image, str(folder / split / label / f"{i}.jpg"))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
+    """Own training, tuning at another size, borrowed weights: every kind of line of the configuration, on twelve images."""
+    config = yaml.safe_load((ROOT / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
+    labels = [
+        "absolute",
+        "rope_mixed",
+        "swin-table",
+        "absolute-perturbed",
+        "rope_mixed-mixed",
+        "absolute-fixres",
+        "swin-table-fixres",
+    ]
+    config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]
+    config |= {"data": str(photographs(tmp_path / "photographs")), "seeds": [0]}
+    config["claims"] = [{"text": "Larger.", "better": ["rope_mixed", "swin-table/keep"], "than": "absolute", "img_size": "64"}]
+    config["train"]["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "precision": "32-true", "enable_progress_bar": False}
+    config["train"]["data"] |= {"size": 32, "batch_size": 4, "workers": 0}
+    config["train"]["model"]["optim"]["warmup_epochs"] = 0.5
+    config["evaluate"] |= {"sizes": [24, 64, "32x48"], "batch_size": 4, "workers": 0, "attention_n": 1, "device": "cpu"}
+    for entry in config["models"]:  # nano models
+        entry["name"] = entry["name"].replace("vit_ti16", "vit_n8").replace("swin_t", "swin_n")
+        entry.get("model_args", {}).pop("embed_dim", None)
+        if "train_sizes" in entry.get("train", {}).get("data", {}):
+            entry["train"] = {"data": {"train_sizes": [24, 32, 48]}}
+        elif "train" in entry:
+            entry["train"] |= {"trainer": {"max_epochs": 1}, "data": entry["train"]["data"] | {"size": 64}}
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(config))
+    compare = script("tools/compare.py")
+    compare.main([str(path), "--runs", str(tmp_path), "--no-report"])
+    printed = capsys.readouterr().out
+    assert re.findall(r"\] ([\w-]+)-seed0: training", printed) == labels  # what is tuned comes last
+    folder = tmp_path / "study_imagenette224"
+    rows = pd.DataFrame(read_csv(folder / "results.csv"))
+    assert set(rows["label"]) == {*labels, "rope_mixed+yarn"} and rows["unchanged"].all()
+    trained = rows.groupby("label")["train_size"].unique().map(list).to_dict()
+    assert trained["absolute"] == ["32x32"] and trained["absolute-fixres"] == ["64x64"] == trained["swin-table-fixres"]
+
+    def state(label):
+        return torch.load(folder / f"{label}-seed0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+    before, after = state("absolute"), state("absolute-fixres")
+    changed = {name.split(".")[1] for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {"pos_embed", "norm", "head"}  # resampled to the other grid, and what was tuned
+    assert "claims of the configuration" in printed
+    compare.main([str(path), "--runs", str(tmp_path), "--no-report"])
+    assert capsys.readouterr().out.count("trained already") == len(labels)
+
+
+def test_the_pages_are_what_the_results_give(tmp_path, capsys):
+    tool.main(["--check"])
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/study.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs" / "study.md"
+    text = page.read_text("utf-8")
+    page.write_text(re.sub(r"(\| absolute +\| .*?)\d\d\.\d ±", r"\g<1>99.9 ±", text, count=1), "utf-8")
+    with pytest.raises(SystemExit, match=r"study\.md is not what the results give: run python -m tools\.study\.photographs"):
+        tool.main(["--check", "--root", str(tmp_path)])
+    tool.main(["--root", str(tmp_path)])
+    assert page.read_text("utf-8") == text and (tmp_path / "docs" / "study_curves.png").stat().st_size > 20_000
+    with pytest.raises(SystemExit, match=r"no results\.csv in .*imagenette224: run the evaluation first"):
+        tool.main(["--results", str(tmp_path)])
+
+
+ROWS = ROOT / "results" / "study"
+SHOWN = {("absolute", "bicubic"): "interpolated", ("rope_mixed", "none"): "turned"}
+
+
+def test_figures_of_the_tables_are_those_of_the_rows():
+    """Taken from the rows by pandas alone."""
+    frame = pd.read_csv(ROWS / "flowers256" / "results.csv")
+    frame = frame[frame["protocol"] == "scale"].set_index(["label", "seed", "img_size"])["top1"]
+    means = {label: frame.loc[label, :, "128x128"].groupby("seed").first() for label in ("absolute", "rope_mixed")}
+    lost = {label: means[label] - frame.loc[label, :, "64x64"] for label in means}
+    place = [("128x128", "scale")]
+    lines = headline(ROWS, ["flowers256"], SHOWN, [("64x64", "scale"), *place]).splitlines()
+    assert "flowers256: 64 (trained)" in lines[0] and "flowers256: 128, scale" in lines[0]
+    assert "interpolated | absolute bicubic" in lines[2] and "turned" in lines[3] and "nothing" in lines[3]
+    for line, label in zip(lines[2:], means, strict=True):
+        assert re.search(rf"\| +{means[label].mean():.1f} ±", line)
+    (line,) = kept_beside(ROWS, ["flowers256"], SHOWN, place).splitlines()[2:]
+    gap = lost["rope_mixed"] - lost["absolute"]
+    assert f"{gap.mean():+.1f} ±{4.30265 * gap.std() / math.sqrt(3):.1f}" in line  # Student's, two degrees of freedom
+
+
+def test_what_is_not_in_the_rows_is_refused():
+    with pytest.raises(ValueError, match=r"flowers256 has no row of absolute/bicubic at 80x80 in the scale protocol"):
+        headline(ROWS, ["flowers256"], SHOWN, [("80x80", "scale")])
+    with pytest.raises(ValueError, match=r"flowers256 has no row of absolute/bicubic at 192x192 in the canvas protocol"):
+        kept_beside(ROWS, ["flowers256"], SHOWN, [("192x192", "canvas")])
+    with pytest.raises(FileNotFoundError, match=r"no results\.csv"):
+        study_tables(ROWS, ["nowhere"])
+
+
+def test_the_picture_shows_what_it_is_asked_for():
+    figure = study_figure(ROWS, DATA, SHOWN)
+    assert [axes.get_title() for axes in figure.axes] == [f"{name}, {kind}" for name in DATA for kind in ("scale", "canvas")]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*SHOWN.values()]

@@ -1,0 +1,105 @@
+"""The tables of docs/which_encoding.md: that they are those of the results, and what they are made of."""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from helpers import ROOT
+from tools.study import which_encoding
+from tools.study.which_encoding import cost_table, evidence_table, fill, measure_costs, read_costs
+from vitrel import POSITIONS
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["which_encoding.py", *map(str, arguments)])
+    which_encoding.main()
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {first.strip("`"): rest for first, *rest in lines}
+
+
+def test_the_page_is_what_the_results_give(monkeypatch, tmp_path):
+    run(monkeypatch, "--check")
+    page = tmp_path / "page.md"
+    page.write_text(
+        (ROOT / "docs" / "which_encoding.md").read_text("utf-8").replace("| 100.0 ±0.5 |", "| 99.0 ±0.5 |", 1), "utf-8"
+    )
+    with pytest.raises(SystemExit, match=r"is not what the results give: run python -m tools\.study\.which_encoding"):
+        run(monkeypatch, "--check", "--page", page)
+    run(monkeypatch, "--page", page)
+    assert page.read_text("utf-8") == (ROOT / "docs" / "which_encoding.md").read_text("utf-8")
+
+
+def test_every_encoding_has_a_line():
+    text = (ROOT / "docs" / "which_encoding.md").read_text("utf-8")
+    for key in POSITIONS:
+        if key != "none":
+            assert f"`{key}`" in text.split("## One by one")[1].split("## What is not known")[0], key
+
+
+def test_costs_of_the_encodings_themselves():
+    rows = [{"key": "table", "mode": "forward", "img_size": 224, "ratio": 1.234}]
+    found = cells(cost_table(rows))
+    assert list(found) == list(POSITIONS)
+    assert found["table"] == [f"{12 * 6 * (27 * 27 + 3):,}", "a bias, H·N²", "1.23", "", ""]
+    assert found["absolute"][:2] == [f"{384 * 197:,}", "nothing: added to the tokens"]
+    assert found["rope_mixed"][:2] == [f"{12 * 384:,}", "turned q and k"]
+    assert found["shaw"][1] == "content scores, B·H·N²; values by offset"
+    assert found["none"][:2] == ["0", "nothing"]
+
+
+def test_evidence_is_the_mean_over_seeds():
+    path = ROOT / "results" / "study_shapes" / "shapes" / "results.csv"
+    frame = pd.read_csv(path)
+    found = cells(evidence_table(path, "64x96"))
+    own = frame[(frame["label"] == "rope_mixed") & (frame["img_size"] == "64x96")]
+    for column, protocol in ((2, "canvas"), (3, "scale")):
+        assert found["rope_mixed"][column].split(" ")[0] == f"{own[own['protocol'] == protocol]['top1'].mean():.1f}"
+    first = [float(row[2].split(" ")[0]) for row in found.values()]
+    assert first == sorted(first, reverse=True)
+    with pytest.raises(ValueError, match="has no rows at 32x32; it has 128x128"):
+        evidence_table(path, "32x32")
+
+
+def test_places_are_filled_and_named():
+    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb"
+    once = fill(text, [("x", "| new |")])
+    assert once == "a\n<!-- x -->\n\n| new |\n\n<!-- /x -->\nb"
+    assert fill(once, [("x", "| new |")]) == once
+    with pytest.raises(ValueError, match="no place for the table 'y'"):
+        fill(text, [("y", "")])
+    with pytest.raises(FileNotFoundError, match="--measure writes it"):
+        read_costs(Path("nowhere/costs.csv"))
+
+
+def test_ratios_are_of_the_same_round(monkeypatch):
+    """Each round runs every encoding in turn; the first is for warming up; ratios are taken round by round."""
+    ran = []
+    times = iter([9e3, 9e3, 100.0, 150.0, 200.0, 220.0, 400.0, 800.0] * 3)  # milliseconds: none, table, none, ...
+    monkeypatch.setattr(
+        which_encoding, "_run", lambda model, image, mode: (mode, image.shape[-1], type(model.blocks[0].position).__name__)
+    )
+    monkeypatch.setattr(which_encoding, "Stopwatch", lambda device: lambda run: ran.append(run) or (next(times), 0.0))
+    rows = measure_costs(("none", "table"), rounds=3)
+    assert [name for *_, name in ran[:4]] == ["NoPosition", "OffsetTable"] * 2
+    assert [(row["mode"], row["img_size"], row["batch"]) for row in rows[1::2]] == list(which_encoding._MODES)
+    for none, table in zip(rows[::2], rows[1::2], strict=True):
+        assert (table["key"], table["ratio"], table["low"], table["high"], table["seconds"]) == ("table", 1.5, 1.1, 2.0, 0.22)
+        assert (none["key"], none["ratio"], none["low"], none["high"], none["seconds"]) == ("none", 1.0, 1.0, 1.0, 0.2)
+    stored = pd.read_csv(ROOT / "results" / "encoding_cost" / "costs.csv", nrows=1)
+    assert list(stored)[: len(rows[0])] == list(rows[0])
+
+
+@pytest.mark.slow
+def test_measured_ratios():
+    rows = measure_costs(("none", "shaw"), rounds=1)
+    ratio = {(row["key"], row["mode"], row["img_size"]): row["ratio"] for row in rows}
+    assert len(ratio) == 6
+    assert all(ratio["none", mode, size] == 1 for key, mode, size in ratio if key == "none")
+    assert ratio["shaw", "forward", 448] > 1.2  # content products, and no fused attention
+    with pytest.raises(ValueError, match="keys must hold 'none'"):
+        measure_costs(("table",))

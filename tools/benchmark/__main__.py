@@ -1,0 +1,116 @@
+"""Measures models and attention beside their peers; writes samples, tables and plots to results/benchmark/<device>/<suite>.
+
+    python -m tools.benchmark --suite cpu         # models on the processor; again: what is still missing
+    python -m tools.benchmark --suite gpu         # models on the GPU
+    python -m tools.benchmark --suite ops         # attention: backends and peers, and cost against the number of tokens
+    python -m tools.benchmark --suite sizes    # models over eight resolutions: speed, memory, compilations
+    python -m tools.benchmark --suite profile     # where the time of a model goes
+    python -m tools.benchmark --suite cpu --quick # small models and few repeats: two minutes, to see that all of it runs
+    python -m tools.benchmark --suite cpu --table # the table and the plots anew, from the samples
+
+Nothing is timed that does not pass its gate: outputs and gradients against the definition in float64. A failure is a row.
+On a processor everything runs in one thread and is measured in processor time.
+"""
+
+import argparse
+import importlib
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tools.benchmark.samples import ROOT, Samples, machine, read_rows, stamp
+
+_MODELS = (
+    "vitrel/grid.py",
+    "vitrel/position/*.py",
+    "vitrel/ops/*.py",
+    "vitrel/ops/backends/*.py",
+    "vitrel/layers/*.py",
+    "vitrel/models/*.py",
+    "tools/benchmark/models.py",
+    "tools/benchmark/timing.py",
+)
+_PROCESSES = (
+    "every contender in a fresh process with empty caches of compilers, A B A B; the same weights for all, drawn, tables of "
+    "standard deviation 0.5; drop path 0; training is forward, cross entropy, backward and fused AdamW; "
+)
+_TIMES = {"cpu": "processor time of the process", "cuda": "CUDA events around a call, the host's time included"}
+
+
+class Suite(NamedTuple):
+    """Where a suite is: its module with run_<name> and write_<name>, the code whose change makes rows obsolete."""
+
+    module: str
+    name: str
+    code: tuple[str, ...]
+    how: str = ""
+
+
+_CASES = (*_MODELS, "tools/benchmark/processes.py", "tools/benchmark/model_cases.py", "tools/benchmark/model_gates.py")
+_OPS = (
+    "vitrel/ops/*.py",
+    "vitrel/ops/backends/*.py",
+    *(f"tools/benchmark/{name}.py" for name in ("cases", "contenders", "timing", "sizes", "processes")),
+)
+SUITES = {
+    "cpu": Suite("model_suite", "models", _CASES, _PROCESSES),
+    "gpu": Suite("model_suite", "models", _CASES, _PROCESSES),
+    "ops": Suite(
+        "op_suite",
+        "ops",
+        _OPS,
+        "random numbers, tables of standard deviation 0.5; ",
+    ),
+    "sizes": Suite("resolutions", "resolutions", (*_CASES, "tools/benchmark/resolutions.py"), _PROCESSES),
+    "profile": Suite("shares", "shares", (*_MODELS, "tools/benchmark/attribution.py", "tools/benchmark/shares.py")),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line; ends with status 2 on bad usage, and where the suite needs a GPU and there is none."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--suite", required=True, choices=list(SUITES))
+    parser.add_argument("--quick", action="store_true", help="small models and few repeats")
+    parser.add_argument("--table", action="store_true", help="measure nothing, rewrite the table and the plots")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--seconds", type=float, default=520, help="after which no further case is started")
+    parser.add_argument("--commit", default="", help="what to write as commit where there is no git")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results" / "benchmark", help="folder, with one folder a device in it"
+    )
+    args = parser.parse_args(argv)
+    try:
+        re.compile(args.only)
+    except re.error as error:
+        parser.error(f"--only {args.only!r} is no regular expression: {error}")
+    if args.suite == "gpu" and not torch.cuda.is_available():
+        parser.error(
+            "--suite gpu needs a GPU, and PyTorch sees none here; --suite cpu measures the same models on the processor"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() and args.suite != "cpu" else "cpu")
+    torch.set_num_threads(1)
+    suite = SUITES[args.suite]
+    ran_on = machine(device, args.commit, suite.code)
+    folder = args.out / re.sub(r"[^a-z0-9]+", "-", ran_on["device"].lower()).strip("-")
+    folder /= f"{args.suite}-quick" if args.quick else args.suite
+    module = importlib.import_module(f"tools.benchmark.{suite.module}")
+    run, write = (getattr(module, f"{verb}_{suite.name}") for verb in ("run", "write"))
+    path = folder / "samples.jsonl"
+    if args.table and not path.exists():
+        parser.error(f"{path} is not there: measure first, without --table")
+    if not args.table:
+        samples = Samples(path, stamp(ran_on), {name: ran_on[name] for name in ("cpu", "python", "commit")})
+        samples.add("machine", **ran_on, how=suite.how + _TIMES[device.type])
+        finished = run(samples, device, time.time() + args.seconds, args.quick, args.only, folder)
+        print("all measured" if finished else "time is up: run it again for the rest", flush=True)
+    write(read_rows(path), folder)
+    print((folder / "table.md").read_text(), end="")
+
+
+if __name__ == "__main__":
+    main()

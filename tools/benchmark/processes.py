@@ -1,0 +1,262 @@
+"""One contender in one fresh process: its own environment, its own compilations, its own memory.
+
+Workers take turns, A B A B: the parent asks one at a time, the others wait idle. Run as a module, this file is the worker.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tools.benchmark.samples import ROOT
+from tools.benchmark.timing import Repeats, Stopwatch
+
+K = TypeVar("K")
+_RESET = Path("/proc/self/clear_refs")  # Linux forgets the peak of a process where "5" is written there
+
+
+class WorkerFailed(RuntimeError):
+    """What a worker raised, or how it ended."""
+
+
+class Worker:
+    """A fresh Python process that holds one contender; a context manager.
+
+    build: "module:function". function(**args) returns a call without arguments that does once what is timed and returns
+    {name: Tensor}, what gates look at. env is set before Python starts. patience: seconds for one answer, after which the
+    process counts as hung. Every method raises WorkerFailed where the contender raises, dies or hangs.
+    """
+
+    def __init__(
+        self,
+        build: str,
+        args: dict[str, Any],
+        threads: int = 1,
+        env: dict[str, str] | None = None,
+        device: str = "cpu",
+        patience: float = 600.0,
+    ):
+        self.build, self.patience = build, patience
+        self._order = (build, args, threads, device)
+        self._folder = tempfile.TemporaryDirectory(prefix="vitrel-worker-")
+        self._said = Path(self._folder.name) / "stderr"
+        self._link, child = Pipe()
+        count, cache = str(threads), self._folder.name  # an empty cache: the first call of one who has compiled nothing yet
+        own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tools.benchmark.processes", str(child.fileno())],
+                env=os.environ | own | {"TRITON_CACHE_DIR": f"{cache}/triton"} | (env or {}),
+                cwd=ROOT,
+                pass_fds=[child.fileno()],
+                stdout=said,
+                stderr=said,
+                start_new_session=True,  # compilers that it starts end with it
+            )
+        child.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> dict[str, float]:
+        """Builds it and makes the first call: first_call_s, before_bytes (what is held before that call), compiles."""
+        return self._ask("start", *self._order)
+
+    def outcome(self) -> dict[str, Tensor]:
+        """What the last call returned: after `start` the first one."""
+        path = self._ask("outcome", f"{self._folder.name}/outcome.pt")
+        return torch.load(path, weights_only=True)
+
+    def run(self, calls: int) -> list[float]:
+        """Milliseconds of each of so many calls: processor time of the process, on a GPU between events around the call."""
+        return self._ask("run", calls)
+
+    def set(self, **args: Any) -> None:
+        """call.set(**args), of a call that has one: another size, for instance."""
+        self._ask("set", args)
+
+    def peak_bytes(self) -> int:
+        """The most memory the process has held since its first call, on a GPU what PyTorch has allocated there."""
+        return self._ask("peak_bytes")
+
+    def memory(self) -> dict[str, int | None]:
+        """peak_bytes; call_bytes: what one more call takes beyond what is held between calls; reserved_bytes of a GPU."""
+        return self._ask("memory")
+
+    def compiles(self) -> int:
+        """Graphs that dynamo has compiled so far."""
+        return self._ask("compiles")
+
+    def close(self) -> None:
+        """Ends the process, whatever it is doing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._link.close()
+        self._folder.cleanup()
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        try:
+            self._link.send((name, args))
+            if not self._link.poll(self.patience):
+                raise WorkerFailed(f"no end within {self.patience:.0f} s of {name!r}")
+            fine, answer = self._link.recv()
+        except (EOFError, OSError):
+            status = self._process.wait()
+            raise WorkerFailed(f"the process ended with status {status}: {self._said.read_text()[-500:]}") from None
+        if not fine:
+            raise WorkerFailed(answer)
+        return answer
+
+
+def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, list[list[float]]], dict[K, WorkerFailed]]:
+    """Warm-up, then rounds A B A B: milliseconds by round and call of every started worker, and the failures of the others."""
+    rounds: dict[K, list[list[float]]] = {name: [] for name in workers}
+    failed: dict[K, WorkerFailed] = {}
+    calls: dict[K, int] = {}
+    for turn in range(plan.rounds + 1):
+        for name, worker in workers.items():
+            if name in failed:
+                continue
+            try:
+                times = worker.run(calls[name] if turn else max(1, plan.warmup))
+            except WorkerFailed as error:
+                failed[name] = error
+                del rounds[name]
+                continue
+            if turn:
+                rounds[name].append([round(ms, 4) for ms in times])
+            else:
+                calls[name] = max(1, min(plan.most, int(plan.seconds * 1e3 / max(min(times), 1e-6))))
+    return rounds, failed
+
+
+class _Served:
+    """The worker's side: methods are what the parent asks for."""
+
+    def start(self, build: str, args: dict[str, Any], threads: int, device: str) -> dict[str, float]:
+        torch.set_num_threads(threads)
+        self.device, self.kept, self.highest = torch.device(device), None, 0
+        self.gpu = self.device.type == "cuda"
+        self.watch = Stopwatch(self.device, isolated=False)
+        module, _, function = build.partition(":")
+        self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
+        before, start = _settled(self.device), time.perf_counter()
+        self._once()
+        if self.gpu:
+            torch.cuda.synchronize()
+        return {"first_call_s": time.perf_counter() - start, "before_bytes": before, "compiles": self.compiles()}
+
+    def outcome(self, path: str) -> str:
+        torch.save({name: x.detach().cpu() for name, x in self.kept.items()}, path)
+        return path
+
+    def set(self, args: dict[str, Any]) -> None:
+        self.kept = None
+        self.call.set(**args)
+
+    def run(self, calls: int) -> list[float]:
+        if self.gpu:  # what the others were given back while they ran
+            self._once()
+        times = [self.watch(self._once)[0] for _ in range(calls)]
+        if self.gpu:
+            torch.cuda.empty_cache()
+        return times
+
+    def peak_bytes(self) -> int:
+        self.highest = max(self.highest, torch.cuda.max_memory_allocated() if self.gpu else host_peak_bytes())
+        return self.highest
+
+    def memory(self) -> dict[str, int | None]:
+        self.kept = None  # freed within the call, it would hide as much of what the call takes
+        found = {"peak_bytes": self.peak_bytes(), "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
+        with extra_bytes(self.device) as extra:
+            self._once()
+        return found | {"call_bytes": extra[0]}
+
+    def compiles(self) -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
+
+    def _once(self) -> None:
+        self.kept = None  # gradients of the last call are not held through the next
+        self.kept = self.call()
+
+
+def host_peak_bytes() -> int:
+    """The most memory this process has held. Linux counts it in VmHWM; its ru_maxrss begins at the peak of the parent."""
+    found = _status("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else found
+
+
+@contextlib.contextmanager
+def extra_bytes(device: torch.device) -> Iterator[list[int | None]]:
+    """A list with one entry once the block has ended: the peak within it beyond what was held before; None where unknown.
+
+    On a CPU that takes Linux, whose peak of the process is reset.
+    """
+    found: list[int | None] = [None]
+    before = _settled(device)
+    yield found
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        found[0] = torch.cuda.max_memory_allocated() - before
+    elif _RESET.exists():
+        found[0] = host_peak_bytes() - before
+
+
+def _settled(device: torch.device) -> int:
+    """Bytes held now, after what is free has been given back, and from where on peaks are counted anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if not _RESET.exists():
+        return host_peak_bytes()
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
+    _RESET.write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int | None:
+    """An entry of /proc/self/status in bytes; None on another system."""
+    path = Path("/proc/self/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _serve(link: Connection) -> None:
+    served = _Served()
+    while True:
+        try:
+            name, args = link.recv()
+        except EOFError:  # the parent is gone
+            return
+        try:
+            answer = True, getattr(served, name)(*args)
+        except Exception as error:
+            answer = False, f"{type(error).__name__}: {error}"[:800]
+        link.send(answer)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,26 @@
+"""Puts explorer.html together: one file that needs no network, no server and no other file."""
+
+from pathlib import Path
+
+from vitrel.files import one_page, whole
+
+PARTS = ("base", "math", "cells", "bias", "weights", "buckets", "start")  # scripts, in the order in which they run
+MARK = '<meta name="generator" content="vitrel explorer">'
+
+
+def write_explorer(path: str | Path) -> Path:
+    """Writes the explorer page to `path`, over an earlier one if there is one, and returns the path.
+
+    FileNotFoundError where the folder is missing, IsADirectoryError where `path` is a folder, FileExistsError where it is a
+    file of another kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file, such as {path / 'explorer.html'}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into: create it first")
+    if path.exists() and MARK.encode() not in path.read_bytes():
+        raise FileExistsError(f"{path} is there and is no explorer page: give another name, or remove it first")
+    with whole(path) as part:
+        part.write_text(one_page("tools.explorer", PARTS, mark=MARK), "utf-8")
+    return path

@@ -1,0 +1,177 @@
+"""Writes the tables and pictures of the study on photographs, docs/study.md and README.md, from the rows of its evaluations.
+
+python -m tools.study.photographs            # into the pages
+python -m tools.study.photographs --check    # write nothing; fail where a page is not what the results give
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from tools.study.pages import fill
+from vitrel.evaluate.metrics import t_interval
+from vitrel.evaluate.plots import panel
+from vitrel.evaluate.report import accuracy_tables, aggregate, curves, markdown, read_csv
+
+ROOT = Path(__file__).parents[2]
+DATA = ("imagenette224", "flowers256")
+CURVES = {  # of README's table; all are in those of the page
+    ("absolute", "bicubic"): "absolute, interpolated",
+    ("table", "bicubic"): "table, bicubic",
+    ("table", "clip"): "table, clipped",
+    ("log_decay", "keep"): "log_decay",
+    ("rope_mixed", "none"): "rope_mixed",
+    ("rope_mixed+yarn", "none"): "rope_mixed, yarn",
+    ("swin", "keep"): "Swin, window kept",
+    ("swin", "rescale+geometric"): "Swin, window rescaled",
+}
+DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # as many as there are colours
+PLACES = (("64x64", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
+
+AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
+
+Curve = tuple[str, str]  # label and policy, "none" where a model has no choice
+
+
+def study_tables(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, Markdown) of the evaluation in each folder/name: top-1 against size in both protocols, then the judged claims.
+
+    FileNotFoundError where one has not been run.
+    """
+    return [
+        (name, f"{accuracy_tables(_table(folder / name))}\n{(folder / name / 'claims.md').read_text('utf-8')}")
+        for name in names
+    ]
+
+
+def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:
+    """Markdown: top-1 in percent ± half its 95 % interval, of the curves `shown` by name, at each place (img_size, protocol) of
+    each data set.
+
+    "resampled" is what some place needs. ValueError for a curve or a place that is not in the rows.
+    """
+    tables = {name: _table(folder / name) for name in names}
+    labels = {label for label, _ in shown}
+    own = {name: set(table[table["label"].isin(labels)]["train_size"]) for name, table in tables.items()}
+    head = ["", "resampled", *(f"{name}: {_where(own[name], *place)}" for name in names for place in places)]
+    lines = []
+    for curve, called in shown.items():
+        cells, resized = [], ""
+        for name, table in tables.items():
+            for size, protocol in places:
+                row = _row(table, curve, size, protocol, name)
+                cells.append(f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}")
+                resized = max(resized, row["resized"].replace("nothing", ""), key=len)
+        lines.append([called, resized or "nothing", *cells])
+    return markdown(head, lines).rstrip()
+
+
+def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:
+    """Markdown: how much more of its own accuracy at the training size each curve keeps than the first one, in points of top-1.
+
+    That is (top1 there - top1 at the training size) of the curve less the same of the first curve, paired seed by seed, ± half
+    Student's 95 % interval over the seeds. Models that differ at the training size already are compared by what they lose.
+    """
+    first, *others = shown
+    head = ["", *(f"{name}: {_side_of(size)}, {protocol}" for name in names for size, protocol in places)]
+    lines = [[shown[curve]] for curve in others]
+    for name in names:
+        rows = pd.DataFrame(read_csv(folder / name / "results.csv"))
+        for size, protocol in places:
+            reference = _losses(rows, first, size, protocol, name)
+            for line, curve in zip(lines, others, strict=True):
+                own = _losses(rows, curve, size, protocol, name)
+                gaps = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
+                low, high = t_interval(gaps)
+                line.append(f"{sum(gaps) / len(gaps):+.1f} ±{(high - low) / 2:.1f}")
+    return markdown(head, lines).rstrip()
+
+
+def study_figure(folder: Path, names: Sequence[str], shown: Mapping[Curve, str]) -> Figure:
+    """Top-1 against size with intervals: a row of panels for each data set, a column for each protocol, the curves `shown`."""
+    tables = [_table(folder / name) for name in names]
+    protocols = list(dict.fromkeys(tables[0]["protocol"]))
+    figure = Figure(figsize=(5.6 * len(protocols), 4.3 * len(names) + 0.6), layout="constrained")
+    grid = figure.subplots(len(names), len(protocols), squeeze=False, sharey="row")
+    for axes, name, table in zip(grid, names, tables, strict=True):
+        for one, protocol in zip(axes, protocols, strict=True):
+            rows = table[table["protocol"] == protocol]
+            own = {(label, policy): part for label, policy, part in curves(rows)}
+            parts = [own[curve].assign(label=called, policy="none") for curve, called in shown.items()]
+            panel(one, pd.concat(parts), "top1")
+            one.set_title(f"{name}, {protocol}", fontsize=11)
+        axes[0].set_ylabel("top-1 accuracy (%)")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _table(folder: Path) -> pd.DataFrame:
+    rows = read_csv(folder / "results.csv")
+    if not rows:
+        raise FileNotFoundError(f"no results.csv in {folder}: run the evaluation first")
+    return aggregate(rows)
+
+
+def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict[int, float]:
+    """{seed: top1 at the place less top1 at the training size} of a curve. ValueError where it is not in the rows."""
+    parts = rows[rows["label"] == curve[0]].groupby("seed")
+    trained = rows[rows["label"] == curve[0]]["train_size"].iloc[0] if len(parts) else ""
+    return {
+        seed: _row(p, curve, size, protocol, name)["top1"] - _row(p, curve, trained, protocol, name)["top1"]
+        for seed, p in parts
+    }
+
+
+def _side_of(size: str) -> str:
+    height, width = size.split("x")
+    return height if height == width else f"{height}×{width}"
+
+
+def _where(trained: set[str], size: str, protocol: str) -> str:
+    """ "128, canvas", or that all were trained there."""
+    return f"{_side_of(size)} (trained)" if trained == {size} else f"{_side_of(size)}, {protocol}"
+
+
+def _row(table: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict:
+    for label, policy, rows in curves(table[table["protocol"] == protocol]):
+        found = rows[rows["img_size"] == size]
+        if (label, policy) == curve and len(found):
+            return found.iloc[0].to_dict()
+    raise ValueError(f"{name} has no row of {'/'.join(curve)} at {size} in the {protocol} protocol")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is not what the results give")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "study", help="folder with one of each data set")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
+    args = parser.parse_args(argv)
+    try:
+        tables = study_tables(args.results, DATA)
+        tables.append(("kept", kept_beside(args.results, DATA, CURVES, AWAY)))
+        pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
+        tables.append(("pretrained", pretrained))
+        pages = {"docs/study.md": tables, "README.md": [("study", headline(args.results, DATA, CURVES, PLACES))]}
+        for name, found in pages.items():
+            path = args.root / name
+            before = path.read_text("utf-8")
+            after = fill(before, found)
+            if args.check and after != before:
+                sys.exit(f"{path} is not what the results give: run python -m tools.study.photographs")
+            if not args.check:
+                path.write_text(after, "utf-8")
+        if not args.check:
+            figure = study_figure(args.results, DATA, DRAWN)
+            figure.savefig(args.root / "docs" / "study_curves.png", dpi=130, bbox_inches="tight")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

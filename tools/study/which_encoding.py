@@ -1,0 +1,186 @@
+"""Writes the tables of docs/which_encoding.md: parameters, measured costs, and what the evaluations show.
+
+python -m tools.study.which_encoding --measure     # costs first: about four minutes on one core
+python -m tools.study.which_encoding               # the tables alone
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+import timm
+import torch
+from torch import nn
+
+from tools.benchmark.kernel_table import milliseconds, ratio
+from tools.benchmark.timing import Stopwatch
+from tools.study.pages import fill
+from vitrel.evaluate.environment import environment
+from vitrel.evaluate.report import aggregate, read_csv
+from vitrel.evaluate.settings import Row
+from vitrel.files import whole
+from vitrel.position import POSITIONS
+
+ROOT = Path(__file__).parents[2]
+
+TRAINED, LARGER = 224, 448  # pixels
+_MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (what, image side, batch)
+_PROTOCOLS = ("canvas", "scale")
+
+
+def measure_costs(keys: Sequence[str] = tuple(POSITIONS), rounds: int = 9) -> list[Row]:
+    """Time of ViT-Tiny/16 with every encoding as a ratio to the one with none: rows of key, mode, img_size, batch, ratio, ...
+
+    Process CPU time on one thread, all encodings in turn in every round, after one round of warm-up; ratio: the median over
+    the rounds of time / time of `none` in the same round, low and high its extremes. Raises ValueError without "none".
+    """
+    if "none" not in keys:
+        raise ValueError("costs are ratios to the model without an encoding: keys must hold 'none'")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [row for mode in _MODES for row in _interleaved(keys, *mode, rounds)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _interleaved(keys: Sequence[str], mode: str, side: int, batch: int, rounds: int) -> list[Row]:
+    torch.manual_seed(0)
+    image = torch.randn(batch, 3, side, side)
+    models = {key: timm.create_model(f"vitrel_vit_ti16_{key}", num_classes=10) for key in keys}
+    runs = {key: _run(model, image, mode) for key, model in models.items()}
+    watch = Stopwatch(torch.device("cpu"))
+    found: dict[str, Row] = {key: {"rounds": []} for key in keys}
+    for number in range(rounds + 1):
+        for key, run in runs.items():
+            ms, _ = watch(run)
+            if number:
+                found[key]["rounds"].append([ms])
+    rows = []
+    for key, row in found.items():
+        middle, low, high = (round(x, 4) for x in ratio(row, found["none"]))
+        cost = {"ratio": middle, "low": low, "high": high, "seconds": round(milliseconds(row) / 1e3, 5)}
+        rows.append({"key": key, "mode": mode, "img_size": side, "batch": batch} | cost)
+    return rows
+
+
+def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]:
+    def forward() -> None:
+        with torch.inference_mode():
+            model(image)
+
+    def training() -> None:
+        model.zero_grad()
+        model(image).logsumexp(1).sum().backward()
+
+    model.train(mode == "training")
+    return forward if mode == "forward" else training
+
+
+def cost_table(costs: Sequence[Row]) -> str:
+    """Markdown: parameters of every encoding in ViT-S/16, where it acts, and its measured time beside the model without one."""
+    measured = {(row["key"], row["mode"], int(row["img_size"])): float(row["ratio"]) for row in costs}
+    lines = [
+        "| key | values in ViT-S/16 | what attention is given | forward 224 | training 224 | forward 448 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key in POSITIONS:
+        times = (measured.get((key, mode, side)) for mode, side, _ in _MODES)
+        cells = ["" if found is None else f"{found:.2f}" for found in times]
+        lines.append(f"| `{key}` | {' | '.join((*_given(key), *cells))} |")
+    return "\n".join(lines)
+
+
+def _given(key: str) -> tuple[str, str]:
+    """Values that an encoding adds to ViT-S/16, and what its terms make attention do, in words, from the terms themselves."""
+    model, depth = timm.create_model(f"vitrel_vit_s16_{key}", num_classes=10, depth=1), 12
+    parts = (model.pos_embed, 1), (model.blocks[0].position, depth)
+    count = sum(n * parameter.numel() for part, n in parts if part is not None for parameter in part.parameters())
+    if model.pos_embed is not None:
+        return f"{count:,}", "nothing: added to the tokens"
+    terms = model.blocks[0].position(model.token_grid((32, 32)))
+    found = ["turned q and k"] if terms.rotary is not None else []
+    if any(table.bias is not None for table in terms.tables):
+        found.append("a bias, H·N²")
+    if any(part is not None for table in terms.tables for part in (table.query, table.key, table.gated)):
+        found.append("content scores, B·H·N²")
+    if any(table.value is not None for table in terms.tables):
+        found.append("values by offset")
+    return f"{count:,}", "; ".join(found) or "nothing"
+
+
+def evidence_table(results: Path, size: str = "128x128") -> str:
+    """Markdown: what every model of an evaluation kept at `size`, top-1 in both protocols, the best on the canvas first.
+
+    results: its results.csv. Every policy that was evaluated is a row. ValueError where `size` is not among its sizes.
+    """
+    table = aggregate(read_csv(results))
+    if size not in set(table["img_size"]):
+        raise ValueError(f"{results} has no rows at {size}; it has {', '.join(sorted(set(table['img_size'])))}")
+    trained = table[table["img_size"] == table["train_size"]].groupby("label")["top1"].mean()
+    found: dict[tuple[str, str], Row] = {}
+    for row in table[table["img_size"] == size].to_dict("records"):
+        found.setdefault((row["label"], row["policy"]), {})[row["protocol"]] = row
+    lines = ["| model, policy | resampled | trained size | `canvas` | `scale` |", "|---|---|---|---|---|"]
+    best = sorted(found.items(), key=lambda item: -_top1(item[1], "canvas"))
+    for (label, policy), rows in best:
+        cells = [f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}" if row else "" for row in map(rows.get, _PROTOCOLS)]
+        name = label if policy == "none" else f"{label}, {policy}"
+        resampled = next(iter(rows.values()))["resized"]
+        lines.append(f"| {name} | {resampled} | {trained[label]:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _top1(rows: dict[str, Row], protocol: str) -> float:
+    return rows[protocol]["top1"] if protocol in rows else -1.0
+
+
+def read_costs(path: Path) -> list[Row]:
+    """The rows of `measure_costs` as they were written. FileNotFoundError that says how to make them."""
+    if not path.exists():
+        raise FileNotFoundError(f"no {path}: python -m tools.study.which_encoding --measure writes it")
+    return pd.read_csv(path).to_dict("records")
+
+
+def main() -> None:
+    """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="measure the costs anew, into results/encoding_cost/costs.csv")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what the results give")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "which_encoding.md")
+    args = parser.parse_args()
+    try:
+        _write(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _write(args: argparse.Namespace) -> None:
+    costs = args.results / "encoding_cost" / "costs.csv"
+    if args.measure:
+        costs.parent.mkdir(parents=True, exist_ok=True)
+        with whole(costs) as part:
+            ran_on = {name: value for name, value in environment("shapes").items() if name not in ("decoder", "resize_backend")}
+            ran_on["device"] = f"cpu {platform.machine()}, 1 thread"
+            pd.DataFrame(measure_costs()).assign(**ran_on).to_csv(part, index=False)
+    text = args.page.read_text("utf-8")
+    found = fill(
+        text,
+        (
+            ("costs", cost_table(read_costs(costs))),
+            ("evidence", evidence_table(args.results / "study_shapes/shapes/results.csv")),
+        ),
+    )
+    if args.check and found != text:
+        sys.exit(f"{args.page} is not what the results give: run python -m tools.study.which_encoding")
+    if not args.check:
+        args.page.write_text(found, "utf-8")
+        print(args.page)
+
+
+if __name__ == "__main__":
+    main()
