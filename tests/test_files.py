@@ -9,11 +9,11 @@ import time
 import pytest
 
 from helpers import ROOT
-from vitrel.files import guarded, shown, unguarded, whole, write_cells
+from vitrel.files import atomic_write, guarded, shown, unguarded, write_cells
 
 
 def write_to_a_full_disk(path):
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text("ne")
         raise OSError(28, "No space left on device")
 
@@ -23,13 +23,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_to_a_full_disk(path)
     path.parent.mkdir()
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text("old")
         assert not path.exists()
     with pytest.raises(OSError, match="No space left"):
         write_to_a_full_disk(path)
     assert path.read_text() == "old" and [p.name for p in path.parent.iterdir()] == ["summary.json"]
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text("new")
     assert path.read_text() == "new"
 
@@ -40,19 +40,19 @@ def test_a_full_disk_names_the_file_that_could_not_be_written(tmp_path):
     assert caught.value.errno == 28 and caught.value.filename == str(tmp_path / "results.csv")
     folder = tmp_path / "in the way"
     folder.mkdir()
-    with pytest.raises(FileNotFoundError) as caught, whole(folder / "none" / "a.csv") as part:
+    with pytest.raises(FileNotFoundError) as caught, atomic_write(folder / "none" / "a.csv") as part:
         part.write_text("")  # whose own error names the part, which is hidden
     assert caught.value.filename == str(folder / "none" / "a.csv")
-    with pytest.raises(FileNotFoundError, match="other"), whole(folder / "a.csv"):
+    with pytest.raises(FileNotFoundError, match="other"), atomic_write(folder / "a.csv"):
         (tmp_path / "other").read_text()
 
 
 # the file alone: importing the package takes seconds
 LIMITED = """
 import resource, sys
-from files import whole
+from files import atomic_write
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-with whole(sys.argv[1]) as part:
+with atomic_write(sys.argv[1]) as part:
     part.write_bytes(bytes(5000))
 """
 
@@ -66,8 +66,8 @@ def test_a_real_lack_of_room_names_the_file_and_leaves_nothing(tmp_path):
 
 HANGS = """
 import sys, time
-from files import whole
-with whole(sys.argv[1]) as part:
+from files import atomic_write
+with atomic_write(sys.argv[1]) as part:
     part.write_text("half")
     print("there", flush=True)
     time.sleep(100)
@@ -102,7 +102,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_writes_there(han
     dead.wait()
     assert len(parts(tmp_path)) == 2
     (tmp_path / ".notes.part").write_text("someone else's")
-    with whole(tmp_path / "c.csv") as part:
+    with atomic_write(tmp_path / "c.csv") as part:
         part.write_text("whole")
     left = parts(tmp_path)
     assert len(left) == 2 and (tmp_path / ".notes.part") in left
@@ -114,7 +114,7 @@ def test_a_part_of_another_machine_is_removed_once_nobody_writes_it(tmp_path):
     for path in (fresh, old):
         path.write_text("half")
     os.utime(old, (time.time() - 3 * 86400,) * 2)
-    with whole(tmp_path / "a.csv") as part:
+    with atomic_write(tmp_path / "a.csv") as part:
         part.write_text("whole")
     assert parts(tmp_path) == [fresh] and platform.node() != "elsewhere"
 

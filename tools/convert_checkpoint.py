@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import vitrel  # noqa: F401  registers the models with timm
-from vitrel.evaluate.settings import parse_size
 from vitrel.files import write_cells
+from vitrel.sizes import parse_size
 from vitrel.weights.build import model_arguments, model_for
 from vitrel.weights.load import WeightPlan, apply_plan, read_file, save_pretrained
 

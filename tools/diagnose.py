@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import vitrel
-from vitrel.evaluate.settings import parse_size
 from vitrel.inspect.diagnose import diagnose
+from vitrel.sizes import parse_size
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,9 +28,10 @@ from vitrel.evaluate.dry_run import describe_plan
 from vitrel.evaluate.folder import left_out_note
 from vitrel.evaluate.foreign_models import load_model, read_class_indices
 from vitrel.evaluate.rows import evaluate_rows
-from vitrel.evaluate.settings import PROTOCOLS, Size, Sweep, parse_size
+from vitrel.evaluate.settings import PROTOCOLS, Sweep
 from vitrel.evaluate.split import OtherProcessError, joined, rank_and_world
 from vitrel.evaluate.sweep import run_sweep, summary
+from vitrel.sizes import Size, parse_size
 from vitrel.weights.build import model_arguments
 
 

@@ -1,4 +1,4 @@
-"""Files that stand whole or not at all, cells of tables, pages that are one file, and the commit a file was made with."""
+"""Files that are written completely or not at all, cells of tables, pages that are one file, and the commit of a checkout."""
 
 import csv
 import os
@@ -12,13 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # as `whole` names them
+_PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # as `atomic_write` names them
 _OLD = 24 * 3600  # seconds without a write after which a part of another machine's process is taken to be left behind
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")  # what spreadsheets run, or what is escaped already
 
 
 @contextmanager
-def whole(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """A path beside `path` to write to; it takes the place of `path` when the block ends, and is removed where it raises.
 
     A reader, and a run that is killed, sees the former file or the new one, never a part. The folder has to exist. What killed
@@ -66,8 +66,8 @@ def _is_left(process: int, host: str, written: float) -> bool:
 
 
 def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Writes a CSV file whole, its text by `guarded`; a name that is no UTF-8 is escaped by `shown`."""
-    with whole(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+    """Writes a CSV file by `atomic_write`, its text by `guarded`; a name that is no UTF-8 is escaped by `shown`."""
+    with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([guarded(cell) for cell in line] for line in lines)
 
 

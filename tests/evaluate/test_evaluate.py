@@ -11,7 +11,8 @@ from vitrel.evaluate.columns import COLUMNS
 from vitrel.evaluate.folder import read_folder, write_folder
 from vitrel.evaluate.plan import plan
 from vitrel.evaluate.rows import evaluate_rows, line_key, row_key
-from vitrel.evaluate.settings import Sweep, format_size, parse_size
+from vitrel.evaluate.settings import Sweep
+from vitrel.sizes import format_size, parse_size
 
 SIZES = ((32, 32), (64, 64), (32, 48))
 

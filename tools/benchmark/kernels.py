@@ -24,7 +24,7 @@ from tools.benchmark.runner import DeviceLost, Measurement
 from tools.benchmark.samples import ROOT, Samples, machine, read_rows, stamp
 from tools.benchmark.supervise import LOST, supervise
 from tools.benchmark.timing import Repeats
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 HOW = {
     "cuda": "CUDA events around one call; the second-level cache flushed by writing 256 MiB before each; the device kept busy "
@@ -78,7 +78,7 @@ def _measure(runner: Measurement, args: argparse.Namespace, folder: Path) -> Non
 
 
 def _write(folder: Path) -> None:
-    with whole(folder / "table.md") as part:
+    with atomic_write(folder / "table.md") as part:
         part.write_text(write_table(read_rows(folder / "samples.jsonl")), "utf-8")
 
 

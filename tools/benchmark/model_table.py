@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tools.benchmark.kernel_table import Ratio, milliseconds, not_timed, ratio
 from tools.benchmark.samples import footer, last_run, machine_lines
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 Row = dict[str, Any]
 Rows = dict[str, Row]  # of one case and mode, by contender
@@ -92,7 +92,7 @@ def write_models(rows: list[Row], folder: Path) -> None:
     for (case, mode), of_case in cases.items():
         lines += [f"### {case}, {mode}", "", *_times(of_case), ""]
     lines += ["## Not timed", "", *not_timed(rows), "", footer(found)]
-    with whole(folder / "table.md") as part:
+    with atomic_write(folder / "table.md") as part:
         part.write_text("\n".join(lines) + "\n", "utf-8")
 
 

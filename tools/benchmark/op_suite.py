@@ -14,7 +14,7 @@ from tools.benchmark.samples import Samples
 from tools.benchmark.size_table import plot_sizes, size_section
 from tools.benchmark.sizes import run_sizes
 from tools.benchmark.timing import Repeats
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 _RATE = 5e10  # operations a second of one core, for the number of repeats alone
 
@@ -48,6 +48,6 @@ def cpu_repeats(case: Case, training: bool) -> Repeats:
 
 def write_ops(rows: list[dict[str, Any]], folder: Path) -> None:
     """table.md and the plots of cost against size, from the rows of the machine and code that were measured last."""
-    with whole(folder / "table.md") as part:
+    with atomic_write(folder / "table.md") as part:
         part.write_text(write_table(rows) + "\n" + size_section(rows), "utf-8")
     plot_sizes(rows, folder)

@@ -8,7 +8,7 @@ from tools.benchmark.kernel_table import milliseconds, not_timed
 from tools.benchmark.model_table import by_case, images_per_second
 from tools.benchmark.plots import COLOURS, LineEnd, label_ends
 from tools.benchmark.samples import footer, last_run, machine_lines
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def write_resolutions(rows: list[Row], folder: Path) -> None:
         lines += [f"## {case}", "", *_goal(of_case), *_table(of_case), ""]
         _plot(case, of_case, footer(found), folder)
     lines += ["## Not timed", "", *not_timed(rows), "", footer(found)]
-    with whole(folder / "table.md") as part:
+    with atomic_write(folder / "table.md") as part:
         part.write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -80,7 +80,7 @@ def _plot(case: str, of: dict[str, list[Row]], line: str, folder: Path) -> None:
     figure.suptitle(case)
     figure.supxlabel(line, fontsize=7, color="0.4")
     name = "".join(c if c.isalnum() else "_" for c in case.partition(" over")[0].lower())
-    with whole(folder / f"{name}.png") as part:
+    with atomic_write(folder / f"{name}.png") as part:
         figure.savefig(part, dpi=130, format="png")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from tools.benchmark.attribution import KINDS, profile_step
 from tools.benchmark.samples import Samples, last_run, machine_lines
 from tools.benchmark.timing import Stopwatch
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 Row = dict[str, Any]
 _MODES = ("inference", "training")
@@ -92,7 +92,7 @@ def shares(ms: dict[str, list[float]]) -> dict[str, float]:
 
 def write_shares(rows: list[Row], folder: Path) -> None:
     """folder/table.md from the rows of the last machine and code: one table a mode, with a column for each model."""
-    with whole(folder / "table.md") as part:
+    with atomic_write(folder / "table.md") as part:
         part.write_text(_page(rows), "utf-8")
 
 

@@ -10,7 +10,7 @@ from tools.benchmark.kernel_table import Row
 from tools.benchmark.plots import COLOURS, LineEnd, label_ends
 from tools.benchmark.samples import footer, last_run
 from tools.benchmark.sizes import MODES_OF_SIZES
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def plot_sizes(rows: list[Row], folder: Path) -> list[Path]:
         figure.suptitle(f"Global attention, 6 heads of 64, batch 1, {TITLES[mode]}")
         figure.supxlabel(footer(machine), fontsize=7, color="0.4")
         paths.append(folder / f"sizes_{mode}.png")
-        with whole(paths[-1]) as part:
+        with atomic_write(paths[-1]) as part:
             figure.savefig(part, dpi=130, format="png")
     return paths
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vitrel.files import one_page, whole
+from vitrel.files import atomic_write, one_page
 
 PARTS = ("base", "math", "cells", "bias", "weights", "buckets", "start")  # scripts, in the order in which they run
 MARK = '<meta name="generator" content="vitrel explorer">'
@@ -21,6 +21,6 @@ def write_explorer(path: str | Path) -> Path:
         raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into: create it first")
     if path.exists() and MARK.encode() not in path.read_bytes():
         raise FileExistsError(f"{path} is there and is no explorer page: give another name, or remove it first")
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(one_page("tools.explorer", PARTS, mark=MARK), "utf-8")
     return path

@@ -21,7 +21,7 @@ from tools.study.pages import fill
 from vitrel.evaluate.environment import environment
 from vitrel.evaluate.report import aggregate, read_csv
 from vitrel.evaluate.settings import Row
-from vitrel.files import whole
+from vitrel.files import atomic_write
 from vitrel.position import POSITIONS
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def _write(args: argparse.Namespace) -> None:
     costs = args.results / "encoding_cost" / "costs.csv"
     if args.measure:
         costs.parent.mkdir(parents=True, exist_ok=True)
-        with whole(costs) as part:
+        with atomic_write(costs) as part:
             ran_on = {name: value for name, value in environment("shapes").items() if name not in ("decoder", "resize_backend")}
             ran_on["device"] = f"cpu {platform.machine()}, 1 thread"
             pd.DataFrame(measure_costs()).assign(**ran_on).to_csv(part, index=False)

@@ -15,7 +15,7 @@ from vitrel.data.decode import MAX_PIXELS, BadImage, Reading, decode, open_image
 from vitrel.data.folder import INTERPOLATIONS, Folder
 from vitrel.data.memory import names_image
 from vitrel.data.shards import FORMAT, INDEX, sha256
-from vitrel.files import shown, whole
+from vitrel.files import atomic_write, shown
 
 QUALITY = 95
 
@@ -107,7 +107,7 @@ def pack(
     if bad:
         shown = "\n".join(bad[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
         raise ValueError(f"{len(bad)} images cannot be packed, so {out} has no index and is not used; delete it:\n{shown}")
-    with whole(out / INDEX) as part:
+    with atomic_write(out / INDEX) as part:
         part.write_text(json.dumps(index, indent=1) + "\n")
     return index
 

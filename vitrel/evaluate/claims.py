@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vitrel.evaluate.metrics import Z95, t_interval
-from vitrel.evaluate.settings import Row, format_size, parse_size
+from vitrel.evaluate.settings import Row
+from vitrel.sizes import format_size, parse_size
 
 
 @dataclass(frozen=True)

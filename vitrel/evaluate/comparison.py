@@ -14,8 +14,9 @@ from vitrel.evaluate.checkpoint import Trained, load_checkpoint
 from vitrel.evaluate.claims import Claim, read_claim
 from vitrel.evaluate.entries import TRAIN_KEYS, Entry, check_decided, only_entries, plain_name, read_entries, section
 from vitrel.evaluate.rows import evaluate_rows
-from vitrel.evaluate.settings import Size, Sweep, format_size, parse_size
+from vitrel.evaluate.settings import Sweep
 from vitrel.plain_yaml import read_yaml
+from vitrel.sizes import Size, format_size, parse_size
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)

@@ -11,7 +11,8 @@ from vitrel.evaluate.images import Images
 from vitrel.evaluate.plan import Task
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.rows import check_tasks, complete, known_rows, not_comparable, row_key
-from vitrel.evaluate.settings import Row, Sweep, format_size
+from vitrel.evaluate.settings import Row, Sweep
+from vitrel.sizes import format_size
 
 HEAD = (
     "model", "size", "protocol", "crop", "policy", "tokens", "GFLOPs", "windows", "padded", "resized", "values resampled",

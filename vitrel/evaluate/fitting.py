@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrel.evaluate.policies import in_force
-from vitrel.evaluate.settings import Row, Size
+from vitrel.evaluate.settings import Row
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.foreign import StageWindows, fit_to
 from vitrel.inspect.resolution_report import StageReport, resolution_report
@@ -18,6 +18,7 @@ from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
+from vitrel.sizes import Size
 
 Stages = tuple[StageReport, ...] | tuple[StageWindows, ...]
 

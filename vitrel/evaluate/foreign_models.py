@@ -17,10 +17,10 @@ from torch import nn
 
 import vitrel
 from vitrel.evaluate.checkpoint import Trained, encoding_of
-from vitrel.evaluate.settings import Size
 from vitrel.inspect.attention_layer import model_name
 from vitrel.models.backbone import Backbone
 from vitrel.names import nearest
+from vitrel.sizes import Size
 from vitrel.weights.build import model_for
 from vitrel.weights.load import apply_plan, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding

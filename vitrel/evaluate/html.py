@@ -16,9 +16,10 @@ from vitrel.evaluate.columns import COLUMNS
 from vitrel.evaluate.folder import read_lines
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.report import DETAILS, aggregate, curves, read_csv, top1_interval
-from vitrel.evaluate.settings import Row, parse_size
+from vitrel.evaluate.settings import Row
 from vitrel.evaluate.verdict import verdicts
-from vitrel.files import one_page, shown, whole
+from vitrel.files import atomic_write, one_page, shown
+from vitrel.sizes import parse_size
 
 SCRIPTS = ("base", "curves", "rows", "lattices", "attention", "lines", "start")
 # what may be drawn against resolution: name with unit, and whether the axis is logarithmic
@@ -69,7 +70,7 @@ def write_html(folder: Path, title: str = "") -> Path:
         data=json.dumps(contents(rows, folder, title), allow_nan=False).replace("<", "\\u003c"),
         pictures=base64.b64encode(pictures.read_bytes()).decode() if pictures.exists() else "",
     )
-    with whole(folder / "report.html") as part:
+    with atomic_write(folder / "report.html") as part:
         part.write_text(text, "utf-8")
     return folder / "report.html"
 

@@ -14,10 +14,11 @@ from vitrel.evaluate.images import Images
 from vitrel.evaluate.metrics import Tally, state_hash
 from vitrel.evaluate.plan import Task
 from vitrel.evaluate.runner import Runner, out_of_memory, peak_mb, reset_peak
-from vitrel.evaluate.settings import Row, Sweep, format_size
+from vitrel.evaluate.settings import Row, Sweep
 from vitrel.evaluate.split import on_all, own_share, rank_and_world
 from vitrel.files import shown
 from vitrel.inspect.attention import attention_statistics_of
+from vitrel.sizes import format_size
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 _COMBINED = dict.fromkeys(("left_out", "infer_samples_per_sec"), sum)  # over processes

@@ -20,9 +20,10 @@ from vitrel.evaluate.checkpoint import Trained
 from vitrel.evaluate.fitting import fitted
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.plan import Task, plan
-from vitrel.evaluate.settings import Row, Sweep, format_size
-from vitrel.files import whole
+from vitrel.evaluate.settings import Row, Sweep
+from vitrel.files import atomic_write
 from vitrel.inspect.attention import Layer, for_each_layer, offset_mean
+from vitrel.sizes import format_size
 
 BUDGET = 8 << 20  # bytes of the compressed file; as text in the page a third more
 REACH = 31  # offsets along one axis that are shown, in tokens
@@ -65,7 +66,7 @@ def collect_pictures(
     found = _merged_models(former["models"], found)
     pictures, left_out = former["pictures"] | pictures, former["left_out"] + left_out
     stored = {"format": 1, "models": found, "pictures": pictures, "left_out": left_out}
-    with whole(Path(folder) / "pictures.json.gz") as part:
+    with atomic_write(Path(folder) / "pictures.json.gz") as part:
         part.write_bytes(gzip.compress(json.dumps(stored, separators=(",", ":")).encode(), mtime=0))
     return Path(folder) / "pictures.json.gz"
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from vitrel.data import create_dataset
 from vitrel.evaluate.checkpoint import Trained
 from vitrel.evaluate.policies import policies_at, policies_of
-from vitrel.evaluate.settings import Size, Sweep, format_size
+from vitrel.evaluate.settings import Sweep
+from vitrel.sizes import Size, format_size
 
 
 @dataclass(frozen=True)

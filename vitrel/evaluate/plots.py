@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, ScalarFormatter
 
 from vitrel.evaluate.report import aggregate, curves
-from vitrel.evaluate.settings import Row, parse_size
-from vitrel.files import whole
+from vitrel.evaluate.settings import Row
+from vitrel.files import atomic_write
+from vitrel.sizes import parse_size
 
 # Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes say the same without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -29,7 +30,7 @@ def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     throughput = _figure(one, "infer_samples_per_sec", f"images / s ({one['device'].iloc[0]})", title)
     paths = [folder / "accuracy.png", folder / "throughput.png"]
     for figure, path in zip((accuracy, throughput), paths, strict=True):
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
     return paths
 

@@ -10,8 +10,9 @@ import pandas as pd
 from vitrel.evaluate.columns import ADDED, COLUMNS, TEXT
 from vitrel.evaluate.metrics import t_interval, wilson
 from vitrel.evaluate.policies import policy_parts
-from vitrel.evaluate.settings import Row, parse_size
-from vitrel.files import guarded, unguarded, whole
+from vitrel.evaluate.settings import Row
+from vitrel.files import atomic_write, guarded, unguarded
+from vitrel.sizes import parse_size
 
 CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
 MEANS = [
@@ -55,7 +56,7 @@ def write_frame(frame: pd.DataFrame, path: Path) -> None:
     """Writes a table as CSV, its text as `guarded` gives it; the file is replaced whole, an interruption leaves the old one."""
     text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
     safe = frame.assign(**{name: frame[name].map(guarded) for name in text})
-    with whole(path) as part:
+    with atomic_write(path) as part:
         safe.to_csv(part, index=False, encoding="utf-8")
 
 

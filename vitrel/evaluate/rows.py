@@ -16,9 +16,10 @@ from vitrel.evaluate.images import Images, Source
 from vitrel.evaluate.measure import Evaluated, class_names_of, classes_of, line_columns, measure
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.plan import Task, plan
-from vitrel.evaluate.settings import Row, Sweep, format_size
+from vitrel.evaluate.settings import Row, Sweep
 from vitrel.evaluate.split import device_name, on_all, rank_and_world
 from vitrel.models.backbone import Backbone
+from vitrel.sizes import format_size
 
 KEY = (
     "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean",

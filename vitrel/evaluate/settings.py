@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from vitrel.evaluate.split import own_device
+from vitrel.sizes import Size, format_size
 
 PROTOCOLS = ("scale", "canvas")
-Size = tuple[int, int]
 Row = dict[str, Any]
 
 
@@ -101,16 +101,3 @@ class Sweep:
     @property
     def torch_device(self) -> torch.device:
         return own_device(self.device)
-
-
-def parse_size(text: str | int) -> Size:
-    """ "160x224" -> (160, 224), height first; "96" or 96 -> (96, 96). ValueError for anything else, with a valid example."""
-    parts = str(text).lower().split("x")
-    if isinstance(text, bool) or len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"{text!r} is not an image size: write pixels as 96, or height x width as 160x224")
-    return int(parts[0]), int(parts[-1])
-
-
-def format_size(size: Size) -> str:
-    """(160, 224) -> "160x224", height first."""
-    return f"{size[0]}x{size[1]}"

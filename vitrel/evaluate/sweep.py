@@ -16,7 +16,7 @@ from vitrel.evaluate.rows import evaluate_rows, not_comparable, planned, row_key
 from vitrel.evaluate.runner import out_of_memory
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.evaluate.verdict import verdicts
-from vitrel.files import shown, whole
+from vitrel.files import atomic_write, shown
 
 
 def run_sweep(
@@ -112,12 +112,12 @@ def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]
     """Writes table.md, plots/ and claims.md."""
     table = aggregate(rows)
     text = f"# {title or shown(folder.name)}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
-    with whole(folder / "table.md") as part:
+    with atomic_write(folder / "table.md") as part:
         part.write_text(text, "utf-8")
     plot_all(rows, folder / "plots", title)
     if claims:
         verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation")))
-        with whole(folder / "claims.md") as part:
+        with atomic_write(folder / "claims.md") as part:
             part.write_text(verdict + "\n", "utf-8")
 
 

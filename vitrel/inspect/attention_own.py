@@ -14,7 +14,7 @@ from vitrel.ops.dispatch import Call
 from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import axis_shift, windows
 from vitrel.position import Terms
-from vitrel.position.terms import no_autocast, wide
+from vitrel.position.terms import no_autocast, upcast
 
 
 def watch_own(model: nn.Module, see: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
@@ -73,7 +73,7 @@ class _Watching:
         return window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p, self.backend)
 
     def _show(self, where: Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> None:
-        q, k = wide(q), wide(k)
+        q, k = upcast(q), upcast(k)
         bare = Terms(scale=terms.scale)
         with no_autocast(q.device):
             logits = masked_logits(q, k, terms, grid, mask)

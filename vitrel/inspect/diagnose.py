@@ -20,7 +20,7 @@ from vitrel.inspect.resolution_report import Pair
 from vitrel.inspect.trace import SeenBlock, StageWindows, Traced, patch_grid, stage_windows, trace
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
-from vitrel.weights.record import by
+from vitrel.sizes import format_size
 
 
 class _Way(NamedTuple):
@@ -119,7 +119,7 @@ def _positions(way: _Way, model: nn.Module, trained: Pair, size: Pair, noted: _N
     try:
         before = noted(way.base)
     except REFUSALS as error:
-        return (), (f"forward at {by(trained)} ({reason(error)})",)
+        return (), (f"forward at {format_size(trained)} ({reason(error)})",)
     try:
         after = constants(model, size, told, kept)
     except IndexError as error:  # a table that ends before the grid, which a trace without values does not meet

@@ -10,7 +10,7 @@ from vitrel.inspect.bias import BiasChange
 from vitrel.inspect.positions import PositionChange
 from vitrel.inspect.resolution_report import Pair
 from vitrel.inspect.trace import StageWindows
-from vitrel.weights.record import by
+from vitrel.sizes import format_size
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines = [f"{self.model}, made for {by(self.trained)} px ({versions})"]
+        lines = [f"{self.model}, made for {format_size(self.trained)} px ({versions})"]
         for way in self.ways:
             lines += ["", f"{way.way}{_compiled(way)}", *_table(way.sizes)]
         lines += ["", *self._found()]
@@ -130,10 +130,10 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
     lines[0] += ["tokens", "windows", "shift", "see across", "attend to padding"]
     for line in sizes:
         if line.refusal:
-            lines.append([by(line.size), f"refused: {line.refusal}", *[""] * (len(lines[0]) - 2)])
+            lines.append([format_size(line.size), f"refused: {line.refusal}", *[""] * (len(lines[0]) - 2)])
             continue
         replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
-        cells = [by(line.size), replaced, "changes" if line.changes else "-"]
+        cells = [format_size(line.size), replaced, "changes" if line.changes else "-"]
         cells += ["changes" if line.positions else "?" if line.unexamined else "-"] * position
         columns = [(_short(s.windows.grid), *_stage(s)) for s in line.stages] or [("no attention seen",) + ("-",) * 4]
         lines.append([*cells, *(" ".join(cells) for cells in zip(*columns, strict=True))])
@@ -159,7 +159,7 @@ Sizes = Sequence[SizeDiagnosis]
 
 def _refused(sizes: Sizes) -> str:
     there = [line for line in sizes if line.refusal]
-    return "" if not there else f"refused {_at(there, sizes)}: {there[0].refusal} ({by(there[0].size)})"
+    return "" if not there else f"refused {_at(there, sizes)}: {there[0].refusal} ({format_size(there[0].size)})"
 
 
 def _interpolated(sizes: Sizes) -> str:
@@ -175,7 +175,7 @@ def _other_bias(sizes: Sizes) -> str:
     worst = max((change for line in there for change in line.changes), key=lambda change: change.largest)
     size = next(line.size for line in there if worst in line.changes)
     amount = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
-    where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({by(size)})"
+    where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({format_size(size)})"
     return f"another {worst.what} at one and the same offset {_at(there, sizes)}: {where}"
 
 
@@ -186,7 +186,7 @@ def _other_position(sizes: Sizes) -> str:
     line, worst = max(((line, change) for line in there for change in line.positions), key=lambda found: found[1].largest)
     names = len({change.name for change in line.positions})
     more = f" and {names - 1} more" if names > 1 else ""
-    where = f"up to {worst.largest:.2g} of {worst.of:.2g} in {worst.name}{more} ({by(line.size)})"
+    where = f"up to {worst.largest:.2g} of {worst.of:.2g} in {worst.name}{more} ({format_size(line.size)})"
     return f"other values at one and the same token {_at(there, sizes)}: {where}"
 
 
@@ -208,7 +208,7 @@ def _across(sizes: Sizes) -> str:
         ("columns", stage.columns, w, stage.column_pairs),
     ):
         lines += [f"{name} {_runs(leaking)} of {n}, {pairs} pairs"] if leaking else []
-    where = f"{by(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
+    where = f"{format_size(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
     return f"tokens see across opposite borders {_at(there, sizes)}: up to {_percent(stage.leaking)} of a stage ({where})"
 
 
@@ -217,7 +217,7 @@ def _padded(sizes: Sizes) -> str:
     if not there:
         return ""
     line, number, stage = max(_numbered(there), key=lambda found: found[2].padded)
-    where = f"{_percent(stage.padded)} of a stage ({by(line.size)}, stage {number})"
+    where = f"{_percent(stage.padded)} of a stage ({format_size(line.size)}, stage {number})"
     return f"tokens attend to padding {_at(there, sizes)}: up to {where}"
 
 
@@ -229,7 +229,7 @@ def _frozen(sizes: Sizes) -> str:
 
 def _unread(sizes: Sizes) -> str:
     there = [line for line in sizes if any(line.unread)]
-    texts = [f"{down} rows and {right} columns of {by(line.size)}" for line in there for down, right in [line.unread]]
+    texts = [f"{down} rows and {right} columns of {format_size(line.size)}" for line in there for down, right in [line.unread]]
     return "" if not there else f"pixels that no patch holds {_at(there, sizes)}: {'; '.join(texts)}"
 
 
@@ -250,7 +250,7 @@ def _numbered(sizes: Sizes) -> Iterator[tuple[SizeDiagnosis, int, StageDiagnosis
 
 
 def _at(there: Sizes, sizes: Sizes) -> str:
-    return f"at {len(there)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {by(there[0].size)}"
+    return f"at {len(there)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {format_size(there[0].size)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -271,7 +271,7 @@ def _plain(value: Any) -> Any:
 
 
 def _short(pair: Pair) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else by(pair)
+    return str(pair[0]) if pair[0] == pair[1] else format_size(pair)
 
 
 def _percent(share: float) -> str:

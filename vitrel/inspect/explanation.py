@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.weights.record import by
+from vitrel.sizes import format_size
 
 KEYS = 64  # more keys than these are not shown, but those of the largest weights
 ROWS = 1024  # more rows are not read by anyone
@@ -92,7 +92,7 @@ class Explanation:
 
     def _legend(self) -> Iterator[str]:
         prefix = f" after {self.grid.prefix} prefix tokens" if self.grid.prefix else ""
-        yield f"attention on a {by(self.grid)} grid{prefix}, position: {self.position}"
+        yield f"attention on a {format_size(self.grid)} grid{prefix}, position: {self.position}"
         yield _SIGN
         columns = self._columns()
         width = max(map(len, columns))

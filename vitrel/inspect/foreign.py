@@ -15,7 +15,7 @@ from vitrel.inspect.attention_layer import model_name
 from vitrel.inspect.resolution_report import Pair, resolution_report
 from vitrel.inspect.trace import StageWindows, Traced, stage_windows, trace
 from vitrel.models.backbone import Backbone
-from vitrel.weights.record import by
+from vitrel.sizes import format_size
 
 _RULES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # by which timm resamples them
 _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 2], the input of an MLP that gives the bias
@@ -48,7 +48,7 @@ def fit_to(model: nn.Module, size: int | Pair) -> Fitted:
         try:
             fitted.set_input_size(img_size=size)
         except REFUSALS as error:
-            raise ValueError(f"{model_name(model)} cannot be set to {by(size)} pixels: {reason(error)}") from error
+            raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
         seen, changed = _traced(fitted, size), changes(model, fitted)
         model = fitted if _differs(model, fitted) or not _takes(model, size) else model
     return Fitted(model, changed | seen.resampled, stage_windows(seen.blocks))
@@ -122,7 +122,7 @@ def _traced(model: nn.Module, size: Pair) -> Traced:
 
 def refusal(model: nn.Module, size: Pair, error: Exception) -> ValueError:
     """What to raise where forward of `model` has ended in `error` at images of `size` (h, w) pixels."""
-    return ValueError(f"{model_name(model)} does not take {by(size)} pixels: {reason(error)}{_hint(model, size)}")
+    return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_hint(model, size)}")
 
 
 def _takes(model: nn.Module, size: Pair) -> bool:
@@ -146,7 +146,7 @@ def _hint(model: nn.Module, size: Pair) -> str:
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
         near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
-        return f"; nearest sizes it could take: {' or '.join(map(by, near))}"
+        return f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
     return "" if hasattr(model, "set_input_size") else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
 
 

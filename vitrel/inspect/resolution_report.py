@@ -18,7 +18,7 @@ from vitrel.ops.window import axis_shift
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import Composition, sum_counts
-from vitrel.weights.record import by
+from vitrel.sizes import format_size
 
 Pair = tuple[int, int]
 
@@ -114,8 +114,9 @@ class ResolutionReport:
         prefix = f" and {self.prefix} prefix" if self.prefix else ""
         return "\n".join(
             (
-                f"image     {by(self.size)} px, built for {by(self.trained_size)}{filled}",
-                f"tokens    {by(self.grid)}{prefix}, trained on {by(self.trained_grid)}; patches of {by(self.patch)} px",
+                f"image     {format_size(self.size)} px, built for {format_size(self.trained_size)}{filled}",
+                f"tokens    {format_size(self.grid)}{prefix}, trained on {format_size(self.trained_grid)}; "
+                f"patches of {format_size(self.patch)} px",
                 f"resized   {self.resampled:,} of {self.parameters:,} parameter values ({rules or 'nothing'})",
                 f"offsets   {_percent(self.unseen)} never trained, {_percent(self.saturated)} read a trained edge instead",
                 "",
@@ -154,7 +155,9 @@ def _checked(size: int | Pair, patch: Pair) -> Pair:
     if len(pair) != 2 or not all(isinstance(side, int) for side in pair):
         raise ValueError(f"size is one whole number of pixels or two, (height, width), not {size!r}")
     if pair[0] < patch[0] or pair[1] < patch[1]:
-        raise ValueError(f"size {by(pair)} is smaller than one patch of {by(patch)} pixels; choose a larger one")
+        raise ValueError(
+            f"size {format_size(pair)} is smaller than one patch of {format_size(patch)} pixels; choose a larger one"
+        )
     return pair
 
 
@@ -235,10 +238,10 @@ def _stage_lines(stages: Iterable[StageReport]) -> list[str]:
     for number, s in enumerate(stages, 1):
         fewest, mean, most = s.attended
         keys = f"{most}" if fewest == most else f"{fewest} to {most}, mean {mean:.1f}"
-        window = "global" if s.window is None else by(s.window)
+        window = "global" if s.window is None else format_size(s.window)
         share = _percent(s.padded_share) if any(s.padding) else ""
-        cells = [f"{number}", f"{s.blocks}", by(s.grid), _added(s.merging_padding), window, by(s.windows)]
-        lines.append([*cells, _added(s.padding), share, by(s.shift) if any(s.shift) else "-", keys])
+        cells = [f"{number}", f"{s.blocks}", format_size(s.grid), _added(s.merging_padding), window, format_size(s.windows)]
+        lines.append([*cells, _added(s.padding), share, format_size(s.shift) if any(s.shift) else "-", keys])
     return _columns(lines)
 
 
@@ -248,7 +251,7 @@ def _encoding_lines(encodings: Iterable[EncodingReport]) -> list[str]:
     for e in encodings:
         policies = ", ".join(f"[{p}]" if p == e.policy and len(e.policies) > 1 else p for p in e.policies) or "-"
         counts = [f"{e.parameters:,}", f"{sum(e.resized.values()):,}", _percent(e.unseen), _percent(e.saturated)]
-        lines.append([e.key, e.site, f"{e.layers}", by(e.grid), by(e.trained), policies, *counts, e.effect])
+        lines.append([e.key, e.site, f"{e.layers}", format_size(e.grid), format_size(e.trained), policies, *counts, e.effect])
     return _columns(lines)
 
 

@@ -11,7 +11,7 @@ from vitrel.grid import Grid
 from vitrel.ops import attention, window_attention
 from vitrel.ops.window import check_window
 from vitrel.position import Terms, create_position, split_position
-from vitrel.position.terms import wide
+from vitrel.position.terms import upcast
 
 _MAX_LOG_SCALE = math.log(100.0)
 _EPS = 1e-12  # of F.normalize
@@ -97,10 +97,10 @@ class Attention(nn.Module):
 
     def _cosine(self, qkv: Tensor) -> Tensor:
         """[..., 3C] -> [..., 3C] with biases, k of length 1 and q of length scale * sqrt(D): the logits' D**-0.5 cancels."""
-        x = wide(qkv).unflatten(-1, (3, self.num_heads, -1))  # half precision is too coarse for lengths and scales up to 100
+        x = upcast(qkv).unflatten(-1, (3, self.num_heads, -1))  # half precision is too coarse for lengths and scales up to 100
         if self.q_bias is not None:
             x = x + torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias)).view(x.shape[-3:])
-        scale = wide(self.logit_scale).clamp(max=_MAX_LOG_SCALE).exp() * math.sqrt(x.shape[-1])  # [H, 1, 1]
+        scale = upcast(self.logit_scale).clamp(max=_MAX_LOG_SCALE).exp() * math.sqrt(x.shape[-1])  # [H, 1, 1]
         length = x[..., :2, :, :].norm(dim=-1, keepdim=True).clamp(min=_EPS)  # of q and k, [..., 2, H, 1]
         factor = F.pad(scale.view(1, -1, 1), (0, 0, 0, 0, 0, 1), value=1.0) / length
         return (x * F.pad(factor, (0, 0, 0, 0, 0, 1), value=1.0)).to(qkv.dtype).flatten(-3)

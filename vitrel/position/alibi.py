@@ -13,7 +13,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import DISTANCES, POLICIES, alibi_slopes, distances, scaled_distances, scaled_offsets
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, upcast
 
 
 class Alibi(PositionEncoding):
@@ -51,7 +51,7 @@ class Alibi(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         device = self.device_marker.device
-        slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else wide(self.slopes)
+        slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else upcast(self.slopes)
         tables = []
         for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # the others are sums over the two axes
             place = self.grid, grid, self.resize

@@ -13,7 +13,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.resize import resize_axis, resized_axes
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, upcast
 
 
 class Decomposed(PositionEncoding):
@@ -32,7 +32,7 @@ class Decomposed(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         tables = []
         for axis, table in (("h", self.rel_pos_h), ("w", self.rel_pos_w)):
-            rows = resize_axis(wide(table), getattr(self.grid, axis), getattr(grid, axis), self.resize)
+            rows = resize_axis(upcast(table), getattr(self.grid, axis), getattr(grid, axis), self.resize)
             # Attention multiplies query tables by D**-0.5, which this encoding does not have.
             rows = (rows * math.sqrt(rows.shape[-1])).to(table.dtype)
             tables.append(Table(axis, query=pad_prefix(rows, grid, -2)[None]))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.terms import wide
+from vitrel.position.terms import upcast
 
 DISTANCES = ("euclidean", "l1", "squared")
 POLICIES = ("keep", "renormalise")  # distances in patches, or as on the training grid
@@ -49,7 +49,7 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
     dx < 0: a slope per head for each of the four directions.
     """
     if direction is not None:
-        up, down, left, right = wide(direction).exp()[..., None]  # [H, 1] each
+        up, down, left, right = upcast(direction).exp()[..., None]  # [H, 1] each
         y, x = offsets.unbind(-1)
         offsets = torch.stack((y * torch.where(y > 0, up, down), x * torch.where(x > 0, left, right)), -1)  # [H, R, 2]
     if kind == "euclidean":

@@ -14,7 +14,7 @@ from torch import nn
 from vitrel.grid import Grid
 from vitrel.position.distance import scaled_distances
 from vitrel.position.mlp import run_wide
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, upcast
 
 
 class FIRE(PositionEncoding):
@@ -41,7 +41,7 @@ class FIRE(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("fire", self.grid, grid)
-        c, threshold = wide(self.c).abs(), wide(self.L).abs() * max(self.grid.h, self.grid.w)
+        c, threshold = upcast(self.c).abs(), upcast(self.L).abs() * max(self.grid.h, self.grid.w)
         distance = scaled_distances(grid, grid, "keep", "euclidean", c.device)
         one = torch.ones_like(threshold)  # tensors, for max() would branch on the size
         side = torch.maximum(threshold, torch.maximum(one * grid.h, one * grid.w))

@@ -12,7 +12,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES, distances, scaled_distances, scaled_offsets
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, upcast
 
 
 class LogDecay(PositionEncoding):
@@ -58,7 +58,7 @@ class LogDecay(PositionEncoding):
         else:
             distance = distances(scaled_offsets(*place, device), self.distance, self.direction)  # [H, R]
         if self.decay is None:
-            a, b = (wide(t).exp()[:, None] for t in (self.log_a, self.log_b))
+            a, b = (upcast(t).exp()[:, None] for t in (self.log_a, self.log_b))
             bias = -a * torch.log1p(b * distance)  # [H, R]
         else:
             bias = -self.decay * torch.log1p(distance).expand(self.num_heads, -1)

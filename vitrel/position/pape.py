@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, upcast
 
 
 class PaPE(PositionEncoding):
@@ -35,11 +35,11 @@ class PaPE(PositionEncoding):
             nn.init.uniform_(parameter, -reach, reach)
 
     def forward(self, grid: Grid) -> Terms:
-        kind, position = self.position.dtype, wide(self.position)
+        kind, position = self.position.dtype, upcast(self.position)
         offsets = grid.offsets(device=position.device).to(position.dtype)  # [R, 2]
         with no_autocast(position.device):
             along = offsets @ position.mT  # [H, R, M]
-            slope = position.mT @ wide(self.b)  # [H, 2, D]: b . q is linear in the offset, so its axes have small tables
+            slope = position.mT @ upcast(self.b)  # [H, 2, D]: b . q is linear in the offset, so its axes have small tables
         tables = [Table("hw", gated=(self.a, pad_prefix(-along.square(), grid, -2).to(kind)))]
         for axis, lean in zip("hw", slope.split(1, 1), strict=True):
             rows = grid.offsets(axis, lean.device)[:, None] * lean  # [H, R, D]

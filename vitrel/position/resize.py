@@ -14,7 +14,7 @@ from torch import Tensor
 from vitrel.constants import constant, is_known, is_traced
 from vitrel.grid import Grid, same_size
 from vitrel.position.clip import clipped_rows
-from vitrel.position.terms import check_choice, wide
+from vitrel.position.terms import check_choice, upcast
 
 POLICIES = ("geometric", "clip", "bicubic")
 
@@ -99,7 +99,7 @@ def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: i
 
 def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
     """[S, X] -> [T, X], in at least float32, rounded once."""
-    exact = wide(rows)
+    exact = upcast(rows)
     weight = taps.weight.to(exact.dtype)
     if torch.compiler.is_compiling() or is_traced(rows.device):
         out = (exact.index_select(0, taps.index.flatten()).unflatten(0, taps.index.shape) * weight[..., None]).sum(1)
@@ -117,14 +117,14 @@ def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -
 
 def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:
     """An absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
-    image = wide(embedding.permute(2, 0, 1)[None])  # [1, C, h, w]
+    image = upcast(embedding.permute(2, 0, 1)[None])  # [1, C, h, w]
     image = F.interpolate(image, size=(target.h, target.w), mode="bicubic", antialias=True, align_corners=False)
     return image[0].flatten(1).mT.to(embedding.dtype)
 
 
 def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
     """An absolute embedding [h, w, C] at (y, x) [n, 2], in patches -> [n, C], bilinear; beyond the border, its edge."""
-    (h, w, _), rows, out = embedding.shape, wide(embedding).flatten(0, 1), 0
+    (h, w, _), rows, out = embedding.shape, upcast(embedding).flatten(0, 1), 0
     for y, down in zip(*_between(at[:, 0], h), strict=True):
         for x, right in zip(*_between(at[:, 1], w), strict=True):
             out = out + rows.index_select(0, y * w + x) * (down * right)[:, None]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.rope_scaling import Scaling
-from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, wide
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, upcast
 
 
 class RopeAxial(PositionEncoding):
@@ -144,7 +144,7 @@ class RopeMixed(PositionEncoding):
         self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2))
 
     def forward(self, grid: Grid) -> Terms:
-        freqs = wide(self.freqs)
+        freqs = upcast(self.freqs)
         freqs = self.scaling.frequencies(freqs, freqs.shape[-1] // 2, grid)
         at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]
         if self.perturbs:

@@ -205,7 +205,7 @@ def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:
     return F.pad(rows, (0, 0) * dims + (0, grid.classes() - grid.offset_classes()))
 
 
-def wide(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
     """`tensor` in at least float32: positions are computed there and rounded once, at the end."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 

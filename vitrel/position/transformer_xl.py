@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, wide
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, upcast
 
 
 class TransformerXL(PositionEncoding):
@@ -42,7 +42,7 @@ class TransformerXL(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         kind, width = self.w_r.dtype, self.w_r.shape[2]
         tables = []
-        for axis, weight in zip("hw", wide(self.w_r).split(width // 2, -1), strict=True):
+        for axis, weight in zip("hw", upcast(self.w_r).split(width // 2, -1), strict=True):
             r = _sinusoid(*grid[:2], axis, width // 4, float(self.base), device=weight.device).to(weight.dtype)  # [R, C/2]
             with no_autocast(r.device):
                 rows = r @ weight.mT  # [H, R, D]

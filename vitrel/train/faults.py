@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from vitrel.files import whole, write_cells
+from vitrel.files import atomic_write, write_cells
 
 SHOWN = 8  # names in a message; all are in the file
 
@@ -94,7 +94,7 @@ class FiniteLoss(Callback):
                 )
             names = trainer.datamodule.names(epoch, batch)
             path = self.folder / f"bad_batch{f'.{trainer.global_rank}' if trainer.world_size > 1 else ''}.txt"
-            with whole(path) as part:
+            with atomic_write(path) as part:
                 part.write_text("".join(f"{name}\n" for name in names))
             raise FloatingPointError(
                 f"loss is not finite at epoch {epoch}, batch {batch} (update {trainer.global_step}): stopped. Its images are "

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from vitrel.files import whole
+from vitrel.files import atomic_write
 
 
 class CSVLog(Logger):
@@ -55,7 +55,7 @@ class CSVLog(Logger):
         if not self.rows:
             return
         columns = list(dict.fromkeys(["epoch", "step", *sorted({key for row in self.rows for key in row})]))
-        with whole(self.path) as part, part.open("w", newline="") as file:
+        with atomic_write(self.path) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(self.rows)

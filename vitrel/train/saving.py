@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from vitrel.files import whole
+from vitrel.files import atomic_write
 from vitrel.train.log import CSVLog
 from vitrel.train.same_run import run_settings
 from vitrel.weights.read import checksums, read_file
@@ -55,7 +55,7 @@ class AtomicIO(TorchCheckpointIO):
         try:
             os.stat(self.folder)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with whole(path) as part, part.open("wb") as file:
+            with atomic_write(path) as part, part.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())

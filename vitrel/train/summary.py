@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import vitrel
-from vitrel.files import whole
+from vitrel.files import atomic_write
 from vitrel.train.log import CSVLog
 from vitrel.train.progress import Speed
 from vitrel.train.saving import merit
@@ -93,7 +93,7 @@ class Summary(Callback):
             "data_wait": round(self.speed.data_wait, 3),
             "memory_mb": round(self.speed.memory_mb, 1),
         }
-        with whole(self.path) as part:
+        with atomic_write(self.path) as part:
             part.write_text(json.dumps(entry, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -288,5 +288,5 @@ def _short(name: str) -> str:
 
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, dpi=120, format="png")

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from vitrel.files import whole
+from vitrel.files import atomic_write
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family
@@ -166,7 +166,7 @@ def save_pretrained(model: nn.Module, path: str | Path) -> None:
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     about = {"position": position_record(model), "checksums": checksums({"state_dict": state})}
     about = {"format": "pt", "vitrel": json.dumps(about)}
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_bytes(save(state, metadata=about))  # save_file would make a file that only its owner can read
 
 

@@ -17,8 +17,9 @@ from vitrel.position.absolute import Absolute
 from vitrel.position.decomposed import Decomposed
 from vitrel.position.resize import resize_axis, resize_embedding, resize_table
 from vitrel.position.table import OffsetTable
+from vitrel.sizes import format_size
 from vitrel.weights.draft import Draft
-from vitrel.weights.record import by, recorded_grid
+from vitrel.weights.record import recorded_grid
 
 _ZEROS = "rows of zeros for the prefix tokens"
 _IN_ATTENTION = re.compile(r"(.*)attn\.(relative_position_bias_table|cpb_mlp\..*|rel_pos_[hw]|freqs)")
@@ -52,7 +53,7 @@ def fit(
     if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in found):
         name, owner, _ = (*found, ("the file", None, None))[0]
         rows = f"has {_rows(draft[name], owner)} rows for positions" if found else "has no table or embedding"
-        raise ValueError(f"{name} {rows}, which is no {by(named)} grid: pass the source_grid it was trained on")
+        raise ValueError(f"{name} {rows}, which is no {format_size(named)} grid: pass the source_grid it was trained on")
     if key_minus_query:
         reversible = {name for name, owner, _ in found if not isinstance(owner, Absolute)}
         other = [name for name in draft.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
@@ -128,7 +129,7 @@ def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_min
         resized = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.resize}"
     else:
         value, rule = (_fit_embedding if isinstance(owner, Absolute) else _fit_table)(name, value, owner, source)
-        resized = "" if source[:2] == own[:2] else f"{by(source)} -> {by(own)}, {owner.resize}"
+        resized = "" if source[:2] == own[:2] else f"{format_size(source)} -> {format_size(own)}, {owner.resize}"
     rules += [rule] if rule else []
     if rules or resized:
         draft.change(name, value, "; ".join(rules) or "resampled", resized)

@@ -5,7 +5,6 @@ Kept in the metadata of the files that `save_pretrained` writes and in training 
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
+from vitrel.sizes import format_size
 
 # The grid has a rule of its own; policies, temperature and what acts in training only are the user's choice.
 _FREE = {"training", "grid", "resize", "init_std", "scaling", "logit_scale", "shift", "jitter", "rescale"}
@@ -56,11 +56,7 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
                 )
         if part.refers_to_grid and ours["grid"] != theirs["grid"]:
             raise ValueError(
-                f"{name} ({ours['key']}) refers to its training grid, {by(theirs['grid'])}, which is {by(ours['grid'])} "
-                "here: build the model with the img_size (in windows, the window_size) of training; it runs at every size"
+                f"{name} ({ours['key']}) refers to its training grid, {format_size(theirs['grid'])}, "
+                f"which is {format_size(ours['grid'])} here: build the model with the "
+                "img_size (in windows, the window_size) of training; it runs at every size"
             )
-
-
-def by(grid: Sequence[int]) -> str:
-    """(4, 6) -> "4x6"."""
-    return f"{grid[0]}x{grid[1]}"

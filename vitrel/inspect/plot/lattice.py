@@ -23,7 +23,7 @@ from vitrel.inspect.attention_layer import evaluating, model_name
 from vitrel.inspect.resolution_report import Pair
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding, Table, Terms, key_of
-from vitrel.position.terms import Composition, wide
+from vitrel.position.terms import Composition, upcast
 
 Source = nn.Module | Sequence[Layer]  # a model or an encoding, or what `vitrel.inspect.attention.record` gives
 
@@ -188,7 +188,7 @@ def _kernel(terms: Terms, grid: Grid) -> Tensor:
     query, key = (grid.prefix + dy.clamp(min=0) * grid.w + dx.clamp(min=0) for dy, dx in ((y, x), (-y, -x)))
     cos_q, sin_q = (t[..., query, :] for t in terms.rotary)  # [H|1, R, D/2]
     cos_k, sin_k = (t[..., key, :] for t in terms.key_rotary or terms.rotary)
-    kernel = wide(cos_q * cos_k + sin_q * sin_k).mean(-1)
+    kernel = upcast(cos_q * cos_k + sin_q * sin_k).mean(-1)
     return kernel.unflatten(1, (2 * grid.h - 1, 2 * grid.w - 1)).cpu()
 
 
@@ -203,11 +203,11 @@ def _of_zero_query(table: Table, terms: Terms, grid: Grid) -> Iterator[Tensor]:
         yield _lattice(table.bias[..., None], table.axis, grid)[..., 0]
     if table.query is not None and terms.query_bias is not None:
         scale = float(terms.logit_scale(table.query.shape[-1]))
-        rows = wide(table.query) @ wide(terms.query_bias)[..., None]  # [H, R, 1]
+        rows = upcast(table.query) @ upcast(terms.query_bias)[..., None]  # [H, R, 1]
         yield _lattice(rows, table.axis, grid)[..., 0] * scale
     if table.gated is not None:
-        weights, rows = (wide(part) for part in table.gated)
-        query = weights.new_zeros(weights.shape[-1]) if terms.query_bias is None else wide(terms.query_bias)[:, None]
+        weights, rows = (upcast(part) for part in table.gated)
+        query = weights.new_zeros(weights.shape[-1]) if terms.query_bias is None else upcast(terms.query_bias)[:, None]
         gates = F.softplus((weights * query).sum(-1))  # [H, G]
         scale = float(terms.logit_scale(weights.shape[-1]))
         yield _lattice(rows @ gates[..., None], table.axis, grid)[..., 0] * scale
@@ -216,7 +216,7 @@ def _of_zero_query(table: Table, terms: Terms, grid: Grid) -> Iterator[Tensor]:
 def _lattice(rows: Tensor, axis: str, grid: Grid) -> Tensor:
     """Rows [H, R, D] of a table -> [H, 2h-1, 2w-1, D]."""
     h, w = 2 * grid.h - 1, 2 * grid.w - 1
-    rows = wide(rows)[:, : grid.offset_classes(axis)]
+    rows = upcast(rows)[:, : grid.offset_classes(axis)]
     rows = rows.unflatten(1, (h, w)) if axis == "hw" else rows.unsqueeze(2 if axis == "h" else 1)
     return rows.expand(-1, h, w, -1)
 

@@ -14,7 +14,7 @@ from vitrel.inspect.attention import Layer, record
 from vitrel.inspect.plot.lattice import Source, check_numbers, chosen, source_name
 from vitrel.inspect.plot.style import DIVERGING, SEQUENTIAL, panel_height, sheet
 from vitrel.inspect.resolution_report import Pair
-from vitrel.weights.record import by
+from vitrel.sizes import format_size
 
 CLEAR = (0.0, 0.0, 0.0, 0.0)
 
@@ -96,7 +96,10 @@ def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False)
     """The image in pixels, and room for padding to whole patches."""
     height, width = picture.shape[1:]
     if layer.image is not None and (height, width) != layer.image:
-        raise ValueError(f"a picture of {by((height, width))} pixels for attention on {by(layer.image)}: it is another image's")
+        raise ValueError(
+            f"a picture of {format_size((height, width))} pixels for attention on {format_size(layer.image)}: "
+            "it is another image's"
+        )
     axes.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, width, height, 0), alpha=0.35 if faded else 1.0)
     h, w = _extent(layer)
     axes.set(xlim=(0, w), ylim=(h, 0), xticks=[], yticks=[])

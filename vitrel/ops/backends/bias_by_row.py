@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrel.grid import Grid
 from vitrel.ops.reference import Call, lattice_bias, meets_content
 from vitrel.ops.sdpa import KEY_ROTARY, prepare
-from vitrel.position.terms import Terms, no_autocast, wide
+from vitrel.position.terms import Terms, no_autocast, upcast
 
 _WINDOWED = "windows are small: their biases are no burden"
 QUERIES = 256  # at most in one block; the backward pass holds all scores of a block
@@ -162,14 +162,14 @@ class _Rows(torch.autograd.Function):
         if torch.is_grad_enabled():  # else the second derivative would silently lack this part
             raise RuntimeError("backend 'bias_by_row' has no second derivatives; use vitrel.ops.use_backend('reference')")
         saved = ctx.saved_tensors
-        q, k, v, lines, prefix, out = map(wide, saved)
+        q, k, v, lines, prefix, out = map(upcast, saved)
         dq, dk, dv, dlines, dprefix = found = [torch.zeros_like(x) for x in (q, k, v, lines, prefix)]
         biases = [x.to(saved[0].dtype) for x in (lines, prefix)]  # rounded as in the forward pass
         softmax = softmax_under(*biases)
         with no_autocast(q.device):
             for rows in query_blocks(ctx.grid, QUERIES):
-                own, do = q[:, :, rows.tokens] * ctx.scale, wide(grad[:, :, rows.tokens])
-                bias = wide(row_bias(*biases, ctx.grid, rows))
+                own, do = q[:, :, rows.tokens] * ctx.scale, upcast(grad[:, :, rows.tokens])
+                bias = upcast(row_bias(*biases, ctx.grid, rows))
                 weights = softmax((own @ k.mT).add_(bias), -1)  # [B, H, M, N]
                 dv += weights.mT @ do
                 d = do @ v.mT
