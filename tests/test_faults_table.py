@@ -9,7 +9,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.small_runs import Tensors, fit, small
-from vitrel.train import cli
+from vitrel.train import command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -32,15 +32,15 @@ def imported(tree):
 
 
 def test_the_last_free_albumentations_is_pinned_and_imported_in_one_place():
-    assert {"albumentations==2.0.8", "opencv-python-headless<6"} <= set(PROJECT["dependencies"])
+    assert {"albumentations==2.0.8", "opencv-python-headless<6"} <= set(EXTRAS["train"])
     for module in ("albumentations", "cv2"):
         assert [name for name, tree in TREES.items() if module in imported(tree)] == ["vitrel/data/aug_albumentations.py"]
 
 
 def test_lightning_comes_without_its_extra_and_onnx_with_what_it_needs():
-    names = {re.match(r"[\w-]+(\[\w+\])?", text)[0] for text in PROJECT["dependencies"]}
+    names = {re.match(r"[\w-]+(\[\w+\])?", text)[0] for text in EXTRAS["train"]}
     assert {"lightning", "rich"} <= names and not any(name.startswith("lightning[") for name in names)
-    assert {"onnx", "onnxscript"} <= set(EXTRAS["export"]) and set(EXTRAS["export"]) <= set(EXTRAS["dev"])
+    assert {"onnx", "onnxscript"} <= set(EXTRAS["onnx"])
 
 
 def test_no_lock_file_names_an_address():
@@ -77,9 +77,9 @@ def test_a_resumed_run_is_read_as_plain_values_whatever_the_strategy(tmp_path, m
     """Some strategies read the file themselves, as the trainer is told to."""
     asked = []
     trainer = SimpleNamespace(fit=lambda model, **how: asked.append(how))
-    monkeypatch.setattr(cli.TrainCLI, "instantiate_trainer", lambda self: trainer)
+    monkeypatch.setattr(command.TrainCLI, "instantiate_trainer", lambda self: trainer)
     args = ["--model.model=vitrel_vit_n8_none", "--data.data=shapes", "--data.size=64"]
-    cli.run(["fit", *args, "--ckpt_path=x.ckpt", f"--trainer.default_root_dir={tmp_path}"])
+    command.run(["fit", *args, "--ckpt_path=x.ckpt", f"--trainer.default_root_dir={tmp_path}"])
     assert asked[0]["weights_only"] is True and asked[0]["ckpt_path"] == "x.ckpt"
 
 

@@ -7,7 +7,7 @@ import timm
 import vitrel
 from vitrel.evaluate.foreign_models import load_model
 from vitrel.names import nearest
-from vitrel.train.tuning import check_model_name
+from vitrel.train.tuning import check_registered
 
 ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalised")]
 
@@ -32,7 +32,7 @@ def test_encodings(name, expected):
 
 @pytest.mark.parametrize(
     "ask",
-    [vitrel.create_model, check_model_name, load_model],
+    [vitrel.create_model, check_registered, load_model],
     ids=["create_model", "train", "evaluate"],
 )
 def test_a_model_with_half_its_encoding_named(ask):

@@ -1,8 +1,7 @@
 import pytest
 import yaml
 
-from vitrel.plain_yaml import DEEPEST, MOST_BYTES, load_yaml, read_yaml
-from vitrel.weights.build import model_arguments
+from vitrel.plain_yaml import DEEPEST, MOST_BYTES, load_yaml, read_mapping, read_yaml
 
 CHAIN = "{a0: &a0 [1], " + ", ".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 200)) + "}"
 NINES = "{a0: &a0 [1], " + ", ".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)) + "}"
@@ -61,6 +60,6 @@ def test_a_large_file_is_not_read_at_all(tmp_path):
 
 
 def test_arguments_of_a_model():
-    assert model_arguments("{img_size: [160, 224]}") == {"img_size": [160, 224]}
+    assert read_mapping("{img_size: [160, 224]}") == {"img_size": [160, 224]}
     with pytest.raises(ValueError, match="nested too deeply"):
-        model_arguments("[" * 100_000)
+        read_mapping("[" * 100_000)

@@ -4,19 +4,9 @@ Importing it registers the models with timm: `import timm, vitrel; timm.create_m
 """
 
 import importlib
+import sys
+from pathlib import Path
 from types import ModuleType
-
-from vitrel.convert import relativize
-from vitrel.cpu.optimize import optimize
-from vitrel.grid import Grid
-from vitrel.inputs import tiled_features
-from vitrel.inspect.diagnose import diagnose
-from vitrel.inspect.explain import explain
-from vitrel.inspect.resolution_report import resolution_report
-from vitrel.layers import RelativeAttention
-from vitrel.models.create import create_model
-from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
-from vitrel.weights.load import load_pretrained, save_pretrained
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,3 +34,25 @@ def __getattr__(name: str) -> ModuleType:
     if name == "evaluate":  # not at import: it brings pandas
         return importlib.import_module("vitrel.evaluate")
     raise AttributeError(f"module 'vitrel' has no attribute {name!r}")
+
+
+def _is_command() -> bool:
+    """Whether this process is the `vitrel` command, or `python -m vitrel`, which Python calls -m while it looks for it."""
+    started = (sys.argv or [""])[0]
+    by_module = started == "-m" and "vitrel" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("vitrel") - 1] == "-m"
+    return by_module or Path(started).stem == "vitrel"
+
+
+# The command imports what a subcommand needs once its options are read: torch and timm take seconds, and help must not.
+if not _is_command():
+    from vitrel.convert import relativize
+    from vitrel.cpu.optimize import optimize
+    from vitrel.grid import Grid
+    from vitrel.inputs import tiled_features
+    from vitrel.inspect.diagnose import diagnose
+    from vitrel.inspect.explain import explain
+    from vitrel.inspect.resolution_report import resolution_report
+    from vitrel.layers import RelativeAttention
+    from vitrel.models.create import create_model
+    from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
+    from vitrel.weights.load import load_pretrained, save_pretrained

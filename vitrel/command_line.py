@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from vitrel.extras import MissingExtra
+
 INTERRUPTED, TERMINATED = (128 + number for number in (signal.SIGINT, signal.SIGTERM))
 
 
@@ -35,7 +37,7 @@ def reported(go_on: str = "nothing was saved; the same command starts anew") -> 
         if os.environ.get("RANK", "0") == "0":  # of several processes one tells
             print(f"{word}: {one_line(stop) or go_on}", file=sys.stderr)
         raise SystemExit(code) from None
-    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError, MissingExtra) as error:
         sys.exit(f"error: {one_line(error) or type(error).__name__}")
 
 

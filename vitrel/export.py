@@ -3,7 +3,6 @@
 Each is written beside its place, read back, and held to the eager model at several batches and sizes; only then it appears.
 """
 
-import importlib.util
 import json
 import logging
 import os
@@ -19,13 +18,16 @@ from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from torch import Tensor
 
-import vitrel
+import vitrel.models  # noqa: F401  registers our names with timm
+from vitrel.extras import MissingExtra, absent
+from vitrel.models.backbone import Backbone
+from vitrel.ops.why import use_backend
+from vitrel.weights.load import save_pretrained
 
 TOLERANCE = 1e-4  # of the logits, relative to the largest where that is above 1
 METADATA = "vitrel.json"  # its name among the extra files of a torch.export program
 FOLDER = {"config.json", "model.safetensors"}
 SUFFIXES = {"exported": ".pt2", "onnx": ".onnx", "safetensors": ""}
-_ONNX = ("onnx", "onnxscript", "onnxruntime")
 
 Run = Callable[[Tensor], Tensor]
 
@@ -39,9 +41,9 @@ class Check(NamedTuple):
     error: float
 
 
-@vitrel.ops.use_backend("auto")  # kernels asked for would be asked of every machine that loads the file
+@use_backend("auto")  # kernels asked for would be asked of every machine that loads the file
 def export_model(
-    model: vitrel.models.Backbone,
+    model: Backbone,
     path: str | Path,
     format: str,
     size: int | tuple[int, int] | None = None,
@@ -57,7 +59,7 @@ def export_model(
     tokens or more. A folder serves every size. about: plain values that go along: the extra file "vitrel.json", one entry of
     metadata_props each (both as JSON), or config.json, which takes classes, img_size, mean, std, crop_pct and interpolation
     alone. The model's own preprocessing stands where it says nothing.
-    Raises ValueError for what cannot be asked, FileExistsError for a path that exists without `overwrite`, ImportError without
+    Raises ValueError for what cannot be asked, FileExistsError for a path that exists without `overwrite`, MissingExtra without
     onnx, onnxscript and onnxruntime, and RuntimeError where tracing or a check fails; then nothing is written.
     """
     _check_model(model)
@@ -75,9 +77,7 @@ def export_model(
     return checks
 
 
-def check_sizes(
-    model: vitrel.models.Backbone, size: tuple[int, int], dynamic_size: bool
-) -> Iterator[tuple[int, tuple[int, int]]]:
+def check_sizes(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
     """Batches and sizes at which an export is checked: its own at three batches, and smaller and larger, wide and tall ones."""
     h, w = size
     yield from ((1, size), (2, size), (3, size))
@@ -88,14 +88,14 @@ def check_sizes(
         yield 1, (least, w + w // 2)
 
 
-def _own(model: vitrel.models.Backbone) -> dict[str, Any]:
+def _own(model: Backbone) -> dict[str, Any]:
     cfg = model.pretrained_cfg
     names = ("mean", "std", "crop_pct", "interpolation")
     return {"model": cfg["architecture"], "img_size": model.img_size} | {name: cfg[name] for name in names}
 
 
-def _check_model(model: vitrel.models.Backbone) -> None:
-    if not isinstance(model, vitrel.models.Backbone):
+def _check_model(model: Backbone) -> None:
+    if not isinstance(model, Backbone):
         raise ValueError(f"vitrel models are exported, not {type(model).__name__}")
     if not hasattr(model, "pretrained_cfg"):
         raise ValueError(f"this {type(model).__name__} has no configuration: build it by timm.create_model, with its arguments")
@@ -119,11 +119,11 @@ def _check_path(path: Path, format: str, overwrite: bool) -> None:
         raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a file'} and stays; name another")
     if path.is_dir() and (other := sorted(item.name for item in path.iterdir() if item.name not in FOLDER)):
         raise ValueError(f"{path} holds {other[0]}, which is not of an export, and stays; name another folder")
-    if format == "onnx" and (missing := [name for name in _ONNX if importlib.util.find_spec(name) is None]):
-        raise ImportError(f"format 'onnx' needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if format == "onnx" and (missing := absent("onnx")):
+        raise MissingExtra(f"format 'onnx' needs {', '.join(missing)}: pip install 'vitrel[onnx]'")
 
 
-def _check_size(model: vitrel.models.Backbone, size: tuple[int, int], traced_for_others: bool) -> None:
+def _check_size(model: Backbone, size: tuple[int, int], traced_for_others: bool) -> None:
     (h, w), least = size, _reduction(model)
     patch = model.patch_embed.patch_size
     if h < patch[0] or w < patch[1]:
@@ -134,12 +134,12 @@ def _check_size(model: vitrel.models.Backbone, size: tuple[int, int], traced_for
         )
 
 
-def _reduction(model: vitrel.models.Backbone) -> int:
+def _reduction(model: Backbone) -> int:
     """Pixels per token along a side after the last stage."""
     return max(info["reduction"] for info in model.feature_info)
 
 
-def _check(model: vitrel.models.Backbone, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
+def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, int]) -> Check:
     where = f"batch {batch}, {size[0]}x{size[1]} pixels"
     image = torch.randn(batch, model.in_chans, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -158,7 +158,7 @@ def _check(model: vitrel.models.Backbone, run: Run, format: str, batch: int, siz
     return Check(batch, size, error)
 
 
-def _trace(model: vitrel.models.Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
+def _trace(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:
     free, image = torch.export.Dim.DYNAMIC, torch.randn(2, model.in_chans, *size)
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
@@ -169,18 +169,14 @@ def _trace(model: vitrel.models.Backbone, size: tuple[int, int], dynamic_size: b
         raise RuntimeError(f"torch.export cannot trace this model at {size[0]}x{size[1]}: {_first_line(error)}") from error
 
 
-def _write_program(
-    model: vitrel.models.Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]
-) -> Run:
+def _write_program(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     program = _trace(model, size, dynamic_size)
     torch.export.save(program, part, extra_files={METADATA: json.dumps(about)})
     run = torch.export.load(part).module()
     return lambda image: run(image).detach()
 
 
-def _write_onnx(
-    model: vitrel.models.Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]
-) -> Run:
+def _write_onnx(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     import onnxruntime
 
     logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it tells of every constant that it does not fold
@@ -198,14 +194,12 @@ def _write_onnx(
     return lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0])
 
 
-def _write_folder(
-    model: vitrel.models.Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]
-) -> Run:
+def _write_folder(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     data = {key: about[key] for key in ("mean", "std", "crop_pct", "interpolation")}
     data["input_size"] = (model.in_chans, *about["img_size"])
     labels = {"label_names": list(about["classes"])} if "classes" in about else {}
     save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)
-    vitrel.save_pretrained(model, part / "model.safetensors")  # with the training grids, as timm does not
+    save_pretrained(model, part / "model.safetensors")  # with the training grids, as timm does not
     return timm.create_model(f"local-dir:{part}", pretrained=True).eval().requires_grad_(False)
 
 

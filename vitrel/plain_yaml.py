@@ -22,6 +22,17 @@ def read_yaml(path: str | Path) -> Any:
         raise ValueError(f"{path}: this is not plain YAML: {error}") from error
 
 
+def read_mapping(text: str) -> dict[str, Any]:
+    """Arguments written as a YAML mapping, such as those of a model; ValueError with an example for anything else."""
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no YAML ({str(error).partition(chr(10))[0]}); write e.g. '{{reg_tokens: 4}}'") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping such as '{{reg_tokens: 4}}', got {text!r}")
+    return value
+
+
 def load_yaml(text: str, where: str = "") -> Any:
     """The plain values of a text; `where` begins the messages.
 

@@ -10,7 +10,7 @@ import subprocess
 import pandas as pd
 import pytest
 
-from helpers import ROOT, script
+from helpers import ROOT, command
 from vitrel.evaluate.columns import PER_CLASS, TRANSLATION
 from vitrel.evaluate.html import contents, curve_name, write_html
 from vitrel.evaluate.report import aggregate, curves, read_csv
@@ -149,11 +149,11 @@ def test_folders_without_results_are_refused(tmp_path, folder, capsys):
     with pytest.raises(ValueError, match=r"results\.csv holds no rows: evaluate first"):
         write_html(folder)
     with pytest.raises(SystemExit, match=r"error: .*holds no rows"):
-        script("tools/report.py").main([str(folder)])
+        command("report").main([str(folder)])
 
 
 def test_the_tool_writes_the_page(folder, capsys):
-    script("tools/report.py").main([str(folder), "--title", "mine"])
+    command("report").main([str(folder), "--title", "mine"])
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     assert "<h1>mine</h1>" in (folder / "report.html").read_text("utf-8")
 

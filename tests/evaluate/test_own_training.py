@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers import script
+from helpers import command
 from vitrel.evaluate.comparison import load_comparison
 from vitrel.train import several
 
@@ -146,5 +146,5 @@ def test_every_size_is_checked_before_the_first_is_trained(load, tmp_path, monke
     for own, message in (({"data": {"size": size}}, r"^error: evaluation at 64x64, .*objects do not fit"), ({}, "^trained$")):
         load(own, data=data, evaluate=evaluate)
         with pytest.raises(SystemExit, match=message):
-            script("tools/compare.py").main([str(tmp_path / "trial.yaml"), "--runs", str(tmp_path), "--jobs", "1"])
+            command("compare").main([str(tmp_path / "trial.yaml"), "--out", str(tmp_path), "--jobs", "1"])
         assert len(trained) == (own == {})

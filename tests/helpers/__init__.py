@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+
+from vitrel import cli
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -28,6 +30,11 @@ def script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def command(name: str) -> SimpleNamespace:
+    """A subcommand of vitrel: `command("compare").main(arguments)` runs it in this process."""
+    return SimpleNamespace(main=lambda arguments: cli.main([name, *map(str, arguments)]))
 
 
 def shared(name: str) -> Path:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from helpers import ROOT
 from vitrel.train import Classifier, guard, run
-from vitrel.train.cli import Run
+from vitrel.train.command import Run
 from vitrel.train.datamodule import ImageData
 
 BASE = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}

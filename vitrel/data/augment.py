@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import RandomCrop
 
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.folder import INTERPOLATIONS, Prepare, normalise
+from vitrel.extras import optional_import
 
 
 class Augmenter:
@@ -90,7 +91,8 @@ def _seeded(state: np.random.SeedSequence) -> Iterator[None]:
 def _pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]):
     # imported here because evaluation and the built-in data need neither albumentations nor OpenCV
     if settings.library == "albumentations":
-        from vitrel.data.aug_albumentations import AlbumentationsPipeline as Pipeline
+        with optional_import():
+            from vitrel.data.aug_albumentations import AlbumentationsPipeline as Pipeline
     elif settings.library == "timm":
         from vitrel.data.aug_timm import TimmPipeline as Pipeline
     else:

@@ -15,6 +15,7 @@ from vitrel.data.decode import MAX_PIXELS, BadImage, Reading, decode, open_image
 from vitrel.data.folder import INTERPOLATIONS, Folder
 from vitrel.data.memory import names_image
 from vitrel.data.shards import FORMAT, INDEX, sha256
+from vitrel.extras import optional_import
 from vitrel.files import atomic_write, shown
 
 QUALITY = 95
@@ -124,7 +125,8 @@ def _good(images: DataLoader, bad: list[str], advance: Callable[[int], None]) ->
 
 def _write(folder: Path, samples: Iterator[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
     """The shards written, as the index lists them."""
-    from webdataset import ShardWriter
+    with optional_import():
+        from webdataset import ShardWriter
 
     shards: list[dict[str, Any]] = []
 

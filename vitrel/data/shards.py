@@ -19,6 +19,7 @@ from torch import Tensor
 from vitrel.data.base import ImageSet, subset
 from vitrel.data.decode import SUFFIXES, Reading, decode
 from vitrel.data.folder import Split
+from vitrel.extras import optional_import
 from vitrel.files import shown
 
 INDEX = "index.json"
@@ -26,7 +27,7 @@ FORMAT = 1
 LABEL_BYTES = 20
 SAMPLE_BYTES = 2 * 512  # two headers, at least
 BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # what tarfile raises for headers with impossible numbers
-REPACK = "pack it again with tools/pack_shards.py"
+REPACK = "pack it again with vitrel pack"
 
 
 class Sample(NamedTuple):
@@ -46,7 +47,7 @@ class Shards(ImageSet):
     `ShardBatches`.
 
     Args:
-        root: folder with `index.json`, as `tools/pack_shards.py` writes it.
+        root: folder with `index.json`, as `vitrel pack` writes it.
         split: "train" or "val".
         prepare: uint8 [3, h, w] to the item's image, when nothing is augmented.
         augment: (uint8 [3, h, w], epoch, index, repeat, size) to the item's image; takes the place of `prepare`.
@@ -196,7 +197,8 @@ def _check_size(path: Path, size: int) -> None:
 
 def _scan(path: Path) -> Iterator[Sample]:
     """Every sample of a tar file, from its headers; only labels are read."""
-    from webdataset.tariterators import group_by_keys
+    with optional_import():
+        from webdataset.tariterators import group_by_keys
 
     def refuse(error: Exception) -> bool:
         raise _damaged(path, error.args[0])

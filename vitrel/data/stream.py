@@ -15,6 +15,7 @@ from vitrel.data.base import bad_in_a_row
 from vitrel.data.decode import BadImage, decode
 from vitrel.data.draw import Draw
 from vitrel.data.shards import Shards
+from vitrel.extras import optional_import
 
 
 class Batch(NamedTuple):
@@ -177,7 +178,8 @@ class ShardBatches(IterableDataset):
     def _shuffled(self, items: Iterator, epoch: int, rank: int, worker: int) -> Iterator:
         if not self.shuffle:
             return items
-        from webdataset.filters import shuffle
+        with optional_import():
+            from webdataset.filters import shuffle
 
         rng = random.Random(f"{self.seed} {epoch} {rank} {worker}")
         return iter(shuffle(self.buffer, initial=self.buffer, rng=rng)(items))

@@ -1,4 +1,4 @@
-"""`vitrel.create_model`: timm.create_model with errors that name the way out."""
+"""`vitrel.create_model`: timm.create_model with errors that name the way out; and the check of a name alone."""
 
 from pathlib import Path
 
@@ -17,7 +17,13 @@ def create_model(name: str, **kwargs) -> nn.Module:
     """
     if name.startswith("local-dir:"):
         return from_folder(Path(name.partition(":")[2]), kwargs)
-    if not (timm.is_model(name) or ":" in name or "/" in name):  # local-dir:folder, hf-hub:repository
+    if not (":" in name or "/" in name):  # hf-hub:repository
+        check_model_name(name)
+    return timm.create_model(name, **kwargs)
+
+
+def check_model_name(name: str) -> None:
+    """ValueError with the nearest names for a model that is not in timm's registry."""
+    if not timm.is_model(name):
         near = nearest(name, timm.list_models(), cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")
-    return timm.create_model(name, **kwargs)

@@ -4,16 +4,19 @@ Nothing else in the package imports Lightning. Other code reads a run through it
 (`torch.load(path, weights_only=True)`; layout in `vitrel.train.module`).
 """
 
-from vitrel.train.cli import run
-from vitrel.train.datamodule import ImageData
-from vitrel.train.distill import Distillation
-from vitrel.train.ema import Ema
-from vitrel.train.execution import Execution
-from vitrel.train.module import Classifier
-from vitrel.train.objective import Mixing, Objective
-from vitrel.train.optim import Optimisation
-from vitrel.train.schedule import Schedule
-from vitrel.train.tuning import Tuning
+from vitrel.extras import optional_import
+
+with optional_import():
+    from vitrel.train.command import run
+    from vitrel.train.datamodule import ImageData
+    from vitrel.train.distill import Distillation
+    from vitrel.train.ema import Ema
+    from vitrel.train.execution import Execution
+    from vitrel.train.module import Classifier
+    from vitrel.train.objective import Mixing, Objective
+    from vitrel.train.optim import Optimisation
+    from vitrel.train.schedule import Schedule
+    from vitrel.train.tuning import Tuning
 
 __all__ = [
     "Classifier",

@@ -13,7 +13,7 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrel.train.tuning import check_model_name
+from vitrel.train.tuning import check_registered
 from vitrel.weights.load import load_pretrained, read_file
 from vitrel.weights.read import checksums
 
@@ -24,7 +24,7 @@ class Distillation:
 
     Args:
         teacher: timm name of the teacher, a vitrel model or any other.
-        checkpoint: file of its weights; one of tools/train.py tells model arguments, size and classes too.
+        checkpoint: file of its weights; one of vitrel train tells model arguments, size and classes too.
         pretrained: fetch timm's own weights of that name, from the network unless they are on disk already.
         kind: "soft" (KL divergence at temperature tau, times tau squared, Hinton, arXiv 1503.02531) or "hard"
             (cross-entropy with the teacher's most probable class, DeiT, arXiv 2012.12877).
@@ -116,7 +116,7 @@ class Teacher:
 
 
 def _build(settings: Distillation, num_classes: int, size: int | Sequence[int] | None, model_args: dict[str, Any]) -> nn.Module:
-    check_model_name(settings.teacher)
+    check_registered(settings.teacher)
     kept = {name: value for name, value in model_args.items() if name not in ("checkpoint_path", "cache_dir")}  # other files
     arguments = {**kept, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
     if not settings.pretrained:  # timm gives pretrained weights a new head for another number, without a word
@@ -136,7 +136,7 @@ def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
             load_pretrained(model, loaded)
             return
         state = load_state_dict(settings.checkpoint)
-        if all(name.startswith("model.") for name in state):  # as tools/train.py saves
+        if all(name.startswith("model.") for name in state):  # as vitrel train saves
             state = {name.removeprefix("model."): value for name, value in state.items()}
         model.load_state_dict(state)
     except (RuntimeError, ValueError) as error:

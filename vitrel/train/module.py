@@ -8,7 +8,7 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "interpolation": str, "position": {...}, "data": str, "seed": int, "epoch": epochs done,
                 "step": updates done, "ema": bool, "class_counts": [...] where the data tells them,
-                "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from tools/train.py}}
+                "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from vitrel train}}
 
 so that `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])` rebuilds the
 model of the entry v. `model_args` leaves out what would only load other weights first (`pretrained`, `checkpoint_path`).
@@ -45,7 +45,7 @@ from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
 from vitrel.train.sharding import check_strategy, shard
-from vitrel.train.tuning import Tuning, check_model_name
+from vitrel.train.tuning import Tuning, check_registered
 from vitrel.weights.read import guarding
 from vitrel.weights.record import position_record
 
@@ -294,6 +294,6 @@ def _create(name: str, num_classes: int, img_size: tuple[int, int], model_args: 
     decided = sorted({"num_classes", "img_size"} & model_args.keys())
     if decided:
         raise ValueError(f"model_args must not set {' and '.join(decided)}: the data decides (data.data, data.size)")
-    check_model_name(name)
+    check_registered(name)
     with guarding(name, model_args):
         return timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)

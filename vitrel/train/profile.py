@@ -66,7 +66,7 @@ class Measured:
             return f"{said} would keep up{enough}" if self.workers else said + enough
         return (
             f"{said} would keep up, more than this machine has cores ({self.cores}): keep smaller images "
-            "(tools/pack_shards.py with --resize), or draw less in data.augment"
+            "(vitrel pack with --resize), or draw less in data.augment"
         )
 
 

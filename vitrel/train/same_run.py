@@ -75,7 +75,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """ValueError naming what differs where this run is not the one that saved the checkpoint, by tools/train.py."""
+    """ValueError naming what differs where this run is not the one that saved the checkpoint, by vitrel train."""
     if "run" not in checkpoint or not hasattr(trainer.datamodule, "listing") or trainer.state.fn != TrainerFn.FITTING:
         return
     saved, mine, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path

@@ -16,12 +16,12 @@ import yaml
 
 from vitrel.command_line import end_with_parent
 from vitrel.plain_yaml import load_yaml, read_yaml
-from vitrel.train import cli
+from vitrel.train.command import run as train_as
 from vitrel.train.same_run import values_that_differ
 from vitrel.weights.read import read_file
 
 # what began the runs begins them anew, and goes on with those that were stopped
-run = partial(cli.run, go_on="the same command goes on from there")
+run = partial(train_as, go_on="the same command goes on from there")
 
 
 def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:

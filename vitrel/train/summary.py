@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import vitrel
-from vitrel.files import atomic_write
+from vitrel.files import atomic_write, commit
 from vitrel.train.log import CSVLog
 from vitrel.train.progress import Speed
 from vitrel.train.saving import merit
@@ -50,7 +48,7 @@ class Summary(Callback):
             **_describe(trainer, module),
             "hardware": _hardware(trainer),
             "versions": versions(),
-            "commit": _commit(),
+            "commit": commit(Path(__file__).parents[2]) or None,
         }
         self.write(trainer, "running")
 
@@ -240,17 +238,6 @@ def _hardware(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return f"{trainer.world_size} × {name} ({device.type}), {os.cpu_count()} CPU cores, {platform.system()}"
-
-
-def _commit() -> str | None:
-    root = Path(vitrel.__file__).parents[1]
-    if not (root / ".git").exists():  # installed; a repository further up would be another project's
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, float]:

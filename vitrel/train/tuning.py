@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import timm
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-import vitrel  # noqa: F401  registers the models with timm
+import vitrel.models  # noqa: F401  registers our names with timm
+from vitrel.models.create import check_model_name
 from vitrel.names import nearest
 from vitrel.weights.load import apply_plan, plan_weights, read_file
 
@@ -17,7 +17,7 @@ class Tuning:
     """Fine-tuning: the weights to start from, and which of them are trained.
 
     Args:
-        init_from: a checkpoint of tools/train.py (its averaged weights, where it has them), or any file that
+        init_from: a checkpoint of vitrel train (its averaged weights, where it has them), or any file that
             `vitrel.load_pretrained` takes; position parameters of another grid are resampled by the model's policy.
         reset_head: start with a new classifier; needed for other classes than those of `init_from`.
         trainable: names of the modules and parameters that are trained, with all below them, e.g. [norm, fc_norm, head];
@@ -85,15 +85,13 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def check_model_name(name: str) -> None:
-    """ValueError with the nearest names for a model that timm does not know."""
+def check_registered(name: str) -> None:
+    """ValueError for what is not a name of timm's registry: with the nearest names, or with how weights are given."""
     if ":" in name:  # local-dir:folder, hf-hub:repository
         raise ValueError(
             f"model {name!r}: training takes a name of timm's; weights are given with model.tuning.init_from: FILE"
         )
-    if not timm.is_model(name):
-        near = nearest(name, timm.list_models()) or timm.list_models("vitrel_*n*")[:3]
-        raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near)}")
+    check_model_name(name)
 
 
 @rank_zero_only

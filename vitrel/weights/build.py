@@ -1,13 +1,11 @@
-"""A model for a file of weights, as the command lines need it: named, with YAML arguments and as many classes as the file."""
+"""A model for a file of weights: given by its name, with as many classes as the file."""
 
 from typing import Any
 
 import timm
-import yaml
 from torch import nn
 
 from vitrel.names import nearest
-from vitrel.plain_yaml import load_yaml
 from vitrel.weights.load import WeightPlan, plan_weights
 from vitrel.weights.read import guarding
 
@@ -35,14 +33,3 @@ def model_for(
         model = timm.create_model(name, num_classes=classes, **model_args)
         plan = plan_weights(model, source, source_grid, key_minus_query)
     return model, plan
-
-
-def model_arguments(text: str) -> dict[str, Any]:
-    """Arguments of a model written as a YAML mapping; ValueError with an example for anything else."""
-    try:
-        value = load_yaml(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is no YAML ({str(error).partition(chr(10))[0]}); write e.g. '{{reg_tokens: 4}}'") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a mapping such as '{{reg_tokens: 4}}', got {text!r}")
-    return value

@@ -1,4 +1,4 @@
-"""Models from a folder that timm's `save_for_hf` or tools/export.py wrote: config.json and the weights beside it."""
+"""Models from a folder that timm's `save_for_hf` or vitrel export wrote: config.json and the weights beside it."""
 
 import json
 from pathlib import Path
@@ -35,5 +35,5 @@ def from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     except Exception as error:  # a damaged file raises almost anything
         what = " ".join(str(error).split())[:300].rstrip(".") or "a file is cut off"
         files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())[:6]) or "nothing"
-        way_out = "Copy the folder again, or write it anew with tools/export.py or timm's save_for_hf"
+        way_out = "Copy the folder again, or write it anew with vitrel export or timm's save_for_hf"
         raise ValueError(f"no model can be built from {folder}: {what}; there is {files}. {way_out}") from error

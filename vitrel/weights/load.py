@@ -57,7 +57,7 @@ def load_pretrained(
 
     source: .safetensors, or anything torch.load reads with weights_only=True; a dictionary with the weights under "model" or
     "state_dict" is unwrapped, averaged ones ("state_dict_ema", "model_ema", "ema", "teacher") before others, and so are names
-    with the prefixes of a training module (see `unwrap`). What `save_pretrained` and tools/train.py save tells the training
+    with the prefixes of a training module (see `unwrap`). What `save_pretrained` and vitrel train save tells the training
     grids of its encodings too, so that no other function is read from the same numbers. Tensors of float16, bfloat16 and
     float64 are cast to the model's type, quantised ones and other integers refused.
     Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);

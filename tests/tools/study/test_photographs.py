@@ -10,7 +10,7 @@ import torch
 import yaml
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, script, shared
+from helpers import ROOT, command, shared
 from tools.study import photographs as tool
 from tools.study.photographs import headline, kept_beside, study_figure, study_tables
 from vitrel.evaluate.comparison import load_comparison
@@ -94,8 +94,8 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
             entry["train"] |= {"trainer": {"max_epochs": 1}, "data": entry["train"]["data"] | {"size": 64}}
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(config))
-    compare = script("tools/compare.py")
-    compare.main([str(path), "--runs", str(tmp_path), "--no-report"])
+    compare = command("compare")
+    compare.main([str(path), "--out", str(tmp_path), "--no-report"])
     printed = capsys.readouterr().out
     assert re.findall(r"\] ([\w-]+)-seed0: training", printed) == labels  # what is tuned comes last
     folder = tmp_path / "study_imagenette224"
@@ -111,7 +111,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     changed = {name.split(".")[1] for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {"pos_embed", "norm", "head"}  # resampled to the other grid, and what was tuned
     assert "claims of the configuration" in printed
-    compare.main([str(path), "--runs", str(tmp_path), "--no-report"])
+    compare.main([str(path), "--out", str(tmp_path), "--no-report"])
     assert capsys.readouterr().out.count("trained already") == len(labels)
 
 

@@ -29,7 +29,7 @@ SHORT = [
 
 
 def train(*args, before=()):
-    command = [sys.executable, *before, str(ROOT / "tools" / "train.py"), "fit", *args]
+    command = [sys.executable, *before, str(ROOT / "tools" / "train.py"), *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -87,10 +87,10 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path):
     done = train(*SHORT, *LONGER, "--ckpt_path=auto", f"--trainer.default_root_dir={tmp_path}", before=("-c", stop))
     assert done.returncode == 130 and "Traceback" not in done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("ctrl-c: ")]
-    assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); go on with: python " in line
+    assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); go on with: vitrel train " in line
     words = shlex.split(line.partition("go on with: ")[2])
     assert words[-2:] == ["--ckpt_path", "auto"] and sum("ckpt_path" in word for word in words) == 1
-    again = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, cwd=ROOT)
+    again = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT)
     assert again.returncode == 0, again.stderr
     found = json.loads((tmp_path / "summary.json").read_text())
     assert (found["status"], found["resumed"], found["updates"]) == ("finished", 1, 8)
@@ -148,12 +148,12 @@ def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypat
     """Another that starts later would find the checkpoint that the first has begun to write."""
     from lightning.pytorch.utilities import rank_zero_only
 
-    from vitrel.train import cli
-
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     started = []
-    monkeypatch.setattr(cli.TrainCLI, "fit", lambda self, **_: started.append(self.trainer.global_rank))
+    from vitrel.train import command
+
+    monkeypatch.setattr(command.TrainCLI, "fit", lambda self, **_: started.append(self.trainer.global_rank))
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for rank in "10":
@@ -161,10 +161,10 @@ def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypat
             monkeypatch.setenv(name, value)
         arguments = ["fit", *SHORT, f"--trainer.default_root_dir={tmp_path}", "--trainer.devices=2", "--trainer.strategy=ddp"]
         if rank == "1":
-            cli.run(arguments)
+            command.run(arguments)
         else:
             with pytest.raises(FileExistsError, match="holds a run already"):
-                cli.run(arguments)
+                command.run(arguments)
     assert started == [1]
 
 

@@ -1,4 +1,4 @@
-"""tools/export.py: what it writes computes what the checkpoint does and carries its metadata; refusals leave nothing behind."""
+"""`vitrel export`: what it writes computes what the checkpoint does and carries its metadata; refusals leave nothing behind."""
 
 import json
 
@@ -7,9 +7,10 @@ import timm
 import torch
 
 import vitrel
-from helpers import script
+from helpers import command
 from vitrel import export
 from vitrel.export import check_sizes, export_model
+from vitrel.extras import EXTRAS
 from vitrel.weights.load import read_file
 
 CLASSES = ["left", "right", "above"]
@@ -20,7 +21,7 @@ SIZES = [(1, (32, 48)), (3, (32, 48)), (2, (57, 41)), (1, (16, 80))]
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/export.py")
+    return command("export")
 
 
 def small(name="vitrel_vit_n8_table", **keywords):
@@ -34,7 +35,7 @@ def small(name="vitrel_vit_n8_table", **keywords):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """The path of a file as tools/train.py writes it, and its model."""
+    """The path of a file as `vitrel train` writes it, and its model."""
     model = small()
     about = dict(model="vitrel_vit_n8_table", model_args=SMALL, classes=CLASSES, img_size=[32, 48], mean=[0.4, 0.5, 0.6])
     about |= dict(std=[0.2, 0.3, 0.1], crop_pct=0.875, interpolation="bilinear", data="shapes", seed=7, epoch=1, step=3)
@@ -67,7 +68,7 @@ def test_a_program_serves_any_size(tool, checkpoint, capsys):
 def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
     """It takes any batch, and refuses another size instead of a wrong answer."""
     path, model = checkpoint
-    tool.main([str(path), "--format", "exported", "--size", "40x24", "-o", str(tmp_path / "one.pt2")])
+    tool.main([str(path), "--format", "exported", "--size", "40x24", "--out", str(tmp_path / "one.pt2")])
     run = torch.export.load(tmp_path / "one.pt2").module()
     assert_serves(run, model, [(1, (40, 24)), (5, (40, 24))])
     with pytest.raises(AssertionError, match=r"size\(\)\[2\] == 40"):
@@ -109,8 +110,18 @@ def test_a_bare_weights_file(tool, tmp_path):
     """The number of classes is the file's."""
     model = small("vitrel_vit_n8_rope_mixed")
     vitrel.save_pretrained(model, tmp_path / "weights.safetensors")
-    arguments = ["--model", "vitrel_vit_n8_rope_mixed", "--model-args", json.dumps(SMALL | {"img_size": [32, 48]})]
-    tool.main([str(tmp_path / "weights.safetensors"), *arguments, "--format", "safetensors", "-o", str(tmp_path / "folder")])
+    arguments = ["vitrel_vit_n8_rope_mixed", "--model-args", json.dumps(SMALL | {"img_size": [32, 48]})]
+    tool.main(
+        [
+            *arguments,
+            "--weights",
+            str(tmp_path / "weights.safetensors"),
+            "--format",
+            "safetensors",
+            "--out",
+            str(tmp_path / "folder"),
+        ]
+    )
     again = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
     image = torch.randn(2, 3, 40, 72)
     assert torch.equal(again(image), model(image)) and again.img_size == (32, 48)
@@ -118,7 +129,7 @@ def test_a_bare_weights_file(tool, tmp_path):
 
 def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
     path, model = checkpoint
-    command = [str(path), "--format", "safetensors", "-o"]
+    command = [str(path), "--format", "safetensors", "--out"]
     taken = tmp_path / "taken"
     tool.main([*command, str(taken)])
     (taken / "config.json").write_text("precious")
@@ -177,15 +188,15 @@ def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
         return f"{caught.value.code}{capsys.readouterr().err}"
 
     assert "no checkpoint at" in error(tmp_path / "none.ckpt", "--format", "onnx")
-    assert "writes a .pt2 file, not x.onnx" in error(path, "--format", "exported", "-o", tmp_path / "x.onnx")
-    assert "is no folder; make it first" in error(path, "--format", "exported", "-o", tmp_path / "no" / "x.pt2")
+    assert "writes a .pt2 file, not x.onnx" in error(path, "--format", "exported", "--out", tmp_path / "x.onnx")
+    assert "is no folder; make it first" in error(path, "--format", "exported", "--out", tmp_path / "no" / "x.pt2")
     assert "size 7x32 is smaller than one patch of 8x8" in error(path, "--format", "exported", "--size", "7x32")
     one = error(path, "--format", "exported", "--size", "8", "--dynamic-size")
     assert "size 8x8 leaves one token, which says nothing on other sizes: trace above 8 pixels along a side" in one
-    assert "unknown model 'swin_t'" in error(path, "--format", "onnx", "--model", "swin_t")
-    assert "expected a mapping" in error(path, "--format", "onnx", "--model", "vitrel_swin_t", "--model-args", "4")
-    monkeypatch.setattr(export, "_ONNX", ("onnx", "onnxruntime_of_nobody"))
-    lacking = "format 'onnx' needs onnxruntime_of_nobody: pip install onnxruntime_of_nobody"
+    assert "unknown model 'swin_t'" in error("swin_t", "--weights", path, "--format", "onnx")
+    assert "expected a mapping" in error("vitrel_swin_t", "--weights", path, "--format", "onnx", "--model-args", "4")
+    monkeypatch.setitem(EXTRAS, "onnx", ("onnx", "onnxruntime_of_nobody"))
+    lacking = "format 'onnx' needs onnxruntime_of_nobody: pip install 'vitrel[onnx]'"
     assert lacking in error(path, "--format", "onnx")
 
     for given, words in [

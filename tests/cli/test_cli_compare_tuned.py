@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import script
+from helpers import command
 from helpers.runs import read
 from vitrel.train import Classifier, several
 from vitrel.train.tuning import Tuning
@@ -45,13 +45,13 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/compare.py")
+    return command("compare")
 
 
 def compare(tool, folder, *arguments, **changes):
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG | changes))
-    tool.main([str(path), "--runs", str(folder), "--jobs", "1", *arguments])
+    tool.main([str(path), "--out", str(folder), "--jobs", "1", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
 
 def test_a_second_run_trains_nothing(tool, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.rows.measure", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     compare(tool, finished, "--no-report")
     assert capsys.readouterr().out.count("trained already") == 8
 
@@ -129,7 +129,7 @@ def test_a_second_run_trains_nothing(tool, finished, tmp_path, monkeypatch, caps
 def test_nor_does_one_with_the_folder_named_otherwise(tool, finished, monkeypatch, capsys):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.chdir(finished.parent)
-    tool.main([f"{finished.name}/trial.yaml", "--runs", finished.name, "--no-report", "--jobs", "1"])
+    tool.main([f"{finished.name}/trial.yaml", "--out", finished.name, "--no-report", "--jobs", "1"])
     assert capsys.readouterr().out.count("trained already") == 8
 
 

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: the report names every tensor, the file written is the model, refusals leave nothing behind."""
+"""`vitrel convert`: the report names every tensor, the file written is the model, refusals leave nothing behind."""
 
 import csv
 
@@ -8,7 +8,7 @@ import torch
 from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
-from helpers import script
+from helpers import command
 from vitrel.weights.load import read_file
 
 SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_size=64)
@@ -16,7 +16,7 @@ SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_s
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/convert_checkpoint.py")
+    return command("convert")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ ARGS = "{depths: [2, 2], num_heads: [2, 4], embed_dim: 32, window_size: 4, img_s
 def test_a_file_is_converted_and_every_tensor_reported(tool, torchvision_swin, tmp_path, capsys):
     theirs, path = torchvision_swin
     out, report = tmp_path / "out.safetensors", tmp_path / "report.csv"
-    tool.main([str(path), "--to", "vitrel_swin_t", "--model-args", ARGS, "-o", str(out), "--report", str(report)])
+    tool.main(["vitrel_swin_t", "--weights", str(path), "--model-args", ARGS, "--out", str(out), "--report", str(report)])
     ours = timm.create_model("vitrel_swin_t", num_classes=7, **SMALL).eval()  # as many classes as the file
     vitrel.load_pretrained(ours, out)
     image = torch.randn(1, 3, 64, 64)
@@ -57,8 +57,8 @@ def test_a_file_is_converted_and_every_tensor_reported(tool, torchvision_swin, t
 
 def test_another_window_is_resized_and_says_so(tool, torchvision_swin, tmp_path, capsys):
     _, path = torchvision_swin
-    arguments = ["--to", "vitrel_swin_t", "--model-args", ARGS.replace("window_size: 4", "window_size: [4, 6]")]
-    tool.main([str(path), *arguments, "-o", str(tmp_path / "wide.safetensors")])
+    arguments = ["vitrel_swin_t", "--weights", str(path), "--model-args", ARGS.replace("window_size: 4", "window_size: [4, 6]")]
+    tool.main([*arguments, "--out", str(tmp_path / "wide.safetensors")])
     printed = capsys.readouterr().out
     assert "4x4 -> 4x6, geometric" in printed and "4 resized" in printed
     assert read_file(tmp_path / "wide.safetensors")["vitrel"]["position"]["layers.0.blocks.0.position"]["grid"] == [4, 6, 0]
@@ -75,22 +75,22 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
         assert not list(tmp_path.glob(".*"))
         return f"{caught.value.code}{capsys.readouterr().err}"
 
-    assert "unknown model 'swin_t'" in error(path, "--to", "swin_t", "-o", out)
-    assert "no checkpoint at" in error(tmp_path / "none.pth", "--to", "vitrel_swin_t", "-o", out)
+    assert "unknown model 'swin_t'" in error("swin_t", "--weights", path, "--out", out)
+    assert "no checkpoint at" in error("vitrel_swin_t", "--weights", tmp_path / "none.pth", "--out", out)
     assert "not in the file: layers.0.blocks.0.position" in error(
-        path, "--to", "vitrel_swin_t_rope_mixed", "--model-args", ARGS, "-o", out
+        "vitrel_swin_t_rope_mixed", "--weights", path, "--model-args", ARGS, "--out", out
     )
-    no_mapping = error(path, "--to", "vitrel_swin_t", "--model-args", "4", "-o", out)
+    no_mapping = error("vitrel_swin_t", "--weights", path, "--model-args", "4", "--out", out)
     assert "expected a mapping such as '{reg_tokens: 4}'" in no_mapping
     assert "'a4' is no grid: write rows x columns as 14x20" in error(
-        path, "--to", "vitrel_swin_t", "--source-grid", "a4", "-o", out
+        "vitrel_swin_t", "--weights", path, "--source-grid", "a4", "--out", out
     )
     assert "weights are saved as .safetensors, not as out.pth" in error(
-        path, "--to", "vitrel_swin_t", "--model-args", ARGS, "-o", tmp_path / "out.pth"
+        "vitrel_swin_t", "--weights", path, "--model-args", ARGS, "--out", tmp_path / "out.pth"
     )
     taken = tmp_path / "taken.safetensors"
     taken.write_bytes(b"precious")
-    assert "exists; name another file or pass --overwrite" in error(path, "--to", "vitrel_swin_t", "-o", taken)
+    assert "exists; name another file or pass --overwrite" in error("vitrel_swin_t", "--weights", path, "--out", taken)
     assert taken.read_bytes() == b"precious"
 
 
@@ -98,5 +98,5 @@ def test_named_tensors_may_stay(tool, torchvision_swin, tmp_path):
     _, path = torchvision_swin
     out = tmp_path / "out.safetensors"
     names = ["--allow-unused", "*relative_position_bias_table", "--allow-unset", "*position.freqs"]
-    tool.main([str(path), "--to", "vitrel_swin_t_rope_mixed", "--model-args", ARGS, *names, "-o", str(out)])
+    tool.main(["vitrel_swin_t_rope_mixed", "--weights", str(path), "--model-args", ARGS, *names, "--out", str(out)])
     assert "layers.0.blocks.0.position.freqs" in read_file(out)["state_dict"]

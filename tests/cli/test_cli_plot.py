@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import ROOT, script
+from helpers import ROOT, command
 from helpers.variants import perturbed
+from vitrel.cli import plot as plot_command
 from vitrel.evaluate.foreign_models import trained_model
 from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT
@@ -16,21 +17,20 @@ from vitrel.models.vit import ViT
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/plot_position.py")
+    return command("plot")
 
 
 @pytest.fixture
-def small(tool, monkeypatch):
+def small(monkeypatch):
     """In the place of any model by name: two blocks of two heads, 32 px."""
 
     def use(position):
         torch.manual_seed(0)
         model = ViT(32, 8, num_classes=2, embed_dim=16, depth=2, num_heads=2, position=position).eval()
         model.pretrained_cfg = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-        monkeypatch.setattr(
-            tool, "_trained", lambda name, weights: trained_model(perturbed(model, 0.3), name, img_size=(32, 32))
-        )
-        monkeypatch.setattr(tool, "SCENES", 2)
+        found = trained_model(perturbed(model, 0.3), "any", img_size=(32, 32))
+        monkeypatch.setattr(plot_command, "open_models", lambda args, **how: [found])
+        monkeypatch.setattr(plot_command, "SCENES", 2)
 
     return use
 
@@ -62,11 +62,11 @@ def test_scenes_and_what_a_model_does_not_have(tool, small, tmp_path, capsys):
 def test_images_as_the_model_takes_them(tool, tmp_path):
     Image.new("RGB", (90, 40), (255, 0, 51)).save(tmp_path / "red.png")
     trained = SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3)
-    images, shown = tool._images(trained, (16, 24), tmp_path / "red.png")
+    images, shown = plot_command._images(trained, (16, 24), tmp_path / "red.png")
     assert shown.shape == (1, 3, 16, 24)
     torch.testing.assert_close(images[0, :, 3, 3], torch.tensor([1.0, -1.0, -0.6]))
-    images, shown = tool._images(trained, (40, 64), None)
-    assert shown.shape == (tool.SCENES, 3, 40, 64)
+    images, shown = plot_command._images(trained, (40, 64), None)
+    assert shown.shape == (plot_command.SCENES, 3, 40, 64)
     torch.testing.assert_close(images, shown * 2 - 1)
 
 
@@ -80,7 +80,7 @@ def test_images_as_the_model_takes_them(tool, tmp_path):
         (["vitrel_vit_n8_none", "--heads", "0", "3"], "there is no head 3: the model has heads 0 to 2"),
         (["deit_tiny_patch16_224.nosuch"], "Invalid pretrained tag (nosuch)"),
         (["no/such.ckpt"], "no checkpoint at no/such.ckpt"),
-        (["--gallery", "no", "--checkpoints", "no/such.ckpt"], "no/such.ckpt"),
+        (["no/such.ckpt", "--gallery"], "no/such.ckpt"),
     ],
 )
 def test_bad_input_ends_with_a_message(tool, arguments, message, tmp_path):
@@ -91,7 +91,7 @@ def test_bad_input_ends_with_a_message(tool, arguments, message, tmp_path):
 
 def test_images_of_16_bits_keep_their_grey(tool, tmp_path):
     Image.fromarray(np.full((40, 60), 128 << 8, np.uint16)).save(tmp_path / "grey.png")
-    _, shown = tool._images(SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3), (16, 24), tmp_path / "grey.png")
+    _, shown = plot_command._images(SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3), (16, 24), tmp_path / "grey.png")
     torch.testing.assert_close(shown, torch.full((1, 3, 16, 24), 128 / 255))
 
 
@@ -109,9 +109,8 @@ def test_a_model_of_timm_is_brought_to_the_size_first(tool, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give MODEL, or --gallery DIR"),
-        (["m", "--gallery", "d"], "not both"),
-        (["m", "--checkpoints", "c"], "give MODEL, or --gallery DIR"),
+        ([], "give one MODEL, or --gallery; 0 are given"),
+        (["m", "n"], "give one MODEL, or --gallery; 2 are given"),
         (["m", "--query", "3x4"], "'3x4' is no patch: write row,column as 3,4"),
         (["m", "--size", "big"], "'big' is not an image size"),
     ],
@@ -125,7 +124,7 @@ def test_bad_usage(tool, arguments, message, capsys):
 @pytest.mark.slow
 def test_the_gallery_is_made_by_one_command_and_always_alike(tool, tmp_path, capsys):
     for folder in ("a", "b"):
-        tool.main(["--gallery", str(tmp_path / folder)])
+        tool.main(["--gallery", "--out", str(tmp_path / folder)])
     first, second = (tmp_path / folder / "gallery.png" for folder in ("a", "b"))
     assert capsys.readouterr().out.split() == [str(first), str(second)]
     assert first.read_bytes() == second.read_bytes() and first.stat().st_size < 400_000

@@ -8,14 +8,14 @@ import timm
 import torch
 from PIL import Image
 
-from helpers import script
+from helpers import command
 from vitrel.data import class_names
-from vitrel.evaluate import rows
+from vitrel.evaluate import run
 
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/evaluate_transfer.py")
+    return command("evaluate")
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def checkpoint(tmp_path):
 def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--sizes", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
-    tool.main(["--checkpoint", *paths, *arguments, "--policies", "clip", "--attention-n", "1", "--no-border-leak"])
+    arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
+    tool.main([*paths, *arguments, "--policies", "clip", "--attention-n", "1", "--no-border-leak"])
     printed = capsys.readouterr().out
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     assert "- vitrel_vit_n8_table: nothing interpolated at any of 3 sizes (state dict bit-identical), up to " in printed
@@ -61,7 +61,7 @@ def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path,
     arguments = [
         "--data",
         "shapes",
-        "--sizes",
+        "--size",
         "64",
         "--n",
         "4",
@@ -72,7 +72,7 @@ def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path,
         "--attention-n",
         "1",
     ]
-    tool.main(["--checkpoint", *paths, *arguments, "--out", str(tmp_path / "out")])
+    tool.main([*paths, *arguments, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert "results.csv, per_class.csv, table.md, plots/, report.html" in printed
     assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
@@ -82,28 +82,28 @@ def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path,
 def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
     path = checkpoint("vitrel_vit_n8_none", "a.ckpt")
     for arguments, message in [
-        (["--checkpoint", str(tmp_path / "none"), "--data", "shapes", "--sizes", "64"], "error: no checkpoint at"),
+        ([str(tmp_path / "none.ckpt"), "--data", "shapes", "--size", "64"], "error: no checkpoint at"),
         (
-            ["--checkpoint", path, "--data", "shapes", "--sizes", "64", "--policies", "clip"],
+            [path, "--data", "shapes", "--size", "64", "--policies", "clip"],
             "no model has the policy 'clip'",
         ),
-        (["--checkpoint", path, "--data", "shapes", "--sizes", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
-        (["--checkpoint", path, "--data", str(tmp_path / "no"), "--sizes", "64"], "no"),
+        ([path, "--data", "shapes", "--size", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
+        ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no"),
         (
-            ["--checkpoint", path, path, "--data", "shapes", "--sizes", "64"],
+            [path, path, "--data", "shapes", "--size", "64"],
             "is given twice: its rows would count as two seeds",
         ),
     ]:
         with pytest.raises(SystemExit, match=message):
             tool.main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit):
-        tool.main(["--checkpoint", path, "--data", "shapes", "--sizes", "64", "96by128"])
+        tool.main([path, "--data", "shapes", "--size", "64", "96by128"])
     assert "'96by128' is not an image size: write pixels as 96, or height x width as 160x224" in capsys.readouterr().err
 
 
 def test_a_plan_is_printed_and_nothing_done(tool, checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
-    arguments = ["--checkpoint", path, "--data", "shapes", "--sizes", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
+    arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
     tool.main([*arguments, "--policies", "divisor", "rescale", "clip", "--crop-pct", "1", "0.875", "--dry-run"])
     printed = capsys.readouterr().out
     assert "12 rows of 8 images each; 0 of them are in" in printed and "5x5 5x5 5x5" in printed and not out.exists()
@@ -120,9 +120,9 @@ def weights(tmp_path):
 
 def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
     out = tmp_path / "out"
-    arguments = ["--data", "shapes", "--sizes", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
-    ours = ["--checkpoint", checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
-    named = ["--model", "vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
+    arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
+    ours = [checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
+    named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
     tool.main([*ours, *named, *arguments, "--shifts", "0", "4", "--no-report"])
     printed = capsys.readouterr().out
     assert "- vit_tiny_patch16_224: 768 of " in printed and "THE STATE DICT CHANGED at 48x48" in printed
@@ -135,25 +135,25 @@ def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
 
 
 def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, capsys):
-    arguments = ["--data", "shapes", "--sizes", "48", "--device", "cpu", "--out", str(tmp_path / "out")]
+    arguments = ["--data", "shapes", "--size", "48", "--device", "cpu", "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as caught:
         tool.main(arguments)
-    assert caught.value.code == 2 and "give --checkpoint FILE or --model NAME --weights FILE" in capsys.readouterr().err
+    assert caught.value.code == 2 and "MODEL" in capsys.readouterr().err
     indices = tmp_path / "indices.txt"
     indices.write_text("left 0\nright 1\nabove 2\nbelow 4\n")
-    model = ["--model", "vit_tiny_patch16_224", *weights]
+    model = ["vit_tiny_patch16_224", *weights]
     for given, message in [
-        (model[:2], "--weights takes one file for each --model, in the same order; 0 for 1"),
+        (model[:1], "vit_tiny_patch16_224 has no weights: give a file of them"),
         (
-            ["--model", "vit_tini_patch16_224", *weights],
-            "unknown model 'vit_tini_patch16_224'; the nearest are vit_tiny_patch16",
+            ["vit_tini_patch16_224", *weights],
+            "unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16",
         ),
         (
-            ["--model", "vit_tiny_patch16_224", *weights, "--class-indices", str(indices)],
+            ["vit_tiny_patch16_224", *weights, "--class-indices", str(indices)],
             "has 4 outputs, from 0, but .* below is",
         ),
-        (["--model", "vit_tiny_patch16_224", *weights, "--class-indices", "none.txt"], "No such file or directory: 'none.txt'"),
-        (["--model", "vit_tiny_patch16_224", *weights, "--crop-pct", "1.5"], "crop_pct takes shares of the image"),
+        (["vit_tiny_patch16_224", *weights, "--class-indices", "none.txt"], "No such file or directory: 'none.txt'"),
+        (["vit_tiny_patch16_224", *weights, "--crop-pct", "1.5"], "crop_pct takes shares of the image"),
     ]:
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             tool.main([*given, *arguments])
@@ -178,7 +178,7 @@ def damaged(tmp_path):
             file.write(b"no image")
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
-    named = ["--model", "vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]
+    named = ["vitrel_vit_n8_none", "--weights", str(tmp_path / "w.pth"), "--img-size", "32"]
     data = ["--data", str(tmp_path / "data"), "--device", "cpu", "--protocols", "scale", "--attention-n", "0", "--no-report"]
     return [*named, *data], [os.fsdecode(path) for path in bad]
 
@@ -187,7 +187,7 @@ def damaged(tmp_path):
 def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, workers):
     """Also where their names are no UTF-8: the bytes are escaped."""
     (arguments, bad), out = damaged, tmp_path / "out"
-    tool.main([*arguments, "--sizes", "48", "--on-bad-image", "count", "--workers", workers, "--out", str(out)])
+    tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--workers", workers, "--out", str(out)])
     printed = capsys.readouterr().out.replace("\n", "")
     names = [name.replace("\udcff", "\\xff") for name in bad]
     assert (pd.read_csv(out / "results.csv")["left_out"] == 9).all()
@@ -196,29 +196,29 @@ def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, wor
     assert "9 of the images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
     assert "café" in set(pd.read_csv(out / "per_class.csv")["class"])
     # nothing is made again, and what is known stays known
-    tool.main([*arguments, "--sizes", "48", "--on-bad-image", "count", "--out", str(out)])
+    tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--out", str(out)])
     assert names[0] in capsys.readouterr().out and len(pd.read_csv(out / "bad_images.csv")) == 9
     with pytest.raises(SystemExit, match=r"error: .*cannot decode"):
-        tool.main([*arguments, "--sizes", "48", "--out", str(out)])
+        tool.main([*arguments, "--size", "48", "--out", str(out)])
 
 
 def test_rows_are_added_refused_or_moved_aside(tool, checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
-    asked = ["--checkpoint", path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
+    asked = [path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
     asked += ["--no-report", "--out", str(out)]
-    tool.main([*asked, "--n", "4", "--sizes", "80", "96"])
-    tool.main([*asked, "--n", "4", "--sizes", "48"])
+    tool.main([*asked, "--n", "4", "--size", "80", "96"])
+    tool.main([*asked, "--n", "4", "--size", "48"])
     assert len(pd.read_csv(out / "results.csv")) == 4 and "any of 4 sizes" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"error: .*n_asked: 4 there, 6 now.*--out.*--replace"):
-        tool.main([*asked, "--n", "6", "--sizes", "48"])
-    tool.main([*asked, "--n", "6", "--sizes", "48", "--replace"])
+        tool.main([*asked, "--n", "6", "--size", "48"])
+    tool.main([*asked, "--n", "6", "--size", "48", "--replace"])
     assert len(pd.read_csv(out / "results.csv")) == 2 and len(pd.read_csv(out / "replaced-1" / "results.csv")) == 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, tmp_path, capsys, monkeypatch, number, code):
     path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
-    measured = rows.measure
+    measured = run.measure
 
     def stopped(*given):
         left[0] -= 1
@@ -226,12 +226,12 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, t
             os.kill(os.getpid(), number)
         return measured(*given)
 
-    monkeypatch.setattr(rows, "measure", stopped)
-    asked = ["--checkpoint", path, "--data", "shapes", "--device", "cpu", "--n", "4", "--sizes", "80", "96", "--out", str(out)]
+    monkeypatch.setattr(run, "measure", stopped)
+    asked = [path, "--data", "shapes", "--device", "cpu", "--n", "4", "--size", "80", "96", "--out", str(out)]
     with pytest.raises(SystemExit) as caught:
         tool.main([*asked, "--attention-n", "0"])
-    said = capsys.readouterr().err
-    assert caught.value.code == code and said.count("\n") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == code
     assert f"2 rows saved in {out / 'results.csv'}" in said and "the same command" in said
     assert len(pd.read_csv(out / "results.csv")) == 2 and not list(out.glob(".*.part"))
 
@@ -245,14 +245,14 @@ def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path
                 Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
                     tmp_path / "data" / part / name / f"{i}.png"
                 )
-    script("tools/pack_shards.py").main([str(tmp_path / "data"), str(tmp_path / "shards")])
+    command("pack").main([str(tmp_path / "data"), str(tmp_path / "shards")])
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
-    named = ["--model", "vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
+    named = ["vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
     frames = []
     for data in ("data", "shards"):
         out = tmp_path / f"out-{data}"
-        asked = ["--data", str(tmp_path / data), "--sizes", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
+        asked = ["--data", str(tmp_path / data), "--size", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
         tool.main([*named, *asked, "--attention-n", "0", "--protocols", "scale", "--policies", "clip"])
         frames.append(pd.read_csv(out / "results.csv"))
     for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
@@ -275,11 +275,11 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     (val / "apple" / os.fsdecode(b"\xffcut.png")).write_bytes(b"")
     torch.manual_seed(0)
     torch.save(timm.create_model("vitrel_vit_n8_table", num_classes=2, img_size=32).state_dict(), tmp_path / "w.pth")
-    named = ["--model", "vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
+    named = ["vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
     asked = [
         "--data",
         str(tmp_path / "data"),
-        "--sizes",
+        "--size",
         "48",
         "--device",
         "cpu",

@@ -6,9 +6,7 @@ The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorb
 """
 
 import logging
-import os
 import shlex
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +33,8 @@ from vitrel.train.ranks import Ranks
 from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Predictions, Summary
 
-USAGE = "train.py fit --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
+USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
+GO_ON = "go on with the same command and --ckpt_path auto"
 LINKED = {
     "data.seed": "seed_everything",
     "model.seed": "seed_everything",
@@ -92,7 +91,7 @@ class SaveConfig(SaveConfigCallback):
 class TrainCLI(LightningCLI):
     """`fit` alone, with the run's folder, logs, checkpoints and seed decided in one place."""
 
-    def __init__(self, *args: Any, go_on: str = "", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, go_on: str = GO_ON, **kwargs: Any) -> None:
         self.go_on = go_on
         super().__init__(*args, **kwargs)
 
@@ -110,12 +109,8 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
         """Check, then parse; SystemExit 2 with the reason on stderr when a key, a value or a class is not allowed."""
-        typed = args is None and "TORCHELASTIC_RUN_ID" not in os.environ  # and not given by a program, or to torchrun
-        args = sys.argv[1:] if args is None else args
-        args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args]
+        args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args or []]
         self.command = shlex.join(args)
-        again = f": {shlex.join(['python', sys.argv[0], *_without('--ckpt_path', args), '--ckpt_path', 'auto'])}"
-        self.go_on = self.go_on or f"go on with{again if typed else ' the same command and --ckpt_path auto'}"
         keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
         keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
         guard.restrict_imports()
@@ -199,10 +194,10 @@ class TrainCLI(LightningCLI):
             raise
 
 
-def run(args: list[str] | None = None, go_on: str = "") -> TrainCLI:
-    """Train as the command line `args` says, e.g. ["fit", "--config", "configs/train_imagefolder.yaml"]; sys.argv when None.
+def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
+    """Train as the command line `args` says, e.g. ["fit", "--config", "configs/train_imagefolder.yaml"].
 
-    go_on: how to go on with a run that was stopped, which its last words say; with --ckpt_path auto, unless given.
+    go_on: how to go on with a run that was stopped, which is the last line that it prints.
 
     Returns:
         The finished command line: `.trainer`, `.model`, `.datamodule`, `.config`.
@@ -240,13 +235,6 @@ def run(args: list[str] | None = None, go_on: str = "") -> TrainCLI:
             auto_configure_optimizers=False,
             go_on=go_on,
         )
-
-
-def _without(option: str, args: list[str]) -> list[str]:
-    kept = [arg for arg in args if not arg.startswith(f"{option}=")]
-    while option in kept:
-        del kept[kept.index(option) : kept.index(option) + 2]
-    return kept
 
 
 def _seed(value: int | bool) -> int:

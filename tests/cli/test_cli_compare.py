@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import script
+from helpers import command
 from vitrel.train import several
 
 CONFIG = {
@@ -26,7 +26,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/compare.py")
+    return command("compare")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def finished(tool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
-    tool.main([str(path), "--runs", str(folder), "--jobs", "1"])
+    tool.main([str(path), "--out", str(folder), "--jobs", "1"])
     return folder
 
 
@@ -47,7 +47,7 @@ def again(tool, finished, tmp_path, capsys):
     def run(**changes):
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(CONFIG | changes))
-        tool.main([str(path), "--runs", str(tmp_path), "--jobs", "1"])
+        tool.main([str(path), "--out", str(tmp_path), "--jobs", "1"])
         return capsys.readouterr().out
 
     return run
@@ -81,7 +81,7 @@ def test_a_comparison_from_training_to_plots(finished):
 
 def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.rows.measure", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
     assert "parameters interpolated (absolute bicubic) at 64x96 (state dict bit-identical)" in printed
@@ -106,7 +106,7 @@ def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsys, monkeypatch, number, code):
-    monkeypatch.setattr("vitrel.evaluate.rows.measure", lambda *given: os.kill(os.getpid(), number))
+    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *given: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:
         again(evaluate=CONFIG["evaluate"] | {"sizes": [64, "64x96", 80]})
     assert caught.value.code == code and "16 rows saved in" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes", place], "models": [*CONFIG["models"][1:], aid]}))
-    tool.main([str(path), "--runs", str(tmp_path), "--jobs", "2"])
+    tool.main([str(path), "--out", str(tmp_path), "--jobs", "2"])
     assert "[1/1] rope-seed0: training for 1 epochs" in capsys.readouterr().out
     shapes, place = (pd.read_csv(tmp_path / "trial" / name / "results.csv") for name in ("shapes", "shapes-place"))
     assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
@@ -167,7 +167,7 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     assert len(pairs) == 2 * 2 * 2
     aid["model_args"]["position_args"]["scaling"] = "linear"  # under the same label
     path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes"], "models": [*CONFIG["models"][1:], aid]}))
-    tool.main([str(path), "--runs", str(tmp_path), "--no-report", "--jobs", "1"])
+    tool.main([str(path), "--out", str(tmp_path), "--no-report", "--jobs", "1"])
     changed = pd.read_csv(tmp_path / "trial" / "shapes" / "results.csv").query("label == 'aid'")
     assert set(changed["model_args"]) != set(shapes.query("label == 'aid'")["model_args"]) and len(changed) == 2 * 2 * 2
     same = pairs.xs("64x64", level="img_size")

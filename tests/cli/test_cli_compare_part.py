@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from helpers import script
+from helpers import command
 from vitrel.train import several
 
 CONFIG = {
@@ -25,7 +25,7 @@ def compare(tmp_path, monkeypatch, capsys):
     for split in ("train", "val"):
         for name in ("cat", "dog"):
             (tmp_path / "folders" / "animals" / split / name).mkdir(parents=True)
-    tool, trained, evaluated = script("tools/compare.py"), [], []
+    tool, trained, evaluated = command("compare"), [], []
     configs = {}
 
     def train_one(config, place):
@@ -37,17 +37,17 @@ def compare(tmp_path, monkeypatch, capsys):
         evaluated.append(folder.relative_to(tmp_path).as_posix())
 
     monkeypatch.setattr(several, "train_one", train_one)
-    monkeypatch.setattr(tool, "check_data", lambda *args: None)
-    monkeypatch.setattr(tool, "trained_models", lambda *args: [])
-    monkeypatch.setattr(tool, "run_sweep", run_sweep)
-    monkeypatch.setattr(tool, "summary", lambda rows: "")
-    monkeypatch.setattr(tool, "left_out_note", lambda rows, folder: "")
+    monkeypatch.setattr("vitrel.evaluate.run.check_data", lambda *args: None)
+    monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
+    monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
+    monkeypatch.setattr("vitrel.evaluate.run.summary", lambda rows: "")
+    monkeypatch.setattr("vitrel.evaluate.results.left_out_note", lambda rows, folder: "")
 
     def run(*arguments, **changes):
         trained.clear(), evaluated.clear(), capsys.readouterr()
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(CONFIG | changes))
-        tool.main([str(path), "--runs", str(tmp_path), "--jobs", "1", *arguments])
+        tool.main([str(path), "--out", str(tmp_path), "--jobs", "1", *arguments])
         return list(trained), list(evaluated), capsys.readouterr().out
 
     run.trained, run.configs = trained, configs

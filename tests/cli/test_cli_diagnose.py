@@ -1,4 +1,4 @@
-"""tools/diagnose.py: the table, its JSON, the picture, and messages instead of traces."""
+"""`vitrel diagnose`: the table, its JSON, the picture, and messages instead of traces."""
 
 import json
 
@@ -7,23 +7,25 @@ import timm
 from PIL import Image
 
 import vitrel
-from helpers import script
+from helpers import command
 
 SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
 
 
 @pytest.fixture(scope="module")
 def tool():
-    return script("tools/diagnose.py")
+    return command("diagnose")
 
 
 def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
     small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
+    diagnose = vitrel.diagnose
+    monkeypatch.setattr("vitrel.models.create.check_model_name", lambda name: None)
     monkeypatch.setattr(
-        tool, "diagnose", lambda name, *args, **kw: vitrel.diagnose(small if "tiny" in name else name, *args, **kw)
+        "vitrel.inspect.diagnose.diagnose", lambda name, *args, **kw: diagnose(small if "tiny" in name else name, *args, **kw)
     )
     files = tmp_path / "leak.json", tmp_path / "leak.png"
-    tool.main(["swin_tiny", "vitrel_swin_n", "--sizes", "64", "60x48", "--json", str(files[0]), "--plot", str(files[1])])
+    tool.main(["swin_tiny", "vitrel_swin_n", "--size", "64", "60x48", "--json", str(files[0]), "--plot", str(files[1])])
     text = capsys.readouterr().out
     assert "64x64" in text and "60x48" in text and "tokens see across opposite borders at 2 of 2 sizes" in text
     assert "no token sees across a border" in text
@@ -34,7 +36,7 @@ def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
 
 
 def test_the_names_on_the_command_line(tool, capsys):
-    tool.main(["test_convnext", "test_vit", "--sizes", "96"])
+    tool.main(["test_convnext", "test_vit", "--size", "96"])
     text = capsys.readouterr().out
     assert "no attention can be seen in it" in text and "pos_embed bicubic" in text
 
@@ -42,10 +44,9 @@ def test_the_names_on_the_command_line(tool, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["test_vitt", "--sizes", "96"], "unknown model 'test_vitt'; nearest: test_vit"),
-        (["test_vit", "--sizes", "96y"], "'96y' is not an image size"),
-        (["test_vit", "--sizes", "96", "--json", "no/such/folder.json"], "no/such/folder.json"),
-        (["test_vit", "--sizes", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),
+        (["test_vitt", "--size", "96"], "unknown model 'test_vitt'; nearest: test_vit"),
+        (["test_vit", "--size", "96", "--json", "no/such/folder.json"], "no/such/folder.json"),
+        (["test_vit", "--size", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),
     ],
 )
 def test_bad_input_ends_with_a_message(tool, arguments, message):
@@ -54,7 +55,8 @@ def test_bad_input_ends_with_a_message(tool, arguments, message):
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
-def test_sizes_are_needed(tool, capsys):
+@pytest.mark.parametrize(("arguments", "message"), [([], "--size"), (["--size", "96y"], "'96y' is not an image size")])
+def test_sizes_are_needed(tool, capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
-        tool.main(["test_vit"])
-    assert stop.value.code == 2 and "--sizes" in capsys.readouterr().err
+        tool.main(["test_vit", *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""The `vitrel` command as a whole: help and usage errors at once, exit statuses, and subcommands without a file of tests."""
+
+import inspect
+import json
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import vitrel
+from vitrel import cli
+from vitrel.cli import train
+from vitrel.extras import EXTRAS, MissingExtra, absent, optional_import
+
+HEAVY = ("torch", "timm", "numpy", "pandas", "lightning", "matplotlib")
+
+
+def started(*arguments):
+    """(finished process, seconds of processor time, heavy modules that it imported) of `python -m vitrel`."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-X", "importtime", "-m", "vitrel", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, modules & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["nonsense"], 2),
+        (["train", "--help"], 0),
+        (["train"], 2),
+        (["train", "--config", "nowhere.yaml"], 2),
+        (["train", "--data.data", "nowhere"], 1),
+        (["compare", "nowhere"], 1),
+        (["evaluate", "a", "--size", "big", "--data", "shapes"], 2),
+        (["evaluate", "a", "--size", "96", "--data", "nowhere"], 1),
+        (["diagnose", "a", "--size", "96", "--json", "no/such/file.json"], 1),
+        (["completion", "bash"], 0),
+    ],
+)
+def test_help_and_mistakes_answer_at_once(arguments, status):
+    done, seconds, heavy = started(*arguments)
+    assert done.returncode == status and heavy == set() and seconds < 1
+    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert "Traceback" not in said and (said if status else done.stdout)
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and f"usage: vitrel {name}" in text and f"vitrel {name} " in text.partition("\n\n")[2]
+
+
+def test_the_same_thing_has_the_same_option_everywhere():
+    [commands] = cli.build_parser(cli.COMMANDS)._subparsers._group_actions
+    options = {}
+    for name, parser in commands.choices.items():
+        for action in parser._actions:
+            for option in action.option_strings:
+                options.setdefault(option, {})[name] = (type(action).__name__, action.metavar)
+    assert not {"--sizes", "--checkpoint", "--model", "--runs", "-o"} & set(options)
+    for option in ("--json", "--model-args", "--pretrained"):
+        assert len(options[option]) > 1 and len(set(options[option].values())) == 1, option
+    assert set(options["--size"]) >= {"diagnose", "evaluate", "export", "plot"}
+
+
+def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
+    from vitrel.train import Classifier, ImageData
+    from vitrel.train.command import Run
+
+    known = {"data": ImageData.__init__, "model": Classifier.__init__, "run": Run.__init__}
+    named = {(section, key) for section, key in re.findall(r"--(data|model|run)\.(\w+)", train.HELP)}
+    for section, key in named:
+        assert key in inspect.signature(known[section]).parameters, f"{section}.{key}"
+    decided = {"self", "seed", "num_classes", "img_size"}  # by the data and by seed_everything
+    assert {key for section, key in named if section == "model"} == set(inspect.signature(known["model"]).parameters) - decided
+    assert len(train.HELP.splitlines()) <= 50
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"vitrel {vitrel.__version__}\n"
+
+
+def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
+    cli.main(["doctor", "--json", str(tmp_path / "found.json")])
+    text, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert found["versions"]["torch"] in text and found["versions"]["vitrel"] == vitrel.__version__
+    assert set(found["extras"]) == set(EXTRAS) and found["system"]["python"] in text
+    serves = found["attention"]["cpu, inference"]
+    assert sum(line.lstrip()[0].isdigit() for line in serves) == 2 and any("triton: " in line for line in serves)
+
+
+def test_doctor_names_the_extras_that_are_missing(monkeypatch, capsys):
+    monkeypatch.setitem(EXTRAS, "onnx", ("onnx_of_nobody",))
+    cli.main(["doctor"])
+    text = capsys.readouterr().out
+    assert "onnx: lacks onnx_of_nobody" in text and "pip install 'vitrel[onnx]'" in text
+
+
+def test_explain_an_encoding_and_a_model(capsys):
+    cli.main(["explain", "log_decay", "--grid", "1x3", "--query", "0", "--options", "{decay: 0.3}"])
+    assert "attention on a 1x3 grid, position: log_decay" in capsys.readouterr().out
+    cli.main(["explain", "vitrel_vit_n8_table", "--grid", "2x2", "--query", "1", "--layer", "-1"])
+    assert "attention on a 2x2 grid" in capsys.readouterr().out
+    for arguments, message in (
+        (["tabel"], "unknown model 'tabel'"),
+        (["vitrel_vit_n8_table", "--layer", "9"], "there is no layer 9"),
+        (["resnet18"], "has no attention layers of vitrel"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["explain", *arguments])
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch):
+    with pytest.raises(MissingExtra, match=r"pip install 'vitrel\[evaluate\]'"), optional_import():
+        raise ModuleNotFoundError("No module named 'pandas'", name="pandas.core")
+    with pytest.raises(ModuleNotFoundError, match="mine"), optional_import():
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+    assert absent("evaluate") == []
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.delitem(sys.modules, "vitrel.evaluate.report.html", raising=False)
+    with pytest.raises(SystemExit, match=r"error: plotly is not installed: pip install 'vitrel\[evaluate\]'"):
+        cli.main(["report", "nowhere"])
+
+
+def test_the_command_registers_the_models_when_it_needs_them():
+    """It imports the package without them, for the sake of --help."""
+    code = "import sys; sys.argv[0] = 'vitrel'; import vitrel; assert 'torch' not in sys.modules; import vitrel.cli as cli; "
+    code += "cli.main(['diagnose', 'vitrel_vit_n8_none', '--size', '40']); import timm; assert timm.is_model('vitrel_swin_t')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code = "import vitrel, timm; assert timm.is_model('vitrel_swin_t') and vitrel.relativize and vitrel.inspect.diagnose"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

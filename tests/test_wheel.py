@@ -1,0 +1,85 @@
+"""The wheel alone, in a fresh environment: what it needs, what it can do, and what the extras are for."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from helpers import ROOT
+from vitrel.extras import EXTRAS
+
+USE = """
+import timm, torch, vitrel
+model = timm.create_model("vitrel_swin_n", num_classes=3).eval()
+image = torch.randn(1, 3, 40, 72)
+vitrel.save_pretrained(model, "swin.safetensors")
+again = timm.create_model("vitrel_swin_n", num_classes=3).eval()
+vitrel.load_pretrained(again, "swin.safetensors")
+assert torch.equal(model(image), again(image))
+from vitrel.export import export_model
+export_model(model, "swin.pt2", "exported", 40)
+try:
+    import vitrel.train
+except ImportError as error:
+    assert "pip install 'vitrel[train]'" in str(error), error
+else:
+    raise AssertionError("lightning is no part of the base installation")
+"""
+
+
+def test_extras_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w-]+", text)[0] for texts in project["optional-dependencies"].values() for text in texts}
+    names = {"cv2": "opencv-python-headless"}
+    for extra, modules in EXTRAS.items():
+        assert {names.get(module, module) for module in modules} <= declared, extra
+    assert {re.match(r"\w+", text)[0] for text in project["dependencies"]} == {"torch", "timm", "numpy"}
+
+
+@pytest.mark.slow
+def test_the_wheel_alone(tmp_path):
+    """Installed in an empty environment and used in an empty folder; minutes, most of them for torch."""
+    pytest.importorskip("hatchling")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_TARGET"))}
+
+    def run(*command, status=0):
+        done = subprocess.run([*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == status, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout + done.stderr
+
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "vitrel", source / "vitrel", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
+    shutil.rmtree(source)
+    [wheel] = tmp_path.glob("vitrel-*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    here = tmp_path / "venv" / "bin"
+    run(here / "pip", "install", "--quiet", wheel)
+    assert "benchmark" not in run(here / "python", "-m", "zipfile", "--list", wheel)
+    assert run(here / "vitrel", "--version").startswith("vitrel ")
+    (tmp_path / "use.py").write_text(USE)
+    run(here / "python", "use.py")
+    table = run(here / "vitrel", "diagnose", "swin_tiny_patch4_window7_224", "--size", "224", "320")
+    assert "320x320" in table and "see across opposite borders" in table
+    report = run(here / "vitrel", "doctor")
+    assert "lacks lightning" in report and "pip install 'vitrel[train]'" in report
+    for command, extra in ((("compare", "quickstart"), "evaluate"), (("train", "--data.data", "shapes"), "train")):
+        assert f"pip install 'vitrel[{extra}]'" in run(here / "vitrel", *command, status=1)
+    run(
+        here / "vitrel",
+        "export",
+        "vitrel_swin_n",
+        "--weights",
+        "swin.safetensors",
+        "--format",
+        "safetensors",
+        "--out",
+        "folder",
+    )
+    assert (tmp_path / "folder" / "config.json").is_file()

@@ -1,0 +1,81 @@
+"""The `vitrel` command: one file per subcommand, with what several of them share in `options`.
+
+Nothing here imports torch before the command line is parsed, so that help and usage errors answer at once.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Collection, Sequence
+
+from vitrel.command_line import reported, terminable
+
+COMMANDS = {  # name: what it does, in the order of a project
+    "doctor": "print what a bug report needs: versions, devices, attention backends, missing extras",
+    "diagnose": "what happens to position in any timm model at other image sizes; no data, no weights",
+    "train": "train a model on an image folder, from a YAML file",
+    "evaluate": "accuracy of trained models at many resolutions: tables, plots, a report",
+    "compare": "train several models, evaluate each at many resolutions, say what had to be resized",
+    "report": "build report.html again from the files of an evaluation",
+    "plot": "draw what position does in a model: by offset, along the axes, in the attention of an image",
+    "explain": "attention with position taken apart into its steps, for a few tokens of a small grid",
+    "convert": "anyone's weights as those of a vitrel model, with a report of every tensor",
+    "export": "a trained model as a torch.export program, an ONNX graph, or a folder for timm",
+    "pack": "an image folder as tar shards, which are read in order instead of file by file",
+    "completion": "print the script that lets a shell complete this command",
+}
+EPILOG = """exit status: 0 done, 1 bad settings, data or files, 2 bad usage, 130 stopped by ctrl-c, 143 stopped by SIGTERM
+
+vitrel COMMAND --help says more about each."""
+
+ANEW = "nothing was saved; the same command starts anew"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, sys.argv without the program when None.
+
+    Raises SystemExit with the statuses of EPILOG; returns where all is done.
+    """
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    if argv[:1] == ["train"]:  # Lightning parses the rest
+        importlib.import_module("vitrel.cli.train").run(argv[1:])
+        return
+    args = build_parser(argv[:1]).parse_args(argv)
+    with reported(args.go_on), terminable():
+        args.run(args)
+
+
+def build_parser(whole: Collection[str]) -> argparse.ArgumentParser:
+    """The parser with all subcommands; those in `whole` with their options too."""
+    parser = argparse.ArgumentParser(
+        prog="vitrel",
+        description="Two-dimensional position in vision transformers, at any resolution.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and end")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, what in COMMANDS.items():
+        if name in whole and name != "train":
+            module = importlib.import_module(f"vitrel.cli.{name}")
+            how = {"description": (module.__doc__ or "").strip(), "formatter_class": argparse.RawDescriptionHelpFormatter}
+            own = commands.add_parser(name, help=what, allow_abbrev=False, **how)
+            own.set_defaults(run=module.run, usage_error=own.error, go_on=getattr(module, "GO_ON", ANEW))
+            module.add_arguments(own)
+        else:
+            commands.add_parser(name, help=what)
+    return parser
+
+
+class _Version(argparse.Action):
+    """--version, read from the installed package when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **how: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=str(how.get("help", "")))
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from vitrel import __version__
+
+        print(f"vitrel {__version__}")
+        parser.exit()

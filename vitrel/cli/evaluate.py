@@ -1,0 +1,135 @@
+"""Evaluate models at many resolutions: tables, plots, a report, and one verdict per model on what had to be resized.
+
+    vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
+    vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
+
+Writes results.csv, per_class.csv, translation.csv (--shifts), bad_images.csv, table.md, plots/*.png and report.html into --out.
+The training size is always evaluated too. Rows that are there already are not made again: the same command goes on with what
+was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, data or settings are
+refused there; --replace moves them aside. --dry-run prints every row to come and what it costs.
+
+Several processes share the images, one GPU each where there are GPUs; the numbers are those of one process:
+
+    torchrun --nproc_per_node=2 -m vitrel evaluate runs/a --data shapes --size 48 96
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitrel.cli.options import add_models, add_sizes, check_data, open_models
+from vitrel.command_line import one_line
+
+if TYPE_CHECKING:
+    from vitrel.evaluate.models import Trained
+
+GO_ON = "the same command goes on from here"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vitrel evaluate`."""
+    add_models(parser, many=True)
+    add_sizes(parser, "the sizes to evaluate at", required=True)
+    add = parser.add_argument
+    add("--data", required=True, help='"shapes", a folder that holds val/<class>/, a folder of shards, or <set>:<root>')
+    add("--out", type=Path, default=Path("runs/evaluate"), help="folder; default %(default)s; rows are added to those it holds")
+    add("--protocols", nargs="+", help="scale (objects grow) and canvas (object size kept); default both")
+    add("--policies", nargs="+", help="policies of windows (keep, divisor, rescale) and of encodings; default all models have")
+    add("--crop-pct", type=float, nargs="+", help="shares that the centre crop keeps, each evaluated; default the model's own")
+    add("--shifts", type=int, nargs="+", default=[], help="pixels by which the content is moved at the training size")
+    add("--attention-n", type=int, default=16, help="images that attention is measured on, 0 for none; default %(default)s")
+    add("--no-border-leak", dest="border_leak", action="store_false", help="skip the test for attention across borders")
+    add("--batch-size", type=int, default=128, help="halved when memory runs out, and recorded; default %(default)s")
+    add("--n", type=int, help="number of images; default all")
+    add("--data-seed", type=int, default=0, help="of generated or sampled images")
+    add("--workers", type=int, default=0, help="processes that decode images")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--dtype", default="float32", help="float32, or bfloat16 autocast on a GPU")
+    add("--compile", action="store_true", help="run the models by torch.compile")
+    add("--optimize", action="store_true", help="run the models by vitrel.optimize, which is faster on many processors")
+    add("--on-bad-image", choices=("raise", "count"), default="raise",
+        help="an unreadable image ends the evaluation, or is left out, counted and named; default %(default)s")  # fmt: skip
+    add("--replace", action="store_true",
+        help="rows in --out that are not asked for now are first moved into a folder replaced-1, -2, ... there")  # fmt: skip
+    add("--dry-run", action="store_true", help="print every row with its cost and what would be resized, and do nothing")
+    add("--no-report", dest="report", action="store_false", help="write no report.html")
+    add("--mean", type=float, nargs="+", help="of the pixels, from 0 to 1, here and below in the place of the pretrained_cfg's")
+    add("--std", type=float, nargs="+", help="of the pixels")
+    add("--interpolation", help="bicubic or bilinear")
+    add("--class-indices", type=Path, help="file with a class and the index of the model's output on every line")
+    add("--restrict", action="store_true", help="let only the outputs of the data's classes compete")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluates what the options ask for, in one process or several."""
+    check_data(args.data)
+    from vitrel.evaluate.processes import OtherProcessError, joined
+
+    try:
+        with joined():
+            _run(args)
+    except OtherProcessError as error:  # which printed it too; the log of process 0 may be all there is
+        sys.exit(f"error: {one_line(error)}" if int(os.environ["RANK"]) == 0 else 1)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from vitrel.evaluate.models import read_class_indices
+    from vitrel.evaluate.processes import rank_and_world
+    from vitrel.evaluate.results import left_out_note
+    from vitrel.evaluate.run import describe_plan, evaluate_rows, run_sweep, summary
+    from vitrel.evaluate.settings import PROTOCOLS, Sweep
+
+    sweep = Sweep(
+        data=args.data,
+        sizes=tuple(args.size),
+        protocols=tuple(args.protocols or PROTOCOLS),
+        policies=tuple(args.policies) if args.policies else None,
+        n=args.n,
+        data_seed=args.data_seed,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        device=args.device,
+        dtype=args.dtype,
+        on_bad_image=args.on_bad_image,
+        crop_pct=args.crop_pct,
+        shifts=args.shifts,
+        attention_n=args.attention_n,
+        border_leak=args.border_leak,
+        compile=args.compile,
+        optimize=args.optimize,
+    )
+    given = {"mean": args.mean, "std": args.std, "interpolation": args.interpolation}
+    models = _labelled(
+        open_models(
+            args,
+            preprocessing={name: value for name, value in given.items() if value is not None},
+            outputs=None if args.class_indices is None else read_class_indices(args.class_indices),
+            restrict=args.restrict,
+        )
+    )
+    if args.dry_run:
+        text = describe_plan(models, sweep, args.out, args.replace)
+        print(text if rank_and_world()[0] == 0 else "", end="")
+        return
+    if rank_and_world()[0] > 0:
+        for _ in evaluate_rows(models, sweep):
+            pass  # process 0 prints and writes
+        return
+    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace)
+    files = ["results.csv", "per_class.csv", *(["translation.csv"] if args.shifts else []), "table.md", "plots/"]
+    print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
+    if args.report:
+        print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")
+
+
+def _labelled(models: list["Trained"]) -> list["Trained"]:
+    """Models of the same name are told apart by their path: only `vitrel compare` knows which are seeds of one run."""
+    times = Counter(trained.name for trained in models)
+    models = [replace(model, label=f"{model.name} ({model.path})") if times[model.name] > 1 else model for model in models]
+    if twice := [label for label, n in Counter(model.label for model in models).items() if n > 1]:
+        raise ValueError(f"{twice[0]} is given twice: its rows would count as two seeds")
+    return models

@@ -1,0 +1,84 @@
+"""Attention with position taken apart into its steps, for a few tokens of a small grid, as a text to follow.
+
+    vitrel explain table --grid 2x3 --query 1
+    vitrel explain log_decay --grid 1x5 --options '{decay: 0.3}' --query 0
+    vitrel explain runs/a --grid 2x3 --layer 0
+
+ENCODING is a key of vitrel.POSITIONS with its values as initialised; of a MODEL it is the encoding of one layer, as trained.
+Queries, keys and values are drawn by --seed: `vitrel.explain` in Python takes your own.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitrel.cli.options import MODEL, checked, mapping
+from vitrel.sizes import Size, parse_size
+
+if TYPE_CHECKING:
+    from vitrel.position import PositionEncoding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vitrel explain`."""
+    add = parser.add_argument
+    add("model", metavar="ENCODING|MODEL", help=f"a key of vitrel.POSITIONS, or {MODEL}")
+    add("--grid", type=checked(_grid), default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
+    add("--query", type=int, help="one query alone, counted from 0; default all")
+    add("--head", type=int, default=0, help="default %(default)s")
+    add("--heads", type=int, default=1, help="heads of an ENCODING that is built here; default %(default)s")
+    add("--dim", type=int, default=4, help="width of a head of an ENCODING that is built here; default %(default)s")
+    add("--options", type=mapping, default={}, metavar="YAML", help="of the ENCODING, e.g. '{decay: 0.3}'")
+    add(
+        "--weights",
+        type=Path,
+        nargs=1,
+        default=[],
+        metavar="FILE",
+        help="of a MODEL given by name; else random, by a fixed seed",
+    )
+    add("--layer", type=int, default=0, help="of a MODEL, from 0 or from the end; default %(default)s")
+    add("--seed", type=int, default=0, help="of queries, keys and values; default %(default)s")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the explanation."""
+    import torch
+
+    from vitrel.inspect.explain import explain
+    from vitrel.position import POSITIONS
+
+    if args.model in POSITIONS:
+        position, options, heads, dim = args.model, args.options, args.heads, args.dim
+    else:
+        if args.options:
+            raise ValueError("--options are those of an ENCODING: a MODEL has its own")
+        position, heads, dim = _of_layer(args)
+        options = {}
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = args.grid[0] * args.grid[1]
+    q, k, v = (torch.randn(heads, tokens, dim, generator=generator, dtype=torch.float64) for _ in range(3))
+    print(explain(q, k, v, position, args.grid, args.query, head=args.head, **options))
+
+
+def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int]:
+    """The encoding of one layer of a model, its heads and their width."""
+    from vitrel.cli.options import open_models
+    from vitrel.layers.attention import Attention
+
+    args.pretrained, args.model_args, args.img_size = False, {}, None
+    [trained] = open_models(args, random=True)
+    layers = [module for module in trained.model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise ValueError(f"{args.model} has no attention layers of vitrel: vitrel diagnose looks at other models")
+    if not -len(layers) <= args.layer < len(layers):
+        raise ValueError(f"there is no layer {args.layer}: the model has layers 0 to {len(layers) - 1}")
+    layer = layers[args.layer]
+    return layer.position, layer.num_heads, layer.head_dim
+
+
+def _grid(text: str) -> Size:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no grid: write rows x columns as 2x3") from None

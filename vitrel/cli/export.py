@@ -1,0 +1,54 @@
+"""Export a trained model: a torch.export program, an ONNX graph, or a folder that timm.create_model("local-dir:...") reads.
+
+    vitrel export runs/a --format onnx --dynamic-size
+    vitrel export vitrel_swin_t --weights swin_t.safetensors --format exported --size 224x320 --out swin_t.pt2
+
+The batch is free; --dynamic-size frees height and width too. What was written is read back and compared with the model at
+several batches and sizes first; where that fails, nothing is left behind.
+"""
+
+import argparse
+from pathlib import Path
+
+from vitrel.cli.options import add_models, add_sizes, is_name, open_models
+
+FORMATS = ("exported", "onnx", "safetensors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vitrel export`."""
+    add_models(parser)
+    add_sizes(parser, "the size to trace at, default that of training", many=False)
+    add = parser.add_argument
+    add("--format", choices=FORMATS, required=True)
+    add("--dynamic-size", action="store_true", help="height and width stay free, not only the batch")
+    add("--out", type=Path, metavar="PATH", help="default: beside the checkpoint or the weights, .pt2, .onnx or a folder")
+    add("--overwrite", action="store_true", help="replace an existing output")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the file or folder and prints how it was checked."""
+    from vitrel.export import SUFFIXES, TOLERANCE, export_model
+
+    [trained] = open_models(args)
+    out = args.out or (args.weights[0] if args.weights else trained.path).with_suffix(SUFFIXES[args.format])
+    about = {"encoding": trained.encoding}
+    if not is_name(args.model):
+        names = ("classes", "img_size", "mean", "std", "crop_pct", "interpolation")
+        about |= {"model": trained.name} | {name: getattr(trained, name) for name in names}
+    try:
+        checks = export_model(trained.model, out, args.format, args.size, args.dynamic_size, about, args.overwrite)
+    except (RuntimeError, TypeError) as error:  # of tracing, and of a model of another library
+        raise ValueError(str(error)) from error
+    except FileExistsError as error:
+        raise FileExistsError(str(error).replace("pass overwrite", "pass --overwrite")) from error
+    print(f"{'images':>16}  largest error, of {TOLERANCE:.0e} allowed")
+    for batch, (h, w), error in checks:
+        print(f"{f'{batch} of {h}x{w}':>16}  {error:.1e}")
+    print(f"written to {out}: {_serves(args)}")
+
+
+def _serves(args: argparse.Namespace) -> str:
+    if args.format == "safetensors":
+        return "timm.create_model('local-dir:...', pretrained=True) after `import vitrel`, any size"
+    return f"any batch, {'any size that leaves two tokens' if args.dynamic_size else 'this size alone'}"

@@ -1,0 +1,117 @@
+"""Options that mean the same in every subcommand: models, weights, sizes, folders."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrel.sizes import Size, parse_size
+
+if TYPE_CHECKING:
+    from vitrel.evaluate.models import Trained
+
+MODEL = "a checkpoint, the folder of its run, local-dir:FOLDER, or a name of timm.list_models()"
+
+
+def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
+    """The positional argument, and the options that give a model by name its weights.
+
+    many: one or several models. random: without weights they are drawn, by a fixed seed. needed: at least one.
+    """
+    count: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {} if needed else {"nargs": "?"}
+    parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **count)
+    group = parser.add_argument_group("models by name")
+    add = group.add_argument
+    files = "a file for each, in their order" if many else "a file"
+    otherwise = "; random weights, by a fixed seed, where there are none" if random else ""
+    add("--weights", type=Path, nargs="+" if many else 1, default=[], metavar="FILE",
+        help=f"{files}: .safetensors, .pth, .bin, .npz, or a checkpoint of timm's train.py{otherwise}")  # fmt: skip
+    add("--pretrained", action="store_true", help="weights that timm has for that name, from its cache or the network")
+    add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{reg_tokens: 4}'")
+    add("--img-size", type=size, metavar="SIZE", help="the size it was trained at; default that of its pretrained_cfg")
+
+
+def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["Trained"]:
+    """The models of `add_models`, in evaluation mode on the CPU. about: see `vitrel.evaluate.models.trained_model`.
+
+    ValueError or OSError for what cannot be opened, for weights without a name that takes them, and for a name without weights.
+    """
+    from vitrel.evaluate.models import load_checkpoint, load_model, random_model
+
+    given = args.models if hasattr(args, "models") else [args.model]
+    weights, named = [*args.weights], [one for one in given if is_name(one)]
+    if weights and args.pretrained:
+        raise ValueError("--weights and --pretrained exclude each other: a model has the weights of one of the two")
+    if weights and len(weights) != len(named):
+        raise ValueError(
+            f"--weights takes one file for each model given by name, in their order: {len(weights)} for {len(named)}"
+        )
+    found = []
+    for one in given:
+        if is_name(one) and random and not weights and not args.pretrained:
+            found.append(random_model(one, args.model_args, img_size=args.img_size, **about))
+        elif is_name(one) or one.startswith("local-dir:"):
+            file = weights.pop(0) if is_name(one) and weights else None
+            how = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
+            found.append(load_model(one, file, **how, **about))
+        else:
+            path = Path(one)
+            found.append(load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path))
+    return found
+
+
+def is_name(model: str) -> bool:
+    """Whether a model is given by its name in timm's registry, and not by a file or a folder."""
+    return (
+        not model.startswith("local-dir:") and not Path(model).exists() and Path(model).suffix not in (".ckpt", ".pth", ".pt")
+    )
+
+
+def check_data(place: str) -> None:
+    """FileNotFoundError where a folder of data is missing, before anything that takes seconds is imported."""
+    if place != "shapes" and ":" not in place and not Path(place).is_dir():
+        raise FileNotFoundError(
+            f'no folder {place}: data is "shapes", a folder that holds train/<class>/ and val/<class>/, a folder of shards, or '
+            "<set>:<folder>"
+        )
+
+
+def add_sizes(parser: argparse.ArgumentParser, what: str, many: bool = True, required: bool = False) -> None:
+    """--size: pixels, one number or height x width; several where `many`."""
+    parser.add_argument("--size", type=size, nargs="+" if many else None, required=required, metavar="SIZE",
+                        help=f"{what}: pixels, 224, or height x width as 160x224")  # fmt: skip
+
+
+def size(text: str) -> Size:
+    """A size for argparse, which turns the error into a usage error."""
+    return checked(parse_size)(text)
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """A YAML mapping for argparse."""
+    from vitrel.plain_yaml import read_mapping
+
+    return checked(read_mapping)(text)
+
+
+def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read` for argparse: what it says of a wrong value is shown as a usage error."""
+
+    def checked_value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked_value
+
+
+def write_json(path: str, content: Any) -> None:
+    """Writes `content` as JSON into a file; "-" is standard output."""
+    text = json.dumps(content, indent=1, default=str) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, "utf-8")

@@ -1,0 +1,87 @@
+"""Pack a folder of images into tar shards, which are read in order instead of file by file; or verify shards.
+
+    vitrel pack imagenet imagenet-shards --workers 8
+    vitrel pack imagenet imagenet-256 --resize 256 --shard-size 200MB --workers 8
+    vitrel pack --verify imagenet-shards
+
+The shards are WebDataset's. Original bytes are kept unless --resize is given; classes are mixed; every image is decoded once to
+check it unless --no-check is given. `index.json` is written last: a folder without it was not finished.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vitrel pack`."""
+    add = parser.add_argument
+    add("source", type=Path, nargs="?", help="folder with train/<class>/ and val/<class>/")
+    add("out", type=Path, nargs="?", help="folder to write, new or empty")
+    add("--verify", type=Path, metavar="OUT", help="compare the shards of OUT with the checksums of its index instead")
+    shard = parser.add_mutually_exclusive_group()
+    shard.add_argument("--shard-size", type=_bytes, default=100e6, help="bytes after which a shard ends (default 100MB)")
+    shard.add_argument("--images-per-shard", type=_count, help="or images")
+    add("--resize", type=_count, metavar="SHORT_SIDE", help="resize larger images so that their shorter side is this, as JPEG")
+    add("--splits", nargs="+", choices=("train", "val"), help="those to pack (default: those that SOURCE has)")
+    add("--seed", type=int, default=0, help="of the order of the images (default 0)")
+    add("--no-check", dest="check", action="store_false", help="pack without decoding every image")
+    add("--max-pixels", type=_count, help="refuse larger images before decoding")
+    add("--workers", type=int, default=0, help="processes that read and check images (default: this one)")
+    add("--follow-links", action="store_true", help="look for images where links to folders inside class folders lead to, too")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Packs or verifies; SystemExit 2 without the folders that it needs."""
+    if args.verify is None and (args.source is None or args.out is None):
+        args.usage_error("name SOURCE and OUT, or --verify OUT")
+    if args.verify is not None:
+        _verify(args.verify)
+        return
+    if not args.source.is_dir():
+        raise FileNotFoundError(f"no folder {args.source}: give one with train/<class>/ and val/<class>/")
+    from vitrel.data.decode import MAX_PIXELS
+    from vitrel.data.pack import pack
+
+    index = pack(
+        args.source, args.out, args.splits, shard_bytes=args.shard_size, images_per_shard=args.images_per_shard,
+        short_side=args.resize, seed=args.seed, check=args.check, max_pixels=args.max_pixels or MAX_PIXELS,
+        workers=args.workers, follow_links=args.follow_links, advance=_progress,
+    )  # fmt: skip
+    for split, content in index["splits"].items():
+        total = sum(shard["bytes"] for shard in content["shards"])
+        print(f"{split}: {sum(content['counts'])} images in {len(content['shards'])} shards, {total / 1e6:.1f} MB")
+    print(
+        f"{len(index['classes'])} classes; written to {args.out}: give this folder as data to vitrel train and vitrel evaluate"
+    )
+
+
+def _verify(root: Path) -> None:
+    from vitrel.data import Prepare, Shards
+    from vitrel.data.shards import shard_index
+
+    for split in shard_index(root)["splits"]:
+        shards = Shards(root, split, Prepare((1, 1), (0.0,), (1.0,)))
+        shards.verify()
+        print(f"{split}: {len(shards)} images in {len(shards.shards)} shards are as they were packed")
+
+
+def _progress(split: str, done: int, total: int) -> None:
+    if done % 1000 == 0 or done == total:
+        print(f"{split}: {done} of {total}", file=sys.stderr)
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B|)", text.upper())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 100MB, 1.5GB or a number of bytes")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of 1 or more")
+    return int(text)

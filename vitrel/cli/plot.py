@@ -1,0 +1,138 @@
+"""Draw what position does in a model: by offset, along the axes, in buckets, and in the attention of an image.
+
+    vitrel plot runs/a --size 96x128 --layers 0 3 --image cat.jpg --query 3,4
+    vitrel plot vitrel_vit_s16_alibi --out plots/alibi
+    vitrel plot --gallery
+
+Writes those of offset_maps, profiles, bucket_map, similarity, attention, overruled and directions.png that the model has
+into --out and prints their paths, and why others are left out. Offsets are query minus key, in patches. --gallery writes
+gallery.png instead, the encodings before training; with checkpoints, learned.png, what they learned side by side.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitrel.cli.options import add_models, add_sizes, checked, open_models
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from vitrel.evaluate.models import Trained
+    from vitrel.inspect.attention import Layer
+    from vitrel.sizes import Size
+
+SCENES = 8  # of the built-in set, where no image is given
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vitrel plot`."""
+    add_models(parser, many=True, random=True, needed=False)
+    add_sizes(parser, "the size to draw at, default that of training", many=False)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("plots"), metavar="DIR", help="default %(default)s")
+    add("--layers", type=int, nargs="+", help="layers of attention, from 0 or from the end; the last one for attention.png")
+    add("--heads", type=int, nargs="+", help="default all; in attention.png their mean")
+    add("--image", type=Path, metavar="FILE", help="default scenes of the built-in set")
+    add("--query", type=checked(_patch), metavar="ROW,COLUMN", help="the patch that attends; default the middle one")
+    add("--gallery", action="store_true", help="write gallery.png, or learned.png of the checkpoints given")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draws and prints the paths of what was written."""
+    if len(args.models) != 1 and not args.gallery:
+        args.usage_error(f"give one MODEL, or --gallery; {len(args.models)} are given")
+    for path in _gallery(args) if args.gallery else _pictures(args):
+        print(path, flush=True)
+
+
+def _pictures(args: argparse.Namespace) -> list[Path]:
+    from vitrel.inspect import plot
+    from vitrel.inspect.attention import record
+    from vitrel.inspect.foreign import fit_to
+    from vitrel.models.backbone import Backbone
+
+    [trained] = open_models(args, random=True)
+    size = args.size or trained.img_size
+    model = fit_to(trained.model, size).model
+    images, shown = _images(trained, size, args.image)
+    seen = record(model, images[:1])
+    source, at = (model, size) if isinstance(model, Backbone) else (seen, None)
+    layer, heads = (args.layers or [-1])[-1], args.heads
+    _check(args, seen, layer)
+    query = args.query or (seen[layer].grid.h // 2, seen[layer].grid.w // 2)
+    drawings: dict[str, Callable[[], Figure]] = {
+        "offset_maps": lambda: plot.offset_maps(source, at, args.layers, heads),
+        "profiles": lambda: plot.profiles(source, at, args.layers, heads),
+        "bucket_map": lambda: plot.bucket_map(model, at),
+        "similarity": lambda: plot.similarity(model, at if source is model else None),
+        "attention": lambda: plot.attention(model, images[0], query, layer, heads, shown[0]),
+        "overruled": lambda: plot.overruled(model, images, shown=shown),
+        "directions": lambda: plot.directions(model, layers=args.layers, images=images),
+    }
+    written = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, draw in drawings.items():
+        try:
+            figure = draw()
+        except ValueError as error:
+            print(f"no {name}.png: {error}", file=sys.stderr)
+            continue
+        written.append(args.out / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
+    if not written:
+        raise ValueError(f"nothing of {args.models[0]} can be drawn")
+    return written
+
+
+def _check(args: argparse.Namespace, seen: list["Layer"], layer: int) -> None:
+    """ValueError for layers, heads or a patch that the model does not have."""
+    from vitrel.inspect.plot.lattice import chosen
+    from vitrel.inspect.plot.on_image import slot_of
+
+    chosen(seen, args.layers)
+    heads = max(one.weights.shape[2] for one in seen)
+    if missing := [head for head in args.heads or () if not 0 <= head < heads]:
+        raise ValueError(f"there is no head {missing[0]}: the model has heads 0 to {heads - 1}")
+    if args.query:
+        slot_of(seen[layer], args.query)
+
+
+def _gallery(args: argparse.Namespace) -> list[Path]:
+    from vitrel.inspect.plot.gallery import gallery, learned_gallery
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.models:
+        return [gallery(args.out / "gallery.png")]
+    models = open_models(args)
+    images, shown = _images(models[0], models[0].img_size, args.image)
+    named = {trained.label: trained.model for trained in models}
+    return [learned_gallery(args.out / "learned.png", named, images, shown)]
+
+
+def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tensor", "Tensor"]:
+    """Images as the model takes them and from 0 to 1, [B, 3, height, width]: the file, cut to the shape, or built-in scenes."""
+    import torch
+    from PIL import Image, ImageOps
+    from torchvision.transforms.functional import normalize, to_pil_image, to_tensor
+
+    from vitrel.data import Shapes
+    from vitrel.data.decode import decode
+
+    if path is None:
+        scenes = Shapes(SCENES, size, mean=(0.0,) * 3, std=(1.0,) * 3)
+        shown = torch.stack([image for image, _ in scenes.__getitems__(range(SCENES))])
+    else:
+        image = ImageOps.fit(to_pil_image(decode(path)), size[::-1], Image.Resampling.BICUBIC)
+        shown = to_tensor(image)[None]
+    return normalize(shown, trained.mean, trained.std), shown
+
+
+def _patch(text: str) -> tuple[int, int]:
+    row, separator, column = text.partition(",")
+    if not (separator and row.isdecimal() and column.isdecimal()):
+        raise ValueError(f"{text!r} is no patch: write row,column as 3,4")
+    return int(row), int(column)
