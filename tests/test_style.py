@@ -13,7 +13,7 @@ FILES = sorted(p for folder in ("vitrel", "tools", "examples") for p in (ROOT / 
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
 CORE = ["constants", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
-SHARED = {"files", "names", "sizes", "extras", "plain_yaml", "command_line"}  # all may import these
+SHARED = {"files", "names", "sizes", "extras", "progress", "plain_yaml", "command_line"}  # all may import these
 ROOMS = {  # what else each room may import; all may import the core
     "convert": set(),
     "inputs": set(),

@@ -55,7 +55,9 @@ def load_yaml(text: str, where: str = "") -> Any:
 
 def _check_extent(text: str, where: str) -> None:
     """ValueError where the values are too many or too deep, aliases counted each time: from the parser's events, one by one."""
-    values, opened, known = 0, [], {}  # opened: [anchor, values before, height]; known: {anchor: (values, height)}
+    values = 0
+    opened: list[list[Any]] = []  # [anchor, values before, height]
+    known: dict[str | None, tuple[int, int]] = {}  # anchor: (values, height)
     for event in yaml.parse(text, Loader=_LOADER):
         size, height = 1, 0
         if isinstance(event, yaml.CollectionStartEvent):

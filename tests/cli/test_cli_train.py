@@ -48,7 +48,11 @@ def test_shapes_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoints" / "best.ckpt").is_file() and (tmp_path / "metrics.csv").is_file()
     seen = r"images/s \d+  data wait \d+%  memory \S+ MiB  eta 0:00:00"
-    assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}\n", done.stdout)
+    first, second, epoch, best, further = done.stdout.splitlines()
+    assert first.startswith("vitrel_vit_n8_none, ") and "4 classes, at 64x64 px" in first
+    assert second == f"16 training and 8 evaluation images of shapes; 1 epochs, written to {tmp_path}"
+    assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}", epoch)
+    assert f"{tmp_path}/checkpoints/best.ckpt" in best and "vitrel evaluate" in further
 
 
 @pytest.mark.slow

@@ -84,7 +84,8 @@ class Augmentation:
             return jitter, jitter, jitter, jitter / 4
         if len(jitter) not in (3, 4):
             raise ValueError(f"augment.jitter is one number or [brightness, contrast, saturation(, hue)], not {jitter}")
-        return (*jitter, 0.0)[:4]
+        brightness, contrast, saturation, hue = (*jitter, 0.0)[:4]
+        return brightness, contrast, saturation, hue
 
     def crop_ratio(self, size: tuple[int, int]) -> tuple[float, float]:
         """Range of the crop's width / height for a target (H, W)."""

@@ -12,6 +12,6 @@ class Draw(NamedTuple):
         repeat: number of this view where repeated augmentation takes an image several times; each view is augmented anew.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # the name hides tuple.index, which nothing here uses
     size: tuple[int, int] | None = None
     repeat: int = 0

@@ -171,8 +171,9 @@ class TrainCLI(LightningCLI):
     def _callbacks(self, log: CSVLog) -> list[Callback]:
         settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
         about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
-        summary = Summary(log, speed, about, resumed=self._get(self.config_init, "ckpt_path") is not None)
         shown = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
+        resumed = self._get(self.config_init, "ckpt_path") is not None
+        summary = Summary(log, speed, about, resumed, prints=bool(shown))
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
         drawn = [Predictions(folder, settings.predictions)] if settings.predictions else []
         # FiniteLoss first: it must speak before anything is logged or saved

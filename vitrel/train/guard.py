@@ -114,7 +114,7 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
             continue
         path = tuple(option.removesuffix("+").split("."))
         asks = path[-1] == "help"
-        for value in values or [None]:
+        for value in [*values] or [None]:
             checker.walk(path[:-1] if asks else path, None if asks else _plain(value, f"--{option}: "), "")
             if asks and value is not None:
                 checker.name(value, f"--{option}: ")
@@ -195,7 +195,8 @@ def _options(args: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Every option without its dashes, with the values given to it."""
     if args and args[0] != "fit" and args[0] not in ("-h", "--help"):
         raise ValueError(f"the command line begins with fit, not {args[0]!r}")
-    option, values = "", []
+    option = ""
+    values: list[str] = []
     for arg in args[1:]:
         if arg.startswith("--") or (arg.startswith("-") and not re.match(r"-\.?\d", arg)):
             if option:
@@ -236,7 +237,7 @@ def _plain(value: Any, where: str) -> Any:
 def _keys_below(hint: Any) -> Keys | None:
     parts = [part for part in (hint, *get_args(hint)) if part is not type(None)]
     for part in parts:
-        if is_dataclass(part):
+        if isinstance(part, type) and is_dataclass(part):
             return keys_of(part)
     plain = (bool, int, float, str, Path, tuple, list, Literal, Union, UnionType)
     return {} if all((get_origin(part) or part) in plain or isinstance(part, str) for part in parts) else None

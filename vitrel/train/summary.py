@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitrel.files import atomic_write, commit
+from vitrel.sizes import format_size
 from vitrel.train.log import CSVLog
 from vitrel.train.progress import Speed
 from vitrel.train.saving import merit
@@ -33,10 +34,11 @@ class Summary(Callback):
         speed: the measurements.
         about: further entries, e.g. command and seed.
         resumed: the run goes on from a checkpoint; time and number of resumptions then add to those of the file before.
+        prints: a header when training starts, and the best result and what to do next when it has finished.
     """
 
-    def __init__(self, log: CSVLog, speed: Speed, about: dict[str, Any], resumed: bool = False) -> None:
-        self.csv, self.speed, self.about, self.resumed = log, speed, about, resumed
+    def __init__(self, log: CSVLog, speed: Speed, about: dict[str, Any], resumed: bool = False, prints: bool = False) -> None:
+        self.csv, self.speed, self.about, self.resumed, self.prints = log, speed, about, resumed, prints
         self.path = log.path.with_name("summary.json")
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -51,12 +53,18 @@ class Summary(Callback):
             "commit": commit(Path(__file__).parents[2]) or None,
         }
         self.write(trainer, "running")
+        if self.prints and trainer.is_global_zero:
+            print(_header(self.fixed, self.path.parent), flush=True)
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.write(trainer, "running")
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.finish(trainer, "finished")
+        if self.prints and trainer.is_global_zero and (best := _best(self.csv.rows)):
+            file = self.path.parent / "checkpoints" / "best.ckpt"
+            print(f"best top-1 {best['val/top1']:.4f} after epoch {int(best['epoch']) + 1}: {file}")
+            print(f"at other sizes: vitrel evaluate {file} --data {self.fixed['data']} --size ...", flush=True)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         stopped = not isinstance(exception, Exception)  # KeyboardInterrupt, SystemExit: from outside
@@ -232,6 +240,16 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "val_images": len(data.val_set),
         "max_epochs": trainer.max_epochs,
     }
+
+
+def _header(about: dict[str, Any], folder: Path) -> str:
+    """What is trained, on what and where it goes, in two lines."""
+    size = format_size(about["img_size"])
+    return (
+        f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size} px\n"
+        f"{about['train_images']:,} training and {about['val_images']:,} evaluation images of {about['data']}; "
+        f"{about['max_epochs']} epochs, written to {folder}"
+    )
 
 
 def _hardware(trainer: Trainer) -> str:

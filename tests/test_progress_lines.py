@@ -1,0 +1,47 @@
+"""Progress of long work: lines in a log, a bar on a terminal."""
+
+import io
+import sys
+
+import pytest
+
+from vitrel import progress as told
+from vitrel.progress import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(told.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_gets_a_line_now_and_then(clock, capsys):
+    with progress(4, "rows", every=20) as advance:
+        for what in ("a", "b", "c", "d"):
+            clock[0] += 15
+            advance(1, what)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "2.0 of 4 rows after 30 s, about 30 s left: b",
+        "4.0 of 4 rows after 60 s: d",
+        "4.0 of 4 rows after 60 s: done",
+    ]
+
+
+def test_short_work_says_nothing(clock, capsys):
+    with progress(2, "rows") as advance:
+        advance(2, "a")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress(2, "rows") as advance:
+        advance(1, "the first")
+        advance(1, "the second")
+    assert "the second" in sys.stderr.getvalue() and "2.0/2 rows" in sys.stderr.getvalue()
