@@ -19,11 +19,12 @@ import timm
 import torch
 
 from vitrel.command_line import reported, terminable
-from vitrel.evaluate.comparison import Comparison, evaluate_share, load_comparison, trained_models
-from vitrel.evaluate.folder import left_out_note
-from vitrel.evaluate.plan import check_data
-from vitrel.evaluate.split import shared_with
-from vitrel.evaluate.sweep import run_sweep, summary
+from vitrel.evaluate.compare import Comparison, evaluate_share, load_comparison, trained_models
+from vitrel.evaluate.images import check_data
+from vitrel.evaluate.processes import shared_with
+from vitrel.evaluate.report import summary
+from vitrel.evaluate.results import left_out_note
+from vitrel.evaluate.run import run_sweep
 from vitrel.train.several import train_all
 from vitrel.train.tuning import Tuning, within
 

@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from vitrel.command_line import one_line, reported, terminable
-from vitrel.evaluate.checkpoint import Trained, load_checkpoint
-from vitrel.evaluate.dry_run import describe_plan
-from vitrel.evaluate.folder import left_out_note
-from vitrel.evaluate.foreign_models import load_model, read_class_indices
-from vitrel.evaluate.rows import evaluate_rows
+from vitrel.evaluate.models import Trained, load_checkpoint, load_model, read_class_indices
+from vitrel.evaluate.processes import OtherProcessError, joined, rank_and_world
+from vitrel.evaluate.report import summary
+from vitrel.evaluate.results import left_out_note
+from vitrel.evaluate.run import describe_plan, evaluate_rows, run_sweep
 from vitrel.evaluate.settings import PROTOCOLS, Sweep
-from vitrel.evaluate.split import OtherProcessError, joined, rank_and_world
-from vitrel.evaluate.sweep import run_sweep, summary
 from vitrel.sizes import Size, parse_size
 from vitrel.weights.build import model_arguments
 

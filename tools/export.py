@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from vitrel.evaluate.checkpoint import encoding_of, load_checkpoint
+from vitrel.evaluate.models import encoding_of, load_checkpoint
 from vitrel.export import SUFFIXES, TOLERANCE, export_model
 from vitrel.sizes import parse_size
 from vitrel.weights.build import model_arguments, model_for

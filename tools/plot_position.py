@@ -24,8 +24,7 @@ from torchvision.transforms.functional import normalize, to_pil_image, to_tensor
 import vitrel
 from vitrel.data import Shapes
 from vitrel.data.decode import decode
-from vitrel.evaluate.checkpoint import Trained, load_checkpoint
-from vitrel.evaluate.foreign_models import load_model, trained_model
+from vitrel.evaluate.models import Trained, load_checkpoint, load_model, trained_model
 from vitrel.inspect import plot
 from vitrel.inspect.attention import Layer, record
 from vitrel.inspect.foreign import fit_to

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from vitrel.command_line import reported, terminable
-from vitrel.evaluate.html import write_html
+from vitrel.evaluate.report.html import write_html
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,9 +3,7 @@
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
 
-import importlib
-from types import ModuleType
-
+from vitrel import evaluate
 from vitrel.convert import relativize
 from vitrel.cpu.optimize import optimize
 from vitrel.grid import Grid
@@ -30,6 +28,7 @@ __all__ = [
     "create_model",
     "create_position",
     "diagnose",
+    "evaluate",
     "explain",
     "load_pretrained",
     "optimize",
@@ -38,9 +37,3 @@ __all__ = [
     "save_pretrained",
     "tiled_features",
 ]
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name == "evaluate":  # not at import: it brings pandas
-        return importlib.import_module("vitrel.evaluate")
-    raise AttributeError(f"module 'vitrel' has no attribute {name!r}")

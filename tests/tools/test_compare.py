@@ -81,7 +81,7 @@ def test_a_comparison_from_training_to_plots(finished):
 
 def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.rows.measure", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
     assert "parameters interpolated (absolute bicubic) at 64x96 (state dict bit-identical)" in printed
@@ -106,7 +106,7 @@ def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsys, monkeypatch, number, code):
-    monkeypatch.setattr("vitrel.evaluate.rows.measure", lambda *given: os.kill(os.getpid(), number))
+    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *given: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:
         again(evaluate=CONFIG["evaluate"] | {"sizes": [64, "64x96", 80]})
     assert caught.value.code == code and "16 rows saved in" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
 
 def test_a_second_run_trains_nothing(tool, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
-    monkeypatch.setattr("vitrel.evaluate.rows.measure", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     compare(tool, finished, "--no-report")
     assert capsys.readouterr().out.count("trained already") == 8
 

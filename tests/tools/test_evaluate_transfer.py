@@ -10,7 +10,7 @@ from PIL import Image
 
 from helpers import script
 from vitrel.data import class_names
-from vitrel.evaluate import rows
+from vitrel.evaluate import run
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_rows_are_added_refused_or_moved_aside(tool, checkpoint, tmp_path, capsy
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, tmp_path, capsys, monkeypatch, number, code):
     path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
-    measured = rows.measure
+    measured = run.measure
 
     def stopped(*given):
         left[0] -= 1
@@ -226,7 +226,7 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, t
             os.kill(os.getpid(), number)
         return measured(*given)
 
-    monkeypatch.setattr(rows, "measure", stopped)
+    monkeypatch.setattr(run, "measure", stopped)
     asked = ["--checkpoint", path, "--data", "shapes", "--device", "cpu", "--n", "4", "--sizes", "80", "96", "--out", str(out)]
     with pytest.raises(SystemExit) as caught:
         tool.main([*asked, "--attention-n", "0"])

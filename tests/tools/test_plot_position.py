@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers import ROOT, script
 from helpers.variants import perturbed
-from vitrel.evaluate.foreign_models import trained_model
+from vitrel.evaluate.models import trained_model
 from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT
 
