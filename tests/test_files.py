@@ -9,7 +9,7 @@ import time
 import pytest
 
 from helpers import ROOT
-from vitrel.files import atomic_write, guarded, shown, unguarded, write_cells
+from vitrel.files import atomic_write, commit, guarded, shown, unguarded, write_cells
 
 
 def write_to_a_full_disk(path):
@@ -137,3 +137,15 @@ def test_a_table_of_names_is_written_whatever_they_are(tmp_path):
     with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
         assert list(csv.reader(file)) == [["image", "n"], ["'=1+1", "-1.5"], [shown(bad), "2"], ["two\nlines", "3"]]
     assert shown(bad) == "caf\\xe9=.jpg" and shown("née") == "née"
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path):
+    assert commit(tmp_path) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (tmp_path / "file").write_text("1")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *arguments], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    assert commit(tmp_path) == head[:12]
+    (tmp_path / "file").write_text("2")
+    assert commit(tmp_path) == f"{head[:12]}-dirty"

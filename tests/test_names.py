@@ -5,7 +5,7 @@ import pytest
 import timm
 
 import vitrel
-from vitrel.evaluate.foreign_models import load_model
+from vitrel.evaluate.models import load_model
 from vitrel.names import nearest
 from vitrel.train.tuning import check_registered
 

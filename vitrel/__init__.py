@@ -3,10 +3,8 @@
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
 
-import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +18,7 @@ __all__ = [
     "create_model",
     "create_position",
     "diagnose",
+    "evaluate",
     "explain",
     "load_pretrained",
     "optimize",
@@ -28,12 +27,6 @@ __all__ = [
     "save_pretrained",
     "tiled_features",
 ]
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name == "evaluate":  # not at import: it brings pandas
-        return importlib.import_module("vitrel.evaluate")
-    raise AttributeError(f"module 'vitrel' has no attribute {name!r}")
 
 
 def _is_command() -> bool:
@@ -45,6 +38,7 @@ def _is_command() -> bool:
 
 # The command imports what a subcommand needs once its options are read: torch and timm take seconds, and help must not.
 if not _is_command():
+    from vitrel import evaluate
     from vitrel.convert import relativize
     from vitrel.cpu.optimize import optimize
     from vitrel.grid import Grid

@@ -15,11 +15,9 @@ import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
 from helpers.explorer_page import driven
 from vitrel.data import Shapes
-from vitrel.evaluate.checkpoint import Trained
-from vitrel.evaluate.columns import PER_CLASS, TRANSLATION
-from vitrel.evaluate.html import write_html
-from vitrel.evaluate.pictures import collect_pictures
-from vitrel.evaluate.report import aggregate, read_csv
+from vitrel.evaluate.models import Trained
+from vitrel.evaluate.report.html import collect_pictures, write_html
+from vitrel.evaluate.results import PER_CLASS, TRANSLATION, aggregate, read_csv
 from vitrel.evaluate.settings import Sweep
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")

@@ -13,7 +13,7 @@ from torchvision.datasets import ImageFolder
 
 from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, class_names, create_dataset, folder_classes
 from vitrel.data.decode import SUFFIXES
-from vitrel.evaluate.runner import out_of_memory
+from vitrel.evaluate.images import out_of_memory
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}

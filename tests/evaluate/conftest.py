@@ -6,11 +6,13 @@ import timm
 import torch
 from torch.utils.data import Dataset
 
-from vitrel.evaluate import images, plan
-from vitrel.evaluate.checkpoint import Trained, encoding_of
-from vitrel.evaluate.rows import evaluate_rows
+from vitrel.evaluate import images
+from vitrel.evaluate.models import Trained, encoding_of
+from vitrel.evaluate.run import evaluate_rows
+from vitrel.evaluate.settings import Sweep
 
 CLASSES = ["left", "right", "above"]
+ROWS = []  # made once: they are the same for every test
 
 
 class Noise(Dataset):
@@ -39,7 +41,6 @@ def noise(monkeypatch):
         return Noise(size, how["n"])
 
     monkeypatch.setattr(images, "create_dataset", create)
-    monkeypatch.setattr(plan, "create_dataset", create)
     monkeypatch.setattr(Noise, "decoded", 0)
     Noise.asked = asked
     return Noise
@@ -49,6 +50,26 @@ def noise(monkeypatch):
 def rows_of():
     """rows_of(models, sweep, ...): the rows of `evaluate_rows`, without their lines."""
     return lambda *given, **how: [one.row for one in evaluate_rows(*given, **how)]
+
+
+@pytest.fixture
+def rows(trained, noise, rows_of):
+    """The rows of two models at three sizes besides that of training."""
+    if not ROWS:
+        models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "absolute")]
+        ROWS.extend(rows_of(models, Sweep("noise", ((24, 24), (48, 48), (32, 48)), device="cpu", attention_n=0)))
+    return [dict(row) for row in ROWS]
+
+
+@pytest.fixture
+def windowed(rows):
+    """One model with windows, at sizes where policies differ and where the kept window divides the grid."""
+    at = {
+        "32x32": ["none"],
+        "40x40": ["keep", "divisor+keep", "rescale+keep"],
+        "64x64": ["keep", "rescale+keep", "rescale+renormalise"],
+    }
+    return [dict(rows[0], img_size=size, policy=policy, top1=10.0 * i) for size in at for i, policy in enumerate(at[size])]
 
 
 @pytest.fixture

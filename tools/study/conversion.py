@@ -26,9 +26,9 @@ from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.metrics import Z95, t_interval, wilson
-from vitrel.evaluate.plots import COLOURS, MARKERS
 from vitrel.evaluate.policies import policies_at, resize_policy
 from vitrel.evaluate.report import markdown
+from vitrel.evaluate.report.plots import COLOURS, MARKERS
 from vitrel.plain_yaml import read_yaml
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with

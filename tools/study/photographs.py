@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 
 from tools.study.pages import fill
 from vitrel.evaluate.metrics import t_interval
-from vitrel.evaluate.plots import panel
-from vitrel.evaluate.report import accuracy_tables, aggregate, curves, markdown, read_csv
+from vitrel.evaluate.report import accuracy_tables, markdown
+from vitrel.evaluate.report.plots import panel
+from vitrel.evaluate.results import aggregate, curves, read_csv
 
 ROOT = Path(__file__).parents[2]
 DATA = ("imagenette224", "flowers256")

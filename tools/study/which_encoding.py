@@ -18,8 +18,7 @@ from torch import nn
 from tools.benchmark.kernel_table import milliseconds, ratio
 from tools.benchmark.timing import Stopwatch
 from tools.study.pages import fill
-from vitrel.evaluate.environment import environment
-from vitrel.evaluate.report import aggregate, read_csv
+from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row
 from vitrel.files import atomic_write
 from vitrel.position import POSITIONS

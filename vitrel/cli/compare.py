@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     if not config.exists():
         raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(sorted(packaged()))}")
     from vitrel.evaluate.compare import load_comparison
-    from vitrel.evaluate.plan import check_data
+    from vitrel.evaluate.images import check_data
 
     comparisons = load_comparison(config, args.data)
     for comparison in comparisons:  # before the first is trained
@@ -113,8 +113,9 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool 
     """Trains what is missing, evaluates all, and prints the tables and one verdict per model."""
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.processes import shared_with
+    from vitrel.evaluate.report import summary
     from vitrel.evaluate.results import left_out_note
-    from vitrel.evaluate.run import run_sweep, summary
+    from vitrel.evaluate.run import run_sweep
     from vitrel.train.several import train_all
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

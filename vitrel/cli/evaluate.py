@@ -79,8 +79,9 @@ def run(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.models import read_class_indices
     from vitrel.evaluate.processes import rank_and_world
+    from vitrel.evaluate.report import summary
     from vitrel.evaluate.results import left_out_note
-    from vitrel.evaluate.run import describe_plan, evaluate_rows, run_sweep, summary
+    from vitrel.evaluate.run import describe_plan, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import PROTOCOLS, Sweep
 
     sweep = Sweep(

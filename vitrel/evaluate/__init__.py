@@ -1,9 +1,18 @@
-"""Resolution transfer: a trained model at any size, what had to be resized for it, and what became of its accuracy.
+"""Evaluation at any size: a trained model, what had to be resized for a size, and what became of its accuracy.
 
-`evaluate` does it in one call. checkpoint, foreign_models -> plan -> rows (measure) -> report (tables), verdict (sentences),
-plots, html; sweep does all of it in one folder, comparison reads the configuration of `tools/compare.py`.
+`vitrel.evaluate.at_sizes` does it in one call. Every file imports only those before it: settings (what is asked), models (what
+is evaluated), policies (how a model reads another size), images, metrics, processes, measure (tasks, and one task as a row),
+results (the folder and its tables), report (verdicts, plots, report.html), run (the whole), compare (several models and seeds).
 """
 
-from vitrel.evaluate.notebook import evaluate
+from typing import Any
 
-__all__ = ["evaluate"]
+__all__ = ["at_sizes"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "at_sizes":  # not at import: it brings pandas
+        from vitrel.evaluate.run import at_sizes
+
+        return at_sizes
+    raise AttributeError(f"module 'vitrel.evaluate' has no attribute {name!r}")

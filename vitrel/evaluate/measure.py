@@ -1,6 +1,18 @@
-"""One row of an evaluation: accuracy, time and memory over all images, and what was done to the model for it."""
+"""What an evaluation measures: the tasks of a sweep, and how one of them becomes a row.
 
-from collections.abc import Callable, Sequence
+A row holds the accuracy over all images, with time and memory, and what proves that the model was left as it was. Forward
+passes that do not fit in memory are made again in smaller batches. Over several processes each sees its share of the images,
+and a row counts all.
+"""
+
+import contextlib
+import ctypes
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -8,25 +20,56 @@ from torch import Tensor, nn
 
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
-from vitrel.evaluate.checkpoint import class_outputs
-from vitrel.evaluate.fitting import fitted
-from vitrel.evaluate.images import Images
+from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory, share_of
 from vitrel.evaluate.metrics import Tally, state_hash
-from vitrel.evaluate.plan import Task
-from vitrel.evaluate.runner import Runner, out_of_memory, peak_mb, reset_peak
+from vitrel.evaluate.models import Trained, class_outputs
+from vitrel.evaluate.policies import fitted, policies_at, policies_of
+from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
-from vitrel.evaluate.split import on_all, own_share, rank_and_world
 from vitrel.files import shown
 from vitrel.inspect.attention import attention_statistics_of
-from vitrel.sizes import format_size
+from vitrel.models.backbone import Backbone
+from vitrel.sizes import Size, format_size
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 _COMBINED = dict.fromkeys(("left_out", "infer_samples_per_sec"), sum)  # over processes
 _COMBINED |= {"unchanged": all, "peak_memory_mb": max, "batch_size": min, "oom": max}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one row measures: a model at a size and protocol, with a policy in force.
+
+    policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps. shifts:
+    pixels that the content is moved by, each after the row itself.
+    """
+
+    trained: Trained
+    size: Size
+    protocol: str
+    policy: str
+    crop_pct: float
+    shifts: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Model, size, protocol and policy in words, for progress and errors."""
+        what = f"{self.trained.label} at {format_size(self.size)} ({self.protocol}"
+        return f"{what})" if self.policy == "none" else f"{what}, {self.policy})"
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How its images are prepared."""
+        trained = self.trained
+        learned = trained.mean, trained.std, trained.interpolation, trained.img_size
+        return Preprocessing(self.size, self.protocol, self.crop_pct, *learned)
 
 
 class Evaluated(NamedTuple):
-    """A row of results.csv, its lines of per_class.csv and translation.csv, and the names of images that cannot be read."""
+    """A task that was measured: its row of results.csv, its lines of per_class.csv and translation.csv, and the names of the
+    images that cannot be read.
+    """
 
     row: Row
     per_class: list[Row]
@@ -43,8 +86,54 @@ class Share(NamedTuple):
     bad_images: tuple[str, ...] = ()
 
 
+def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
+    """The tasks of a sweep: models at their training sizes first (retention refers to them), then size by size, so that models
+    share images.
+
+    The size a model was trained at is always evaluated, unless `skip` names it. Where a model can choose how to serve a size,
+    there is one task per policy (`policies_at`). Content is shifted at the training size, in the first protocol: both show the
+    same images there. ValueError for a policy that no model has.
+    """
+    offered = {policy for trained in models for policy in policies_of(trained.model)}
+    if unknown := [policy for policy in sweep.policies or () if policy not in offered]:
+        had = ", ".join(sorted(offered)) or "none: they resize nothing"
+        raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are {had}")
+    first = dict.fromkeys(trained.img_size for trained in models)
+    places = [(size, [trained for trained in models if trained.img_size == size]) for size in first]
+    places += [(size, [trained for trained in models if trained.img_size != size]) for size in dict.fromkeys(sweep.sizes)]
+    tasks = []
+    for size, here in places:
+        policies = [policies_at(trained.model, size, sweep.policies) for trained in here]
+        crops = dict.fromkeys(crop for trained in here for crop in sweep.crop_pct or (trained.crop_pct,))
+        for protocol in (one for one in sweep.protocols if f"{format_size(size)} {one}" not in sweep.skip):
+            for crop in crops:
+                for trained, names in zip(here, policies, strict=True):
+                    shifts = sweep.shifts if size == trained.img_size and protocol == sweep.protocols[0] else ()
+                    if sweep.crop_pct or crop == trained.crop_pct:
+                        tasks += [Task(trained, size, protocol, policy, crop, shifts) for policy in names]
+    return tasks
+
+
+def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
+    """ValueError now, not after hours, where the classes of the data do not fit a model, or a model does not take a size."""
+    seen = set()
+    for task in tasks:
+        model = id(task.trained)
+        if model not in seen:
+            classes_of(task, sweep, images)
+        if (model, task.size) not in seen and not isinstance(task.trained.model, Backbone):  # ours take any
+            with fitted(task.trained.model, task.size, task.policy):
+                pass
+        seen |= {model, (model, task.size)}
+
+
 def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Evaluated:
-    """Runs the task over all images, in all processes. `advance(task, share)` is called as images are seen."""
+    """Runs the model over all images, in all processes. `advance(task, share)` is called as images are seen, and the shares of
+    a task add up to 1.
+
+    Raises ValueError where no image can be read, FloatingPointError where logits are not finite, MemoryError where one image
+    does not fit in memory.
+    """
     parts = on_all(lambda: _measure_share(task, sweep, images, advance))
     row = parts[-1].columns | {name: combined(part.columns[name] for part in parts) for name, combined in _COMBINED.items()}
     tally = _added([part.tally for part in parts])
@@ -76,7 +165,7 @@ def line_columns(task: Task, sweep: Sweep) -> Row:
 
 def class_names_of(task: Task, images: Images) -> list[str]:
     """The classes of the data, in the order of their labels; numbers where it names none."""
-    named = getattr(images.dataset(task), "classes", None)
+    named = getattr(images.dataset(task.preprocessing), "classes", None)
     return list(named or map(str, range(task.trained.model.num_classes)))
 
 
@@ -93,87 +182,161 @@ def shift_content(pixels: Tensor, shift: int) -> Tensor:
     return pixels[..., down[:, None], right]
 
 
+class Runner:
+    """Runs a model on batches of any length, in pieces of `batch_size`; one that does not fit in memory halves it, for good.
+
+    `oom` counts the halvings; `seen` and `seconds` the images and the time of the forward passes that succeeded, after a
+    first one that is not counted. compile: by torch.compile; short batches are then filled up, which would compile anew.
+    prepare: what is done to the pixels of a piece first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        batch_size: int,
+        dtype: str = "float32",
+        compile: bool = False,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if compile:
+            torch.compiler.reset()  # after 8 sizes of one model it would silently run uncompiled
+        self.model = torch.compile(model) if compile else model
+        self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
+        self.prepare = prepare
+        self._width = 0
+        self.oom = self.seen = 0
+        self.seconds = 0.0
+        self._warm = False
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """pixels [B, 3, H, W] -> logits [B, K] in float32 on the CPU. MemoryError when even one image does not fit."""
+        if not self._warm:
+            self._warm = True
+            self(pixels[: self.batch_size if self.device.type == "cuda" or self.compile else 1])
+            self.seen, self.seconds = 0, 0.0
+        pieces: list[Tensor] = []
+        start = 0
+        while start < len(pixels):
+            piece = pixels[start : start + self.batch_size]
+            try:
+                logits = self._forward(piece)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                logits = None
+            if logits is None:
+                # outside the handler: the traceback would keep the failed pass's tensors alive
+                self._halve(len(piece))
+                continue
+            pieces.append(logits)
+            start += len(piece)
+        return torch.cat(pieces)
+
+    @torch.inference_mode()
+    def _forward(self, piece: Tensor) -> Tensor:
+        n = len(piece)
+        if self.prepare is not None:
+            piece = self.prepare(piece)
+        if self.compile:
+            self._width = min(max(self._width, n), self.batch_size)
+            piece = torch.cat((piece, piece[:1].expand(self._width - n, -1, -1, -1)))
+        start = time.perf_counter()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            logits = self.model(piece.to(self.device, non_blocking=True))
+        logits = logits[:n].float().cpu()  # waits for the GPU
+        self.seconds += time.perf_counter() - start
+        self.seen += n
+        return logits
+
+    def _halve(self, failed: int) -> None:
+        self.batch_size = halved(min(failed, self.batch_size), "use a smaller size, or another device")
+        self.oom += 1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Starts a new peak measurement. On Linux the kernel forgets the process's resident peak; elsewhere it cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        # glibc keeps what was freed, training before evaluation above all, and new work would fit in unseen
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mb(device: torch.device) -> tuple[float, str]:
+    """Peak since `reset_peak` in MiB, and what it counts: tensors on the GPU, or the whole process in RAM (images included)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB, "cuda allocated"
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM"))
+        return int(peak.split()[1]) / 1024, "process resident"
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB, "process resident since start"
+
+
 def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Share:
     """What this process counted and measured on its share of the images."""
     trained, device = task.trained, sweep.torch_device
-    own = own_share(images.dataset(task))
     _, outputs = classes_of(task, sweep, images)
     before = state_hash(trained.model)
     try:
         with fitted(trained.model.to(device), task.size, task.policy) as fit:
             model, parameters = fit.model.to(device), list(fit.model.parameters())
             model = optimize(model) if sweep.optimize else model
-            runner = Runner(model, device, sweep.batch_size, sweep.dtype, sweep.compile)
-            count, halved = _Counting(task, runner, outputs), images.halved
+            how = device, sweep.batch_size, sweep.dtype, sweep.compile
+            runner, halvings = Runner(model, *how), images.halvings
             reset_peak(device)
-            for pixels, labels in images.batches(task):
-                count(pixels, labels)
-                advance(task, len(labels) / len(own) / (1 + len(task.shifts)))
-            columns = _run_columns(count, device)
-            columns["batch_size"] = min(columns["batch_size"], images.batch_size)
-            columns["oom"] += images.halved - halved
-            shifted = {shift: _shifted(task, sweep, images, outputs, model, shift, advance) for shift in task.shifts}
+            tally, left_out = _count(task, images, outputs, runner, advance)
+            peak, kind = peak_mb(device)
+            columns = {
+                "left_out": left_out,
+                "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
+                "peak_memory_mb": round(peak, 1),
+                "memory_kind": kind,
+                "batch_size": min(runner.batch_size, images.batch_size),
+                "oom": runner.oom + images.halvings - halvings,
+            }
+            shifted = {}
+            for shift in task.shifts:
+                moving = Runner(model, *how, prepare=lambda pixels, shift=shift: shift_content(pixels, shift))
+                shifted[shift], _ = _count(task, images, outputs, moving, advance)
             columns |= _attention(task, sweep, images, model)
             after = state_hash(model)
             same = [*map(id, parameters)] == [*map(id, model.parameters())]
     finally:
         restore(trained.model).cpu()
     columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
-    return Share(columns, count.tally, shifted, images.bad(task))
+    return Share(columns, tally, shifted, images.bad(task.preprocessing))
 
 
-class _Counting:
-    """Runs batches and counts hits; images labelled -1 are left out."""
-
-    def __init__(self, task: Task, runner: Runner, outputs: Sequence[int]) -> None:
-        self.task, self.runner, self.tally, self.left_out = task, runner, Tally(), 0
-        self.outputs = torch.tensor(outputs)
-
-    def __call__(self, pixels: Tensor, labels: Tensor) -> None:
-        read = labels >= 0
-        if not read.all():  # else no copy
-            self.left_out += int((~read).sum())
-            pixels, labels = pixels[read], labels[read]
-        if not len(labels):
-            return
-        try:
-            logits = self.runner(pixels)
-            if self.task.trained.restrict:
-                self.tally.update(logits[:, self.outputs], labels)
-            else:
-                self.tally.update(logits, self.outputs[labels])
-        except (FloatingPointError, MemoryError) as error:
-            raise type(error)(f"{self.task.name}: {error}") from error
-
-
-def _run_columns(count: _Counting, device: torch.device) -> Row:
-    runner, (peak, kind) = count.runner, peak_mb(device)
-    return {
-        "left_out": count.left_out,
-        "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
-        "peak_memory_mb": round(peak, 1),
-        "memory_kind": kind,
-        "batch_size": runner.batch_size,
-        "oom": runner.oom,
-    }
-
-
-def _shifted(
-    task: Task,
-    sweep: Sweep,
-    images: Images,
-    outputs: Sequence[int],
-    model: nn.Module,
-    shift: int,
-    advance: Callable[[Task, float], None],
-) -> Tally:
-    how = sweep.torch_device, sweep.batch_size, sweep.dtype, sweep.compile
-    runner = Runner(model, *how, prepare=lambda pixels: shift_content(pixels, shift))
-    count, own = _Counting(task, runner, outputs), own_share(images.dataset(task))
-    for pixels, labels in images.batches(task):
-        count(pixels, labels)
-        advance(task, len(labels) / len(own) / (1 + len(task.shifts)))
-    return count.tally
+def _count(
+    task: Task, images: Images, outputs: Sequence[int], runner: Runner, advance: Callable[[Task, float], None]
+) -> tuple[Tally, int]:
+    """Hits of this process's share of the images, and how many of them are left out, which are labelled -1."""
+    tally, left_out, output_of = Tally(), 0, torch.tensor(outputs)
+    share = len(share_of(images.dataset(task.preprocessing), *rank_and_world())) * (1 + len(task.shifts))
+    try:
+        for pixels, labels in images.batches(task.preprocessing, *rank_and_world()):
+            seen, read = len(labels), labels >= 0
+            if not read.all():  # else no copy
+                left_out += int((~read).sum())
+                pixels, labels = pixels[read], labels[read]
+            if len(labels):
+                logits = runner(pixels)
+                if task.trained.restrict:
+                    tally.update(logits[:, output_of], labels)
+                else:
+                    tally.update(logits, output_of[labels])
+            advance(task, seen / share)
+    except (FloatingPointError, MemoryError) as error:
+        raise type(error)(f"{task.name}: {error}") from error
+    return tally, left_out
 
 
 def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Row:
@@ -183,7 +346,7 @@ def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Ro
         return row
     found: list[dict[str, float]] = []
     try:
-        for image in images.first(task, sweep.attention_n):  # one at a time: all weights of a layer are held
+        for image in images.first(task.preprocessing, sweep.attention_n):  # one at a time: all weights of a layer are held
             found.append(attention_statistics_of(model, image[None].to(sweep.torch_device)))
     except BadImage:
         raise

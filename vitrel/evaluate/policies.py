@@ -1,21 +1,40 @@
-"""Policies of a model at one size: which can be chosen there, and the model with one of them in force.
+"""Policies: how a model reads a size it was not trained at, and the model brought to a size with one of them in force.
 
 A policy is written as the `policy` column has it: "none" where none makes a difference; else that of the windows where there
 is a choice, then one resize policy of each kind of encodings: "clip", "geometric+keep", "divisor", "rescale+geometric".
+
+Window policies say which windows a windowed model has at a new size. keep: they stay as trained, and grids that they do not
+divide are padded and masked. divisor: in every stage and along each axis the largest window up to the trained one that divides
+the grid; its encoding reads the sub-table, exactly, and nothing is padded. rescale: the window grows and shrinks with the
+image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is read on it by its
+resize policy.
 """
 
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from typing import NamedTuple
 
+import torch
+from timm.layers import to_2tuple
 from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
-from vitrel.evaluate.window_policies import WINDOW_POLICIES, window_policies_at, window_policy
+from vitrel.evaluate.settings import Row
 from vitrel.grid import Grid
+from vitrel.inspect.footprint import border_leak
+from vitrel.inspect.foreign import StageWindows, fit_to
+from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, choosing
+from vitrel.ops import BACKENDS
+from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
+from vitrel.sizes import Size
+
+WINDOW_POLICIES = ("keep", "divisor", "rescale")
 
 
 def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -72,6 +91,40 @@ def resize_policy(model: nn.Module, policy: str) -> Iterator[None]:
             part.resize = own
 
 
+def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
+    """The window policies that differ at `size` (h, w) pixels, "keep" first; () where there is nothing to choose."""
+    layers = list(_windowed(model, size))
+    divided = any(
+        min(m, n) != d
+        for attn, grid in layers
+        for m, n, d in zip(attn.window, grid, _window_at(model, attn, grid, size, "divisor"), strict=True)
+    )
+    rescaled = any(tuple(attn.window) != _window_at(model, attn, grid, size, "rescale") for attn, grid in layers)
+    others = [name for name, differs in (("divisor", divided), ("rescale", rescaled)) if differs]
+    return ("keep", *others) if others else ()
+
+
+@contextlib.contextmanager
+def window_policy(model: nn.Module, policy: str, size: tuple[int, int]) -> Iterator[None]:
+    """The model with the windows that `policy` gives it at `size` (h, w) pixels; afterwards its own are back.
+
+    Nothing else changes: encodings read the new window from the parameters they have. ValueError for an unknown policy.
+    """
+    if policy not in WINDOW_POLICIES:
+        raise ValueError(f"unknown window policy {policy!r}; choose one of {', '.join(WINDOW_POLICIES)}")
+    layers = list(_windowed(model, size)) if policy != "keep" else []
+    before = [(attn, attn.window, attn.shift) for attn, _ in layers]
+    try:
+        for attn, grid in layers:
+            attn.window = _window_at(model, attn, grid, size, policy)
+            if any(attn.shift):
+                attn.shift = attn.window[0] // 2, attn.window[1] // 2
+        yield
+    finally:
+        for attn, own, shift in before:
+            attn.window, attn.shift = own, shift
+
+
 def join_policy(window: str, resize: str) -> str:
     """("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
     return window if resize == "none" else f"{window}+{resize}"
@@ -87,6 +140,58 @@ def policy_parts(policies: Iterable[str]) -> dict[str, frozenset[str]]:
         if windowed and names[0] in WINDOW_POLICIES:
             names[0] = f"window {names[0]}"
     return {policy: frozenset(names) - {"none"} for policy, names in split.items()}
+
+
+class Fit(NamedTuple):
+    """A model ready for images of one size: `model` is the very one, or a changed copy; the rest says what that took.
+
+    resized: number of values resampled, by rule. unseen, saturated: shares of offsets, see `resolution_report`.
+    """
+
+    model: nn.Module
+    resized: dict[str, int]
+    unseen: float  # NaN where it is not known
+    saturated: float
+    tokens: float
+    stages: tuple[StageReport, ...] | tuple[StageWindows, ...]
+
+
+@contextlib.contextmanager
+def fitted(model: nn.Module, size: Size, policy: str) -> Iterator[Fit]:
+    """The model at `size` (h, w) pixels with `policy` in force; then it is as before. ValueError for a size it refuses."""
+    if not isinstance(model, Backbone):
+        found = fit_to(model, size)
+        grid = found.windows[0].grid if found.windows else (float("nan"), 1)
+        unknown = float("nan")
+        yield Fit(found.model, found.resized, unknown, unknown, grid[0] * grid[1], found.windows)
+        return
+    grid = model.token_grid(size)
+    with in_force(model, policy, size):
+        report = resolution_report(model, size)
+        own = report.resized, report.unseen, report.saturated
+        yield Fit(model, *own, grid.h * grid.w, report.stages)
+
+
+def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
+    """The columns that follow from architecture, size, policy and batch size alone, without an image; leak: with the
+    border-leak test.
+    """
+    with fitted(model, size, policy) as fit:
+        windows = any(stage.window is not None for stage in fit.stages)
+        seen = border_leak(fit.model, size) if leak and windows else None
+        share = float("nan") if seen is None else round(seen, 4)
+        backend = _own_backend(model, size, batch) if isinstance(model, Backbone) else _foreign_backend(fit.model)
+        return _geometry(fit) | {"backend": backend, "gflops": round(gflops(fit.model, size), 4), "border_leak": share}
+
+
+def gflops(model: nn.Module, size: Size) -> float:
+    """10^9 multiply-adds of the forward pass of one image, matrix products and convolutions alone, as timm's GMACs."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes = {name: torch.empty_like(tensor, device="meta", requires_grad=False) for name, tensor in named}
+    pixels = torch.empty(1, getattr(model, "in_chans", 3), *size, device="meta", dtype=next(model.parameters()).dtype)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        functional_call(model, shapes, pixels)
+    return counter.get_total_flops() / 2e9  # it counts a multiply-add as two
 
 
 def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
@@ -117,3 +222,50 @@ def _matters(part: PositionEncoding, grid: Grid) -> bool:
         other.resize = policy
         rules.append(other.resized(grid))
     return any(rules)
+
+
+def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
+    if policy == "divisor":
+        return tuple(max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
+    trained = to_2tuple(model.patch_embed.img_size)
+    return tuple(max(1, m * r // at) for m, r, at in zip(attn.window, size, trained, strict=True))
+
+
+def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attention, tuple[int, int]]]:
+    """Every windowed attention of a vitrel model, with the (h, w) tokens it meets at `size`; none of another model."""
+    if not isinstance(model, Backbone):
+        return
+    for blocks, grid, _ in stages(model, model.token_grid(size)):
+        yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)
+
+
+def _geometry(fit: Fit) -> Row:
+    windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in fit.stages]
+    return {
+        "tokens": fit.tokens,
+        "window": " ".join(windows),
+        "pad_fraction": " ".join(f"{stage.padded_share:.2g}" for stage in fit.stages),
+        "resized": " + ".join(fit.resized) or "nothing",
+        "resized_params": sum(fit.resized.values()),
+        "unseen": round(fit.unseen, 4),
+        "saturated": round(fit.saturated, 4),
+    }
+
+
+def _own_backend(model: Backbone, size: Size, batch: int) -> str:
+    """The backends that serve the layers in batches of that size, as vitrel.ops chooses them."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    names, weight, grid = {layer.backend for layer in layers}, layers[0].proj.weight, model.token_grid(size)
+    if "auto" in names:
+        heads, entry = layers[0].num_heads, "attention" if layers[0].window is None else "window_attention"
+        how = layers[0].window, heads, len(weight) // heads, grid.tokens, weight.dtype, weight.device
+        with torch.no_grad():
+            terms = [encoding(own) for encoding, own in model.encodings(size) if encoding.site == "attention"]
+            modules = [choose("auto", Call(entry, own, grid, *how, grad=False, batch=batch)) for own in terms]
+        names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
+    return "+".join(sorted(names))
+
+
+def _foreign_backend(model: nn.Module) -> str:
+    fused = {module.fused_attn for module in model.modules() if isinstance(getattr(module, "fused_attn", None), bool)}
+    return "+".join(sorted("timm fused" if flag else "timm" for flag in fused))

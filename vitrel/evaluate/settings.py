@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: data, sizes, protocols, policies, and how it runs."""
+"""Settings of an evaluation: data, sizes, protocols, policies, and how it runs."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from vitrel.evaluate.split import own_device
 from vitrel.sizes import Size, format_size
 
 PROTOCOLS = ("scale", "canvas")
@@ -15,14 +14,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to evaluate on: `sizes` are (height, width) in pixels, `policies` keeps only those policies of windows and encodings
-    (None: all; a model with none of them keeps its own), `n` and `data_seed` go to the dataset, `dtype` is "float32" or, on a
-    GPU, "bfloat16" (autocast). on_bad_image: an image that cannot be read ends the evaluation ("raise"), or is left out and
-    counted. crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the model's own). shifts:
-    pixels by which the content is moved down and right at the training size, each evaluated. attention_n: images that the
-    attention statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border (models with
-    windows; seconds per size). skip: places left out, such as "192x192 canvas". compile: by torch.compile. optimize:
-    by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
+    """What an evaluation is asked for; ValueError for settings that cannot be.
+
+    data: what `create_dataset` takes. sizes: (height, width) in pixels. protocols: how images fill a size, "scale" and
+    "canvas". policies: only these policies of windows and encodings (None: all; a model with none of them keeps its own). n,
+    data_seed: number of images (None: all) and the seed by which they are drawn. batch_size: halved where memory lacks.
+    workers: processes that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16"
+    (autocast). on_bad_image: an image that cannot be read ends the evaluation ("raise"), or is left out and counted
+    ("count"). crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the model's own).
+    shifts: pixels by which the content is moved down and right at the training size, each evaluated. attention_n: number of
+    images that the attention statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border
+    (models with windows; seconds per size). skip: places left out, such as "192x192 canvas". compile: by torch.compile.
+    optimize: by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
     """
 
     data: str
@@ -101,3 +104,10 @@ class Sweep:
     @property
     def torch_device(self) -> torch.device:
         return own_device(self.device)
+
+
+def own_device(name: str) -> torch.device:
+    """The device `name`; of "auto" and "cuda" the GPU of this process, by its number on the machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device(name)

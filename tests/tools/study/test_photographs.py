@@ -13,8 +13,8 @@ from torchvision.io import write_jpeg
 from helpers import ROOT, command, shared
 from tools.study import photographs as tool
 from tools.study.photographs import headline, kept_beside, study_figure, study_tables
-from vitrel.evaluate.comparison import load_comparison
-from vitrel.evaluate.report import read_csv
+from vitrel.evaluate.compare import load_comparison
+from vitrel.evaluate.results import read_csv
 
 RELATIVE = ["table", "factorised", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
 ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalised"]

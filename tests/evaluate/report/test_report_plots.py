@@ -1,0 +1,11 @@
+import matplotlib.image
+
+from vitrel.evaluate.report.plots import plot_all
+
+
+def test_plots_are_pictures_of_some_size(rows, tmp_path):
+    accuracy, throughput = plot_all(rows, tmp_path / "plots", "noise")
+    assert accuracy.name == "accuracy.png" and throughput.name == "throughput.png"
+    for path in (accuracy, throughput):
+        picture = matplotlib.image.imread(path)
+        assert min(picture.shape[:2]) > 400 and picture[..., :3].std() > 0.05

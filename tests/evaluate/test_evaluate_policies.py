@@ -1,0 +1,287 @@
+"""Policies of encodings and windows, and a model brought to a size."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+from vitrel import resolution_report
+from vitrel.evaluate.policies import (
+    gflops,
+    in_force,
+    policies_at,
+    policies_of,
+    policy_parts,
+    resize_policy,
+    static_columns,
+    window_policies_at,
+    window_policy,
+)
+from vitrel.grid import Grid
+from vitrel.position import PositionEncoding
+from vitrel.position.resize import resize_table
+
+THREE = ("geometric", "clip", "bicubic")
+
+
+@pytest.fixture
+def vit(trained):
+    """vit("table+cpb"): a ViT trained on a 4x4 grid of patches of 8 pixels."""
+    return lambda position, **how: trained("vitrel_vit_n8_none", model_args={"position": position, **how}).model
+
+
+@pytest.mark.parametrize(
+    ("position", "size", "policies"),
+    [
+        ("table", (32, 32), ("none",)),
+        ("table", (31, 29), ("none",)),  # the same patches
+        ("table", (16, 24), ("none",)),  # the exact centre, whatever the policy
+        ("table", (32, 48), THREE),
+        ("table", (16, 48), THREE),
+        ("absolute", (16, 24), ("bicubic",)),
+        ("rope_mixed", (64, 64), ("none",)),
+        ("cpb", (32, 32), ("none",)),
+        ("cpb", (16, 24), ("keep", "renormalise")),
+        ("cpb+alibi", (64, 64), ("keep", "renormalise")),
+        ("table+factorised", (64, 64), THREE),
+        ("table+decomposed", (64, 64), (*THREE, "linear")),
+        ("absolute+table", (64, 64), ("bicubic", "geometric", "clip")),
+        ("absolute+table", (16, 16), ("bicubic", "geometric", "clip")),
+        ("absolute+cpb", (64, 64), ("bicubic+keep", "bicubic+renormalise")),
+        ("table+cpb", (16, 24), ("keep", "renormalise")),
+        ("table+cpb", (64, 64), tuple(f"{a}+{b}" for a in THREE for b in ("keep", "renormalise"))),
+    ],
+)
+def test_policies_are_listed_where_they_differ(vit, position, size, policies):
+    assert policies_at(vit(position), size) == policies
+
+
+def test_a_window_that_is_kept_meets_no_other_grid(trained):
+    for position, policies in (("table", ("keep",)), ("cpb", ("keep",)), ("absolute+table", ("keep+bicubic",))):
+        model = trained("vitrel_swin_n", (64, 64), {"position": position}).model
+        assert policies_at(model, (96, 64), ("keep", "bicubic")) == policies
+
+
+def test_windows_and_encodings_are_combined(trained):
+    models = {
+        key: trained("vitrel_swin_n", (64, 64), {"position": key}).model for key in ("table", "cpb", "none", "absolute+table")
+    }
+    assert policies_at(models["table"], (64, 64)) == policies_at(models["cpb"], (64, 64)) == ("none",)
+    assert policies_at(models["table"], (128, 64)) == ("keep", *(f"rescale+{policy}" for policy in THREE))
+    assert policies_at(models["table"], (48, 48)) == ("keep", "divisor", "rescale")  # sub-tables, exact
+    distances = [f"{window}+{policy}" for window in ("divisor", "rescale") for policy in ("keep", "renormalise")]
+    assert policies_at(models["cpb"], (80, 80)) == ("keep", *distances)
+    assert policies_at(models["cpb"], (80, 80), ["keep", "rescale"]) == ("keep", "rescale+keep")
+    assert policies_at(models["none"], (80, 80)) == ("keep", "divisor", "rescale")
+    assert policies_at(models["absolute+table"], (80, 80), ["rescale", "clip"]) == ("rescale+clip",)
+    assert policies_at(models["table"], (80, 80), ["clip"]) == ("keep",)  # no policy of windows is wanted: theirs is kept
+
+
+def test_what_a_model_may_be_asked_for(trained, vit):
+    assert policies_of(vit("table")) == THREE and policies_of(vit("none")) == ()
+    assert policies_of(trained("vitrel_swin_n").model) == ("keep", "divisor", "rescale", *THREE)
+    assert policies_of(timm.create_model("resnet10t")) == ()
+    assert policies_at(timm.create_model("resnet10t"), (64, 64)) == ("none",)
+
+
+def test_a_policy_of_windows_and_encodings_is_in_force_inside(trained):
+    model = trained("vitrel_swin_n", (64, 64), {"position": "cpb"}).model
+    block = model.layers[0].blocks[1]
+    with in_force(model, "rescale+renormalise", (96, 128)):
+        assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalise")
+    with in_force(model, "keep", (96, 128)):
+        assert (block.attn.window, block.position.resize) == ((4, 4), "keep")
+    assert (block.attn.window, block.attn.shift, block.position.resize) == ((4, 4), (2, 2), "keep")
+
+
+def test_the_keep_of_windows_is_not_that_of_distances():
+    parts = policy_parts(["none", "keep", "divisor+keep", "rescale+renormalise"])
+    assert parts["none"] == frozenset() and parts["keep"] == {"window keep"}
+    assert parts["divisor+keep"] == {"window divisor", "keep"}
+    assert policy_parts(["keep", "geometric+keep"])["keep"] == {"keep"}  # no windows here
+
+
+def test_of_several_only_those_wanted(vit):
+    assert policies_at(vit("table"), (64, 64), ["bicubic", "clip"]) == ("clip", "bicubic")
+    assert policies_at(vit("absolute"), (64, 64), ["clip"]) == ("bicubic",)
+    assert policies_at(vit("table+cpb"), (64, 64), ["clip", "renormalise"]) == ("clip+renormalise",)
+    # a model that has none of the wanted ones is still evaluated, with its own
+    cpb = vit("cpb", position_args={"resize": "renormalise"})
+    assert policies_at(cpb, (64, 64), ["clip"]) == ("renormalise",)
+    assert policies_at(vit("table+cpb"), (64, 64), ["clip"]) == ("clip+keep",)
+
+
+@pytest.mark.parametrize("policy", ["clip+renormalise", "bicubic+keep", "none", "clip+keep+stretch"])
+def test_a_policy_is_in_force_inside_and_the_models_own_after(vit, policy):
+    model = vit("table+cpb")
+    in_use = {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies}
+    assert in_use == {"geometric", "keep"}
+    if "stretch" in policy:
+        with pytest.raises(ValueError, match="no resize policy 'stretch'"), resize_policy(model, policy):
+            pass
+    else:
+        with resize_policy(model, policy):
+            parts = model.blocks[-1].position.parts
+            assert policy in ("none", f"{parts['table'].resize}+{parts['cpb'].resize}")
+    assert {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies} == in_use
+
+
+def swin(img_size, window, depths=(2,), **how):
+    torch.manual_seed(0)
+    heads = (1, 2, 4)[: len(depths)]
+    how = dict(img_size=img_size, window_size=window, depths=depths, num_heads=heads, num_classes=3) | how
+    model = timm.create_model("vitrel_swin_n", **how).eval().double()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:  # far from zero, so that the bias matters
+            torch.nn.init.normal_(parameter, std=2.0 if "table" in name else 0.3)
+    return model
+
+
+def with_tables(other, model, policy):
+    """`other` with the weights of `model`, whose tables are brought to its window by `policy`."""
+    source, target = (Grid(*m.layers[0].blocks[0].attn.window) for m in (model, other))
+    state = model.state_dict()
+    for name in state:
+        if "table" in name:
+            state[name] = resize_table(state[name], source, target, policy)
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("size", "window"),
+    [((18, 18), (3, 3)), ((18, 16), (3, 4)), ((10, 6), (1, 3)), ((26, 24), (1, 4))],
+)
+def test_divisor_is_the_model_with_that_window_and_the_centre_of_the_table(size, window):
+    model, images = swin((16, 16), 4), torch.randn(2, 3, *size, dtype=torch.float64)
+    built = with_tables(swin(size, window), model, "clip")  # which reads the centre of what is larger
+    with torch.no_grad(), in_force(model, "divisor", size):
+        assert model.resized(size) == {} and model.unseen(size) == 0
+        [stage] = resolution_report(model, size).stages
+        assert (stage.window, stage.padding, stage.padded_share) == (window, (0, 0), 0.0)
+        torch.testing.assert_close(model(images), built(images), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        assert (model(images) - built(images)).abs().max() > 0.1  # with its own window it is another model
+
+
+@pytest.mark.parametrize("policy", ["geometric", "clip", "bicubic"])
+@pytest.mark.parametrize(("size", "window"), [((32, 32), (8, 8)), ((24, 40), (6, 10)), ((28, 16), (7, 4))])
+def test_rescale_is_the_model_with_that_window_and_the_resized_table(policy, size, window):
+    model, images = swin((16, 16), 4, depths=(2, 2)), torch.randn(2, 3, *size, dtype=torch.float64)
+    built = with_tables(swin(size, window, depths=(2, 2)), model, policy)
+    tables = [name for name, _ in model.named_parameters() if "table" in name]
+    values = sum(model.state_dict()[name].numel() for name in tables)
+    with torch.no_grad(), in_force(model, f"rescale+{policy}", size):
+        assert model.resized(size) == {f"table {policy}": 0 if policy == "clip" else values}
+        assert model.unseen(size) == pytest.approx(1 - min(1, 7 / (2 * window[0] - 1)) * min(1, 7 / (2 * window[1] - 1)))
+        assert [grid[:2] for _, grid in model.encodings(size)] == [window] * 4
+        torch.testing.assert_close(model(images), built(images), rtol=0, atol=1e-12)
+    assert model.resized(size) == {}
+
+
+def test_a_smaller_window_reads_the_centre_and_rounds_down():
+    model = swin((16, 16), 4)
+    with window_policy(model, "rescale", (14, 10)):
+        attn = model.layers[0].blocks[1].attn
+        assert (attn.window, attn.shift) == ((3, 2), (1, 1)) and model.resized((14, 10)) == {}
+    wide = swin((16, 24), (4, 6))
+    with window_policy(wide, "rescale", (32, 12)):  # each axis by its own trained side
+        assert wide.layers[0].blocks[0].attn.window == (8, 3)
+    with window_policy(model, "rescale", (2, 6)):
+        assert model.layers[0].blocks[1].attn.window == (1, 1)
+
+
+def test_every_stage_has_its_own_divisor():
+    model = timm.create_model("vitrel_swin_n")
+    with window_policy(model, "divisor", (80, 72)):
+        stages = resolution_report(model, (80, 72)).stages
+    assert [(s.grid, s.window) for s in stages] == [((40, 36), (4, 4)), ((20, 18), (4, 3)), ((10, 9), (2, 3))]
+    assert all(stage.padded_share == 0 for stage in stages)
+
+
+def test_window_policies_are_listed_where_they_differ():
+    model = timm.create_model("vitrel_swin_n")  # trained at 64, grids 32, 16, 8
+    assert window_policies_at(model, (64, 64)) == ()
+    assert window_policies_at(model, (128, 128)) == ("keep", "rescale")
+    assert window_policies_at(model, (80, 64)) == ("keep", "divisor", "rescale")
+    assert window_policies_at(model, (66, 64)) == ("keep", "divisor")  # 4 * 66 // 64 = 4
+    assert window_policies_at(swin((32, 32), 4), (6, 6)) == ("keep", "rescale")  # 3 tokens: one masked window is exact too
+    assert window_policies_at(timm.create_model("vitrel_vit_n8_table"), (80, 80)) == ()
+    assert window_policies_at(timm.create_model("resnet10t"), (80, 80)) == ()
+
+
+def test_blocks_of_a_plain_trunk_that_have_a_window():
+    how = dict(class_token=False, global_pool="avg", block_args={"window": 4, "global_blocks": (3,)}, num_classes=3)
+    model = timm.create_model("vitrel_vit_n8_table", img_size=64, **how).eval()
+    assert window_policies_at(model, (96, 96)) == ("keep", "rescale")
+    with window_policy(model, "rescale", (96, 96)):
+        assert [block.window and block.window[:2] for block in model.blocks] == [(6, 6)] * 3 + [None]
+    assert model.blocks[0].window == Grid(4, 4)
+
+
+def test_windows_are_back_after_an_error():
+    model = swin((16, 16), 4)
+    before = [(block.attn.window, block.attn.shift) for block in model.layers[0].blocks]
+    with pytest.raises(KeyError), window_policy(model, "rescale", (32, 32)):
+        raise KeyError
+    assert (
+        [(block.attn.window, block.attn.shift) for block in model.layers[0].blocks]
+        == before
+        == [((4, 4), (0, 0)), ((4, 4), (2, 2))]
+    )
+    with pytest.raises(ValueError, match="unknown window policy 'grow'; choose one of keep, divisor, rescale"):
+        window_policy(model, "grow", (32, 32)).__enter__()
+
+
+def test_the_report_of_a_size_knows_the_window_trained_on():
+    model = timm.create_model("vitrel_swin_n", img_size=64, patch_size=4)
+    with window_policy(model, "rescale", (128, 128)):
+        report = resolution_report(model, 128)
+    assert {(e.grid, e.trained) for e in report.encodings} == {((8, 8), (4, 4))}
+    assert all("resampled by table geometric" in e.effect for e in report.encodings)
+
+
+def test_gflops_are_timms_gmacs():
+    """4.6 for ViT-S/16 and 4.5 for Swin-T at 224 px (the papers; timm's result tables), however position enters."""
+    for name, expected in (("vitrel_vit_s16_absolute", 4.60), ("vitrel_swin_t", 4.49), ("resnet18", 1.81)):
+        assert gflops(timm.create_model(name), (224, 224)) == pytest.approx(expected, abs=0.01), name
+    model = timm.create_model("vitrel_vit_n8_none", img_size=64)
+    n, d, mlp = 65, 96, 4 * 96
+    blocks = 4 * (n * d * 3 * d + 2 * n * n * d + n * d * d + 2 * n * d * mlp)
+    assert gflops(model, (64, 64)) == pytest.approx((64 * 3 * 64 * d + blocks + d * 1000) / 1e9)
+
+
+def test_windows_padding_and_backend_are_told():
+    swin = timm.create_model("vitrel_swin_n")
+    columns = static_columns(swin, (80, 72), "keep")
+    assert columns["window"] == "4x4 4x4 4x4" and columns["pad_fraction"] == "0 0.1 0.38"  # 18 of 20, 10 and 9 of 12
+    columns = static_columns(swin, (80, 72), "divisor")
+    assert (columns["window"], columns["pad_fraction"]) == ("4x4 4x3 2x3", "0 0 0")
+    columns = static_columns(swin, (128, 128), "rescale+bicubic")
+    assert (columns["window"], columns["resized"], columns["tokens"]) == ("8x8 8x8 8x8", "table bicubic", 64 * 64)
+    vit = timm.create_model("vitrel_vit_n8_shaw")
+    assert static_columns(vit, (64, 96), "none")["window"] == "global"
+    large = timm.create_model("vitrel_vit_n8_factorised")
+    chosen = [static_columns(large, (side, side), "none")["backend"] for side in (128, 256)]
+    assert chosen == ["sdpa", "bias_by_row"]  # as vitrel.ops chooses by the number of tokens
+
+
+def test_attention_across_borders_is_found():
+    """timm's Swin rolls before it pads: with a window of 4, 4 of 9 rows leak. Ours does not, whatever the policy."""
+    how = dict(img_size=32, patch_size=2, embed_dim=32, depths=(2,), num_heads=(1,), window_size=4)
+    peer = timm.create_model("swin_tiny_patch4_window7_224", strict_img_size=False, **how)
+    assert static_columns(peer, (32, 32), "none", leak=True)["border_leak"] == 0
+    assert static_columns(peer, (18, 18), "none", leak=True)["border_leak"] == pytest.approx(1 - (5 / 9) ** 2, abs=1e-4)
+    ours = timm.create_model("vitrel_swin_n", **how)
+    for policy in ("keep", "divisor", "rescale"):
+        assert static_columns(ours, (18, 26), policy, leak=True)["border_leak"] == 0
+    assert math.isnan(static_columns(ours, (18, 26), "keep")["border_leak"])
+    assert math.isnan(static_columns(timm.create_model("vitrel_vit_n8_none"), (64, 64), "none", leak=True)["border_leak"])
+
+
+def test_the_backend_is_the_one_that_serves():
+    def backend(**how):
+        return static_columns(timm.create_model("vitrel_vit_n8_none", **how), (64, 64), "none")["backend"]
+
+    assert backend(position="table") == "sdpa" and backend(position="xpos") == "reference"

@@ -1,0 +1,359 @@
+"""One evaluation over several processes gives the rows of one."""
+
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from helpers import ROOT
+from vitrel.data import Reading
+from vitrel.evaluate import images, measure, processes, results, run
+from vitrel.evaluate.metrics import Tally
+from vitrel.evaluate.results import COLUMNS, row_key
+from vitrel.evaluate.run import evaluate_rows
+from vitrel.evaluate.settings import Sweep
+
+MEASURED = {"infer_samples_per_sec", "peak_memory_mb", "device"}  # what processes may change
+
+
+def sweep(**given):
+    return Sweep(**{"data": "noise", "sizes": ((32, 32), (48, 32)), "batch_size": 2, "device": "cpu", "attention_n": 2} | given)
+
+
+def same_rows(rows, others):
+    """Equal in every column but the measured ones; nll to 2e-6, since logits depend on the batch in the last bits."""
+    for row, other in zip(rows, others, strict=True):
+        for name in row.keys() - MEASURED:
+            if isinstance(row[name], float):
+                assert row[name] == pytest.approx(other[name], abs=2e-6, nan_ok=True), name
+            else:
+                assert row[name] == other[name], name
+
+
+@pytest.fixture
+def pretend_world(monkeypatch):
+    """pretend_world(world): the evaluation runs as if in that many processes, one after the other."""
+
+    def pretend(world):
+        def on_all(work):
+            found = []
+            for rank in range(world):
+                for part in (processes, measure, results):
+                    monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
+                found.append(work())
+            return found
+
+        monkeypatch.setattr(run, "on_all", on_all)
+        monkeypatch.setattr(measure, "on_all", on_all)
+        monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
+        for part in (processes, measure, results):
+            monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
+
+    return pretend
+
+
+@pytest.fixture
+def unreadable(noise, monkeypatch):
+    """unreadable(indices): these images of the noise are given as zeros labelled -1."""
+
+    def mark(indices):
+        read = noise.__getitem__
+
+        def item(self, index):
+            return (torch.zeros(3, *self.size), -1) if index in indices else read(self, index)
+
+        monkeypatch.setattr(noise, "__getitem__", item)
+
+    return mark
+
+
+@pytest.mark.parametrize(("world", "n"), [(2, 7), (3, 11), (5, 3)])
+def test_rows_are_those_of_one_process(trained, noise, pretend_world, world, n, rows_of):
+    """Also where a process has no image at all (5 of them, 3 images); two are decoded again for the attention statistics."""
+    models = [trained(f"vitrel_vit_n8_{key}") for key in ("table", "none")]
+    alone = rows_of(models, sweep(n=n))
+    noise.decoded = 0
+    pretend_world(world)
+    rows = rows_of(models, sweep(n=n))
+    same_rows(rows, alone)
+    assert noise.decoded == len(rows) * (n + 2) and all(row["n"] == n for row in rows)
+    assert {row["device"] for row in rows} == {f"{world} x {alone[0]['device']}"}
+
+
+def test_measurements_of_processes_are_combined(trained, noise, pretend_world, monkeypatch):
+    parts = iter([dict(speed=10.123, peak=5.0, batch=4, oom=0, label=1), dict(speed=30.123, peak=7.0, batch=2, oom=1, label=2)])
+
+    def share(*given):
+        part = next(parts)
+        tally = Tally()
+        tally.update(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([0, part["label"]]))
+        columns = {
+            "left_out": 1, "state_hash_before": "a", "state_hash_after": "a", "unchanged": part["oom"] == 0,
+            "infer_samples_per_sec": part["speed"], "peak_memory_mb": part["peak"], "memory_kind": "process resident",
+            "batch_size": part["batch"], "oom": part["oom"],
+        }  # fmt: skip
+        return measure.Share(columns, tally, {})
+
+    pretend_world(2)
+    monkeypatch.setattr(measure, "_measure_share", share)
+    [one] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",)))
+    row = one.row
+    assert [(line["class"], line["n"], line["hits"]) for line in one.per_class] == [
+        ("left", 2, 2),
+        ("right", 1, 0),
+        ("above", 1, 0),
+    ]
+    assert (row["infer_samples_per_sec"], row["peak_memory_mb"], row["batch_size"], row["oom"]) == (40.25, 7.0, 2, 1)
+    assert (row["n"], row["top1"], row["left_out"], row["unchanged"]) == (4, 50.0, 2, False)
+    confidence = math.e / (math.e + 2)
+    assert row["ece"] == pytest.approx(100 * abs(0.5 - confidence), abs=1e-3)  # one bin over both processes
+
+
+def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noise, pretend_world, monkeypatch, rows_of):
+    model, sizes = trained("vitrel_vit_n8_none"), []
+
+    def fail(module, inputs):
+        rank = processes.rank_and_world()[0]
+        if rank == 1 and len(inputs[0]) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        sizes.append((rank, len(inputs[0])))
+
+    model.model.register_forward_pre_hook(fail)
+    pretend_world(2)
+    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), batch_size=6))
+    assert (row["batch_size"], row["oom"], row["n"]) == (1, 2, 12)  # 6, 3, 1
+    assert (0, 6) in sizes and max(size for rank, size in sizes if rank == 1) <= 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_images_that_cannot_be_read_count_nowhere(trained, noise, pretend_world, unreadable, world, rows_of):
+    model, bad = trained("vitrel_vit_n8_rope_mixed"), {0, 2, 3, 11}
+    with torch.no_grad():
+        rest = [i for i in range(12) if i not in bad]
+        logits = model.model(torch.stack([noise((32, 32))[i][0] for i in rest]))
+    labels = torch.tensor(rest) % 3
+    unreadable(bad)
+    if world > 1:
+        pretend_world(world)
+    [row] = rows_of([model], sweep(sizes=((32, 32),), protocols=("scale",), on_bad_image="count"))
+    assert (row["n"], row["left_out"]) == (8, 4) and row.keys() == COLUMNS.keys()
+    assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-4)
+    assert row["nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
+
+
+def test_nothing_readable_is_an_error(trained, noise, unreadable, rows_of):
+    unreadable(set(range(12)))
+    with pytest.raises(ValueError, match="none of the 12 images of noise can be read"):
+        rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
+
+
+def test_the_data_set_is_told_to_leave_them_out(trained, noise, rows_of):
+    [*_] = rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
+    assert all(asked["reading"] == Reading(on_bad="leave_out") for asked in noise.asked)
+    with pytest.raises(ValueError, match="on_bad_image is raise or count, got 'skip'"):
+        sweep(on_bad_image="skip")
+
+
+def test_a_row_with_images_left_out_does_not_stand_for_all(trained, noise, unreadable):
+    """It is kept while they may be left out, and made again once an unreadable image is an error."""
+    model = trained("vitrel_vit_n8_none")
+    one = dict(sizes=((32, 32),), protocols=("scale",))
+    unreadable({5})
+    [done] = evaluate_rows([model], sweep(**one, on_bad_image="count"))
+    before = noise.decoded
+    [kept] = evaluate_rows([model], sweep(**one, on_bad_image="count"), [done])
+    assert row_key(kept.row) == row_key(done.row) and noise.decoded == before
+    [*_] = evaluate_rows([model], sweep(**one), [done])
+    assert noise.decoded > before
+
+
+def test_processes_with_other_weights_are_refused(trained, noise, monkeypatch, rows_of):
+    monkeypatch.setattr(run, "on_all", lambda work: [work(), ([], ["another hash"])])
+    with pytest.raises(ValueError, match="the processes hold different weights: give all of them the same checkpoints"):
+        rows_of([trained("vitrel_vit_n8_none")], sweep())
+
+
+def gathered(monkeypatch, text):
+    """As if this were process 0 of 2, whose other one reports `text`; None: it is gone."""
+
+    def gather(found, own):
+        if text is None:
+            raise RuntimeError("Connection closed by peer")
+        found[:] = [own, ("theirs", text)]
+
+    monkeypatch.setattr(processes, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(processes.dist, "all_gather_object", gather)
+
+
+def test_one_failure_ends_all(monkeypatch):
+    def fail():
+        raise OSError("no space left")
+
+    assert processes.on_all(lambda: 1) == [1]
+    gathered(monkeypatch, "")
+    assert processes.on_all(lambda: "ours") == ["ours", "theirs"]
+    gathered(monkeypatch, "ValueError: val/a.png is damaged")
+    with pytest.raises(processes.OtherProcessError, match=r"process 1 of 2: ValueError: val/a\.png is damaged"):
+        processes.on_all(lambda: 1)
+    with pytest.raises(OSError, match="no space left"):
+        processes.on_all(fail)
+    gathered(monkeypatch, None)
+    with pytest.raises(
+        processes.OtherProcessError, match="another process ended before its work was done; its own message says"
+    ):
+        processes.on_all(lambda: 1)
+    with pytest.raises(OSError, match="no space left"):
+        processes.on_all(fail)
+
+
+def test_more_processes_than_gpus_are_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        asked.clear()
+        with processes.joined():
+            assert asked == device
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="no device cuda:3 here: 2 GPUs are seen; start at most 2 processes, or use cpu"):
+            sweep(device=device)
+    assert sweep(device="cpu").torch_device.type == "cpu"
+
+
+@pytest.fixture
+def folder(tmp_path, checkpoint):
+    """A folder of 5 images to evaluate on and a checkpoint of its classes, in the current folder of what runs there."""
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name, n in zip(("left", "right", "above"), (2, 2, 1), strict=True):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            for i in range(n):
+                pixels = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "data" / part / name / f"{i}.png")
+    checkpoint(classes=["above", "left", "right"])
+    return tmp_path
+
+
+def tool(folder, world, out, *more):
+    """Runs tools/evaluate_transfer.py there; (status, what it printed, its rows)."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
+    asked = [
+        "--checkpoint",
+        "last.ckpt",
+        "--data",
+        "data",
+        "--sizes",
+        "48",
+        "--device",
+        "cpu",
+        "--batch-size",
+        "2",
+        "--out",
+        out,
+        "--no-report",
+    ]
+    command = [sys.executable, *start, str(ROOT / "tools" / "evaluate_transfer.py"), *asked, *more]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command, cwd=folder, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    path = folder / out / "results.csv"
+    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    return done.returncode, done.stdout + done.stderr, rows
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_table_of_one(folder):
+    """5 images over two processes that really are two; the second run finds all rows and makes none."""
+    status, text, alone = tool(folder, 1, "one")
+    assert status == 0, text
+    status, text, both = tool(folder, 2, "two")
+    assert status == 0, text
+    same_rows(both, alone)
+    assert {row["n"] for row in both} == {5} and all(row["device"].startswith("2 x cpu") for row in both)
+    assert text.count("written to two") == 1
+    stamps = [row["infer_samples_per_sec"] for row in both]
+    status, text, again = tool(folder, 2, "two")
+    assert status == 0 and [row["infer_samples_per_sec"] for row in again] == stamps, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", ["image of process 1", "folder of process 0"])
+def test_a_failure_ends_both_processes_with_its_message(folder, failing):
+    image = folder / "data" / "val" / "left" / "0.png"  # the second of all, process 1's first: "above" comes first
+    if failing.startswith("image"):
+        image.write_bytes(image.read_bytes()[:200])
+        message = "left/0.png"
+    else:
+        (folder / "out").write_text("in the way")
+        message = "File exists: 'out'"
+    start = time.monotonic()
+    status, text, _ = tool(folder, 2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
+    assert status == 1 and message in text and time.monotonic() - start < 200
+    assert "process 1 of 2: BadImage" in text or not failing.startswith("image")
+    assert "written to" not in text
+    if failing.startswith("image"):
+        status, text, rows = tool(folder, 2, "out", "--on-bad-image", "count")
+        assert status == 0, text
+        assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
+        assert "left out, since they cannot be read (column left_out): 1 of the images: data/val/left/0.png;" in text
+        assert "left/0.png" in (folder / "out" / "bad_images.csv").read_text()
+
+
+class Exits:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def tell(word):
+    processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), word))
+
+
+def fail():
+    def work():
+        raise ValueError("no images")
+
+    processes.on_all(work)
+
+
+def test_processes_of_this_machine_share_the_work_and_the_threads():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with processes.shared_with(1, tell, "theirs"):
+            found = processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), "own"))
+        assert found == [((0, 2), 1, "own"), ((1, 2), 1, "theirs")]
+        assert processes.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    with processes.shared_with(0, fail):
+        assert processes.on_all(lambda: 3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments", "told"),
+    [
+        (fail, (), "process 1 of 2: ValueError: no images"),
+        (os._exit, (1,), "another process ended before its work was done"),
+        (tell, (Exits(),), "a process of the evaluation ended before it began"),
+    ],
+)
+def test_a_process_of_this_machine_that_fails_is_told(work, arguments, told):
+    with pytest.raises(processes.OtherProcessError, match=told), processes.shared_with(1, work, *arguments):
+        processes.on_all(lambda: 1)
+    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()

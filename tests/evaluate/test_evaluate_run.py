@@ -1,0 +1,511 @@
+"""A whole evaluation: a folder that grows, rows that are not made again, a plan that costs nothing, a DataFrame."""
+
+import copy
+import gzip
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+import vitrel.evaluate
+from vitrel.data import Prepare
+from vitrel.evaluate import at_sizes, results
+from vitrel.evaluate.models import trained_model
+from vitrel.evaluate.report import details_table, summary
+from vitrel.evaluate.results import (
+    COLUMNS,
+    aggregate,
+    line_key,
+    only_writer,
+    read_csv,
+    read_folder,
+    read_lines,
+    row_key,
+    write_folder,
+)
+from vitrel.evaluate.run import HEAD, describe_plan, evaluate_rows, run_sweep
+from vitrel.evaluate.settings import Sweep
+from vitrel.files import guarded
+
+SIZES = ((32, 32), (64, 64), (32, 48))
+
+
+def small_sweep(**given):
+    return Sweep(**{"data": "noise", "sizes": SIZES, "batch_size": 5, "device": "cpu", "attention_n": 0} | given)
+
+
+def test_models_are_compared_at_each_others_training_sizes(trained, noise, rows_of):
+    models = [trained("vitrel_vit_n8_table", (64, 64), label="a"), trained("vitrel_vit_n8_none", label="b")]
+    rows = rows_of(models, small_sweep(sizes=((32, 32), (64, 64)), policies=("clip",), protocols=("scale", "scale")))
+    assert [(row["label"], row["img_size"]) for row in rows] == [
+        ("a", "64x64"), ("b", "32x32"), ("a", "32x32"), ("b", "64x64")
+    ]  # fmt: skip
+    top1 = {(row["label"], row["img_size"]): row["top1"] for row in rows}
+    assert rows[3]["retention"] == round(top1["b", "64x64"] / top1["b", "32x32"], 4)
+
+
+def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
+    model = trained("vitrel_vit_n8_none")
+    first = list(evaluate_rows([model], small_sweep()))
+    write_folder(first, tmp_path)
+    done, before = read_folder(tmp_path), noise.decoded
+    shares = []
+    again = list(evaluate_rows([model], small_sweep(), done, lambda task, share: shares.append(share)))
+    assert noise.decoded == before and [row_key(one.row) for one in again] == [row_key(one.row) for one in done]
+    assert [one.per_class for one in again] == [one.per_class for one in first]
+    assert sum(shares) == len(again) == 6
+    model.model.head.bias.data[0] += 1
+    list(evaluate_rows([model], small_sweep(), done))
+    assert noise.decoded == before + 6 * 12
+    list(evaluate_rows([model], small_sweep(data_seed=1), done))
+    assert noise.decoded == before + 12 * 12
+
+
+def test_rows_are_told_apart_by_long_seeds_labels_that_are_numbers_and_the_training_size(trained, noise, tmp_path):
+    """A column with an empty cell comes back from CSV as floats, one of digits alone as numbers."""
+    seeds = (None, 20240101, 20240102)
+    models, one = [trained("vitrel_vit_n8_none", label="007", seed=seed) for seed in seeds], dict(sizes=((32, 32),))
+    write_folder(list(evaluate_rows(models, small_sweep(**one))), tmp_path)
+    done, before = read_folder(tmp_path), noise.decoded
+    again = [row_key(found.row) for found in evaluate_rows(models, small_sweep(**one), done)]
+    assert noise.decoded == before and len(set(again)) == 6
+    assert len({line_key(found.row) for found in done}) == 6 and all(len(found.per_class) == 3 for found in done)
+    # the same weights said to be trained at another size: objects are then shown in another size
+    list(evaluate_rows([replace(model, img_size=(64, 64)) for model in models], small_sweep(**one), done))
+    assert noise.decoded > before
+
+
+@pytest.mark.parametrize("lacking", ["ece", "per_class", "shifts"])
+def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, lacking):
+    """As a file of an earlier version has it, one whose lines were lost, or one whose content was not shifted as far."""
+    models, one = [trained("vitrel_vit_n8_none")], dict(sizes=((32, 32),), protocols=("scale",))
+    [done] = evaluate_rows(models, small_sweep(**one, shifts=(0, 4)))
+    before = noise.decoded
+    list(evaluate_rows(models, small_sweep(**one, shifts=(4,)), [done]))
+    assert noise.decoded == before
+    if lacking == "ece":
+        done.row["ece"] = math.nan
+    elif lacking == "per_class":
+        done = done._replace(per_class=[])
+    list(evaluate_rows(models, small_sweep(**one, shifts=(4, 8) if lacking == "shifts" else (4,)), [done]))
+    assert noise.decoded > before
+
+
+def test_progress_adds_up(trained, noise, rows_of):
+    shares = []
+    rows_of([trained("vitrel_vit_n8_none")], small_sweep(), advance=lambda task, share: shares.append(share))
+    assert len(shares) == 6 * 3 and sum(shares) == pytest.approx(6)
+
+
+def sweep(*sizes, **given):
+    """Sizes are sides of squares."""
+    how = {"data": "noise", "protocols": ("scale",), "batch_size": 5, "device": "cpu", "attention_n": 0, "border_leak": False}
+    return Sweep(sizes=tuple((size, size) for size in sizes), **how | given)
+
+
+def sizes_of(folder, label=None):
+    return {row["img_size"] for row in read_csv(folder / "results.csv") if label in (None, row["label"])}
+
+
+def files_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def model(trained):
+    return trained("vitrel_vit_n8_none")
+
+
+def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
+    first = run_sweep([model], sweep(48, shifts=(0, 4)), tmp_path)
+    noise.decoded = 0
+    rows = run_sweep([model], sweep(64, 24), tmp_path)
+    assert noise.decoded == 2 * 12  # what was there is not made again
+    assert sizes_of(tmp_path) == {"32x32", "48x48", "64x64", "24x24"} == {row["img_size"] for row in rows}
+    found = {line_key(one.row): one for one in read_folder(tmp_path)}
+    assert len(found) == 4 and all(len(one.per_class) == 3 for one in found.values())
+    for row in first:
+        assert found[line_key(row)].row["nll"] == row["nll"]
+    assert [line["shift"] for line in read_lines(tmp_path, "translation")] == [0, 4]
+    text = (tmp_path / "table.md").read_text("utf-8")
+    assert all(size in text for size in ("24x24", "48x48", "64x64")) and "any of 4 sizes" in text
+    assert not list(tmp_path.glob("replaced*"))
+
+
+def test_further_shifts_and_models_are_added(model, trained, noise, tmp_path):
+    run_sweep([model], sweep(48, shifts=(4, 0)), tmp_path)
+    run_sweep([model], sweep(48, shifts=(8, 0)), tmp_path)
+    assert [line["shift"] for line in read_lines(tmp_path, "translation")] == [0, 4, 8]
+    noise.decoded = 0
+    rows = run_sweep([trained("vitrel_vit_n8_table", label="other")], sweep(48, policies=("clip",)), tmp_path)
+    assert noise.decoded == 2 * 12 and [row["label"] for row in rows] == ["vitrel_vit_n8_none"] * 2 + ["other"] * 2
+    assert len(read_lines(tmp_path, "translation")) == 3 and sizes_of(tmp_path, "vitrel_vit_n8_none") == {"32x32", "48x48"}
+
+
+def other_weights(model):
+    model = replace(model, model=copy.deepcopy(model.model))
+    model.model.head.bias.data[0] += 1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "told"),
+    [
+        (other_weights, {}, "other weights of vitrel_vit_n8_none"),
+        (lambda model: replace(other_weights(model), seed=1), {}, "other weights"),  # would count as a second seed
+        (lambda model: replace(model, img_size=(64, 64)), {}, "train_size of vitrel_vit_n8_none: 32x32 there, 64x64 now"),
+        (lambda model: replace(model, mean=(0.4,) * 3), {}, "mean of vitrel_vit_n8_none: 0.5 0.5 0.5 there, 0.4 0.4 0.4 now"),
+        (lambda model: replace(model, restrict=True), {}, "order there, order, restricted now"),
+        (lambda model: model, {"n": 7}, "n_asked: none there, 7 now"),
+        (lambda model: model, {"data": "others"}, "data: noise there, others now"),
+        (lambda model: model, {"data_seed": 2}, "data_seed: 0 there, 2 now"),
+        (lambda model: model, {"batch_size": 4}, "batch_asked: 5 there, 4 now"),
+        (lambda model: replace(other_weights(model), label="new"), {"n": 7}, "n_asked: none there, 7 now"),
+    ],
+)
+def test_what_may_not_stand_in_one_table_is_refused_before_anything_runs(model, noise, tmp_path, change, given, told):
+    run_sweep([model], sweep(48), tmp_path)
+    before, noise.decoded = files_of(tmp_path), 0
+    with pytest.raises(ValueError, match=r"--out.*--replace") as caught:
+        run_sweep([change(model)], sweep(24, **given), tmp_path)
+    assert told in str(caught.value) and str(tmp_path) in str(caught.value) and "Nothing was computed" in str(caught.value)
+    assert noise.decoded == 0 and files_of(tmp_path) == before
+    assert told in describe_plan([change(model)], sweep(24, **given), tmp_path)
+
+
+def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
+    run_sweep([model], sweep(48), tmp_path)
+    assert len(run_sweep([replace(other_weights(model), label="new", mean=(0.4,) * 3)], sweep(24), tmp_path)) == 4
+    assert "may not stand" not in describe_plan([model], sweep(64), tmp_path)
+
+
+def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, capsys):
+    run_sweep([model], sweep(48, 64, shifts=(0,)), tmp_path)
+    first = read_csv(tmp_path / "results.csv")
+    (tmp_path / "last.ckpt").write_text("not of the evaluation")
+    (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
+    capsys.readouterr()
+    changed, asked = other_weights(model), sweep(48, n=7)
+    assert "3 other rows there would be moved aside" in describe_plan([changed], asked, tmp_path, replace=True)
+    rows = run_sweep([changed], asked, tmp_path, replace=True)
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert "3 of the 3 rows" in printed and "other weights" in printed and str(tmp_path / "replaced-1") in printed
+    assert len(rows) == 2 and {row["n"] for row in rows} == {7} and sizes_of(tmp_path) == {"32x32", "48x48"}
+    aside = tmp_path / "replaced-1"
+    assert [row["nll"] for row in read_csv(aside / "results.csv")] == [row["nll"] for row in first]
+    assert len(read_lines(aside, "per_class")) == 9 and len(read_lines(aside, "translation")) == 1
+    assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists() and (aside / "claims.md").exists()
+    assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()
+    noise.decoded = 0
+    run_sweep([changed], asked, tmp_path, replace=True)  # the same again moves nothing
+    assert noise.decoded == 0 and not (tmp_path / "replaced-2").exists() and "are not asked for" not in capsys.readouterr().out
+    run_sweep([changed], sweep(24, n=7), tmp_path, replace=True)
+    assert sizes_of(tmp_path) == {"32x32", "24x24"} and sizes_of(tmp_path / "replaced-2") == {"32x32", "48x48"}
+    assert noise.decoded == 7  # the row of the training size stayed
+
+
+def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
+    models = [trained("vitrel_vit_n8_table", label=label) for label in ("a", "b")]
+    asked = dict(policies=("clip",), n=4)
+    run_sweep(models, sweep(48, **asked), tmp_path, report=True)
+    run_sweep(models[:1], sweep(24, **asked), tmp_path, report=True)
+    stored = json.loads(gzip.decompress((tmp_path / "pictures.json.gz").read_bytes()))
+    found = {one["label"]: one for one in stored["models"]}
+    for kind in ("lattices", "maps"):
+        assert {item["size"] for item in found["a"][kind]} == {"32x32", "48x48", "24x24"}, kind
+        assert {item["size"] for item in found["b"][kind]} == {"32x32", "48x48"}, kind
+    keys = {key for one in stored["models"] for item in one["maps"] for key in item["pictures"]}
+    assert keys == set(stored["pictures"])
+    # pictures alone, of whatever weights, are not taken for those of new rows
+    for path in tmp_path.glob("*.csv"):
+        path.unlink()
+    run_sweep(models[:1], sweep(24, **asked), tmp_path, report=True)
+    stored = json.loads(gzip.decompress((tmp_path / "pictures.json.gz").read_bytes()))
+    assert [one["label"] for one in stored["models"]] == ["a"]
+    assert {item["size"] for item in stored["models"][0]["lattices"]} == {"32x32", "24x24"}
+
+
+def test_two_evaluations_at_once_are_refused(model, noise, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "LOCK_PATIENCE", 0.0)
+    with only_writer(tmp_path), pytest.raises(BlockingIOError, match="another evaluation is writing into"):
+        run_sweep([model], sweep(48), tmp_path)
+    assert len(run_sweep([model], sweep(48), tmp_path)) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a.jpg"), RuntimeError("CUDA out of memory. Tried")])
+def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, noise, tmp_path, monkeypatch, error):
+    """Also those that were not written yet, since writing takes a part of the time alone."""
+    read, left = noise.__getitem__, [12 * 3]
+
+    def item(self, index):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return read(self, index)
+
+    monkeypatch.setattr(noise, "__getitem__", item)
+    monkeypatch.setattr(results, "WRITE_PAUSE", 1e9)
+    kind = MemoryError if isinstance(error, RuntimeError) else type(error)
+    with pytest.raises(kind) as caught:
+        run_sweep([model], sweep(48, 64, 24, batch_size=1), tmp_path)
+    assert len(read_csv(tmp_path / "results.csv")) == 3
+    [note] = caught.value.__notes__
+    assert note.startswith("3 rows saved in") and "the same command goes on" in note
+    assert not list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*.part"))
+
+
+def test_a_full_disk_names_the_file_and_keeps_the_rows_before(model, noise, tmp_path, monkeypatch):
+    write, left = pd.DataFrame.to_csv, [5]
+
+    def full(self, path, **how):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return write(self, path, **how)
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+    monkeypatch.setattr(results, "WRITE_PAUSE", 0.0)
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.csv'") as caught:
+        run_sweep([model], sweep(48, 64, 24), tmp_path)
+    assert str(tmp_path) in caught.value.filename and "2 rows saved" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    assert len(read_csv(tmp_path / "results.csv")) == 2 and not list(tmp_path.glob(".*.part"))
+
+
+def test_labels_that_a_spreadsheet_would_run_come_back(model, noise, tmp_path, monkeypatch):
+    formula = replace(model, label='=HYPERLINK("x")', interpolation="-1+1")
+    monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=12, classes=list("=-@")))
+    formula = replace(formula, classes=tuple("=-@"))
+    run_sweep([formula], sweep(48, shifts=(0,)), tmp_path)
+    for name in ("results", "per_class", "translation"):
+        frame = pd.read_csv(tmp_path / f"{name}.csv", dtype=str, keep_default_na=False)
+        assert set(frame["label"]) == {"'" + formula.label}
+        cells = [cell for column in frame for cell in frame[column]]
+        assert not [cell for cell in cells if guarded(cell) != cell and cell[0] != "'"]
+    noise.decoded = 0
+    rows = run_sweep([formula], sweep(48, shifts=(0,)), tmp_path)
+    assert noise.decoded == 0 and {row["label"] for row in rows} == {formula.label}
+    assert {line["class"] for line in read_lines(tmp_path, "per_class")} == set("=-@")
+
+
+def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monkeypatch):
+    bad = b"caf\xe9".decode("utf-8", "surrogateescape")
+    names = [bad, "b", "c"]
+    monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=12, classes=names))
+    named = replace(model, label=f"model ({bad})", classes=tuple(names))
+    run_sweep([named], sweep(48, data=bad), tmp_path / bad, bad, report=True)
+    assert "caf\\xe9" in {line["class"] for line in read_lines(tmp_path / bad, "per_class")}
+    assert "caf\\xe9" in (tmp_path / bad / "table.md").read_text("utf-8")
+    noise.decoded = 0
+    rows = run_sweep([named], sweep(48, 24, data=bad), tmp_path / bad, bad)
+    assert noise.decoded == 12 and {row["label"] for row in rows} == {"model (caf\\xe9)"}
+    assert torch.isfinite(torch.tensor([row["nll"] for row in rows])).all()
+
+
+def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch):
+    models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu", attention_n=0)
+    monkeypatch.setattr(noise, "__getitem__", _fails_after(noise.__getitem__, 12 * 3))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(models, sweep, tmp_path)
+    kept = read_csv(tmp_path / "results.csv")
+    assert len(kept) == 2 + 3
+    monkeypatch.undo()
+    before = noise.decoded
+    monkeypatch.setattr("vitrel.evaluate.images.create_dataset", lambda data, split, size, **how: noise(size))
+    rows = run_sweep(models, sweep, tmp_path, "noise")
+    assert noise.decoded - before == 12 and len(rows) == 8
+    assert [row["nll"] for row in rows[:5]] == [row["nll"] for row in kept]
+    assert len(read_csv(tmp_path / "results.csv")) == 8
+    text = (tmp_path / "table.md").read_text("utf-8")
+    assert text.startswith("# noise\n") and summary(rows) in text and details_table(aggregate(rows)) in text
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "throughput.png"]
+
+
+def _fails_after(method, calls):
+    left = [calls]
+
+    def limited(self, index):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return method(self, index)
+
+    return limited
+
+
+def cells(text):
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == list(HEAD)
+    return [dict(zip(HEAD, line, strict=True)) for line in lines[2:]]
+
+
+@pytest.fixture
+def models(trained):
+    small = dict(embed_dim=48, depth=1, num_heads=3, img_size=32, patch_size=8, num_classes=3)
+    foreign = trained_model(timm.create_model("vit_tiny_patch16_224", **small).eval(), "foreign")
+    return [trained("vitrel_vit_n8_table"), trained("vitrel_swin_n", (32, 32)), foreign]
+
+
+def test_every_row_is_told(models, noise, tmp_path):
+    sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", shifts=(0, 4))
+    text = describe_plan(models, sweep, tmp_path / "none")
+    found = {(row["model"], row["size"], row["policy"]): row for row in cells(text)}
+    assert len(found) == 3 + 3 + 5 + 1 and noise.decoded == 0 and not (tmp_path / "none").exists()
+    swin = found["vitrel_swin_n", "48x40", "rescale+bicubic"]
+    assert (swin["windows"], swin["padded"], swin["tokens"]) == ("6x5 6x5 6x5", "0 0 0", "480")
+    assert found["vitrel_swin_n", "48x40", "keep"]["padded"] == "0 0.17 0.53"
+    vit = found["vitrel_vit_n8_table", "48x40", "geometric"]
+    assert (vit["resized"], vit["values resampled"], vit["windows"]) == ("table geometric", "588", "global")
+    assert float(vit["GFLOPs"]) > float(found["vitrel_vit_n8_table", "32x32", "none"]["GFLOPs"]) > 0
+    foreign = found["foreign", "48x40", "none"]
+    assert (foreign["resized"], foreign["unseen"], foreign["values resampled"]) == ("pos_embed bicubic", "-", "768")
+    assert "12 rows of 12 images each, shifted by 0, 4 px at the training size; 0 of them are in " in text
+
+
+def test_rows_that_are_done_are_marked(trained, noise, tmp_path):
+    models, sweep = [trained("vitrel_vit_n8_none")], Sweep("noise", ((48, 48),), device="cpu", n=3, attention_n=0)
+    run_sweep(models, sweep, tmp_path)
+    written = {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()}
+    more = Sweep("noise", ((48, 48), (64, 64)), device="cpu", n=3, attention_n=0)
+    before = noise.decoded
+    text = describe_plan(models, more, tmp_path)
+    assert [row["done"] for row in cells(text)] == ["yes"] * 4 + [""] * 2 and "; 4 of them are in" in text
+    assert noise.decoded == before
+    assert {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()} == written
+    assert "; 0 of them" in describe_plan(models, Sweep("noise", ((48, 48),), device="cpu", n=4, attention_n=0), tmp_path)
+
+
+def test_classes_that_do_not_fit_are_told_before_it_runs(noise, tmp_path):
+    model = trained_model(timm.create_model("resnet10t", num_classes=5).eval(), img_size=(32, 32))
+    with pytest.raises(ValueError, match="resnet10t has 5 outputs, but noise has 3 classes: say which output is which class"):
+        describe_plan([model], Sweep("noise", ((64, 64),), device="cpu"), tmp_path)
+
+
+def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_path):
+    ours_first = trained_model(timm.create_model("resnet10t", num_classes=3).eval(), "first", img_size=(32, 32))
+    fixed = timm.create_model("mixer_s32_224", num_classes=3).eval()  # its layers mix a fixed number of tokens
+    sweep = Sweep("noise", ((64, 64),), device="cpu", attention_n=0)
+    models = [ours_first, trained_model(fixed, "mixer")]
+    for run in (lambda: describe_plan(models, sweep, tmp_path), lambda: list(evaluate_rows(models, sweep))):
+        with pytest.raises(ValueError, match="does not take 64x64 pixels"):
+            run()
+    assert noise.decoded == 0
+
+
+HOW = dict(device="cpu", attention_n=0, border_leak=False)
+
+
+class Pictures(Dataset):
+    """7 images of 40x52 pixels as uint8 tensors or PIL images, labelled 0 to 2."""
+
+    classes = ("left", "right", "above")
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        pixels = np.random.default_rng(index).integers(0, 256, (40, 52, 3), dtype=np.uint8)
+        if self.kind == "pil":
+            return Image.fromarray(pixels), index % 3
+        tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+        return (tensor if self.kind == "uint8" else tensor.float()), index % 3
+
+
+@pytest.fixture
+def plain_model():
+    torch.manual_seed(0)
+    return timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
+
+
+def test_the_built_in_data_by_name():
+    torch.manual_seed(0)
+    model = timm.create_model("vitrel_swin_n", num_classes=4)
+    frame = at_sizes(model, "shapes", [48, "64x96"], n=6, protocols=["canvas"], policies=["keep"], label="mine", **HOW)
+    assert isinstance(frame, pd.DataFrame) and list(frame.columns) == list(COLUMNS)
+    assert frame["img_size"].tolist() == ["64x64", "48x48", "64x96"] and set(frame["label"]) == {"mine"}
+    assert frame["n"].tolist() == [6] * 3 and frame["unchanged"].all() and set(frame["policy"]) == {"none", "keep"}
+    assert frame["top1_area"].notna().any()
+
+
+@pytest.mark.parametrize("kind", ["uint8", "pil"])
+def test_a_data_set_is_prepared_as_a_folder_is(plain_model, kind):
+    frame = at_sizes(plain_model, Pictures(kind), [(32, 48)], policies=("clip",), preprocessing={"crop_pct": 0.9}, **HOW)
+    assert len(frame) == 4 and set(frame["protocol"]) == {"scale", "canvas"} and set(frame["crop_pct"]) == {0.9}
+    assert set(frame["decoder"]) == {"the data set's own"} and set(frame["data"]) == {"Pictures"}
+    row = frame[(frame["img_size"] == "32x48") & (frame["protocol"] == "canvas")].iloc[0]
+    prepare = Prepare((32, 48), (0.5,) * 3, (0.5,) * 3, 0.9, "bicubic", "canvas", (32, 32))
+    images = torch.stack([prepare(Pictures("uint8")[i][0]) for i in range(7)])
+    labels = torch.arange(7) % 3
+    plain_model.eval().set_resize_policy("clip")
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(plain_model(images), labels).item()
+    assert row["nll"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_function_from_size_to_data_is_taken_as_it_is(plain_model):
+    asked = []
+
+    def data(size):
+        asked.append(size)
+        return [(torch.full((3, *size), 0.1 * i), i % 3) for i in range(5)]
+
+    frame = at_sizes(plain_model, data, [24, 32], **HOW)
+    assert frame["img_size"].tolist() == ["32x32", "24x24"] and set(asked) == {(32, 32), (24, 24)}
+    assert set(frame["n"]) == {5} and set(frame["data"]) == {"function"}
+    with pytest.raises(ValueError, match=r"decides itself how images fill a size: protocols=\('scale',\)"):
+        at_sizes(plain_model, data, [24], protocols=("scale", "canvas"), **HOW)
+
+
+def test_the_model_is_left_as_it_was(plain_model):
+    plain_model.train()
+    plain_model.head.eval()
+    at_sizes(plain_model, Pictures("pil"), [32], n=3, **HOW)
+    assert plain_model.training and plain_model.blocks[0].training and not plain_model.head.training
+    assert {part.resize for part in plain_model.modules() if getattr(part, "policies", ())} == {"geometric"}
+
+
+def test_checkpoints_and_timm_models(checkpoint, noise):
+    path = checkpoint()
+    frame = at_sizes(path, "noise", [(32, 48)], n=4, label="run", **HOW)
+    assert set(frame["label"]) == {"run"} and set(frame["model"]) == {"vitrel_vit_n8_table"} and set(frame["seed"]) == {7}
+    with pytest.raises(ValueError, match="a checkpoint says itself how it was trained"):
+        at_sizes(path, "noise", [32], img_size=(32, 32), **HOW)
+    resnet = timm.create_model("resnet10t", num_classes=9)
+    frame = at_sizes(resnet, "noise", [64], class_indices={"left": 8, "right": 2, "above": 0}, img_size=(32, 32), **HOW)
+    assert frame["img_size"].unique().tolist() == ["32x32", "64x64"] and set(frame["encoding"]) == {"timm"}
+    frame = at_sizes(
+        trained_model(resnet, "r", outputs=dict(left=8, right=2, above=0), img_size=(32, 32)), "noise", [32], **HOW
+    )
+    assert set(frame["label"]) == {"r"}
+
+
+def test_mistakes_are_named(plain_model):
+    with pytest.raises(
+        ValueError, match=r"gives images of torch\.float32: give uint8 \[3, h, w\] or PIL images, or, of images"
+    ):
+        at_sizes(plain_model, Pictures("float"), [32], **HOW)
+    with pytest.raises(ValueError, match="'big' is not an image size"):
+        at_sizes(plain_model, Pictures("pil"), ["big"], **HOW)
+    with pytest.raises(ValueError, match="vitrel_vit_n8_table has 3 outputs, but shapes has 4 classes"):
+        at_sizes(plain_model, "shapes", [32], n=2, **HOW)
+    assert vitrel.evaluate.at_sizes is at_sizes
+
+
+def test_it_needs_no_import_of_its_own():
+    code = "import sys, vitrel; assert 'pandas' not in sys.modules; vitrel.evaluate.at_sizes; assert 'pandas' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'vitrel' has no attribute 'transfers'"):
+        vitrel.transfers  # noqa: B018

@@ -1,0 +1,351 @@
+"""The results of an evaluation in words: Markdown tables, one verdict per model, and the judgement of claims.
+
+The verdicts say what had to be resized and what became of the accuracy. Claims are written down before an evaluation runs; by
+its rows they hold, are not shown, or do not hold.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+
+from vitrel.evaluate.metrics import Z95, t_interval
+from vitrel.evaluate.policies import policy_parts
+from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
+from vitrel.evaluate.settings import Row
+from vitrel.position import POSITIONS
+from vitrel.sizes import format_size, parse_size
+
+DETAILS = {
+    "label": "model",
+    "protocol": "protocol",
+    "policy": "policy",
+    "img_size": "size",
+    "tokens": "tokens",
+    "top1": "top-1 %",
+    "low": "low",
+    "high": "high",
+    "top5": "top-5 %",
+    "nll": "NLL",
+    "ece": "ECE %",
+    "retention": "retention",
+    "n": "n",
+    "seeds": "seeds",
+    "window": "windows",
+    "pad_fraction": "padded",
+    "gflops": "GFLOPs",
+    "attention_span": "attended tokens",
+    "attention_distance": "attended patches away",
+    "border_leak": "border leak",
+    "resized": "resized",
+    "resized_params": "values resampled",
+    "unseen": "unseen",
+    "saturated": "saturated",
+    "unchanged": "unchanged",
+    "infer_samples_per_sec": "img/s",
+    "peak_memory_mb": "peak MiB",
+    "batch_size": "batch",
+    "oom": "oom",
+}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The accuracy tables and one verdict per model, as Markdown that reads well in a terminal."""
+    lines = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
+    return f"{accuracy_tables(aggregate(rows))}\n{lines}\n"
+
+
+def accuracy_tables(table: pd.DataFrame) -> str:
+    """Per protocol, top-1 of every model and policy against size, with half the width of the 95 % interval."""
+    sizes = sorted(table["img_size"].unique(), key=by_area)
+    parts = []
+    for protocol in table["protocol"].unique():
+        lines = []
+        for label, policy, rows in curves(table[table["protocol"] == protocol]):
+            by_size = {row.img_size: f"{row.top1:.1f} ±{(row.high - row.low) / 2:.1f}" for row in rows.itertuples()}
+            lines.append([label, _resampled(rows, policy), *(by_size.get(size, "-") for size in sizes)])
+        head = ["model", "resampled at a new size", *sizes]
+        parts.append(f"Top-1 in percent, {protocol} protocol:\n\n" + markdown(head, lines))
+    trained = ", ".join(dict.fromkeys(table["train_size"]))
+    kinds = ", ".join(dict.fromkeys(table["interval"]))
+    return "\n".join(parts) + f"\nTrained at {trained}. ± is half the width of the 95 % interval ({kinds}).\n"
+
+
+def details_table(table: pd.DataFrame) -> str:
+    """Every aggregated row with its main columns."""
+    digits = {
+        "nll": 3,
+        "retention": 3,
+        "unseen": 2,
+        "saturated": 2,
+        "border_leak": 2,
+        "gflops": 2,
+        "infer_samples_per_sec": 0,
+        "peak_memory_mb": 0,
+    }
+
+    def text(name: str, value: object) -> str:
+        if value != value:  # not known, or of an earlier version
+            return "-"
+        if isinstance(value, (bool, str)):
+            return {True: "yes", False: "NO"}.get(value, str(value))
+        if name in ("n", "resized_params", "tokens", "seeds", "batch_size", "oom"):
+            return f"{value:,.0f}"
+        return f"{value:.{digits.get(name, 1)}f}"
+
+    records = table.to_dict("records")
+    return markdown(list(DETAILS.values()), [[text(name, row[name]) for name in DETAILS] for row in records])
+
+
+def curves_table(table: pd.DataFrame) -> str:
+    """Per model, protocol and policy of an aggregated table: the best size and the area under top-1."""
+    lines = []
+    for protocol in table["protocol"].unique():
+        for label, policy, curve in curves(table[table["protocol"] == protocol]):
+            found = curve_summary(curve)
+            area = "-" if found["top1_area"] != found["top1_area"] else f"{found['top1_area']:.1f}"
+            lines.append([label, protocol, policy, found["best_size"], area])
+    return markdown(["model", "protocol", "policy", "best size", "mean top-1 over log2 size"], lines)
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with padded columns, readable as plain text too; numbers are aligned right."""
+    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in [header, *lines]]
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(header))]
+    right = [
+        all(line[column][:1].isdigit() or line[column] in ("", "-") for line in cells[1:]) for column in range(len(header))
+    ]
+    pads = [str.rjust if flag else str.ljust for flag in right]
+    rule = ["-" * (width - 1) + ":" if flag else "-" * width for width, flag in zip(widths, right, strict=True)]
+    texts = [[pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)] for line in cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [texts[0], rule, *texts[1:]]) + "\n"
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """One sentence per label, in the order of the rows: what was resampled, where, how much of it; its top-1."""
+    table = aggregate(rows)
+    return [_verdict(label, table[table["label"] == label]) for label in table["label"].unique()]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Each of `better` has a higher top-1 than each of `than` at `img_size` ("128" or "64x96", pixels) and `protocol`.
+
+    better, than: labels, with a policy "label/policy", or "label" for the first in the rows; `than` may be a number, percent.
+    shift: under a shift of the images' content by so many pixels (translation.csv) instead of as they are.
+    learned: labels below this top-1 at the training size are left out, and said so: what was not learned cannot transfer.
+    """
+
+    text: str
+    better: tuple[str, ...]
+    than: tuple[str, ...] | float
+    img_size: str
+    protocol: str = "scale"
+    shift: int | None = None
+    learned: float = 0.0
+
+    def labels(self) -> set[str]:
+        """The labels it names, without policies."""
+        return {name.split("/")[0] for name in (*self.better, *(self.than if isinstance(self.than, tuple) else ()))}
+
+
+def read_claim(given: Any) -> Claim:
+    """A claim from a mapping of a configuration; ValueError for what is unknown, missing or no claim."""
+    known = [field.name for field in fields(Claim)]
+    if not isinstance(given, Mapping) or not {"text", "better", "than", "img_size"} <= given.keys() <= {*known}:
+        raise ValueError(
+            f"a claim has text, better, than and img_size, and may have protocol, shift and learned, got {given!r:.80}"
+        )
+    given = dict(given) | {"img_size": format_size(parse_size(given["img_size"]))}
+    for side in ("better", "than"):
+        value = given[side]
+        if not (side == "than" and isinstance(value, (int, float)) and not isinstance(value, bool)):
+            given[side] = (value,) if isinstance(value, str) else tuple(value)
+    return Claim(**given)
+
+
+def judge(claims: Sequence[Claim], rows: Sequence[Row], shifted: Sequence[Row] = ()) -> list[str]:
+    """One Markdown paragraph per claim: its verdict and, for every pair, the mean difference in points with its 95 % interval.
+
+    Differences are taken seed by seed. The interval is Student's over seeds, and never narrower than that over images of two
+    independent samples (Agresti and Caffo 2000: normal, with one hit and one miss more in each, so that it has a width at 0 and
+    100 % too): conservative, since both models saw the same. ValueError for a label without such rows.
+    """
+    return [_judged(claim, rows, shifted) for claim in claims]
+
+
+def _resampled(curve: pd.DataFrame, policy: str) -> str:
+    most = curve.loc[curve["resized_params"].idxmax()]
+    rules = [rule for rule in curve["resized"].unique() if rule != "nothing"]
+    if rules:
+        grown = "window rescaled, " if policy.split("+")[0] == "rescale" else ""
+        return f"{grown}{', '.join(rules)}: {most['resized_params']:,} of {most['params']:,}"
+    return "nothing" if policy == "none" else f"nothing ({policy})"
+
+
+def _verdict(label: str, table: pd.DataFrame) -> str:
+    parts = [_resized(table), *([] if table["unchanged"].all() else [_changed(table)])]
+    accuracy = [_accuracy(group, protocol) for protocol, group in table.groupby("protocol", sort=False)]
+    return f"{label}: {'; '.join(parts)}; top-1 {'; '.join(accuracy)}{_basis(table)}."
+
+
+def _changed(table: pd.DataFrame) -> str:
+    return f"THE STATE DICT CHANGED at {_list(table[~table['unchanged']]['img_size'].unique())}"
+
+
+def _resized(table: pd.DataFrame) -> str:
+    sizes = list(table["img_size"].unique())
+    same = " (state dict bit-identical)" if table["unchanged"].all() else ""
+    tried = [(policy, rows[rows["policy"] != "none"]) for _, policy, rows in curves(table)]
+    if len(tried) > 1:
+        where = _among(list(table[table["policy"] != "none"]["img_size"].unique()), sizes)
+        alike: dict[str, list[str]] = {}
+        for policy, rows in tried:
+            alike.setdefault(_interpolated(rows) + _never_trained(rows), []).append(policy)
+        each = [f"{' or '.join(policies)}: {text}" for text, policies in alike.items()]
+        parts = policy_parts(table["policy"].unique()).values()
+        kind = "policy of windows" if any(name.startswith("window ") for names in parts for name in names) else "resize policy"
+        return f"the {kind} decides at {where}{same}: {'; '.join(each)}"
+    resized = table[table["resized"] != "nothing"]
+    rules = " or ".join(resized["resized"].unique())
+    where = _among(list(resized["img_size"].unique()), sizes) if len(resized) else ""
+    if resized["resized_params"].any():
+        return f"{_interpolated(resized)} ({rules}) at {where}{same}{_never_trained(table)}"
+    what = "nothing interpolated, re-created or touched" if same and resized.empty else "nothing interpolated"
+    everywhere = f"any of {len(sizes)} sizes" if len(sizes) > 1 else sizes[0]
+    read = "" if resized.empty or "clip" in rules else f", read by {rules} at {where}"
+    return f"{what} at {everywhere}{same}{read}{_never_trained(table)}"
+
+
+def _interpolated(rows: pd.DataFrame) -> str:
+    counts = sorted(rows["resized_params"].unique())
+    if counts[-1] == 0:
+        return "nothing interpolated"
+    number = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
+    return f"{number} of {rows['params'].iloc[0]:,} parameters interpolated"
+
+
+def _never_trained(rows: pd.DataFrame) -> str:
+    """Only where untrained offsets are read as they are: interpolation gives every offset a value from trained ones."""
+    raw = rows[(rows["unseen"] > 0) & ((rows["saturated"] > 0) | ~rows["resized"].map(_stretches))]
+    if raw.empty:
+        return ""
+    worst = raw.loc[raw["unseen"].idxmax()]
+    most = "up to " if raw["unseen"].nunique() > 1 else ""
+    if not worst["saturated"]:
+        return f", evaluated at offsets never trained ({most}{100 * worst['unseen']:.0f} % of them, at {worst['img_size']})"
+    keys = worst["encoding"].split("+")
+    edge = "far bucket" if "t5" in keys and "clip" not in worst["resized"] else "edge value"
+    part = "" if worst["saturated"] == worst["unseen"] else f" {100 * worst['saturated']:.0f} %"
+    turned = ", where the rotation is evaluated" if any(key in POSITIONS and POSITIONS[key].rotates for key in keys) else ""
+    share = f"{most}{100 * worst['unseen']:.0f} % of the offsets (at {worst['img_size']})"
+    return f", {share} were never trained and{part} read the {edge}{turned}"
+
+
+def _stretches(resized: str) -> bool:
+    """Whether the rules of a row serve all offsets from trained ones, as `table bicubic` does; not `absolute bicubic`."""
+    encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resized.split(" + ")) if key in POSITIONS]
+    return any((encoding.site, encoding.behaviour) == ("attention", "resized") for encoding in encodings)
+
+
+def _among(resized: list[str], sizes: list[str]) -> str:
+    others = [size for size in sizes if size not in resized]
+    if not others:
+        return "every size"
+    return f"every size but {_list(others)}" if len(others) < len(resized) else _list(resized)
+
+
+def _accuracy(table: pd.DataFrame, protocol: str) -> str:
+    """Top-1 at the training size, then at the smallest and the largest other size, policy by policy where they differ."""
+    trained = table["train_size"].iloc[0]
+    at = table[table["img_size"] == trained]
+    start = f"{at['top1'].iloc[0]:.1f} % at {trained}" if len(at) else ""
+    others = [size for size in sorted(table["img_size"].unique(), key=by_area) if size != trained]
+    ends = []
+    for size in dict.fromkeys(others[:1] + others[-1:]):
+        found = [rows[rows["img_size"] == size] for _, _, rows in curves(table)]
+        shown = dict.fromkeys(
+            f"{row['policy'] + ' ' if row['policy'] != 'none' and len(found) > 1 else ''}{row['top1']:.1f} %"
+            for rows in found
+            for row in rows.to_dict("records")
+        )
+        ends.append(f"{', '.join(shown)} at {size}")
+    return " -> ".join(filter(None, (start, " and ".join(ends)))) + f" ({protocol})"
+
+
+def _basis(table: pd.DataFrame) -> str:
+    seeds, n = table["seeds"].max(), table["n"].max()
+    return f" (mean of {seeds} seeds, n = {n:,} each)" if seeds > 1 else f" (n = {n:,})"
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _judged(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row]) -> str:
+    known = {label: _top1_trained(rows, label) for label in claim.better}
+    kept = [label for label in claim.better if known[label] >= claim.learned]
+    others = claim.than if isinstance(claim.than, tuple) else (claim.than,)
+    pairs = [(label, other, *_difference(claim, rows, shifted, label, other)) for label in kept for other in others]
+    held = [pair for pair in pairs if pair[2] - pair[3] > 0]
+    against = [pair for pair in pairs if pair[2] + pair[3] < 0]
+    open_ = [pair for pair in pairs if pair not in held and pair not in against]
+    verdict = "holds" if pairs and len(held) == len(pairs) else "does not hold" if against else "is not shown"
+    lines = [f"- **{claim.text}** This {verdict} ({len(held)} of {len(pairs)} pairs; {_place(claim)})."]
+    for word, some in (("Ahead", held), ("Intervals that hold zero", open_), ("Behind", against)):
+        if some:
+            texts = [f"{a} {mean:+.1f} ±{half:.1f}" + (f" ({b})" if len(others) > 1 else "") for a, b, mean, half in some]
+            lines.append(f"  {word}: {', '.join(texts)}.")
+    if left := [f"{label} ({known[label]:.1f} %)" for label in claim.better if label not in kept]:
+        lines.append(f"  Left out, below {claim.learned:g} % at the training size: {', '.join(left)}.")
+    return "\n".join(lines)
+
+
+def _place(claim: Claim) -> str:
+    shift = "" if claim.shift is None else f", shifted by {claim.shift} px"
+    than = f"against {', '.join(claim.than)}" if isinstance(claim.than, tuple) else f"against {claim.than:g} %"
+    return f"{claim.img_size} {claim.protocol}{shift}, points of top-1 {than}"
+
+
+def _top1_trained(rows: Sequence[Row], label: str) -> float:
+    own = [row["top1"] for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
+    if not own:
+        known = ", ".join(dict.fromkeys(row["label"] for row in rows))
+        raise ValueError(f"a claim names {label!r}, of which there are no rows; labels are {known}")
+    return sum(own) / len(own)
+
+
+def _difference(
+    claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str, other: str | float
+) -> tuple[float, float]:
+    """(mean, half width of the 95 % interval) of the difference in top-1, points."""
+    ours = _accuracies(claim, rows, shifted, label)
+    if isinstance(other, str):
+        theirs = _accuracies(claim, rows, shifted, other)
+        seeds = sorted(ours.keys() & theirs.keys())
+        differences = [ours[seed][0] - theirs[seed][0] for seed in seeds]
+        means = [sum(side[seed][0] for seed in seeds) / len(seeds) for side in (ours, theirs)]
+    else:
+        differences, means = [value - other for value, _ in ours.values()], [sum(v for v, _ in ours.values()) / len(ours)]
+    n = min(n for _, n in ours.values())
+    shares = [(n * mean / 100 + 1) / (n + 2) for mean in means]
+    half = 100 * Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (n + 2))
+    if len(differences) > 1:
+        low, high = t_interval(differences)
+        half = max(half, (high - low) / 2)
+    return sum(differences) / len(differences), half
+
+
+def _accuracies(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
+    """{seed: (top-1, number of images)} of one label at the claim's place."""
+    name, _, policy = label.partition("/")
+    at = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
+    at |= {} if claim.shift is None else {"shift": claim.shift}
+    found = rows if claim.shift is None else shifted
+    own = [row for row in found if all(row[key] == value for key, value in at.items())]
+    own = [row for row in own if row["policy"] == (policy or own[0]["policy"])]
+    if not own:
+        raise ValueError(f"no rows of {label} at {_place(claim)}")
+    return {row["seed"]: (row["top1"], int(row["n"])) for row in own}

@@ -1,0 +1,116 @@
+"""Accuracy and throughput against resolution as PNG."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+from vitrel.evaluate.results import aggregate, curves
+from vitrel.evaluate.settings import Row
+from vitrel.files import atomic_write
+from vitrel.sizes import parse_size
+
+# Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes say the same without colour.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("-", "--", ":", "-.")
+FILLS = {"wide": {"markerfacecolor": "white"}, "tall": {"fillstyle": "left", "markerfacecoloralt": "white"}}
+
+
+def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
+    """Writes accuracy.png and throughput.png into `folder`, made if need be, and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = aggregate(rows)
+    accuracy = _figure(table, "top1", "top-1 accuracy (%)", title)
+    one = table[table["protocol"] == table["protocol"].iloc[0]]
+    throughput = _figure(one, "infer_samples_per_sec", f"images / s ({one['device'].iloc[0]})", title)
+    paths = [folder / "accuracy.png", folder / "throughput.png"]
+    for figure, path in zip((accuracy, throughput), paths, strict=True):
+        with atomic_write(path) as part:
+            figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
+    return paths
+
+
+def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure:
+    protocols = list(table["protocol"].unique())
+    one = table[table["protocol"] == protocols[0]]
+    # not through pyplot, which would open windows or choose a backend for the whole program
+    rows = -(-sum(1 for _ in curves(one)) // 4)  # of the legend
+    height = 4.4 + 0.2 * max(0, rows - 3)  # which else takes the room of the panels
+    figure = Figure(figsize=(1.5 + 5.2 * len(protocols), height), layout="constrained")
+    panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
+    for axes, protocol in zip(panels[0], protocols, strict=True):
+        panel(axes, table[table["protocol"] == protocol], column)
+        if column == "top1":
+            axes.set_title(f"{protocol} protocol", fontsize=11)
+        else:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    panels[0][0].set_ylabel(ylabel)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, max(2, len(labels) // 2)), frameon=False, fontsize=9
+    )
+    figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
+    """Draws the curves of an aggregated table of one protocol into `axes`, against image side."""
+    drawn = list(curves(table))
+    labels = list(dict.fromkeys(label for label, _, _ in drawn))
+    for place, (label, policy, rows) in enumerate(drawn):
+        which = labels.index(label)
+        dash = DASHES[[other for name, other, _ in drawn if name == label].index(policy) % len(DASHES)]
+        style = {"color": COLOURS[which % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 5}
+        line = {"linestyle": dash, "linewidth": 1.5, "capsize": 2}
+        name = label if policy == "none" else f"{label}, {policy}"
+        # intervals at one size stay apart, and those of two sizes do not mix
+        step = min(0.012, 0.15 / len(drawn))
+        shift = 2 ** (step * (place - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
+        _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, shift, {**style, **line, "label": name})
+        for shape, fill in FILLS.items():
+            _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, shift, {**style, "linestyle": "none", **fill})
+    for size in table["train_size"].unique():
+        axes.axvline(_side(size), color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        axes.annotate(
+            "trained", (_side(size), 1.0), (3, -2), xycoords=("data", "axes fraction"),
+            textcoords="offset points", va="top", fontsize=8, color="0.4",
+        )  # fmt: skip
+    _sizes_axis(axes, list(table["img_size"].unique()))
+
+
+def _errorbar(axes: Axes, rows: pd.DataFrame, column: str, shift: float, style: dict) -> None:
+    rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
+    at = rows["img_size"].map(_side) * shift
+    spread = [rows[column] - rows["low"], rows["high"] - rows[column]] if column == "top1" else None
+    axes.errorbar(at, rows[column], yerr=spread, elinewidth=0.8, **style)
+
+
+def _sizes_axis(axes: Axes, sizes: list[str]) -> None:
+    shapes = {shape: [size for size in sizes if _shape(size) == shape] for shape in ("square", "wide", "tall")}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([_side(size) for size in shapes["square"]], [str(parse_size(size)[0]) for size in shapes["square"]])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    notes = [
+        f"{words}: {', '.join(shapes[shape])}"
+        for shape, words in (("wide", "hollow"), ("tall", "half filled"))
+        if shapes[shape]
+    ]
+    axes.set_xlabel("image side (px)" + (f", √(h·w) of non-square ({'; '.join(notes)})" if notes else ""))
+
+
+def _side(size: str) -> float:
+    return math.sqrt(math.prod(parse_size(size)))
+
+
+def _shape(size: str) -> str:
+    height, width = parse_size(size)
+    return "square" if height == width else "wide" if width > height else "tall"
