@@ -106,7 +106,8 @@ def load_model(
     name: of timm's registry, or "local-dir:FOLDER" as timm's save_for_hf and vitrel export write it, which needs no weights.
     weights: .safetensors, .pth, .bin or .npz as timm or its authors save them, checkpoints of timm's train.py (its averaged
     weights first); for ours, whatever `vitrel.load_pretrained` reads. pretrained: in the place of a file, what timm has for
-    that name, from its cache or the network. model_args: of timm.create_model. about: see `trained_model`; with `img_size`, a model that is built for a size is built for that one.
+    that name, from its cache or the network. model_args: of timm.create_model. about: see `trained_model`; with `img_size`,
+    a model that is built for a size is built for that one.
     Raises ValueError with the nearest names for an unknown one, for missing weights, for a folder that is damaged, and for
     weights that do not fit, hold NaN or more than tensors; FileNotFoundError for a missing file or folder.
     """
