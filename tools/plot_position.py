@@ -27,10 +27,10 @@ from vitrel.data.decode import decode
 from vitrel.evaluate.checkpoint import Trained, load_checkpoint
 from vitrel.evaluate.foreign_models import load_model, trained_model
 from vitrel.inspect import plot
+from vitrel.inspect.any_model import fit_to
 from vitrel.inspect.attention import Layer, record
-from vitrel.inspect.foreign import fit_to
+from vitrel.inspect.plot.common import chosen
 from vitrel.inspect.plot.gallery import gallery, learned_gallery
-from vitrel.inspect.plot.lattice import chosen
 from vitrel.inspect.plot.on_image import slot_of
 from vitrel.models.backbone import Backbone
 from vitrel.sizes import Size, parse_size

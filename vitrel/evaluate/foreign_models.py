@@ -17,7 +17,7 @@ from torch import nn
 
 import vitrel
 from vitrel.evaluate.checkpoint import Trained, encoding_of
-from vitrel.inspect.attention_layer import model_name
+from vitrel.inspect.any_model import model_name
 from vitrel.models.backbone import Backbone
 from vitrel.names import nearest
 from vitrel.sizes import Size

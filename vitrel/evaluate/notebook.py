@@ -23,7 +23,7 @@ from vitrel.evaluate.plan import check_data
 from vitrel.evaluate.report import with_curves
 from vitrel.evaluate.rows import evaluate_rows
 from vitrel.evaluate.settings import Sweep
-from vitrel.inspect.attention_layer import evaluating
+from vitrel.inspect.any_model import evaluating
 from vitrel.sizes import Size, parse_size
 
 

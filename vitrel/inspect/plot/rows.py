@@ -1,5 +1,10 @@
-"""Which offsets share a learned row: the buckets of t5 (arXiv 1910.10683, sec. 2.1) and the edge rows of clipped encodings."""
+"""Pictures of the rows that an encoding holds: which offsets share one (`bucket_map`), how alike they are (`similarity`).
 
+Buckets are those of t5 (arXiv 1910.10683, sec. 2.1) and the edge rows of encodings that clip offsets. The similarity of the
+embeddings added to tokens is the usual picture of a ViT (arXiv 2010.11929).
+"""
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,12 +14,25 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.inspect.plot.lattice import encodings_of, parts_of, source_name
-from vitrel.inspect.plot.style import DX, DY, SEQUENTIAL, SIGN, sheet, whole_numbers
-from vitrel.inspect.resolution_report import Pair
+from vitrel.inspect.any_model import evaluating
+from vitrel.inspect.plot.common import (
+    DX,
+    DY,
+    SEQUENTIAL,
+    SIGN,
+    check_numbers,
+    columns_for,
+    encodings_of,
+    panel_height,
+    sheet,
+    source_name,
+    whole_numbers,
+)
 from vitrel.position import key_of
 from vitrel.position.clip import clipped_rows
 from vitrel.position.t5 import T5
+from vitrel.position.terms import parts_of
+from vitrel.sizes import Size
 
 _MARK = "#D55E00"
 
@@ -29,7 +47,7 @@ class Buckets(NamedTuple):
     exact: tuple[int, int]
 
 
-def bucket_map(source: nn.Module, size: int | Pair | None = None) -> Figure:
+def bucket_map(source: nn.Module, size: int | Size | None = None) -> Figure:
     """Every offset with the number of the learned row it reads, a colour for each distance; inside the outline every offset
     has a row of its own (t5: exact, logarithmic beyond; clipped: beyond it the edge row).
 
@@ -39,8 +57,41 @@ def bucket_map(source: nn.Module, size: int | Pair | None = None) -> Figure:
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
             if isinstance(part, T5) or part.radius is not None:
-                return _figure(source_name(source), part, grid)
+                return _bucket_figure(source_name(source), part, grid)
     raise ValueError(f"{source_name(source)} has no buckets: t5 has, and what clips offsets (clipped, shaw, deberta)")
+
+
+def similarity(source: nn.Module, size: int | Size | None = None, patches: Sequence[tuple[int, int]] | None = None) -> Figure:
+    """Cosine similarity of the embedding of every patch to those of `patches`, one picture for each, that patch outlined.
+
+    source, size: as of `lattices`; of timm's ViTs the embedding as it is stored, without a size. patches: (row,
+    column), by default the middle one. Raises ValueError where nothing is added to tokens, or for a patch outside the grid.
+    """
+    name, trained, rows = _embedding(source, size)  # [h, w, C]
+    grid = Grid(*rows.shape[:2])
+    patches = list(patches or [(grid.h // 2, grid.w // 2)])
+    if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
+        raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
+    alike = cosine_similarity(check_numbers(name, rows).flatten(0, 1), grid.w, patches)  # [M, h*w]
+    (rows, columns), title = columns_for(len(patches)), f"{source_name(source)}: similarity of embeddings"
+    if trained != grid[:2]:
+        title += f"\n{grid.h}x{grid.w} patches, trained on {trained[0]}x{trained[1]}"
+    figure, axes = sheet(rows, columns, 2.2, panel_height([grid[:2]], 2.2), title)
+    panels, low = [panel for row in axes for panel in row], float(alike.min())
+    for panel, (y, x), values in zip(panels, patches, alike, strict=False):
+        image = panel.imshow(values.view(grid.h, grid.w).numpy(), SEQUENTIAL, vmin=low, vmax=1, interpolation="nearest")
+        panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, color="black", lw=1.5))
+        panel.set_title(f"to patch ({y}, {x})", fontsize=8)
+        panel.set_xlabel("column (patches)", fontsize=7)
+        panel.set_ylabel("row (patches)", fontsize=7)
+        whole_numbers(panel.xaxis, panel.yaxis)
+        panel.tick_params(labelsize=7)
+    for panel in panels[len(patches) :]:
+        panel.set_axis_off()
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01, aspect=14)
+    bar.set_label(f"{name}: cosine similarity", fontsize=7)
+    bar.ax.tick_params(labelsize=7)
+    return figure
 
 
 def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
@@ -57,7 +108,13 @@ def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
     return Buckets(rows, offsets.abs().clamp(max=radius), (-radius, radius))
 
 
-def _figure(name: str, encoding: nn.Module, grid: Grid) -> Figure:
+def cosine_similarity(rows: Tensor, width: int, patches: Sequence[tuple[int, int]]) -> Tensor:
+    """Of the rows [h*w, C] of a grid `width` patches wide to those of `patches` (row, column), [M, h*w]."""
+    rows = torch.nn.functional.normalize(rows.float(), dim=-1)
+    return rows[[y * width + x for y, x in patches]] @ rows.mT
+
+
+def _bucket_figure(name: str, encoding: nn.Module, grid: Grid) -> Figure:
     rows, columns = (axis_buckets(encoding, axis, grid) for axis in "hw")
     far = torch.maximum(rows.ring[:, None], columns.ring)  # [2h-1, 2w-1]
     text, cell = _numbers(encoding, rows.number, columns.number), 0.24
@@ -106,3 +163,19 @@ def _borders(axes: Axes, rows: Tensor, columns: Tensor) -> None:
     for lines, numbers in ((axes.axhline, rows), (axes.axvline, columns)):
         for place in ((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist():
             lines(place - len(numbers) / 2, color="white", linewidth=0.8)
+
+
+@torch.no_grad()
+def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, Tensor]:
+    """Name, training grid (h, w) and rows [h, w, C] of what is added to patches."""
+    for _, encoding, grid in encodings_of(source, size):
+        for part in parts_of(encoding):
+            if part.site == "tokens":
+                with evaluating(part):
+                    rows = part(grid).tokens[grid.prefix :]
+                return key_of(part), part.grid[:2], rows.detach().unflatten(0, grid[:2]).cpu()
+    rows, grid = getattr(source, "pos_embed", None), getattr(getattr(source, "patch_embed", None), "grid_size", None)
+    if isinstance(rows, nn.Parameter) and rows.dim() == 3 and grid is not None and size is None:
+        return "pos_embed", grid, rows[0, -grid[0] * grid[1] :].detach().unflatten(0, grid).cpu()
+    instead = "vitrel.inspect.plot.offset_maps draws what attention gets"
+    raise ValueError(f"{source_name(source)} adds no embedding to tokens: {instead}")
