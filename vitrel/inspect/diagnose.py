@@ -87,7 +87,7 @@ class WayDiagnosis:
 
     way: str
     sizes: tuple[SizeDiagnosis, ...]
-    graphs: int | str | None = None  # torch.compile's for all sizes, or why it failed; None: not asked for
+    graphs: int | str | None = None  # torch.compile's for all sizes, or why it failed; None: not counted
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Explanation:
         return sorted(self.weights[h, m].topk(KEYS).indices.tolist())
 
     def _place(self, token: int) -> str:
-        """Behind the name of a patch, unless that is its place."""
+        """Text after the name of a patch: its place, unless the name says it."""
         patch = token - self.grid.prefix
         place = f"({patch // self.grid.w}, {patch % self.grid.w})"
         return f" at {place}" if patch >= 0 and self.names[token] != place else ""
@@ -237,7 +237,7 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tens
 
 
 def _added(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> dict[str, Tensor]:
-    """What each term adds to the logits, broadcastable to [H, M, N]: together all that distinguishes them from scaled q.k."""
+    """What each term adds to the logits, broadcastable to [H, M, N]; scaled q.k plus their sum are the logits."""
     added, with_bias = {}, q
     if terms.query_bias is not None:
         bias = terms.query_bias[:, None].to(q.dtype)  # [H, 1, D]

@@ -48,9 +48,10 @@ from vitrel.sizes import Size
 
 
 class Lattice(NamedTuple):
-    """One picture: `values` [H, 2h-1, 2w-1], offset (dy, dx) at [:, dy + h-1, dx + w-1]; H is 1 where all heads are alike.
+    """Values over offsets, `values` [H, 2h-1, 2w-1]: offset (dy, dx) at [:, dy + h-1, dx + w-1].
 
-    -inf where position hides the key, NaN where no pair with that offset was recorded. `signed`: zero means nothing is added.
+    H is 1 where all heads are alike. -inf where position hides the key, NaN where no pair with that offset was recorded.
+    signed: zero means that nothing is added.
     """
 
     layer: str  # path of the layer in the model, "" for an encoding alone
@@ -320,7 +321,7 @@ def _varies(values: Tensor) -> bool:
 
 
 def _heads(lattice: Lattice, heads: Sequence[int] | None) -> list[int]:
-    """Those of the asked heads that a layer has; a single row stands for every head."""
+    """Those of `heads` that a layer has; a single row stands for every head."""
     own = range(len(lattice.values))
     return list(own) if heads is None or len(own) == 1 else [head for head in heads if head in own]
 

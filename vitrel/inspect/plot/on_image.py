@@ -201,7 +201,7 @@ def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False)
 
 
 def outline(axes: Axes, layer: Layer, patch: tuple[int, int], colour: str) -> None:
-    """A frame around a patch (row, column), on a wider white one, so that it shows on any ground."""
+    """A frame around a patch (row, column), on a wider white one, so that it is visible on any image."""
     (y, x), (h, w) = patch, layer.stride
     for ink, width in (("white", 3.2), (colour, 1.8)):
         axes.add_patch(Rectangle((x * w, y * h), w, h, fill=False, color=ink, lw=width, clip_on=False))

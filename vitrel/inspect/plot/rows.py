@@ -38,21 +38,19 @@ _MARK = "#D55E00"
 
 
 class Buckets(NamedTuple):
-    """Along one axis of a grid: `number` [2n-1] of every offset's row; `ring` [2n-1], the same of its length alone; `exact`,
-    the first and the last offset between which each has a row of its own.
-    """
+    """The buckets of all offsets along one axis of n patches."""
 
-    number: Tensor
-    ring: Tensor
-    exact: tuple[int, int]
+    number: Tensor  # [2n-1] row of the table that each offset reads
+    ring: Tensor  # [2n-1] bucket of its length, whatever its sign
+    exact: tuple[int, int]  # first and last of the offsets that have a row of their own
 
 
 def bucket_map(source: nn.Module, size: int | Size | None = None) -> Figure:
-    """Every offset with the number of the learned row it reads, a colour for each distance; inside the outline every offset
-    has a row of its own (t5: exact, logarithmic beyond; clipped: beyond it the edge row).
+    """The number of the learned row that every offset reads, coloured by distance.
 
-    source, size: as of `lattices`; the first encoding with buckets is drawn. Numbers are rows of the product's
-    table (t5, clipped), else "row,column" of the tables of both axes. Raises ValueError where nothing has buckets.
+    Inside the outline every offset has a row of its own; beyond it t5 has logarithmic buckets, encodings that clip the edge
+    rows. source, size: as of `lattices`; the first encoding with buckets is drawn. Numbers are rows of the product's table
+    (t5, clipped), else "row,column" of the tables of both axes. Raises ValueError where nothing has buckets.
     """
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
@@ -109,7 +107,7 @@ def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
 
 
 def cosine_similarity(rows: Tensor, width: int, patches: Sequence[tuple[int, int]]) -> Tensor:
-    """Of the rows [h*w, C] of a grid `width` patches wide to those of `patches` (row, column), [M, h*w]."""
+    """Cosines of the rows [h*w, C] of a grid `width` patches wide with those of `patches` (row, column), [M, h*w]."""
     rows = torch.nn.functional.normalize(rows.float(), dim=-1)
     return rows[[y * width + x for y, x in patches]] @ rows.mT
 
