@@ -629,7 +629,7 @@ def test_offset_mean(name):
 
 
 def test_refused_by_name():
-    with pytest.raises(ValueError, match=r"no attention can be recorded in resnet10t: .*vitrel.inspect.attention lists"):
+    with pytest.raises(ValueError, match=r"no attention that can be seen in resnet10t: .*vitrel.inspect.attention lists"):
         record(timm.create_model("resnet10t"), torch.randn(1, 3, 32, 32))
-    with pytest.raises(ValueError, match="no attention can be recorded in Linear"):
+    with pytest.raises(ValueError, match="no attention that can be seen in Linear"):
         record(torch.nn.Linear(3, 3), torch.randn(1, 3, 32, 32))

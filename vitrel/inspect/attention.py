@@ -102,7 +102,7 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
             stack.enter_context(_replaced(module, training=False, _compiled_call_impl=None))
         if not _record_own(model, use_placed, position, stack) + _record_timm(model, size, use_placed, position, stack):
             raise ValueError(
-                f"no attention can be recorded in {model_name(model)}: its layers are neither ours nor of those of timm "
+                f"no attention that can be seen in {model_name(model)}: its layers are neither ours nor of those of timm "
                 "that vitrel.inspect.attention lists"
             )
         # Not inference mode: a model may cache a tensor it made here, and could then not be trained any more.
