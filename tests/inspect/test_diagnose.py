@@ -10,9 +10,9 @@ from torch import nn
 
 import vitrel
 from vitrel.evaluate.metrics import state_hash
-from vitrel.inspect.bias import foreign_changes, own_changes
+from vitrel.inspect.any_model import fit_to
 from vitrel.inspect.footprint import border_leak
-from vitrel.inspect.foreign import fit_to
+from vitrel.inspect.position_changes import own_bias_changes, timm_bias_changes
 
 SIZES = [160, 192, 224, 256]
 SMALL = dict(embed_dim=12, num_heads=(1, 2, 2, 4), depths=(2, 2, 2, 2), num_classes=2)
@@ -87,11 +87,11 @@ def test_the_bias_of_swin_v2_changes_silently():
 
     with torch.no_grad():
         first = float((bias(8) - bias(16)).abs().max() / bias(8).std(correction=0))
-    (change,) = foreign_changes(model, fitted.model, (64, 64), (128, 128), tables=True)
+    (change,) = timm_bias_changes(model, fitted.model, (64, 64), (128, 128), tables=True)
     assert change.what == "bias" and change.layers == 8 and change.largest >= first - 1e-4 > 0.1
     assert fitted.resized == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
     kept = swin("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8))
-    assert foreign_changes(kept, fit_to(kept, 512).model, (64, 64), (128, 128), tables=True) == ()
+    assert timm_bias_changes(kept, fit_to(kept, 512).model, (64, 64), (128, 128), tables=True) == ()
     assert vitrel.diagnose(model, 320).findings["set_input_size()"].keys() == {"interpolated", "bias"}
 
 
@@ -100,7 +100,7 @@ def test_nothing_on_ours(name):
     model = timm.create_model(name, num_heads=(1, 1, 2), embed_dim=8)
     found = vitrel.diagnose(model, [(16, 74), (34, 64), (52, 54), (70, 46)])
     assert found.findings == {} and "no token sees across a border or attends to padding" in str(found)
-    assert all(stage.looked for line in only(found).sizes for stage in line.stages)
+    assert all(stage.examined for line in only(found).sizes for stage in line.stages)
     shifts = {stage.windows.grid: stage.windows.shift for line in only(found).sizes for stage in line.stages}
     assert all(shift == tuple(2 * (n > 4) for n in grid) for grid, shift in shifts.items())
 
@@ -155,17 +155,17 @@ def test_borders_meet_at_the_known_larger_sizes():
 @pytest.mark.parametrize("position", ["table", "rope_normalised", "clipped", "rope_mixed", "pape", "shaw", "decomposed"])
 def test_bias_of_ours_at_another_grid(position):
     model = timm.create_model(f"vitrel_vit_n8_{position}", depth=1, embed_dim=24, num_heads=2)
-    changes = own_changes(model.encodings((96, 128)))
+    changes = own_bias_changes(model.encodings((96, 128)))
     expected = {"table": "bias", "decomposed": "bias", "rope_normalised": "rotation"}
     assert [change.what for change in changes] == ([expected[position]] if position in expected else [])
-    assert own_changes(model.encodings((64, 64))) == ()
+    assert own_bias_changes(model.encodings((64, 64))) == ()
 
 
 def test_the_size_of_a_change():
     """`clip` reads the trained table at the offsets both grids have; halved angles turn neighbours half as far."""
     model = timm.create_model("vitrel_vit_n8_table", depth=1)
     model.set_resize_policy("clip")
-    assert own_changes(model.encodings((96, 128))) == ()
+    assert own_bias_changes(model.encodings((96, 128))) == ()
     eva = timm.create_model("eva02_tiny_patch14_224", depth=1, embed_dim=24, num_heads=2)
     (change,) = only(vitrel.diagnose(eva, 448)).sizes[0].changes
     assert change.what == "rotation" and change.largest == pytest.approx(0.5)  # the fastest of its frequencies is 1
@@ -384,10 +384,46 @@ def test_nothing_outside_is_touched():
     assert all(module.training and not module._forward_pre_hooks for module in model.modules())
 
 
+def test_progress_is_told_before_every_step():
+    lines = []
+    vitrel.diagnose("test_vit", [160, (160, 224)], progress=lines.append)
+    assert lines[0] == "test_vit: building" and "test_vit at 160x160, as built: windows" in lines
+    forward = [line for line in lines if line.endswith(": forward")]
+    assert forward == [
+        "test_vit at 160x160, as built: forward",
+        "test_vit at 160x224, as built: forward",
+        "test_vit at 160x160, img_size=: forward",
+        "test_vit at 160x224, img_size=: forward",
+    ]
+    lines.clear()
+    vitrel.diagnose(swin(), [224, 256], progress=lines.append)
+    assert lines == [
+        f"swin_tiny_patch4_window7_224 at {step}"
+        for step in (
+            "224x224, set_input_size(): forward",
+            "224x224, set_input_size(): windows",
+            "256x256, set_input_size(): forward",
+            "256x256, set_input_size(): windows",
+        )
+    ]
+
+
+@pytest.mark.parametrize("step", ["forward", "windows", "torch.compile"])
+def test_an_error_in_progress_is_no_finding(step):
+    def stop(line):
+        if line.endswith(step):
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        vitrel.diagnose("test_vit", 256, compile=True, progress=stop)
+
+
 @pytest.mark.slow
 def test_graphs_of_the_compiler():
     sizes = [64, (48, 80), 96]
-    ours = vitrel.diagnose(timm.create_model("vitrel_vit_n8_table", depth=1), sizes, compile=True)
+    lines = []
+    ours = vitrel.diagnose(timm.create_model("vitrel_vit_n8_table", depth=1), sizes, compile=True, progress=lines.append)
+    assert lines[-1] == "vitrel_vit_n8_table at 96x96, as built: torch.compile"
     theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, embed_dim=24, num_heads=2)
     theirs = vitrel.diagnose(theirs, sizes, compile=True)
     assert only(ours).graphs <= 2 and only(theirs).graphs == 3

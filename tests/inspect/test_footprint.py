@@ -8,8 +8,8 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 
 import vitrel
-from vitrel.inspect.footprint import can_look, footprint, look
-from vitrel.inspect.trace import SeenBlock
+from vitrel.inspect.any_model import TracedBlock
+from vitrel.inspect.footprint import can_run_alone, find_leaks, footprint
 from vitrel.layers import Attention, Block
 from vitrel.ops.window import windows
 
@@ -17,19 +17,19 @@ LEAKING = [8, 9, 11, 12, 13]  # rows of a grid on which window 7, shift 3 lets o
 SOUND = [7, 10, 14]
 
 
-def seen(block, grid, window, shift, dim=8):
-    return SeenBlock("block", block, grid, (1, *grid, dim), "NHWC", window, shift, ())
+def traced(module, grid, window, shift, dim=8):
+    return TracedBlock("block", module, grid, (1, *grid, dim), "NHWC", window, shift, ())
 
 
 def timm_block(grid, window=(7, 7), shift=(3, 3), kind=SwinTransformerBlock):
     block = kind(8, grid, num_heads=2, window_size=window, shift_size=shift, always_partition=True)
-    return seen(block, grid, window, shift)
+    return traced(block, grid, window, shift)
 
 
 def our_block(grid, window=(7, 7), shift=(3, 3), position="table", cosine=False):
     attention = Attention(8, 2, window, shift, cosine=cosine)
     encoding = vitrel.create_position(position, vitrel.Grid(*window), 2, 4)
-    return seen(Block(8, attention, encoding, post_norm=cosine), grid, window, shift)
+    return traced(Block(8, attention, encoding, post_norm=cosine), grid, window, shift)
 
 
 def timm_axis(n, window, shift):
@@ -77,17 +77,17 @@ def wrapped(truth, shift, axis):
 def test_what_timm_sees(grid, window, shift, kind):
     """Rows, columns, pairs and padding, found from the diagonals alone, are those of the loops over all tokens."""
     sees, padding = timm_truth(grid, window, shift)
-    sight = look(timm_block(grid, window, shift, kind))
-    for axis, (rows, pairs) in enumerate([(sight.rows, sight.row_pairs), (sight.columns, sight.column_pairs)]):
+    leaks = find_leaks(timm_block(grid, window, shift, kind))
+    for axis, (rows, pairs) in enumerate([(leaks.rows, leaks.row_pairs), (leaks.columns, leaks.column_pairs)]):
         truth = wrapped(sees, shift, axis)
         assert set(rows) == {a for a, _ in truth} and pairs == len(truth)
     leaking = {q for q, keys in sees.items() if any((q[i] < shift[i]) != (k[i] < shift[i]) for k in keys for i in (0, 1))}
-    assert {tuple(at) for at in sight.leaking.nonzero().tolist()} == leaking
-    assert {tuple(at) for at in sight.padding.nonzero().tolist()} == padding
+    assert {tuple(at) for at in leaks.across.nonzero().tolist()} == leaking
+    assert {tuple(at) for at in leaks.padding.nonzero().tolist()} == padding
 
 
 def test_the_grids_on_which_opposite_borders_meet():
-    found = {n: look(timm_block((n, 14))).rows for n in range(7, 15)}
+    found = {n: find_leaks(timm_block((n, 14))).rows for n in range(7, 15)}
     assert [n for n, rows in found.items() if rows] == LEAKING
     assert found[12] == (0, 1, 10, 11)
 
@@ -111,38 +111,38 @@ def our_truth(grid, window, shift):
 @pytest.mark.parametrize("grid", [(8, 11), (12, 20), (5, 9), (24, 7)], ids=str)
 def test_what_ours_sees(grid, position):
     block = our_block(grid, position=position)
-    sight = look(block)
-    assert not sight.leaking.any() and not sight.padding.any() and sight.row_pairs == sight.column_pairs == 0
+    leaks = find_leaks(block)
+    assert not leaks.across.any() and not leaks.padding.any() and leaks.row_pairs == leaks.column_pairs == 0
     for query, keys in list(our_truth(grid, (7, 7), (3, 3)).items())[:: 7 if grid[0] < 20 else 29]:
         assert {tuple(at) for at in footprint(block, query).nonzero().tolist()} == keys
 
 
 def test_cosine_attention_of_ours():
-    sight = look(our_block((12, 20), position="cpb", cosine=True))
-    assert not sight.leaking.any() and not sight.padding.any()
+    leaks = find_leaks(our_block((12, 20), position="cpb", cosine=True))
+    assert not leaks.across.any() and not leaks.padding.any()
 
 
 def test_a_mask_that_is_missing_is_seen():
     """The same block on a grid that windows divide leaks as soon as its mask is gone."""
     block = timm_block((14, 21))
-    assert not look(block).leaking.any()
-    block.block.attn_mask.zero_()
-    sight = look(block)
-    assert sight.rows == (0, 1, 2, 10, 11, 12, 13)
-    assert sight.row_pairs == 2 * 3 * 4 and not sight.padding.any()
+    assert not find_leaks(block).across.any()
+    block.module.attn_mask.zero_()
+    leaks = find_leaks(block)
+    assert leaks.rows == (0, 1, 2, 10, 11, 12, 13)
+    assert leaks.row_pairs == 2 * 3 * 4 and not leaks.padding.any()
 
 
 def test_a_mask_of_ours_that_is_missing_is_seen(monkeypatch):
     """Everything visible in every window: opposite borders meet, and padding is attended to."""
 
-    def blind(*args):
+    def all_visible(*args):
         layout = windows(*args)
         return layout._replace(visible=torch.ones_like(layout.visible))
 
     monkeypatch.setattr("vitrel.ops.sdpa.window_mask", lambda *args: None)
-    monkeypatch.setattr("vitrel.inspect.footprint.windows", blind)
-    sight = look(our_block((14, 20)))
-    assert sight.rows == (0, 1, 2, 10, 11, 12, 13) and sight.padding.any()
+    monkeypatch.setattr("vitrel.inspect.footprint.windows", all_visible)
+    leaks = find_leaks(our_block((14, 20)))
+    assert leaks.rows == (0, 1, 2, 10, 11, 12, 13) and leaks.padding.any()
 
 
 def test_layouts():
@@ -159,33 +159,33 @@ def test_layouts():
             return self.block(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     block = timm_block((12, 9))
-    plain = look(block)
-    first = look(block._replace(block=First(block.block), shape=(1, 8, 12, 9), layout="NCHW"))
-    flat = look(block._replace(block=First(block.block), shape=(1, 108, 8), layout="NLC", others=((12, 9),)))
+    plain = find_leaks(block)
+    first = find_leaks(block._replace(module=First(block.module), shape=(1, 8, 12, 9), layout="NCHW"))
+    flat = find_leaks(block._replace(module=First(block.module), shape=(1, 108, 8), layout="NLC", arguments=((12, 9),)))
     for other in (first, flat):
         assert (other.rows, other.columns) == (plain.rows, plain.columns) and torch.equal(other.padding, plain.padding)
         assert torch.equal(other.sees, plain.sees)
 
 
 def test_the_token_that_sees_most_across():
-    sight = look(timm_block((12, 14)))
-    assert sight.token[0] in sight.rows and (sight.sees == 2).any() and sight.sees[sight.token] == 1
+    leaks = find_leaks(timm_block((12, 14)))
+    assert leaks.token[0] in leaks.rows and (leaks.sees == 2).any() and leaks.sees[leaks.token] == 1
 
 
-def test_blocks_that_cannot_be_looked_at():
+def test_blocks_that_cannot_run_alone():
     block = timm_block((12, 14))
-    assert can_look(block) and can_look(our_block((8, 8))._replace(others=None))
-    assert not can_look(block._replace(others=None)) and not can_look(block._replace(window=None))
-    block.block.partition_block = False
-    assert block.strided and not can_look(block)
+    assert can_run_alone(block) and can_run_alone(our_block((8, 8))._replace(arguments=None))
+    assert not can_run_alone(block._replace(arguments=None)) and not can_run_alone(block._replace(window=None))
+    block.module.partition_block = False
+    assert block.strided and not can_run_alone(block)
 
 
 def test_the_block_stays_as_it_was():
     block = timm_block((8, 9))
-    before = {name: value.clone() for name, value in block.block.state_dict().items()}
+    before = {name: value.clone() for name, value in block.module.state_dict().items()}
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    look(block)
-    assert all(torch.equal(value, before[name]) for name, value in block.block.state_dict().items())
-    assert all(parameter.requires_grad for parameter in block.block.parameters()) and block.block.training
+    find_leaks(block)
+    assert all(torch.equal(value, before[name]) for name, value in block.module.state_dict().items())
+    assert all(parameter.requires_grad for parameter in block.module.parameters()) and block.module.training
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,12 +1,28 @@
-"""Numbers said of attention, against double loops written from their definitions."""
+"""What is recorded is what the layers computed, ours and timm's, for the true tokens; the statistics against double loops."""
 
+import copy
 import math
 
 import pytest
 import timm
 import torch
+from timm.layers import Attention as TimmAttention
+from timm.layers import AttentionRope
+from timm.models.beit import Attention as BeitAttention
+from timm.models.beit import Beit
+from timm.models.eva import Eva, EvaAttention
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer import WindowAttention as SwinAttention
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+from timm.models.swin_transformer_v2 import WindowAttention as SwinV2Attention
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 
-from helpers.variants import perturbed, small_model
+import vitrel
+from helpers.relativize_models import MODELS
+from helpers.variants import IN_ATTENTION, perturbed, small_model
 from vitrel import Grid
 from vitrel.inspect.attention import (
     Layer,
@@ -17,7 +33,450 @@ from vitrel.inspect.attention import (
     offset_mean,
     record,
 )
+from vitrel.layers import Attention
 from vitrel.models.vit import ViT
+from vitrel.ops import BACKENDS
+
+TINY = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
+KEYS = [*IN_ATTENTION, "absolute", "sincos", "absolute+rope_mixed", "rope_mixed+table", "shaw+table", "sincos+deberta+alibi"]
+SCALED = [
+    ("table", dict(logit_scale="log_n")),
+    ("rope_axial", dict(scaling="yarn")),
+    ("rope_mixed+fire", dict(scaling="ntk")),
+]
+WINDOWED = dict(class_token=False, global_pool="avg", block_args=dict(window=(3, 2), global_blocks=(1,)))
+TIMM = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+SWIN = dict(img_size=(48, 40), patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=7, num_classes=5)
+ATTENTION = (TimmAttention, AttentionRope, BeitAttention, EvaAttention, RelPosAttention, SwinAttention, SwinV2Attention)
+BUILD = {name: make for name, make in MODELS.items() if name != "vitrel"} | {
+    "dynamic": lambda: VisionTransformer(dynamic_img_size=True, **TIMM),
+    "grouped_rope": lambda: Eva(use_rot_pos_emb=True, attn_type="rope", qkv_fused=False, num_kv_heads=1, **TIMM),
+    "beit": lambda: Beit(use_rel_pos_bias=True, use_abs_pos_emb=False, qkv_bias=True, **TIMM),
+    "beit_shared": lambda: Beit(use_shared_rel_pos_bias=True, **TIMM),
+    "relpos_mlp": lambda: VisionTransformerRelPos(rel_pos_type="mlp", **TIMM),
+    "relpos_table": lambda: VisionTransformerRelPos(rel_pos_type="bias", class_token=True, global_pool="token", **TIMM),
+    "relpos_shared": lambda: VisionTransformerRelPos(rel_pos_type="mlp", shared_rel_pos=True, **TIMM),
+    "swin": lambda: SwinTransformer(**SWIN),
+    "swin_dynamic": lambda: SwinTransformer(dynamic_img_size=True, **SWIN),
+    "swinv2": lambda: SwinTransformerV2(**SWIN | dict(window_size=(7, 5))),
+}
+
+
+def vit(position, **options):
+    torch.manual_seed(1)
+    return perturbed(ViT(**TINY | dict(position=position) | options).eval(), 0.3)
+
+
+def images(h, w):
+    return torch.randn(2, 3, h, w)
+
+
+def run_ours(model, x):
+    """The layers, and what went into the last linear map of each attention with q, k and v, [B, h*w, C] and [B, h*w, 3C]."""
+    found, hooks = {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            hooks.append(
+                module.proj.register_forward_pre_hook(lambda _, given, n=name: found.setdefault(n, []).insert(0, given[0]))
+            )
+            hooks.append(module.qkv.register_forward_hook(lambda _, given, out, n=name: found.setdefault(n, []).append(out)))
+    layers = record(model, x)
+    for hook in hooks:
+        hook.remove()
+    return layers, {name: [t.reshape(len(x), -1, t.shape[-1]) for t in both] for name, both in found.items()}
+
+
+def reproduced(layer, module, values, tables):
+    """[B, tokens, C] from the weights of `layer` and v [B, tokens, C]."""
+    if getattr(module, "v_bias", None) is not None:
+        values = values + module.v_bias
+    v = values.unflatten(-1, (module.num_heads, -1))[:, layer.tokens.clamp(min=0)]  # [B, W, N, H, D]
+    out = torch.einsum("bwhij,bwjhd->bwihd", layer.weights, v)
+    trained = Grid(*layer.window) if layer.window else layer.grid
+    for table in tables:
+        if table.value is not None:
+            rows = table.value.expand(module.num_heads, -1, -1)[:, trained.index(table.axis)]  # [H, N, N, D]
+            out = out + torch.einsum("bwhij,hijd->bwihd", layer.weights, rows)
+    back = torch.zeros(len(v), layer.grid.tokens, *v.shape[-2:])
+    back[:, layer.tokens[layer.tokens >= 0]] = out[:, layer.tokens >= 0]
+    return back.flatten(2)
+
+
+def check(model, x):
+    layers, seen = run_ours(model, x)
+    blocks = {f"{name}.attn": block for name, block in model.named_modules() if hasattr(block, "attn")}
+    assert [layer.name for layer in layers] == list(blocks)
+    for layer in layers:
+        block, (out, qkv) = blocks[layer.name], seen[layer.name]
+        with torch.no_grad():
+            shared = getattr(model, "shared_position", None)
+            terms = (shared or block.position)(block.window or layer.grid)
+            torch.testing.assert_close(
+                reproduced(layer, block.attn, qkv.chunk(3, -1)[2], terms.tables), out, atol=1e-5, rtol=1e-5
+            )
+        real = (layer.tokens >= 0)[None, :, None].expand(layer.weights.shape[:-1])
+        for weights in (layer.weights, layer.content):
+            assert weights.dtype == torch.float32 and not weights.requires_grad
+            torch.testing.assert_close(weights.sum(-1), real.float())
+        assert layer.image == tuple(x.shape[2:])
+        visible = torch.ones_like(layer.weights, dtype=torch.bool) if layer.visible is None else layer.visible
+        assert (layer.weights[~visible] == 0).all() and (layer.position[~visible] == 0).all()
+        # The two parts make the whole.
+        whole = (layer.content.log() + layer.position).masked_fill(~visible, float("-inf"))
+        torch.testing.assert_close(whole.softmax(-1)[real], layer.weights[real], atol=1e-5, rtol=1e-4)
+    return layers
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_weights_of_ours(key):
+    layers = check(vit(key, reg_tokens=1), images(40, 24))
+    assert [layer.grid for layer in layers] == [Grid(5, 3, 2)] * 2
+    assert [layer.stride for layer in layers] == [(8.0, 8.0)] * 2
+
+
+@pytest.mark.parametrize(("key", "options"), SCALED)
+def test_scales_that_depend_on_the_grid(key, options):
+    check(vit(key, position_args=options), images(40, 56))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_block_windows(key):
+    layers = check(vit(key, **WINDOWED), images(40, 25))
+    assert [layer.window for layer in layers] == [(3, 2), None]
+    assert layers[0].tokens.tolist()[1::2] == [[2, 3, 6, 7, 10, 11], [14, 15, 18, 19, -1, -1]]
+
+
+@pytest.mark.parametrize("key", [*IN_ATTENTION, "rope_mixed+table"])
+def test_shifted_padded_windows(key):
+    layers = check(small_model(f"vitrel_swin_n_{key.replace('+', '_')}"), images(22, 31))
+    assert [layer.shift for layer in layers] == [(0, 0), (2, 2), (0, 0), (2, 2), (0, 0), (0, 0)]
+    assert [layer.grid[:2] for layer in layers[::2]] == [(11, 16), (6, 8), (3, 4)]
+    assert [layer.stride for layer in layers[::2]] == [(2.0, 2.0), (4.0, 4.0), (8.0, 8.0)]
+
+
+def test_cosine_attention():
+    check(small_model("vitrel_swinv2_n"), images(22, 30))
+
+
+def test_shared_position():
+    check(vit("transformer_xl", share_position=True), images(24, 40))
+
+
+@pytest.mark.parametrize("key", [key for key in IN_ATTENTION if key not in ("none", "deberta")])
+def test_content_of_ours_is_the_layer_without_position(key):
+    """The first layer of a model with the same weights and no position at all has these weights."""
+    x = images(40, 48)
+    for options in ({}, WINDOWED):
+        model = vit(key, position_args=dict(logit_scale="log_n"), **options)
+        bare = ViT(**TINY | options, position="none").eval()
+        bare.load_state_dict({k: v for k, v in model.state_dict().items() if ".position." not in k})
+        with_position, without = record(model, x)[0], record(bare, x)[0]
+        torch.testing.assert_close(with_position.content, without.weights, atol=1e-5, rtol=1e-5)
+        assert (with_position.content - with_position.weights).abs().max() > 1e-3
+        assert not without.position.any()
+
+
+def test_position_of_ours_is_the_table():
+    for model, size in ((vit("table"), (32, 32)), (small_model("vitrel_swin_n_table"), (24, 22))):
+        for layer in record(model, images(*size)):
+            position = model.get_submodule(layer.name.removesuffix(".attn")).position
+            h, w = layer.window or layer.grid[:2]
+            with torch.no_grad():
+                table = position(Grid(h, w, layer.grid.prefix)).tables[0].bias
+            table = table[:, : (2 * h - 1) * (2 * w - 1)].unflatten(1, (2 * h - 1, 2 * w - 1))
+            found = offset_mean(layer, layer.position)
+            met = ~found.isnan()
+            torch.testing.assert_close(found[met], table[met], atol=2e-5, rtol=0)
+            assert met[..., h - 1, w - 1].all() and met.float().mean() > 0.5
+
+
+def test_a_constant_scale_is_no_position():
+    """DeBERTa's 3**-0.5 stays."""
+    model, x = perturbed(Alone("deberta"), 0.3), torch.randn(1, 4, 3, 16)
+    layer = record(model, x)[0]
+    q, k, _ = model.layer.attn.qkv(x.flatten(1, 2)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(layer.content[:, 0], (q @ k.mT * (3 * 8) ** -0.5).softmax(-1))
+
+
+class Alone(nn.Module):
+    """Our drop-in layer in someone else's model, [B, h, w, C] in place of images."""
+
+    def __init__(self, position, mask=None, **options):
+        super().__init__()
+        self.layer, self.mask = vitrel.RelativeAttention(16, 2, position=position, grid=(4, 3), **options), mask
+
+    def forward(self, x):
+        return self.layer(x.flatten(1, 2), x.shape[1:3], self.mask)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_masks(additive):
+    mask = torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+    mask[0, :, 3] = False  # a query that sees nothing
+    given = torch.zeros(mask.shape).masked_fill(~mask, float("-inf")) if additive else mask
+    layer = record(Alone("table", given), torch.randn(2, 4, 3, 16))[0]
+    assert torch.equal(layer.visible, mask[:, None].expand(-1, -1, 2, -1, -1))
+    assert not layer.weights[0, 0, :, 3].any() and not layer.content[0, 0, :, 3].any()
+    assert not layer.weights[~layer.visible].any()
+    mean = offset_mean(layer, layer.position)  # a query before its key is never seen
+    assert mean[:, 0].isnan().all() and not mean[:, 4:].isnan().any()
+
+
+def test_fields_of_view_are_not_visible():
+    layer = record(Alone("xpos"), torch.randn(2, 4, 3, 16))[0]
+    assert not layer.visible.all() and layer.content.min() > 0
+    found = offset_mean(layer, layer.weights)
+    assert found[0, :3].isnan().all() and not found[0, 3:].isnan().any()  # head 0 looks up
+
+
+def test_half_precision():
+    model = small_model("vitrel_vit_n8_rope_mixed_table").bfloat16()
+    for layer in record(model, images(64, 64).bfloat16()):
+        assert {layer.weights.dtype, layer.content.dtype, layer.position.dtype} == {torch.float32}
+        torch.testing.assert_close(layer.weights.sum(-1), torch.ones(layer.weights.shape[:-1]))
+
+
+def test_a_backend_that_refuses_still_does():
+    model = vit("shaw")
+    model.blocks[0].attn.backend = "sdpa"
+    with pytest.raises(ValueError, match="backend 'sdpa' refuses"):
+        record(model, images(32, 32))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_models_run_uncompiled(in_place):
+    model, x, counter = vit("table"), images(32, 32), CompileCounter()
+    expected = record(model, x)
+    if in_place:
+        model.compile(backend=counter)
+    layers = record(model if in_place else torch.compile(model, backend=counter), x)
+    for layer, other in zip(layers, expected, strict=True):
+        assert layer.name == other.name and torch.equal(layer.weights, other.weights)
+    assert counter.frame_count == 0
+    if in_place:
+        model(x)
+        assert counter.frame_count == 1
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = BUILD[name]().eval()
+    for key, parameter in model.named_parameters():
+        if key != "rope.freqs":
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def images_for(model):
+    height, width = model.patch_embed.img_size
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(3))
+
+
+def keep(notes, key, value):
+    """A hook that returns nothing, so that it changes nothing."""
+    notes[key] = value
+
+
+def run_timm(model, x):
+    """The layers, and of each module v and what attention made of it: {name: {"v": .., "out": ..}}, [.., N, C]."""
+    found, hooks = {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, ATTENTION):
+            note = found[name] = {}
+            last = module.norm if isinstance(getattr(module, "norm", None), nn.LayerNorm) else module.proj
+            hooks.append(last.register_forward_pre_hook(lambda _, given, note=note: keep(note, "out", given[0])))
+            if getattr(module, "v_proj", None) is not None:
+                hooks.append(module.v_proj.register_forward_hook(lambda _, given, out, note=note: keep(note, "v", out)))
+            else:
+                hooks.append(
+                    module.register_forward_pre_hook(lambda m, given, note=note: keep(note, "v", project_values(m, given[0])))
+                )
+    layers = record(model, x)
+    for hook in hooks:
+        hook.remove()
+    return layers, found
+
+
+def project_values(module, x):
+    weight, bias = module.qkv.weight.chunk(3)[2], getattr(module, "v_bias", None)
+    if bias is None and module.qkv.bias is not None:
+        bias = module.qkv.bias.chunk(3)[2]
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_weights_of_timm(name):
+    model = build(name)
+    x = images_for(model)
+    layers, found = run_timm(model, x)
+    assert [layer.name for layer in layers] == list(found)
+    for layer in layers:
+        _, windows, heads, n, _ = layer.weights.shape
+        v, out = (found[layer.name][key].view(2, windows, n, -1) for key in ("v", "out"))
+        v = v.unflatten(-1, (-1, out.shape[-1] // heads))  # of fewer heads where queries share them
+        v = v.repeat_interleave(heads // v.shape[3], 3)
+        again = torch.einsum("bwhij,bwjhd->bwihd", layer.weights, v).flatten(3)
+        real = layer.tokens >= 0
+        torch.testing.assert_close(again[:, real], out[:, real], atol=1e-5, rtol=1e-4)
+        assert not layer.weights.transpose(2, 3)[:, ~real].any()
+        torch.testing.assert_close(layer.weights.transpose(2, 3)[:, real].sum(-1), torch.ones(2, int(real.sum()), heads))
+        visible = torch.ones_like(layer.weights, dtype=torch.bool) if layer.visible is None else layer.visible
+        assert not layer.position[~visible].any()
+        if layer.window is None:
+            assert layer.grid == Grid(4, 4, model.num_prefix_tokens) and layer.tokens.tolist() == [list(range(n))]
+
+
+def unpositioned(model):
+    """A copy whose attention has no position, by its parameters or by what its blocks are given."""
+    bare = copy.deepcopy(model)
+    for name, parameter in bare.named_parameters():
+        if "relative_position_bias_table" in name or "cpb_mlp.2" in name or ".rel_pos." in name or "shared_rel_pos." in name:
+            parameter.data.zero_()
+    if getattr(bare, "rope", None) is not None:
+        bare.rope.get_embed = lambda *_, **__: [None] * len(bare.blocks) if bare.rope_mixed else None
+    return bare
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_content_of_timm_is_the_layer_without_position(name):
+    model = build(name)
+    x = images_for(model)
+    with_position, without = record(model, x), record(unpositioned(model), x)
+    torch.testing.assert_close(with_position[0].content, without[0].weights, atol=1e-5, rtol=1e-4)
+    if name in ("vit", "reg", "no_class", "no_embed_class", "map", "no_absolute", "deit", "eva", "dynamic"):
+        assert all(torch.equal(layer.content, layer.weights) and not layer.position.any() for layer in with_position)
+    else:
+        for layer in with_position:
+            assert (layer.content - layer.weights).abs().max() > 1e-3
+            whole = (layer.content.log() + layer.position).softmax(-1)
+            if layer.tokens.min() >= 0:
+                torch.testing.assert_close(whole, layer.weights, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["swin", "swin_dynamic", "swinv2"])
+def test_slots_name_the_true_tokens(name):
+    """Swin rolls before it pads, so that opposite borders meet in a window: the slots must say so."""
+    model = build(name)
+    blocks = {f"{n}.attn": b for n, b in model.named_modules() if hasattr(b, "shift_size")}
+    whole, parts, hooks = {}, {}, []
+    for key, block in blocks.items():
+        first = block if name == "swinv2" else block.norm1  # V2 norms after attention
+        how = first.register_forward_pre_hook if name == "swinv2" else first.register_forward_hook
+        hooks.append(how(lambda _, given, *out, key=key: keep(whole, key, out[0] if out else given[0])))
+        hooks.append(block.attn.register_forward_pre_hook(lambda _, given, key=key: keep(parts, key, given[0])))
+    layers = record(model, images_for(model))
+    for layer in layers:
+        block = blocks[layer.name]
+        assert (layer.window, layer.shift) == (tuple(block.window_size), tuple(block.shift_size))
+        x = whole[layer.name].flatten(1, 2)  # [B, h*w, C]
+        there = torch.where((layer.tokens >= 0)[..., None], x[:, layer.tokens.clamp(min=0)], 0.0)
+        torch.testing.assert_close(parts[layer.name].view(there.shape), there, atol=0, rtol=0)
+        real = layer.tokens[layer.tokens >= 0]
+        assert real.sort().values.tolist() == list(range(layer.grid.tokens))
+
+
+def test_opposite_borders_meet_in_swin():
+    layer = record(build("swin"), torch.randn(1, 3, 48, 40))[1]  # 12 x 10 tokens, windows of 7, shift 3
+    assert (layer.grid, layer.shift) == (Grid(12, 10), (3, 3))
+    row = layer.tokens // 10
+    pairs = layer.visible[0, :, 0]
+    both = {(int(a), int(b)) for w in range(len(row)) for a, b in zip(*[row[w][i] for i in pairs[w].nonzero().T], strict=True)}
+    assert {(11, 0), (10, 1), (0, 11)} <= both and not {(10, 2), (1, 2), (2, 11)} & both  # row 2 is masked off from them
+    padding = layer.tokens < 0
+    assert padding.any() and (layer.weights.transpose(2, 4)[:, padding].sum() > 0)  # queries do attend to padding
+    assert not layer.visible[0, :, 0].mT[padding].any()
+    hidden = ~layer.visible & ~padding[None, :, None, None]
+    assert hidden.any() and layer.weights[hidden].max() < 1e-9
+
+
+def test_position_of_timm_is_the_table():
+    model = build("swin")
+    for layer in record(model, images_for(model)):
+        attn = model.get_submodule(layer.name)
+        h, w = layer.window
+        table = attn.relative_position_bias_table.detach().T.unflatten(1, (2 * h - 1, 2 * w - 1))
+        found = offset_mean(layer, layer.position)
+        met = ~found.isnan()
+        torch.testing.assert_close(found[met], table[met], atol=2e-5, rtol=0)
+        assert met.float().mean() > 0.5
+
+
+def test_parallel_blocks():
+    model = VisionTransformer(block_fn=ParallelScalingBlock, **TIMM).eval()
+    layers = record(model, torch.randn(1, 3, 32, 32))
+    assert [layer.name for layer in layers] == ["blocks.0", "blocks.1"] and layers[0].weights.shape == (1, 1, 2, 17, 17)
+
+
+def test_any_size_that_timm_takes():
+    layers = record(build("dynamic"), torch.randn(1, 3, 24, 56))
+    assert {layer.grid for layer in layers} == {Grid(3, 7, 1)} and {layer.stride for layer in layers} == {(8.0, 8.0)}
+    with pytest.raises(AssertionError):  # timm's own
+        record(build("vit"), torch.randn(1, 3, 24, 56))
+    found = attention_statistics(record(build("swin_dynamic"), torch.randn(1, 3, 52, 36)))
+    assert 0 < found["attention_distance_share"] < 1
+
+
+def test_registered_models_of_timm():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1)
+    layer = record(model, torch.randn(1, 3, 64, 64))[0]
+    assert (layer.grid, layer.stride, layer.image) == (Grid(4, 4, 1), (16.0, 16.0), (64, 64))
+    features = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, out_indices=[0], features_only=True)
+    with pytest.raises(ValueError, match="tokens of vit_tiny_patch16_224 cannot be placed on the image: it has no patch_embed"):
+        record(features, torch.randn(1, 3, 64, 64))
+
+
+def test_tokens_that_are_not_the_image():
+    model = build("vit")
+    model.num_prefix_tokens = 3
+    with pytest.raises(ValueError, match=r"the 17 tokens of blocks\.0\.attn cannot be placed on the image.* 4x4 patches and 3"):
+        record(model, torch.randn(1, 3, 32, 32))
+
+
+def test_a_rotated_layer_does_not_answer_twice():
+    """It is run again for its logits alone."""
+    model, calls = build("mixed"), []
+    for block in model.blocks:
+        for module in (block.attn, block.attn.proj):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    record(model, images_for(model))
+    assert len(calls) == 2 * len(model.blocks)
+
+
+def state(model):
+    names = ("backend", "fused_attn")
+    return [
+        (m.training, set(vars(m)), [getattr(m, name, None) for name in names], len(m._forward_hooks), len(m._forward_pre_hooks))
+        for m in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("name", ["ours", "vit", "swin", "mixed"])
+def test_nothing_is_left_behind(name):
+    model = (small_model("vitrel_swin_n") if name == "ours" else build(name)).train()
+    model.patch_embed.eval()
+    attention = next(m for m in model.modules() if isinstance(m, (*ATTENTION, Attention)))
+    if name == "ours":
+        attention.backend = "reference"
+    before, known, x = state(model), dict(BACKENDS), images(64, 64) if name == "ours" else images_for(model)
+    record(model, x)
+    assert (state(model), BACKENDS) == (before, known)
+    handle = attention.proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        record(model, x)
+    handle.remove()
+    assert (state(model), BACKENDS) == (before, known)
+    model(x).sum().backward()
+    assert attention.proj.weight.grad is not None
+
+
+def test_a_model_in_training_is_recorded_in_evaluation():
+    model, x = timm.create_model("vitrel_swin_n", num_classes=5, drop_path_rate=0.5).train(), images(64, 64)
+    for layer, other in zip(record(model, x), record(copy.deepcopy(model).eval(), x), strict=True):  # nothing is dropped
+        assert torch.equal(layer.weights, other.weights)
+    before = state(model)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        record(model.layers, x)
+    assert state(model) == before
 
 
 def projected(name, model, x):
@@ -133,10 +592,10 @@ def test_known_values():
     assert list(layer_statistics(one).values()) == pytest.approx([0, 1, 0, 0])
     prefixed = layer._replace(grid=Grid(1, 3, 1))  # patches see patches at distances 0, 1, 2 | 1, 0, 1 | 2, 1, 0
     assert layer_statistics(prefixed)["attention_distance"] == pytest.approx((1 + 2 / 3 + 1) / 3)
-    blind = prefixed._replace(weights=weights.clone().index_fill_(4, torch.arange(1, 4), 0.0))
-    assert math.isnan(layer_statistics(blind)["attention_distance"])  # no query attends to a patch
-    blind.weights[..., 3, :] = 0.25  # now the last one does
-    assert layer_statistics(blind)["attention_distance"] == pytest.approx(1)
+    unattending = prefixed._replace(weights=weights.clone().index_fill_(4, torch.arange(1, 4), 0.0))
+    assert math.isnan(layer_statistics(unattending)["attention_distance"])  # no query attends to a patch
+    unattending.weights[..., 3, :] = 0.25  # now the last one does
+    assert layer_statistics(unattending)["attention_distance"] == pytest.approx(1)
 
 
 def test_layers_one_by_one():
@@ -170,7 +629,7 @@ def test_offset_mean(name):
 
 
 def test_refused_by_name():
-    with pytest.raises(ValueError, match=r"no attention that can be seen in resnet10t: .*attention_timm lists"):
+    with pytest.raises(ValueError, match=r"no attention that can be seen in resnet10t: .*vitrel.inspect.attention lists"):
         record(timm.create_model("resnet10t"), torch.randn(1, 3, 32, 32))
     with pytest.raises(ValueError, match="no attention that can be seen in Linear"):
         record(torch.nn.Linear(3, 3), torch.randn(1, 3, 32, 32))

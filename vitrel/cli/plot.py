@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _pictures(args: argparse.Namespace) -> list[Path]:
     from vitrel.inspect import plot
+    from vitrel.inspect.any_model import fit_to
     from vitrel.inspect.attention import record
-    from vitrel.inspect.foreign import fit_to
     from vitrel.models.backbone import Backbone
 
     [trained] = open_models(args, random=True)
@@ -90,7 +90,7 @@ def _pictures(args: argparse.Namespace) -> list[Path]:
 
 def _check(args: argparse.Namespace, seen: list["Layer"], layer: int) -> None:
     """ValueError for layers, heads or a patch that the model does not have."""
-    from vitrel.inspect.plot.lattice import chosen
+    from vitrel.inspect.plot.common import chosen
     from vitrel.inspect.plot.on_image import slot_of
 
     chosen(seen, args.layers)

@@ -19,7 +19,7 @@ from timm.models import load_checkpoint as load_timm_checkpoint
 from torch import nn
 
 from vitrel.files import shown
-from vitrel.inspect.attention_layer import model_name
+from vitrel.inspect.any_model import model_name
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import check_model_name, create_model
 from vitrel.position import POSITIONS, key_of

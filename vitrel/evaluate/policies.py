@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrel.evaluate.settings import Row
 from vitrel.grid import Grid
+from vitrel.inspect.any_model import StageWindows, fit_to
 from vitrel.inspect.footprint import border_leak
-from vitrel.inspect.foreign import StageWindows, fit_to
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, choosing

@@ -39,7 +39,7 @@ from vitrel.evaluate.results import (
 )
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.files import atomic_write, shown
-from vitrel.inspect.attention_layer import evaluating
+from vitrel.inspect.any_model import evaluating
 from vitrel.progress import progress
 from vitrel.sizes import Size, format_size, parse_size
 

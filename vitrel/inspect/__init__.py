@@ -1,7 +1,7 @@
-"""What a model does with position, seen from outside: any model of ours or of timm, unchanged.
+"""Inspection of what a model, ours or timm's, does with position; the model itself stays unchanged.
 
-`vitrel.diagnose`, `vitrel.explain` and `vitrel.resolution_report` are here, attention maps and footprints, and in
-`vitrel.inspect.plot` the pictures of all of it.
+`vitrel.diagnose`, `vitrel.explain` and `vitrel.resolution_report`, recorded attention and gradient footprints of blocks, and in
+`vitrel.inspect.plot` the pictures.
 """
 
 import importlib

@@ -1,55 +1,239 @@
 """`diagnose`: what happens to position in any model at other image sizes, without training it and without data."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import timm
 import torch
 from timm.layers import PatchEmbed, to_2tuple
 from torch import nn
 
-from vitrel.inspect.attention_layer import model_name
-from vitrel.inspect.bias import foreign_changes, names_compared, own_changes
-from vitrel.inspect.diagnosis import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
-from vitrel.inspect.footprint import Sight, sights_of
-from vitrel.inspect.foreign import REFUSALS, changes, fit_to, reason, refusal, replaced_parameters
-from vitrel.inspect.graphs import count_graphs
-from vitrel.inspect.positions import Constants, PositionChange, common_grids, compare, constants
-from vitrel.inspect.resolution_report import Pair
-from vitrel.inspect.trace import SeenBlock, StageWindows, Traced, patch_grid, stage_windows, trace
+from vitrel.inspect.any_model import (
+    REFUSALS,
+    StageWindows,
+    Trace,
+    TracedBlock,
+    fit_to,
+    model_name,
+    patch_grid,
+    reason,
+    refusal,
+    replaced_parameters,
+    replaced_values,
+    stage_windows,
+    trace,
+    trained_size,
+)
+from vitrel.inspect.footprint import Leaks, leaks_by_block
+from vitrel.inspect.position_changes import (
+    BiasChange,
+    IndependentValues,
+    PositionChange,
+    common_grids,
+    independent_values,
+    names_compared,
+    own_bias_changes,
+    timm_bias_changes,
+    token_changes,
+)
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
-from vitrel.sizes import format_size
+from vitrel.sizes import Size, format_size
 
 
-class _Way(NamedTuple):
-    name: str
-    base: nn.Module
-    at: Callable[[Pair], nn.Module]  # the model for a size
-    kept: bool  # the weights of `base` are those of the model, resampled or not
+@dataclass(frozen=True)
+class StageDiagnosis:
+    """The blocks on one grid with one window, `block` the one that leaks or the first.
+
+    `rows` and `columns` are those whose tokens see the opposite border; `row_pairs` and `column_pairs` count the pairs, query
+    and key, that see each other only across it.
+    """
+
+    block: str
+    windows: StageWindows
+    examined: bool  # False: the blocks could not run alone, so that nothing below is known
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    row_pairs: int = 0
+    column_pairs: int = 0
+    leaking: float = 0.0  # share of the tokens that see across a border, 0 to 1
+    padded: float = 0.0  # share of the tokens that attend to padding, in the block where it is largest
+    frozen: bool = False  # several windows, and no block shifts them, although elsewhere in the model blocks do
+    map: np.ndarray | None = field(default=None, compare=False, repr=False)  # [h, w]: 1 sees across, 2 padding, 3 both
+    token: tuple[int, int] = (0, 0)  # (row, column) of one that sees most across a border
+    sees: np.ndarray | None = field(default=None, compare=False, repr=False)  # [h, w]: 1 that token sees, 2 across a border
 
 
-def diagnose(model: str | nn.Module, size: int | Pair | Sequence[int | Pair], compile: bool = False) -> Diagnosis:
+@dataclass(frozen=True)
+class SizeDiagnosis:
+    """A model at images of `size` (h, w) pixels."""
+
+    size: Size
+    refusal: str  # why the model does not take the size, else ""
+    resized: dict[str, int] = field(default_factory=dict)
+    changes: tuple[BiasChange, ...] = ()
+    stages: tuple[StageDiagnosis, ...] = ()
+    unread: Size = (0, 0)  # rows below and columns right of the image that no patch holds
+    positions: tuple[PositionChange, ...] = ()
+    unexamined: tuple[str, ...] = ()  # what meets the image and could not be compared with the trained size
+
+
+@dataclass(frozen=True)
+class WayDiagnosis:
+    """A model brought to every size in one way: "as built", "dynamic_img_size=True", "set_input_size()", "img_size="."""
+
+    way: str
+    sizes: tuple[SizeDiagnosis, ...]
+    graphs: int | str | None = None  # torch.compile's for all sizes, or why it failed; None: not counted
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What happens to position in `model` at other sizes than the `trained` one, (h, w) pixels. Print it."""
+
+    model: str
+    trained: Size
+    versions: dict[str, str]
+    ways: tuple[WayDiagnosis, ...]
+
+    @property
+    def findings(self) -> dict[str, dict[str, str]]:
+        """{way: {kind: sentence}}, without ways in which nothing was found. The kinds are the keys of `_SENTENCES`."""
+        found = {way.way: {kind: sentence(way.sizes) for kind, sentence in _SENTENCES.items()} for way in self.ways}
+        found = {way: {kind: text for kind, text in kinds.items() if text} for way, kinds in found.items()}
+        return {way: kinds for way, kinds in found.items() if kinds}
+
+    @property
+    def unexamined(self) -> dict[str, str]:
+        """{way: sentence} on what could not be examined, and may change although no finding says so."""
+        return {way.way: text for way in self.ways if (text := _not_examined(way.sizes))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as numbers, strings, lists and dictionaries, without the maps of tokens, and the findings."""
+        plain = asdict(self, dict_factory=lambda items: {k: v for k, v in items if k not in ("map", "sees")})
+        for way, own in zip(plain["ways"], self.ways, strict=True):
+            for line, size in zip(way["sizes"], own.sizes, strict=True):
+                line["changes"] = [change._asdict() for change in size.changes]
+                line["positions"] = [change._asdict() for change in size.positions]
+                for stage, of in zip(line["stages"], size.stages, strict=True):
+                    stage["windows"] = of.windows._asdict() | {"padded_share": of.windows.padded_share}
+        return _plain(plain) | {"findings": self.findings, "unexamined": self.unexamined}
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [f"{self.model}, made for {format_size(self.trained)} px ({versions})"]
+        for way in self.ways:
+            lines += ["", f"{way.way}{_compiled(way)}", *_table(way.sizes)]
+        lines += ["", *self._found()]
+        windowed = [stage for way in self.ways for line in way.sizes for stage in line.stages if stage.windows.window]
+        if not any(line.stages or line.refusal for way in self.ways for line in way.sizes):
+            lines.append("no attention can be seen in it")
+        elif any(not stage.examined for stage in windowed):
+            lines.append("? not asked: strided windows (/), or blocks that cannot run alone")
+        elif windowed and not any({"borders", "padding"} & kinds.keys() for kinds in self.findings.values()):
+            lines.append("no token sees across a border or attends to padding")
+        return "\n".join(lines)
+
+    def _found(self) -> Iterator[str]:
+        if not self.findings and not self.unexamined:
+            yield "found nothing: no value is replaced, no bias changes"
+        for title, found in (
+            ("found", {way: kinds.values() for way, kinds in self.findings.items()}),
+            ("not examined", {way: [text] for way, text in self.unexamined.items()}),
+        ):
+            yield from [title] if found else []
+            for way, texts in found.items():
+                yield f"  {way}"
+                yield from (f"    {text}" for text in texts)
+
+
+def diagnose(
+    model: str | nn.Module,
+    size: int | Size | Sequence[int | Size],
+    compile: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
     """What position in `model` does at images of `size` pixels: what is interpolated, which tokens see which, what changes.
 
-    model: a name for timm.create_model (random weights; every way in which timm can bring it to a size), or any model (the way
-    it takes sizes itself, see `vitrel.inspect.foreign.fit_to`), which stays as it is. size: an int, a tuple (h, w), or a list.
+    model: a name for timm.create_model (random weights; every way in which timm can bring it to a size), or any model (in the
+    way it takes sizes itself, see `vitrel.inspect.any_model.fit_to`), which stays as it is. size: an int, (h, w), or a list.
     compile: count the graphs of torch.compile over the sizes too, which takes seconds a size and clears what it has cached.
-    What cannot be asked of a model is said in the result. Raises ValueError for an unknown name or an impossible size.
+    progress: called with a line before every step that can take seconds, such as "test_vit at 160x160, as built: forward".
+    What cannot be examined is named in the result. Raises ValueError for an unknown name or an impossible size.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{model_name(model)} is on the meta device and has no values to look at; give its name instead")
+    name = model if isinstance(model, str) else model_name(model)
+
+    def step(what: str) -> None:
+        if progress is not None:
+            progress(f"{name}{what}")
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        if isinstance(model, str):
+            step(": building")
         base = _created(model) if isinstance(model, str) else model
         trained = trained_size(base)
-        noted = cache(lambda base: constants(base, trained))
-        ways = [_over(way, trained, sizes, compile, noted) for way in _ways(model, base)]
+        reference = cache(lambda base: independent_values(base, trained))
+        ways = [_way_diagnosis(way, trained, sizes, compile, reference, step) for way in _ways(model, base, step)]
     versions = {"timm": timm.__version__, "torch": torch.__version__}
     return Diagnosis(model_name(base), trained, versions, tuple(_merged(ways)))
+
+
+def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Size], None] = lambda size: None) -> int | str:
+    """Graphs of torch.compile(dynamic=True) for images [2, C, h, w] of every (model, size in pixels) in turn.
+
+    The same model object is compiled once and then meets its sizes; no code is generated. A text, the reason, where a model
+    cannot be compiled. Clears what torch.compile has cached, before and after. before: called with each size in turn.
+    """
+    from torch._dynamo.testing import CompileCounter  # imports what only compilation needs
+
+    counter, compiled = CompileCounter(), {}
+    torch._dynamo.reset()
+    try:
+        for model, size in models:
+            before(size)
+            try:
+                run = compiled.setdefault(id(model), (torch.compile(model.eval(), backend=counter, dynamic=True), model))[0]
+                with torch.no_grad():
+                    run(torch.zeros(2, getattr(model, "in_chans", 3), *size, device=next(model.parameters()).device))
+            except Exception as error:  # whatever a model's forward or the compiler raises
+                return f"failed: {type(error).__name__}"
+    finally:
+        torch._dynamo.reset()
+    return counter.frame_count
+
+
+class _Way(NamedTuple):
+    name: str
+    base: nn.Module
+    at: Callable[[Size], nn.Module]  # the model for a size
+    same_weights: bool  # the weights of the model for a size are those of `base`, resampled or not
+
+
+_Step = Callable[[str], None]  # reports the step that begins
+_Positions = tuple[tuple[PositionChange, ...], tuple[str, ...]]  # what changes, and what cannot be examined
+_Reference = Callable[[nn.Module], IndependentValues]  # those at the size a model was made for
+
+
+def _ways(model: str | nn.Module, base: nn.Module, step: _Step) -> Iterator[_Way]:
+    """The ways in which timm brings this model to a size; of a model that is given, the one it takes by itself."""
+    if getattr(base, "dynamic_img_size", False) or not hasattr(base, "set_input_size") or isinstance(base, Backbone):
+        yield _Way("as built", base, lambda size: fit_to(base, size).model, True)
+    else:
+        if isinstance(model, str) and _accepts(model, dynamic_img_size=True):
+            step(", dynamic_img_size=True: building")
+            dynamic = _created(model, dynamic_img_size=True)
+            yield _Way("dynamic_img_size=True", dynamic, lambda size: dynamic, True)
+        yield _Way("set_input_size()", base, lambda size: fit_to(base, size).model, True)
+    if isinstance(model, str) and not isinstance(base, Backbone) and _accepts(model, img_size=trained_size(base)):
+        yield _Way("img_size=", base, lambda size: timm.create_model(model, img_size=size).eval(), False)
 
 
 def _created(name: str, **keywords: bool) -> nn.Module:
@@ -61,26 +245,6 @@ def _created(name: str, **keywords: bool) -> nn.Module:
     return model
 
 
-def trained_size(model: nn.Module) -> Pair:
-    """Pixels (h, w) a model was built for, or its weights were trained at."""
-    known = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(to_2tuple(known or cfg.get("input_size", (3, 224, 224))[-2:]))
-
-
-def _ways(model: str | nn.Module, base: nn.Module) -> Iterator[_Way]:
-    """The ways in which timm brings this model to a size; of a model that is given, the one it takes by itself."""
-    if getattr(base, "dynamic_img_size", False) or not hasattr(base, "set_input_size") or isinstance(base, Backbone):
-        yield _Way("as built", base, lambda size: fit_to(base, size).model, True)
-    else:
-        if isinstance(model, str) and _accepts(model, dynamic_img_size=True):
-            dynamic = _created(model, dynamic_img_size=True)
-            yield _Way("dynamic_img_size=True", dynamic, lambda size: dynamic, True)
-        yield _Way("set_input_size()", base, lambda size: fit_to(base, size).model, True)
-    if isinstance(model, str) and not isinstance(base, Backbone) and _accepts(model, img_size=trained_size(base)):
-        yield _Way("img_size=", base, lambda size: timm.create_model(model, img_size=size).eval(), False)
-
-
 def _accepts(name: str, **arguments) -> bool:
     try:
         with torch.device("meta"):
@@ -90,104 +254,109 @@ def _accepts(name: str, **arguments) -> bool:
     return True
 
 
-_Positions = tuple[tuple[PositionChange, ...], tuple[str, ...]]  # what changes, and what cannot be examined
-_Noted = Callable[[nn.Module], Constants]  # at the size a model was made for
-
-
-def _over(way: _Way, trained: Pair, sizes: Sequence[Pair], compile: bool, noted: _Noted) -> WayDiagnosis:
+def _way_diagnosis(
+    way: _Way, trained: Size, sizes: Sequence[Size], compile: bool, reference: _Reference, step: _Step
+) -> WayDiagnosis:
     lines, models = [], []
     for size in sizes:
+        step(f" at {format_size(size)}, {way.name}: forward")
         try:
             model = way.at(size)
             traced = trace(model, size)
-            positions = _positions(way, model, trained, size, noted)
+            positions = _positions(way, model, trained, size, reference)
         except REFUSALS as error:
-            lines.append(SizeDiagnosis(size, refusal=(str(error).splitlines() or [type(error).__name__])[0]))
+            lines.append(SizeDiagnosis(size, refusal=reason(error)))
             continue
-        lines.append(_at(way, model, traced, trained, size, positions))
+        step(f" at {format_size(size)}, {way.name}: windows")
+        lines.append(_size_diagnosis(way, model, traced, trained, size, positions))
         models += [(model, size)] if compile else []
-    return WayDiagnosis(way.name, tuple(lines), count_graphs(models) if compile else None)
+    if not compile:
+        return WayDiagnosis(way.name, tuple(lines))
+    graphs = count_graphs(models, lambda size: step(f" at {format_size(size)}, {way.name}: torch.compile"))
+    return WayDiagnosis(way.name, tuple(lines), graphs)
 
 
-def _positions(way: _Way, model: nn.Module, trained: Pair, size: Pair, noted: _Noted) -> _Positions:
+def _positions(way: _Way, model: nn.Module, trained: Size, size: Size, reference: _Reference) -> _Positions:
     """What changes for one and the same token, and what cannot be examined. Raises ValueError where a table is too short."""
     if isinstance(model, Backbone) or size == trained:
         return (), ()
-    replaced = replaced_parameters(way.base, model, way.kept)
-    told = replaced | names_compared(way.base, *_patches(way, trained, size))
-    kept = {} if way.kept else {name: value for name, value in way.base.named_parameters() if name not in replaced}
+    replaced = replaced_parameters(way.base, model, way.same_weights)
+    reported = replaced | names_compared(way.base, *_patches(way, trained, size))
+    instead = {} if way.same_weights else {name: v for name, v in way.base.named_parameters() if name not in replaced}
     try:
-        before = noted(way.base)
+        before = reference(way.base)
     except REFUSALS as error:
         return (), (f"forward at {format_size(trained)} ({reason(error)})",)
     try:
-        after = constants(model, size, told, kept)
+        after = independent_values(model, size, reported, instead)
     except IndexError as error:  # a table that ends before the grid, which a trace without values does not meet
         raise refusal(model, size, error) from error
     except REFUSALS as error:
         return (), (f"forward ({reason(error)})",)
-    return compare(before, after, common_grids(model, trained, size))
+    return token_changes(before, after, common_grids(model, trained, size))
 
 
-def _patches(way: _Way, *sizes: Pair) -> list[Pair]:
+def _patches(way: _Way, *sizes: Size) -> list[Size]:
     return [patch_grid(way.base, size) or (1, 1) for size in sizes]
 
 
-def _at(way: _Way, model: nn.Module, traced: Traced, trained: Pair, size: Pair, positions: _Positions) -> SizeDiagnosis:
-    resized, changed = traced.resampled, own_changes(traced.encodings)
+def _size_diagnosis(
+    way: _Way, model: nn.Module, traced: Trace, trained: Size, size: Size, positions: _Positions
+) -> SizeDiagnosis:
+    resized, changed = traced.resampled, own_bias_changes(traced.encodings)
     if not isinstance(model, Backbone):
-        resized = changes(way.base, model, way.kept) | resized
-        changed += foreign_changes(way.base, model, *_patches(way, trained, size), tables=way.kept)
+        resized = replaced_values(way.base, model, way.same_weights) | resized
+        changed += timm_bias_changes(way.base, model, *_patches(way, trained, size), tables=way.same_weights)
     embed, unread = getattr(model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
     return SizeDiagnosis(size, "", resized, changed, tuple(_stages(traced.blocks)), unread, *positions)
 
 
-def _stages(blocks: Sequence[SeenBlock]) -> Iterator[StageDiagnosis]:
-    shifts = any(any(seen.shift or ()) for seen in blocks)
+def _stages(blocks: Sequence[TracedBlock]) -> Iterator[StageDiagnosis]:
+    shifts = any(any(block.shift or ()) for block in blocks)
     for line in stage_windows(blocks):
-        alike = [seen for seen in blocks if (seen.grid, seen.window, seen.strided) == (line.grid, line.window, line.strided)]
-        yield _stage(line, alike, sights_of(alike), shifts)
+        kind = line.grid, line.window, line.strided
+        alike = [block for block in blocks if (block.grid, block.window, block.strided) == kind]
+        yield _stage_diagnosis(line, alike, leaks_by_block(alike), shifts)
 
 
-def _stage(line: StageWindows, blocks: Sequence[SeenBlock], sights: Mapping[str, Sight], shifts: bool) -> StageDiagnosis:
+def _stage_diagnosis(
+    line: StageWindows, blocks: Sequence[TracedBlock], found: Mapping[str, Leaks], shifts: bool
+) -> StageDiagnosis:
     never = [s == 0 and n > m for s, n, m in zip(line.shift, line.grid, line.window or line.grid, strict=True)]
     frozen = shifts and len(blocks) > 1 and blocks[0].shift is not None and any(never)
-    if not sights:
-        return StageDiagnosis(blocks[0].name, line, looked=False, frozen=frozen)
-    name = max(reversed(sights), key=lambda name: int(sights[name].leaking.sum()))  # where none leaks, the last: shifted
-    sight = sights[name]
+    if not found:
+        return StageDiagnosis(blocks[0].name, line, examined=False, frozen=frozen)
+    name = max(reversed(found), key=lambda name: int(found[name].across.sum()))  # where none leaks, the last: shifted
+    leaks = found[name]
     return StageDiagnosis(
         name,
         line,
-        looked=True,
-        rows=sight.rows,
-        columns=sight.columns,
-        row_pairs=sight.row_pairs,
-        column_pairs=sight.column_pairs,
-        leaking=_share(sight.leaking),
-        padded=max(_share(other.padding) for other in sights.values()),
+        examined=True,
+        rows=leaks.rows,
+        columns=leaks.columns,
+        row_pairs=leaks.row_pairs,
+        column_pairs=leaks.column_pairs,
+        leaking=_share(leaks.across),
+        padded=max(_share(other.padding) for other in found.values()),
         frozen=frozen,
-        map=(sight.leaking.int() + 2 * sight.padding.int()).numpy(),
-        token=sight.token,
-        sees=sight.sees.numpy(),
+        map=(leaks.across.int() + 2 * leaks.padding.int()).numpy(),
+        token=leaks.token,
+        sees=leaks.sees.numpy(),
     )
 
 
 def _merged(ways: Sequence[WayDiagnosis]) -> Iterator[WayDiagnosis]:
-    """Ways that come to the same are told once."""
-    names: dict[tuple, list[str]] = {}
-    told: dict[tuple, WayDiagnosis] = {}
+    """One for ways with equal results, named after all of them."""
+    equal: dict[tuple, list[WayDiagnosis]] = {}
     for way in ways:
-        key = repr(way.sizes), way.graphs
-        names.setdefault(key, []).append(way.way)
-        told[key] = way
-    for key, way in told.items():
-        yield WayDiagnosis(" or ".join(names[key]), way.sizes, way.graphs)
+        equal.setdefault((repr(way.sizes), way.graphs), []).append(way)
+    for same in equal.values():
+        yield WayDiagnosis(" or ".join(way.way for way in same), same[0].sizes, same[0].graphs)
 
 
-def _checked(size: int | Pair) -> Pair:
+def _checked(size: int | Size) -> Size:
     pair = tuple(to_2tuple(size))
     if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
         raise ValueError(f"a size is one whole number of pixels or (height, width), not {size!r}; give several as a list")
@@ -196,3 +365,160 @@ def _checked(size: int | Pair) -> Pair:
 
 def _share(tokens: torch.Tensor) -> float:
     return float(tokens.float().mean())
+
+
+def _compiled(way: WayDiagnosis) -> str:
+    if isinstance(way.graphs, int):
+        return f": torch.compile makes {way.graphs} graphs of {len(way.sizes)} sizes"
+    return "" if way.graphs is None else f": torch.compile {way.graphs}"
+
+
+def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
+    position = any(line.positions or line.unexamined for line in sizes)  # no column where there is nothing to say
+    lines = [["size", "replaced", "bias", *["position"] * position]]
+    lines[0] += ["tokens", "windows", "shift", "see across", "attend to padding"]
+    for line in sizes:
+        if line.refusal:
+            lines.append([format_size(line.size), f"refused: {line.refusal}", *[""] * (len(lines[0]) - 2)])
+            continue
+        replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
+        cells = [format_size(line.size), replaced, "changes" if line.changes else "-"]
+        cells += ["changes" if line.positions else "?" if line.unexamined else "-"] * position
+        columns = [(_short(s.windows.grid), *_stage_cells(s)) for s in line.stages] or [("no attention seen",) + ("-",) * 4]
+        lines.append([*cells, *(" ".join(cells) for cells in zip(*columns, strict=True))])
+    plain = [line for line in lines if not line[1].startswith("refused")]
+    widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
+    return ["  " + "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str]:
+    """Window, shift, share that sees across, share that attends to padding."""
+    windows = stage.windows
+    if windows.window is None:
+        return "global", "-", "-", "-"
+    shift = _short(windows.shift) if any(windows.shift) else "-"
+    window = _short(windows.window) + ("/" if windows.strided else "")
+    if not stage.examined:
+        return window, shift, "?", "?"
+    return window, shift, *(_percent(share) if share else "-" for share in (stage.leaking, stage.padded))
+
+
+def _refused(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if line.refusal]
+    return "" if not there else f"refused {_at(there, sizes)}: {there[0].refusal} ({format_size(there[0].size)})"
+
+
+def _interpolated(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if line.resized]
+    rules = dict.fromkeys(f"{rule}, {n:,} values" for line in there for rule, n in line.resized.items())
+    return "" if not there else f"replaced {_at(there, sizes)}: {'; '.join(rules)}"
+
+
+def _other_bias(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if line.changes]
+    if not there:
+        return ""
+    worst = max((change for line in there for change in line.changes), key=lambda change: change.largest)
+    size = next(line.size for line in there if worst in line.changes)
+    amount = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
+    where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({format_size(size)})"
+    return f"another {worst.what} at one and the same offset {_at(there, sizes)}: {where}"
+
+
+def _other_position(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if line.positions]
+    if not there:
+        return ""
+    line, worst = max(((line, change) for line in there for change in line.positions), key=lambda found: found[1].largest)
+    names = len({change.name for change in line.positions})
+    more = f" and {names - 1} more" if names > 1 else ""
+    where = f"up to {worst.largest:.2g} of {worst.of:.2g} in {worst.name}{more} ({format_size(line.size)})"
+    return f"other values at one and the same token {_at(there, sizes)}: {where}"
+
+
+def _not_examined(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if line.unexamined]
+    names = list(dict.fromkeys(name for line in there for name in line.unexamined))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"whether tokens keep their position {_at(there, sizes)}: {', '.join(names[:3])}{more}" if there else ""
+
+
+def _across(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if any(stage.leaking for stage in line.stages)]
+    if not there:
+        return ""
+    line, number, stage = max(_numbered(there), key=lambda found: found[2].leaking)
+    (h, w), lines = stage.windows.grid, []
+    for name, leaking, n, pairs in (
+        ("rows", stage.rows, h, stage.row_pairs),
+        ("columns", stage.columns, w, stage.column_pairs),
+    ):
+        lines += [f"{name} {_runs(leaking)} of {n}, {pairs} pairs"] if leaking else []
+    where = f"{format_size(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
+    return f"tokens see across opposite borders {_at(there, sizes)}: up to {_percent(stage.leaking)} of a stage ({where})"
+
+
+def _padded(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if any(stage.padded for stage in line.stages)]
+    if not there:
+        return ""
+    line, number, stage = max(_numbered(there), key=lambda found: found[2].padded)
+    where = f"{_percent(stage.padded)} of a stage ({format_size(line.size)}, stage {number})"
+    return f"tokens attend to padding {_at(there, sizes)}: up to {where}"
+
+
+def _frozen(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if any(stage.frozen for stage in line.stages)]
+    stages = dict.fromkeys(f"stage {number}" for _, number, stage in _numbered(there) if stage.frozen)
+    return "" if not there else f"windows that never shift {_at(there, sizes)}: {', '.join(stages)}"
+
+
+def _unread(sizes: Sequence[SizeDiagnosis]) -> str:
+    there = [line for line in sizes if any(line.unread)]
+    texts = [f"{down} rows and {right} columns of {format_size(line.size)}" for line in there for down, right in [line.unread]]
+    return "" if not there else f"pixels that no patch holds {_at(there, sizes)}: {'; '.join(texts)}"
+
+
+_SENTENCES = {
+    "refused": _refused,
+    "interpolated": _interpolated,
+    "bias": _other_bias,
+    "position": _other_position,
+    "borders": _across,
+    "padding": _padded,
+    "frozen": _frozen,
+    "unread": _unread,
+}
+
+
+def _numbered(sizes: Sequence[SizeDiagnosis]) -> Iterator[tuple[SizeDiagnosis, int, StageDiagnosis]]:
+    return ((line, number, stage) for line in sizes for number, stage in enumerate(line.stages, 1))
+
+
+def _at(there: Sequence[SizeDiagnosis], sizes: Sequence[SizeDiagnosis]) -> str:
+    return f"at {len(there)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {format_size(there[0].size)}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """0, 5, 6, 7 -> "0, 5-7"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _short(pair: Size) -> str:
+    return str(pair[0]) if pair[0] == pair[1] else format_size(pair)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"

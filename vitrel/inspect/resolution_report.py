@@ -1,7 +1,4 @@
-"""What a trunk will do at an image size, without running it: `Backbone.transfer_report`.
-
-Everything here is arithmetic on sizes, so it costs nothing and works on the meta device too.
-"""
+"""`resolution_report`: what one of our models does at an image size, computed from sizes alone, without running it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +14,8 @@ from vitrel.models.backbone import Backbone
 from vitrel.ops.window import axis_shift
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
-from vitrel.position.terms import Composition, sum_counts
-from vitrel.sizes import format_size
-
-Pair = tuple[int, int]
+from vitrel.position.terms import parts_of, sum_counts
+from vitrel.sizes import Size, format_size
 
 
 @dataclass(frozen=True)
@@ -28,13 +23,13 @@ class StageReport:
     """Blocks on one token grid; pairs are (h, w) in tokens. Under global attention there is one window, the grid itself."""
 
     blocks: int
-    grid: Pair
-    merging_padding: Pair  # rows below and columns right that are zeros in the merging before the stage
-    window: Pair | None  # None: global
-    windows: Pair  # number down and across
-    padding: Pair  # rows below and columns right that fill the last windows and are masked
+    grid: Size
+    merging_padding: Size  # rows below and columns right that are zeros in the merging before the stage
+    window: Size | None  # None: global
+    windows: Size  # number down and across
+    padding: Size  # rows below and columns right that fill the last windows and are masked
     padded_share: float  # of the padded grid, 0 to 1
-    shift: Pair  # of the shifted blocks; 0 along an axis that one window holds
+    shift: Size  # of the shifted blocks; 0 along an axis that one window holds
     attended: tuple[int, float, int]  # keys per query, those an encoding hides included: fewest, mean, most
 
 
@@ -45,8 +40,8 @@ class EncodingReport:
     key: str
     site: str  # "tokens" | "attention"
     layers: int
-    grid: Pair  # on which it is asked here
-    trained: Pair  # that of its parameters
+    grid: Size  # at this image size
+    trained: Size  # that of its parameters
     behaviour: str  # at grids never trained on: "nothing changes" | "evaluated" | "resized" | "nothing"
     policy: str  # in use, "" where there is no choice
     policies: tuple[str, ...]
@@ -82,12 +77,12 @@ class ResolutionReport:
     the largest of the encodings. `str` gives a table, `to_dict` plain values for JSON.
     """
 
-    size: Pair
-    trained_size: Pair
-    patch: Pair
-    image_padding: Pair
-    grid: Pair
-    trained_grid: Pair
+    size: Size
+    trained_size: Size
+    patch: Size
+    image_padding: Size
+    grid: Size
+    trained_grid: Size
     prefix: int
     parameters: int
     resized: dict[str, int]
@@ -127,7 +122,7 @@ class ResolutionReport:
         )
 
 
-def resolution_report(model: Backbone, size: int | Pair) -> ResolutionReport:
+def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
     """What `model` does with an image of `size` pixels, an int or (h, w). ValueError for a size it cannot take."""
     patch, trained_size = to_2tuple(model.patch_embed.patch_size), to_2tuple(model.patch_embed.img_size)
     size = _checked(size, patch)
@@ -150,7 +145,7 @@ def resolution_report(model: Backbone, size: int | Pair) -> ResolutionReport:
         )
 
 
-def _checked(size: int | Pair, patch: Pair) -> Pair:
+def _checked(size: int | Size, patch: Size) -> Size:
     pair = tuple(to_2tuple(size))
     if len(pair) != 2 or not all(isinstance(side, int) for side in pair):
         raise ValueError(f"size is one whole number of pixels or two, (height, width), not {size!r}")
@@ -161,7 +156,7 @@ def _checked(size: int | Pair, patch: Pair) -> Pair:
     return pair
 
 
-def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Pair]]:
+def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Size]]:
     """The blocks of every stage, their grid where patches make up `grid`, and what its merging pads."""
     if model.window_size is None:  # a plain trunk: those blocks that have a window, and the global ones
         for window in dict.fromkeys(block.window for block in model.blocks):
@@ -175,7 +170,7 @@ def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], G
         yield stage.blocks, grid, odd
 
 
-def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Pair) -> StageReport:
+def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Size) -> StageReport:
     window = blocks[0].window
     if window is None:
         n = grid.tokens
@@ -190,7 +185,7 @@ def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Pair) -> StageReport:
     return StageReport(len(blocks), grid[:2], odd, window[:2], count, padding, share, max(shifts), attended)
 
 
-def _attended(grid: Grid, window: Grid, shift: Pair) -> tuple[int, float, int]:
+def _attended(grid: Grid, window: Grid, shift: Size) -> tuple[int, float, int]:
     fewest, mean, most = 1, 1.0, 1
     for n, m, s in zip(grid[:2], window[:2], shift, strict=True):
         borders = [0, *range(s or m, n, m), n]
@@ -199,10 +194,10 @@ def _attended(grid: Grid, window: Grid, shift: Pair) -> tuple[int, float, int]:
     return fewest, mean, most
 
 
-def _encodings(model: Backbone, size: Pair, trained_size: Pair) -> Iterator[EncodingReport]:
+def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[EncodingReport]:
     for (encoding, grid), (_, trained) in zip(model.encodings(size), model.encodings(trained_size), strict=True):
         factor = float(temperature(trained, grid)) if encoding.logit_scale == "log_n" else None
-        for part in encoding.parts.values() if isinstance(encoding, Composition) else (encoding,):
+        for part in parts_of(encoding):
             yield EncodingReport(
                 key=key_of(part),
                 site=part.site,
@@ -221,7 +216,7 @@ def _encodings(model: Backbone, size: Pair, trained_size: Pair) -> Iterator[Enco
 
 
 def _alike(lines: Iterable[EncodingReport]) -> tuple[EncodingReport, ...]:
-    """Layers that differ in nothing but the number of values are added up; "none" is told only where there is nothing else."""
+    """Layers that differ in the number of values alone are added up; "none" is listed only where there is nothing else."""
     merged: dict[EncodingReport, EncodingReport] = {}
     for line in lines:
         kind = replace(line, parameters=0, resized=tuple(line.resized))  # a tuple, to be hashed
@@ -260,7 +255,7 @@ def _columns(lines: list[list[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-def _added(pair: Pair) -> str:
+def _added(pair: Size) -> str:
     return f"{pair[0]} below, {pair[1]} right" if any(pair) else "-"
 
 

@@ -154,6 +154,11 @@ class Composition(PositionEncoding):
         return max(part.saturated(grid) for part in self.parts.values())
 
 
+def parts_of(encoding: PositionEncoding) -> tuple[PositionEncoding, ...]:
+    """The encodings that a composition joins, or the encoding itself."""
+    return tuple(encoding.parts.values()) if isinstance(encoding, Composition) else (encoding,)
+
+
 def combine(*terms: Terms) -> Terms:
     """The sum of several encodings' terms: tokens, query biases and tables add up, scales and temperatures multiply.
 

@@ -1,4 +1,4 @@
-"""The numbers behind the maps and profiles: what the definition of attention gives, at the offset where it is drawn."""
+"""The numbers behind maps, profiles and arrows of heads: what the definition of attention gives, at the offset drawn."""
 
 import math
 
@@ -12,7 +12,8 @@ import vitrel
 from helpers.variants import IN_ATTENTION, make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
-from vitrel.inspect.plot import lattices, offset_maps, profiles
+from vitrel.inspect.plot import directions, lattices, offset_maps, profiles
+from vitrel.inspect.plot.offsets import attended_offset, bias_mean_offset
 from vitrel.ops.reference import masked_logits
 
 GRID = Grid(3, 4, 1)
@@ -239,3 +240,81 @@ def test_nothing_to_draw_says_why(source, message):
 def test_recorded_layers_have_their_size():
     with pytest.raises(ValueError, match="leave size out"):
         offset_maps(record(vit("table"), torch.randn(1, 3, 32, 32)), 64)
+
+
+def test_sizes_that_are_none():
+    with pytest.raises(ValueError, match=r"size is a side or .*, at least 1, not 0"):
+        offset_maps(vit("table"), 0)
+
+
+@pytest.mark.parametrize("draw", [offset_maps, profiles, directions])
+def test_an_encoding_of_nan_is_not_drawn_as_hidden(draw):
+    model = vit("table")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"blocks\.0 holds NaN: its weights, or the image, are not numbers"):
+        draw(model)
+
+
+def ends(axes):
+    points = [tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o" and len(line.get_xydata())]
+    assert [text.xy for text in axes.texts if text.arrow_patch] == points  # and the arrows end there
+    return points
+
+
+def test_a_head_that_asks_only_the_row_above():
+    encoding = make("table", (3, 5), heads=2)
+    with torch.no_grad():
+        encoding.relative_position_bias_table.zero_()
+        encoding.relative_position_bias_table[(1 + 2) * 9 + 0 + 4, 0] = 60.0
+    torch.testing.assert_close(bias_mean_offset(lattices(encoding)[0]), torch.tensor([[1.0, 0], [0, 0]]).double())
+    (panel,) = directions(encoding).axes
+    assert ends(panel)[0] == pytest.approx((0, 1)) and ends(panel)[1] == pytest.approx((0, 0))
+    assert panel.get_ylim()[0] > panel.get_ylim()[1] and panel.get_xlim()[0] < panel.get_xlim()[1]  # as in the maps
+
+
+def test_hidden_offsets_count_for_nothing():
+    mean = bias_mean_offset(lattices(make("lookhere", (3, 4), heads=6, fov=180))[0])
+    assert (mean[0, 0] > 0.3) and (mean[1, 0] < -0.3) and (mean[2, 1] > 0.3) and (mean[3, 1] < -0.3)
+    torch.testing.assert_close(mean[4:], torch.zeros(2, 2).double())
+
+
+def test_attention_against_plain_loops():
+    layer = record(vit("table", reg_tokens=1), torch.randn(2, 3, 24, 40))[1]
+    total, n = torch.zeros(2, 2).double(), 0
+    for image in range(2):
+        for i in range(15):
+            weights = layer.weights[image, 0, :, 2 + i, 2:].double()
+            weights = weights / weights.sum(-1, keepdim=True)
+            n += 1
+            for j in range(15):
+                offset = torch.tensor([i // 5 - j // 5, i % 5 - j % 5]).double()
+                total += weights[:, j, None] * offset
+    torch.testing.assert_close(attended_offset(layer), total / n)
+
+
+def test_windows_and_padding():
+    """Attention that is even within every padded window has no direction: each pair of patches counts both ways."""
+    layer = record(small_model("vitrel_swin_n"), torch.randn(1, 3, 22, 30))[1]
+    seen = layer.visible.float()
+    even = layer._replace(weights=seen / seen.sum(-1, keepdim=True).clamp(min=1))
+    torch.testing.assert_close(attended_offset(even), torch.zeros(1, 2).double(), atol=1e-6, rtol=0)
+    assert not attended_offset(layer).isnan().any()
+
+
+def test_images_or_recorded_layers():
+    model, images = vit("rope_mixed"), torch.randn(2, 3, 32, 24)
+    layers = record(model, images)
+    first, second = directions(model, images=images, layers=[1]), directions(layers, layers=[1])
+    (panel,), (other,) = first.axes, second.axes
+    assert ends(panel) == ends(other) and panel.get_title() == "blocks.1.attn"
+    assert ends(panel)[1] == pytest.approx(tuple(attended_offset(layers[1])[1].tolist()[::-1]))
+    assert "weighted by attention" in first.get_suptitle().replace("\n", " ")
+
+
+def test_what_has_no_direction():
+    with pytest.raises(ValueError, match="rope_axial has no bias apart from content: give images"):
+        directions(make("rope_axial", Grid(3, 4)))
+    with pytest.raises(ValueError, match="have a size of their own: leave size out"):
+        directions(perturbed(vit("table")), size=32, images=torch.randn(1, 3, 32, 32))

@@ -5,14 +5,10 @@
 Offsets are query minus key, in patches: dy > 0 means that the key lies above the query, dx > 0 that it lies to the left.
 """
 
-from vitrel.inspect.plot.buckets import bucket_map
-from vitrel.inspect.plot.heads import directions
-from vitrel.inspect.plot.lattice import Lattice, lattices
 from vitrel.inspect.plot.leak import leak
-from vitrel.inspect.plot.offsets import offset_maps, profiles
-from vitrel.inspect.plot.on_image import attention
-from vitrel.inspect.plot.overruled import overruled
-from vitrel.inspect.plot.similarity import similarity
+from vitrel.inspect.plot.offsets import Lattice, directions, lattices, offset_maps, profiles
+from vitrel.inspect.plot.on_image import attention, overruled
+from vitrel.inspect.plot.rows import bucket_map, similarity
 
 __all__ = [
     "Lattice",

@@ -10,12 +10,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitrel.inspect.attention import Layer, record
-from vitrel.inspect.plot.buckets import bucket_map
-from vitrel.inspect.plot.heads import directions
-from vitrel.inspect.plot.offsets import offset_maps, profiles
-from vitrel.inspect.plot.on_image import attention
-from vitrel.inspect.plot.overruled import overruled
-from vitrel.inspect.plot.similarity import similarity
+from vitrel.inspect.plot.offsets import directions, offset_maps, profiles
+from vitrel.inspect.plot.on_image import attention, overruled
+from vitrel.inspect.plot.rows import bucket_map, similarity
 from vitrel.position import PositionEncoding, create_position
 
 GRID, LARGER = (8, 12), (12, 16)  # patches: trained on, drawn on

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy import ndarray
 
-from vitrel.inspect.diagnosis import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
+from vitrel.inspect.diagnose import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
 
 _COLOURS = ("#e8e8e8", "#d95f02", "#7570b3", "#8c1c3a")
 _MEANING = ("sees its window alone", "sees across the border", "attends to padding", "both")
@@ -16,7 +16,7 @@ _SEEN = ("#ffffff", "#1b9e77", "#d95f02", "#1a1a1a")  # not seen, seen, seen acr
 
 
 def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
-    """What `vitrel.diagnose` saw: one row for each model, all at the size and stage where the first one's leak is largest.
+    """Leaks found by `vitrel.diagnose`: one row for each model, all at the size and stage where the first one's is largest.
 
     Left: what every token of that stage sees beyond its window. Right: all that one token sees in one block. Models without
     windows at that size are left out; ValueError where none is left.
@@ -48,7 +48,7 @@ def _shown(
             for way in diagnosis.ways
             for line in way.sizes
             for number, stage in enumerate(line.stages, 1)
-            if stage.looked and chosen in (None, (line.size, number))
+            if stage.examined and chosen in (None, (line.size, number))
         ]
         if found:
             worst = max(found, key=lambda one: one[-1].leaking)

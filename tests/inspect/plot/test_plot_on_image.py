@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 
-from helpers.variants import make, perturbed, small_model
+from helpers.variants import perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import Layer, record
-from vitrel.inspect.plot import attention, directions, offset_maps, overruled, profiles, similarity
-from vitrel.inspect.plot.overruled import find_overruled
+from vitrel.inspect.plot import attention, directions, overruled
+from vitrel.inspect.plot.on_image import find_overruled
 from vitrel.models.vit import ViT
 
 TINY = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=2)
@@ -164,43 +164,6 @@ def test_overruled_in_shifted_padded_windows():
     assert len(overruled(model, images).axes) == 3
 
 
-def test_similarity_is_the_cosine_to_one_patch():
-    model = vit("absolute")
-    rows = model.pos_embed.pos_embed[0, 1:].detach()
-    figure = similarity(model, patches=[(0, 0), (1, 3)])
-    for axes, at in zip(figure.axes, (0, 7), strict=False):
-        shown, here = axes.images[0].get_array(), rows[at]
-        for i, row in enumerate(rows):
-            assert shown[divmod(i, 4)] == pytest.approx(float(row @ here / row.norm() / here.norm()), abs=1e-5)
-    assert figure.axes[1].patches[0].get_bbox().bounds == (2.5, 0.5, 1, 1)
-    assert "6x5 patches, trained on 4x4" in similarity(model, (48, 40)).get_suptitle()
-    timms = timm.create_model("test_vit")
-    h, w = timms.patch_embed.grid_size
-    expected = torch.cosine_similarity(timms.pos_embed[0, -h * w :], timms.pos_embed[0, -h * w :][[w * (h // 2) + w // 2]], -1)
-    np.testing.assert_allclose(similarity(timms).axes[0].images[0].get_array().ravel(), expected.detach(), atol=1e-5)
-
-
-def test_similarity_of_what_is_not_there():
-    with pytest.raises(ValueError, match=r"adds no embedding to tokens: vitrel\.inspect\.plot\.offset_maps"):
-        similarity(make("table", (3, 4)))
-    with pytest.raises(ValueError, match=r"patch \(3, 0\) is outside the 3x4 patches of sincos"):
-        similarity(make("sincos", (3, 4)), patches=[(3, 0)])
-
-
-def broken(position):
-    model = small_model(f"vitrel_vit_n8_{position}", img_size=(32, 48))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    return model
-
-
-@pytest.mark.parametrize("draw", [offset_maps, profiles, directions])
-def test_an_encoding_of_nan_is_not_drawn_as_hidden(draw):
-    with pytest.raises(ValueError, match=r"blocks\.0 holds NaN: its weights, or the image, are not numbers"):
-        draw(broken("table"))
-
-
 def test_attention_of_nan_is_neither_drawn_nor_searched():
     model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.full((3, 32, 48), torch.nan)
     for draw in (lambda: attention(model, image, (0, 0)), lambda: directions(model, images=image[None])):
@@ -208,8 +171,6 @@ def test_attention_of_nan_is_neither_drawn_nor_searched():
             draw()
     with pytest.raises(ValueError, match=r"blocks\.0\.attn holds NaN"):
         find_overruled(model, image[None])
-    with pytest.raises(ValueError, match="absolute holds NaN"):
-        similarity(broken("absolute"))
 
 
 def test_what_does_not_fit_an_image():
@@ -224,5 +185,3 @@ def test_what_does_not_fit_an_image():
         overruled(model, image[None], top=0)
     with pytest.raises(ValueError, match="an image of 4 channels has no colours to draw: pass shown"):
         attention(record(model, image[None]), torch.rand(4, 32, 48), (0, 0))
-    with pytest.raises(ValueError, match=r"size is a side or .*, at least 1, not 0"):
-        offset_maps(model, 0)

@@ -1,4 +1,4 @@
-"""What the pictures share: colours that are told apart with every common colour blindness, and the axes of offsets."""
+"""What the pictures share: the encodings and layers of a source, colours for every common colour blindness, axes, sheets."""
 
 import math
 import textwrap
@@ -12,9 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor
+from timm.layers import to_2tuple
+from torch import Tensor, nn
 
-from vitrel.inspect.resolution_report import Pair
+from vitrel.grid import Grid
+from vitrel.inspect.any_model import model_name, own_encodings
+from vitrel.inspect.attention import Layer
+from vitrel.models.backbone import Backbone
+from vitrel.position import PositionEncoding, key_of
+from vitrel.position.terms import Composition
+from vitrel.sizes import Size
+
+Source = nn.Module | Sequence[Layer]  # a model or an encoding, or what `vitrel.inspect.attention.record` gives
 
 HIDDEN = "0.62"
 DIVERGING = matplotlib.colormaps["RdBu_r"].with_extremes(bad=HIDDEN)
@@ -23,6 +32,52 @@ LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000
 DASHES = ("-", "--", ":", "-.")
 DY, DX = "dy (patches)", "dx (patches)"
 SIGN = "query minus key: dy > 0, key above; dx > 0, key to the left"
+
+
+def check_numbers(name: str, values: Tensor) -> Tensor:
+    """The values; ValueError where one is NaN, which a picture would show as something else."""
+    if bool(values.isnan().any()):
+        raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
+    return values
+
+
+def source_name(source: Source) -> str:
+    """The name of a model, an encoding or recorded layers in titles."""
+    if isinstance(source, Composition):
+        return "+".join(source.parts)
+    if isinstance(source, PositionEncoding):
+        return key_of(source)
+    return model_name(source) if isinstance(source, nn.Module) else "recorded attention"
+
+
+def chosen(layers: Sequence, indices: Sequence[int] | None) -> list:
+    """Those of `layers` at `indices`, counted from the end where negative, all for None; ValueError for one there is not."""
+    if indices is None:
+        return list(layers)
+    for index in indices:
+        if layers and not -len(layers) <= index < len(layers):
+            raise ValueError(f"there is no layer {index}: the layers that can be drawn are 0 to {len(layers) - 1}")
+    return [layers[index] for index in indices] if layers else []
+
+
+def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
+    """(name, encoding, grid) of every encoding of a model, or of the encoding itself, at `size`; see `offsets.lattices`."""
+    if size is not None and min(to_2tuple(size)) < 1:
+        raise ValueError(f"size is a side or (h, w), at least 1, not {size}")
+    if isinstance(source, PositionEncoding):
+        own = next((part.grid for part in source.modules() if getattr(part, "grid", None) is not None), None)
+        if own is None:
+            return []
+        grid = own if size is None else Grid(*to_2tuple(size), own.prefix)
+        return [("", source, grid)]
+    found = own_encodings(source)
+    if isinstance(source, Backbone):
+        names = {encoding: name for name, encoding in found.items()}
+        pixels = source.img_size if size is None else to_2tuple(size)
+        return [(_path(names[encoding]), encoding, grid) for encoding, grid in source.encodings(pixels)]
+    if found and size is not None:
+        raise ValueError(f"the encodings of {source_name(source)} are drawn on their own grids: leave size out")
+    return [(_path(name), encoding, grid) for name, encoding in found.items() for _, _, grid in encodings_of(encoding)]
 
 
 def sheet(rows: int, columns: int, width: float, height: float, title: str, **how: object) -> tuple[Figure, list[list[Axes]]]:
@@ -39,7 +94,7 @@ def head_name(head: int, heads: int) -> str:
     return "all heads" if heads == 1 else f"head {head}"
 
 
-def draw_offsets(axes: Axes, values: Tensor, trained: Pair | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
+def draw_offsets(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
     """values [2h-1, 2w-1] as cells at their offsets, dy downwards; the offsets of a smaller training grid are outlined.
 
     reach: colours from the first to the second value.
@@ -64,7 +119,7 @@ def whole_numbers(*sides: Axis) -> None:
 
 
 def legend(figure: Figure, outlined: bool, hidden: bool) -> None:
-    """What outline and grey mean, below the panels, where there are any."""
+    """A legend below the panels for outlines and grey cells, where there are any."""
     handles = [Patch(facecolor="none", edgecolor="black", label="offsets of the training grid")] if outlined else []
     handles += [Patch(facecolor=HIDDEN, label="hidden, or no pair has it")] if hidden else []
     if handles:
@@ -85,3 +140,7 @@ def columns_for(panels: int, most: int = 4) -> tuple[int, int]:
     """(rows, columns) of a sheet of so many panels."""
     columns = min(panels, most)
     return math.ceil(panels / columns), columns
+
+
+def _path(name: str) -> str:
+    return "all blocks" if name == "shared_position" else name.removesuffix(".position") or "layer"

@@ -8,8 +8,7 @@ from torch import nn
 
 from vitrel import resolution_report
 from vitrel.evaluate.metrics import state_hash
-from vitrel.inspect.foreign import fit_to
-from vitrel.inspect.trace import StageWindows, trace
+from vitrel.inspect.any_model import StageWindows, fit_to, trace
 
 SWIN = "swin_tiny_patch4_window7_224"
 HEADS = 2 * 3 + 2 * 6 + 6 * 12 + 2 * 24  # of all blocks of a tiny Swin
@@ -162,7 +161,7 @@ def test_a_trace_leaves_the_model_as_it_was():
     model.layers[1].eval()
     before = {name: module.training for name, module in model.named_modules()}
     blocks = trace(model, (224, 224)).blocks
-    assert [seen.name for seen in blocks][:3] == ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
+    assert [block.name for block in blocks][:3] == ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
     assert {name: module.training for name, module in model.named_modules()} == before
     assert not any(parameter.is_meta for parameter in model.parameters())
 

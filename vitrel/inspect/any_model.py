@@ -1,0 +1,396 @@
+"""Any model of ours or of timm, at any image size: what its forward pass meets there, and `fit_to`, which brings it to a size.
+
+`trace` runs forward on the meta device, so it costs next to nothing at any size and needs no memory. Our models take every
+size. Of timm's some do, some resample an embedding inside forward (`dynamic_img_size`), some are changed for the size
+(`set_input_size`), and some take only the size they were built for.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from vitrel.grid import Grid
+from vitrel.inspect.resolution_report import resolution_report
+from vitrel.layers import Attention
+from vitrel.models.backbone import Backbone
+from vitrel.ops.window import axis_shift
+from vitrel.position import PositionEncoding
+from vitrel.position.terms import sum_counts
+from vitrel.sizes import Size, format_size
+
+REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # as timm's models refuse a size
+MOST_PREFIX = 32  # tokens before the patches: more than any model has
+_INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
+_RULES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # by which timm resamples them
+_COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 2], the input of an MLP that gives the bias
+
+
+class StageWindows(NamedTuple):
+    """The blocks on one grid with one window; all pairs (h, w) in tokens."""
+
+    blocks: int
+    grid: Size
+    window: Size | None  # None: global
+    shift: Size  # of the shifted blocks
+    padding: Size  # rows below and columns right that fill the last windows
+    strided: bool = False  # MaxViT's grid attention: a window holds tokens at equal distances over the whole grid
+
+    @property
+    def padded_share(self) -> float:
+        """Share of padding in the padded grid, 0 to 1."""
+        (h, w), (down, right) = self.grid, self.padding
+        return 1 - h * w / ((h + down) * (w + right))
+
+
+class TracedBlock(NamedTuple):
+    """A block with attention and its input in one forward pass."""
+
+    name: str
+    module: nn.Module
+    grid: Size
+    shape: tuple[int, ...]  # of its input: [B, h, w, C], [B, C, h, w] or [B, N, C]
+    layout: str  # "NHWC" | "NCHW" | "NLC"
+    window: Size | None  # None: global
+    shift: Size | None  # None: this kind of block has none at any size
+    arguments: tuple | None  # those after the input; None where there are tensors among them
+
+    @property
+    def strided(self) -> bool:
+        """Whether its windows hold tokens at equal distances over the whole grid (MaxViT's grid attention)."""
+        return not getattr(self.module, "partition_block", True)
+
+
+class Trace(NamedTuple):
+    """One forward pass at one size."""
+
+    blocks: tuple[TracedBlock, ...]
+    encodings: tuple[tuple[PositionEncoding, Grid], ...]  # ours, also in other models, with the grid given to each
+    resampled: dict[str, int]  # {rule: parameter values}, by our encodings or by interpolation inside forward
+
+
+class Fitted(NamedTuple):
+    """A model at one image size."""
+
+    model: nn.Module  # takes images of that size: the very model where nothing had to change, else a changed copy
+    resized: dict[str, int]  # {what and rule: values of parameters, or of buffers that act as such, which it replaces}
+    windows: tuple[StageWindows, ...]  # empty where no attention is found
+
+
+def model_name(model: nn.Module) -> str:
+    """The name timm has for a model, or its class."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    return cfg.get("architecture") or type(model).__name__
+
+
+def trained_size(model: nn.Module) -> Size:
+    """Pixels (h, w) a model was built for, or its weights were trained at."""
+    known = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    return tuple(to_2tuple(known or cfg.get("input_size", (3, 224, 224))[-2:]))
+
+
+def patch_grid(model: nn.Module, size: Size) -> Size | None:
+    """Patches (h, w) of an image of `size` (h, w) pixels, where the model has timm's patch embedding."""
+    embed = getattr(model, "patch_embed", None)
+    return tuple(embed.dynamic_feat_size(size)) if hasattr(embed, "dynamic_feat_size") else None
+
+
+def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
+    """vitrel's encodings in any model, by name; compositions without their parts."""
+    found: dict[str, PositionEncoding] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PositionEncoding) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context with `model` in evaluation mode; afterwards every part is in the mode it was in, also after an error."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def trace(model: nn.Module, size: Size) -> Trace:
+    """Forward of one image of `size` (h, w) pixels on the meta device. Raises what forward raises for a size it refuses."""
+    named = _values(model)
+    blank = {id(v): torch.empty_like(v, dtype=float32(v), device="meta") for v in named.values()}
+    meta = {name: blank[id(v)] for name, v in named.items()}
+    image, blocks, encodings = blank_image(model, size), [], []
+    patches = patch_grid(model, size)
+
+    def hook(name: str, module: nn.Module) -> RemovableHandle:
+        def record(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if isinstance(module, PositionEncoding):
+                encodings.append((module, args[0]))
+            elif (block := _traced_block(name, module, args, kwargs, size, patches)) is not None:
+                blocks.append(block)
+
+        return module.register_forward_pre_hook(record, with_kwargs=True)
+
+    own = own_encodings(model)
+    parts = {name: module for name, module in model.named_modules() if isinstance(getattr(module, "attn", None), nn.Module)}
+    parts.pop("", None)  # the model itself
+    hooks = [hook(name, module) for name, module in (own | parts).items()]
+    others = {name: value for name, value in meta.items() if not any(name.startswith(f"{part}.") for part in own)}
+    recorder = _InterpolationRecorder(image, others)
+    try:
+        with torch.no_grad(), evaluating(model), recorder:
+            functional_call(model, meta, (image,), tie_weights=False)  # _values has every name of a tied one
+    finally:
+        for handle in hooks:
+            handle.remove()
+    resampled = sum_counts([recorder.found, *(encoding.resized(grid) for encoding, grid in encodings)])
+    return Trace(tuple(blocks), tuple(encodings), resampled)
+
+
+def fit_to(model: nn.Module, size: int | Size) -> Fitted:
+    """`model` ready for images of `size` pixels, an int or (h, w), by what timm itself would do; the given one stays as it is.
+
+    Ours, and models whose forward takes the size, come back unchanged (what forward resamples is counted); models with
+    `set_input_size` come back as a copy on which it was called. Raises ValueError for a model that cannot take the size.
+    """
+    size = to_2tuple(size)
+    if isinstance(model, Backbone):
+        lines = resolution_report(model, size).stages
+        stages = tuple(StageWindows(s.blocks, s.grid, s.window, s.shift, s.padding) for s in lines)
+        return Fitted(model, model.resized(size), stages)
+    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size"):
+        found, replaced = _accepted(model, size), {}
+    else:
+        fitted = copy.deepcopy(model)
+        try:
+            fitted.set_input_size(img_size=size)
+        except REFUSALS as error:
+            raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
+        found, replaced = _accepted(fitted, size), replaced_values(model, fitted)
+        model = fitted if _differs(model, fitted) or not _takes(model, size) else model
+    return Fitted(model, replaced | found.resampled, stage_windows(found.blocks))
+
+
+def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
+    """Number of values of `before` that are replaced in `after`, the same model at another size: {what and rule: number}.
+
+    Counted are parameters that are resampled, and coordinates that give another bias at one and the same offset. Index tables,
+    masks and rotations (which a grid determines) are not counted, nor the rows of prefix tokens in a resampled parameter.
+    values False: `after` was built with weights of its own, so that only shapes are compared.
+    """
+    found: dict[str, int] = {}
+    theirs, parameters = dict(after.named_buffers()), dict(before.named_parameters())
+    resampled = replaced_parameters(before, after, values)
+    for name, old in (parameters | dict(before.named_buffers())).items():
+        new, (path, _, leaf) = theirs.get(name), name.rpartition(".")
+        if old.is_meta and new is not None and old.shape == new.shape:
+            continue
+        if name in resampled:
+            rule, count = f"{leaf} {_RULES.get(leaf, 'resampled')}", old.numel() - _prefix_values(before, path, leaf, old)
+        elif name in theirs and leaf in _COORDINATES and not torch.allclose(*shared_offsets(old, new)):
+            rule, count = f"{leaf} re-created", old.numel()
+        else:
+            continue
+        found[rule] = found.get(rule, 0) + count
+    return found
+
+
+def replaced_parameters(before: nn.Module, after: nn.Module, values: bool = True) -> set[str]:
+    """Names of the parameters of `before` that have another shape in `after`, or, with `values`, other values."""
+    theirs = dict(after.named_parameters())
+    return {
+        name
+        for name, old in before.named_parameters()
+        if (new := theirs.get(name)) is not None
+        and (old.shape != new.shape or (values and not old.is_meta and not torch.equal(old, new)))
+    }
+
+
+def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
+    """The middle of two tables [..., 2h-1, 2w-1, D] of different sizes: the offsets that both have."""
+    tables = [old, new]
+    for axis in (-3, -2):
+        n = min(old.shape[axis], new.shape[axis])
+        tables = [table.narrow(axis, (table.shape[axis] - n) // 2, n) for table in tables]
+    return tables
+
+
+def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
+    """Values of prefix tokens in a parameter that is otherwise resampled."""
+    if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(model, "patch_embed", None), "grid_size"):
+        h, w = model.patch_embed.grid_size
+        return (old.shape[1] - h * w) * old.shape[2]
+    if leaf == "relative_position_bias_table" and old.dim() == 2:
+        h, w = to_2tuple(model.get_submodule(path).window_size)
+        return (old.shape[0] - (2 * h - 1) * (2 * w - 1)) * old.shape[1]
+    return 0
+
+
+def stage_windows(blocks: Iterable[TracedBlock]) -> tuple[StageWindows, ...]:
+    """The blocks grouped by grid and window, in the order of the first block of each group."""
+    lines: dict[tuple, StageWindows] = {}
+    for block in blocks:
+        padding = (0, 0) if block.window is None else tuple(-n % m for n, m in zip(block.grid, block.window, strict=True))
+        kind = block.grid, block.window, block.strided
+        known = lines.get(kind) or StageWindows(0, block.grid, block.window, (0, 0), padding, block.strided)
+        lines[kind] = known._replace(blocks=known.blocks + 1, shift=max(known.shift, block.shift or (0, 0)))
+    return tuple(lines.values())
+
+
+def blank_image(model: nn.Module, size: Size) -> Tensor:
+    """An image [1, C, h, w] for `model`, on the meta device."""
+    channels = getattr(model, "in_chans", None) or getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
+    return torch.empty(1, channels, *size, device="meta")
+
+
+def float32(value: Tensor) -> torch.dtype:
+    """float32 for floating-point values of any precision, so that a float32 image fits; the own dtype of others."""
+    return torch.float32 if value.is_floating_point() else value.dtype
+
+
+def interpolates(name: str) -> bool:
+    """Whether the operation of this name resamples a map of values."""
+    return "upsample" in name or "grid_sampler" in name
+
+
+def _accepted(model: nn.Module, size: Size) -> Trace:
+    """`trace`, with one ValueError for all the ways in which forward refuses a size."""
+    try:
+        return trace(model, size)
+    except REFUSALS as error:
+        raise refusal(model, size, error) from error
+
+
+def refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
+    """The ValueError for a `model` whose forward has raised `error` at images of `size` (h, w) pixels."""
+    return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_hint(model, size)}")
+
+
+def _takes(model: nn.Module, size: Size) -> bool:
+    try:
+        trace(model, size)
+    except REFUSALS:
+        return False
+    return True
+
+
+def _differs(a: nn.Module, b: nn.Module) -> bool:
+    """Whether any parameter or buffer differs, masks and index tables included."""
+    first, second = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
+    return first.keys() != second.keys() or any(
+        value.shape != second[name].shape or not (value.is_meta or torch.equal(value, second[name]))
+        for name, value in first.items()
+    )
+
+
+def _hint(model: nn.Module, size: Size) -> str:
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
+        near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
+        return f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
+    return "" if hasattr(model, "set_input_size") else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
+
+
+def reason(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name: a tied one under several names, but those of a module at several paths once.
+
+    functional_call, given a module's tensor under two paths, would not restore it.
+    """
+    return {
+        f"{name}.{leaf}".removeprefix("."): value
+        for name, module in model.named_modules()
+        for leaf, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
+def _window_and_shift(block: nn.Module, grid: Size) -> tuple[Size | None, Size | None]:
+    if isinstance(block.attn, Attention):
+        window, shift = block.attn.window, block.attn.shift
+        if window is None:
+            return None, None
+        return tuple(window[:2]), tuple(axis_shift(n, m, s) for s, n, m in zip(shift, grid, window[:2], strict=True))
+    value = getattr(block, "window_size", None) or getattr(block, "partition_size", None) or getattr(block.attn, "ws", None)
+    if hasattr(block, "window_resolution"):  # EfficientViT, whose windows shrink to a smaller grid
+        value = block.attn.resolution
+    window, shift = to_2tuple(value or 0), getattr(block, "shift_size", None)
+    return tuple(window) if min(window) > 0 else None, None if shift is None else tuple(to_2tuple(shift))
+
+
+def _traced_block(
+    name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], size: Size, patches: Size | None
+) -> TracedBlock | None:
+    """None for a module whose input is no map of tokens."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.dim() not in (3, 4):
+        return None
+    shape = tuple(x.shape)
+    if x.dim() == 4:
+        layout = _layout(module, shape, size)
+        grid = shape[1:3] if layout == "NHWC" else shape[2:]
+    else:
+        layout = "NLC"
+        given = (tuple(a)[:2] for a in args[1:] if isinstance(a, tuple | list) and _is_grid(a[:2], shape[1]))
+        grid = next(given, patches if patches and 0 <= shape[1] - patches[0] * patches[1] <= MOST_PREFIX else None)
+    if grid is None:
+        return None
+    tensors = any(isinstance(value, Tensor) for value in tree_leaves((args[1:], kwargs)))
+    return TracedBlock(name, module, grid, shape, layout, *_window_and_shift(module, grid), None if tensors else args[1:])
+
+
+def _layout(block: nn.Module, shape: tuple[int, ...], size: Size) -> str:
+    """Layout of a 4-D input: by the channels of the block's first weights, else by which grid has the image's aspect ratio."""
+    first = next((module for module in block.modules() if isinstance(getattr(module, "weight", None), Tensor)), None)
+    channels = getattr(first, "in_features", None) or getattr(first, "in_channels", None) or len(getattr(first, "weight", ()))
+    if channels in (shape[1], shape[-1]) and shape[1] != shape[-1]:
+        return "NHWC" if channels == shape[-1] else "NCHW"
+    grids = {"NHWC": shape[1:3], "NCHW": shape[2:]}
+    return min(grids, key=lambda layout: abs(math.log(grids[layout][0] * size[1] / (grids[layout][1] * size[0]))))
+
+
+def _is_grid(pair: Any, tokens: int) -> bool:
+    return len(pair) == 2 and all(isinstance(n, int) for n in pair) and pair[0] * pair[1] == tokens
+
+
+class _InterpolationRecorder(TorchDispatchMode):
+    """Counts the values of every interpolation whose input does not depend on the image: {leaf name and rule: values}."""
+
+    def __init__(self, image: Tensor, named: dict[str, Tensor]):
+        super().__init__()
+        self.found: dict[str, int] = {}
+        self._image = {id(image)}
+        self._origin = {id(value): name for name, value in named.items()}
+        self._alive = [image, *named.values()]  # so that no id is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        self._alive += made
+        if any(key in self._image for key in read):
+            self._image.update(map(id, made))
+            return out
+        origin = next((self._origin[key] for key in read if key in self._origin), None)
+        if origin is not None:
+            self._origin.update((id(value), origin) for value in made)
+            kind = next((k for k in _INTERPOLATIONS if k in func.__name__), None) if interpolates(func.__name__) else None
+            if kind is not None:
+                rule = f"{origin.rpartition('.')[2]} {kind.replace('grid_sampler', 'sampled')}"
+                self.found[rule] = self.found.get(rule, 0) + args[0].numel()
+        return out

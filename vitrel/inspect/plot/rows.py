@@ -1,0 +1,179 @@
+"""Pictures of the rows that an encoding holds: which offsets share one (`bucket_map`), how alike they are (`similarity`).
+
+Buckets are those of t5 (arXiv 1910.10683, sec. 2.1) and the edge rows of encodings that clip offsets. The similarity of the
+embeddings added to tokens is the usual picture of a ViT (arXiv 2010.11929).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor, nn
+
+from vitrel.grid import Grid
+from vitrel.inspect.any_model import evaluating
+from vitrel.inspect.plot.common import (
+    DX,
+    DY,
+    SEQUENTIAL,
+    SIGN,
+    check_numbers,
+    columns_for,
+    encodings_of,
+    panel_height,
+    sheet,
+    source_name,
+    whole_numbers,
+)
+from vitrel.position import key_of
+from vitrel.position.clip import clipped_rows
+from vitrel.position.t5 import T5
+from vitrel.position.terms import parts_of
+from vitrel.sizes import Size
+
+_MARK = "#D55E00"
+
+
+class Buckets(NamedTuple):
+    """The buckets of all offsets along one axis of n patches."""
+
+    number: Tensor  # [2n-1] row of the table that each offset reads
+    ring: Tensor  # [2n-1] bucket of its length, whatever its sign
+    exact: tuple[int, int]  # first and last of the offsets that have a row of their own
+
+
+def bucket_map(source: nn.Module, size: int | Size | None = None) -> Figure:
+    """The number of the learned row that every offset reads, coloured by distance.
+
+    Inside the outline every offset has a row of its own; beyond it t5 has logarithmic buckets, encodings that clip the edge
+    rows. source, size: as of `lattices`; the first encoding with buckets is drawn. Numbers are rows of the product's table
+    (t5, clipped), else "row,column" of the tables of both axes. Raises ValueError where nothing has buckets.
+    """
+    for _, encoding, grid in encodings_of(source, size):
+        for part in parts_of(encoding):
+            if isinstance(part, T5) or part.radius is not None:
+                return _bucket_figure(source_name(source), part, grid)
+    raise ValueError(f"{source_name(source)} has no buckets: t5 has, and what clips offsets (clipped, shaw, deberta)")
+
+
+def similarity(source: nn.Module, size: int | Size | None = None, patches: Sequence[tuple[int, int]] | None = None) -> Figure:
+    """Cosine similarity of the embedding of every patch to those of `patches`, one picture for each, that patch outlined.
+
+    source, size: as of `lattices`; of timm's ViTs the embedding as it is stored, without a size. patches: (row,
+    column), by default the middle one. Raises ValueError where nothing is added to tokens, or for a patch outside the grid.
+    """
+    name, trained, rows = _embedding(source, size)  # [h, w, C]
+    grid = Grid(*rows.shape[:2])
+    patches = list(patches or [(grid.h // 2, grid.w // 2)])
+    if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
+        raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
+    alike = cosine_similarity(check_numbers(name, rows).flatten(0, 1), grid.w, patches)  # [M, h*w]
+    (rows, columns), title = columns_for(len(patches)), f"{source_name(source)}: similarity of embeddings"
+    if trained != grid[:2]:
+        title += f"\n{grid.h}x{grid.w} patches, trained on {trained[0]}x{trained[1]}"
+    figure, axes = sheet(rows, columns, 2.2, panel_height([grid[:2]], 2.2), title)
+    panels, low = [panel for row in axes for panel in row], float(alike.min())
+    for panel, (y, x), values in zip(panels, patches, alike, strict=False):
+        image = panel.imshow(values.view(grid.h, grid.w).numpy(), SEQUENTIAL, vmin=low, vmax=1, interpolation="nearest")
+        panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, color="black", lw=1.5))
+        panel.set_title(f"to patch ({y}, {x})", fontsize=8)
+        panel.set_xlabel("column (patches)", fontsize=7)
+        panel.set_ylabel("row (patches)", fontsize=7)
+        whole_numbers(panel.xaxis, panel.yaxis)
+        panel.tick_params(labelsize=7)
+    for panel in panels[len(patches) :]:
+        panel.set_axis_off()
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01, aspect=14)
+    bar.set_label(f"{name}: cosine similarity", fontsize=7)
+    bar.ax.tick_params(labelsize=7)
+    return figure
+
+
+def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
+    """The buckets of t5, or of an encoding that clips offsets to a radius, along "h" or "w" of `grid`."""
+    offsets = grid.offsets(axis)
+    if isinstance(encoding, T5):
+        rule = encoding.rules["hw".index(axis)]
+        first, number = torch.tensor(rule.first), encoding.bucket(axis, grid).cpu()
+        length = offsets.abs() if rule.bidirectional else offsets.clamp(min=0)
+        own = int((first[1:] - first[:-1] == 1).long().cumprod(0).sum()) - 1
+        return Buckets(number, (length[:, None] >= first).sum(1) - 1, (-own if rule.bidirectional else 0, own))
+    radius = encoding.radius["hw".index(axis)]
+    rows = clipped_rows(len(offsets) // 2 + 1, radius, device="cpu")
+    return Buckets(rows, offsets.abs().clamp(max=radius), (-radius, radius))
+
+
+def cosine_similarity(rows: Tensor, width: int, patches: Sequence[tuple[int, int]]) -> Tensor:
+    """Cosines of the rows [h*w, C] of a grid `width` patches wide with those of `patches` (row, column), [M, h*w]."""
+    rows = torch.nn.functional.normalize(rows.float(), dim=-1)
+    return rows[[y * width + x for y, x in patches]] @ rows.mT
+
+
+def _bucket_figure(name: str, encoding: nn.Module, grid: Grid) -> Figure:
+    rows, columns = (axis_buckets(encoding, axis, grid) for axis in "hw")
+    far = torch.maximum(rows.ring[:, None], columns.ring)  # [2h-1, 2w-1]
+    text, cell = _numbers(encoding, rows.number, columns.number), 0.24
+    if any("," in word for line in text for word in line):
+        cell = 0.34
+    h, w = far.shape
+    key = key_of(encoding)
+    title = f"{name}: learned rows of {key}" if name != key else f"{key}: learned rows"
+    figure, axes = sheet(1, 1, max(w * cell + 0.6, 3.6), h * 0.24 + 0.9, f"{title}, {grid.h}x{grid.w} patches\n{SIGN}")
+    panel = axes[0][0]
+    panel.imshow(far.numpy(), SEQUENTIAL, extent=(-w / 2, w / 2, h / 2, -h / 2), interpolation="nearest", aspect="auto")
+    middle = float(far.max()) / 2
+    for y, line in enumerate(text):
+        for x, word in enumerate(line):
+            ink = "white" if far[y, x] <= middle else "black"
+            panel.text(x - w // 2, y - h // 2, word, ha="center", va="center", fontsize=6, color=ink)
+    _borders(panel, rows.number, columns.number)
+    (top, left), (bottom, right) = zip(*(_edges(one.exact, n) for one, n in ((rows, h), (columns, w))), strict=True)
+    panel.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, color=_MARK, lw=2.5))
+    meaning = "one row an offset inside, logarithmic buckets beyond" if key == "t5" else "beyond this, the edge rows"
+    figure.legend(
+        handles=[Patch(facecolor="none", edgecolor=_MARK, lw=2, label=meaning)],
+        loc="outside lower center", frameon=False, fontsize=8,
+    )  # fmt: skip
+    panel.set_xlabel(DX, fontsize=8)
+    panel.set_ylabel(DY, fontsize=8)
+    whole_numbers(panel.xaxis, panel.yaxis)
+    panel.tick_params(labelsize=7)
+    return figure
+
+
+def _numbers(encoding: nn.Module, rows: Tensor, columns: Tensor) -> list[list[str]]:
+    if getattr(encoding, "mode", "product" if key_of(encoding) == "clipped" else "") != "product":
+        return [[f"{y},{x}" for x in columns.tolist()] for y in rows.tolist()]
+    count = encoding.rules[1].count if isinstance(encoding, T5) else 2 * encoding.radius[1] + 1
+    return [[str(y * count + x) for x in columns.tolist()] for y in rows.tolist()]
+
+
+def _edges(exact: tuple[int, int], count: int) -> tuple[float, float]:
+    """Where cells `exact` begin and end among `count` that are centred on 0."""
+    return max(exact[0] - 0.5, -count / 2), min(exact[1] + 0.5, count / 2)
+
+
+def _borders(axes: Axes, rows: Tensor, columns: Tensor) -> None:
+    """A white line wherever one bucket ends and another begins."""
+    for lines, numbers in ((axes.axhline, rows), (axes.axvline, columns)):
+        for place in ((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist():
+            lines(place - len(numbers) / 2, color="white", linewidth=0.8)
+
+
+@torch.no_grad()
+def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, Tensor]:
+    """Name, training grid (h, w) and rows [h, w, C] of what is added to patches."""
+    for _, encoding, grid in encodings_of(source, size):
+        for part in parts_of(encoding):
+            if part.site == "tokens":
+                with evaluating(part):
+                    rows = part(grid).tokens[grid.prefix :]
+                return key_of(part), part.grid[:2], rows.detach().unflatten(0, grid[:2]).cpu()
+    rows, grid = getattr(source, "pos_embed", None), getattr(getattr(source, "patch_embed", None), "grid_size", None)
+    if isinstance(rows, nn.Parameter) and rows.dim() == 3 and grid is not None and size is None:
+        return "pos_embed", grid, rows[0, -grid[0] * grid[1] :].detach().unflatten(0, grid).cpu()
+    instead = "vitrel.inspect.plot.offset_maps draws what attention gets"
+    raise ValueError(f"{source_name(source)} adds no embedding to tokens: {instead}")
