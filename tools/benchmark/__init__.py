@@ -1,4 +1,4 @@
-"""Models and attention measured beside their peers, on the machine at hand: what fills results/benchmark and results/kernels.
+"""Models and attention measured beside their peers, on the machine at hand: what fills results/benchmark.
 
-Nothing here is installed with the package: `python -m tools.benchmark` and `python -m tools.benchmark.kernels` run it.
+Nothing here is installed with the package: `python -m tools.benchmark` runs it.
 """

@@ -3,25 +3,32 @@
     python -m tools.benchmark --suite cpu         # models on the processor; again: what is still missing
     python -m tools.benchmark --suite gpu         # models on the GPU
     python -m tools.benchmark --suite ops         # attention: backends and peers, and cost against the number of tokens
-    python -m tools.benchmark --suite sizes    # models over eight resolutions: speed, memory, compilations
+    python -m tools.benchmark --suite kernels     # attention in the shapes of a GPU, and which kernel of SDPA serves a bias
+    python -m tools.benchmark --suite sizes       # models over eight resolutions: speed, memory, compilations
     python -m tools.benchmark --suite profile     # where the time of a model goes
-    python -m tools.benchmark --suite cpu --quick # small models and few repeats: two minutes, to see that all of it runs
+    python -m tools.benchmark --suite cpu --quick # small models and few repeats: to see that all of it runs
     python -m tools.benchmark --suite cpu --table # the table and the plots anew, from the samples
 
 Nothing is timed that does not pass its gate: outputs and gradients against the definition in float64. A failure is a row.
-On a processor everything runs in one thread and is measured in processor time.
+On a processor everything runs in one thread and is measured in processor time. Without a GPU the Triton kernels are measured
+only where TRITON_INTERPRET=1 is set, and those times mean nothing.
 """
 
 import argparse
-import importlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from tools.benchmark.attention import kernel_cases, ops_cases
+from tools.benchmark.engine import Case, Engine
+from tools.benchmark.model_cases import model_cases, resolution_cases
 from tools.benchmark.samples import ROOT, Samples, machine, read_rows, stamp
+from tools.benchmark.shares import share_cases
+from tools.benchmark.tables import Page, attention_page, model_page, resolution_page, share_page, write
 
 _MODELS = (
     "vitrel/grid.py",
@@ -30,42 +37,39 @@ _MODELS = (
     "vitrel/ops/backends/*.py",
     "vitrel/layers/*.py",
     "vitrel/models/*.py",
-    "tools/benchmark/models.py",
-    "tools/benchmark/timing.py",
+    *(f"tools/benchmark/{name}.py" for name in ("models", "model_cases", "engine", "worker")),
 )
-_PROCESSES = (
-    "every contender in a fresh process with empty caches of compilers, A B A B; the same weights for all, drawn, tables of "
-    "standard deviation 0.5; drop path 0; training is forward, cross entropy, backward and fused AdamW; "
+_OPS = (
+    "vitrel/ops/*.py",
+    "vitrel/ops/backends/*.py",
+    *(f"tools/benchmark/{name}.py" for name in ("shapes", "methods", "attention", "engine", "worker")),
 )
-_TIMES = {"cpu": "processor time of the process", "cuda": "CUDA events around a call, the host's time included"}
+_PROCESSES = "every contender in a fresh process with empty caches of compilers, A B A B; "
+_WEIGHTS = (
+    _PROCESSES + "the same weights for all, drawn, tables of standard deviation 0.5; drop path 0; training is forward, cross "
+    "entropy, backward and fused AdamW; "
+)
+_NUMBERS = _PROCESSES + "random numbers, tables of standard deviation 0.5; on a GPU a cold second-level cache; "
+_TIMES = {"cpu": "processor time of the process", "cuda": "CUDA events around a call"}
 
 
 class Suite(NamedTuple):
-    """Where a suite is: its module with run_<name> and write_<name>, the code whose change makes rows obsolete."""
+    """What is measured, `cases(gpu, quick)`, the page that it becomes, and the code whose change makes rows obsolete."""
 
-    module: str
-    name: str
+    title: str
+    cases: Callable[[bool, bool], list[Case]]
+    page: Page
     code: tuple[str, ...]
     how: str = ""
 
 
-_CASES = (*_MODELS, "tools/benchmark/processes.py", "tools/benchmark/model_cases.py", "tools/benchmark/model_gates.py")
-_OPS = (
-    "vitrel/ops/*.py",
-    "vitrel/ops/backends/*.py",
-    *(f"tools/benchmark/{name}.py" for name in ("cases", "contenders", "timing", "sizes", "processes")),
-)
 SUITES = {
-    "cpu": Suite("model_suite", "models", _CASES, _PROCESSES),
-    "gpu": Suite("model_suite", "models", _CASES, _PROCESSES),
-    "ops": Suite(
-        "op_suite",
-        "ops",
-        _OPS,
-        "random numbers, tables of standard deviation 0.5; ",
-    ),
-    "sizes": Suite("resolutions", "resolutions", (*_CASES, "tools/benchmark/resolutions.py"), _PROCESSES),
-    "profile": Suite("shares", "shares", (*_MODELS, "tools/benchmark/attribution.py", "tools/benchmark/shares.py")),
+    "cpu": Suite("Models", model_cases, model_page, _MODELS, _WEIGHTS),
+    "gpu": Suite("Models", model_cases, model_page, _MODELS, _WEIGHTS),
+    "ops": Suite("Kernels", ops_cases, attention_page, _OPS, _NUMBERS),
+    "kernels": Suite("Kernels", kernel_cases, attention_page, _OPS, _NUMBERS),
+    "sizes": Suite("Models over resolutions", resolution_cases, resolution_page, _MODELS, _WEIGHTS),
+    "profile": Suite("Where the time goes", share_cases, share_page, (*_MODELS, "tools/benchmark/shares.py")),
 }
 
 
@@ -98,17 +102,19 @@ def main(argv: list[str] | None = None) -> None:
     ran_on = machine(device, args.commit, suite.code)
     folder = args.out / re.sub(r"[^a-z0-9]+", "-", ran_on["device"].lower()).strip("-")
     folder /= f"{args.suite}-quick" if args.quick else args.suite
-    module = importlib.import_module(f"tools.benchmark.{suite.module}")
-    run, write = (getattr(module, f"{verb}_{suite.name}") for verb in ("run", "write"))
     path = folder / "samples.jsonl"
     if args.table and not path.exists():
         parser.error(f"{path} is not there: measure first, without --table")
     if not args.table:
         samples = Samples(path, stamp(ran_on), {name: ran_on[name] for name in ("cpu", "python", "commit")})
         samples.add("machine", **ran_on, how=suite.how + _TIMES[device.type])
-        finished = run(samples, device, time.time() + args.seconds, args.quick, args.only, folder)
+        cases = suite.cases(device.type == "cuda", args.quick)
+        until = time.time() + args.seconds
+        finished = Engine(samples, device).run(
+            cases, args.only, until, lambda: write(suite.page, suite.title, samples.rows, folder)
+        )
         print("all measured" if finished else "time is up: run it again for the rest", flush=True)
-    write(read_rows(path), folder)
+    write(suite.page, suite.title, read_rows(path), folder)
     print((folder / "table.md").read_text(), end="")
 
 

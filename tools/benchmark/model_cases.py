@@ -1,116 +1,125 @@
-"""Which models are measured in which shapes, and who takes part: ours, and the peers at their best setting."""
+"""The suites of whole models: ours and the peers at their best setting, on one size of image, and over eight resolutions.
+
+Ours are checked first at a size that nothing divides, where timm looks into padding: there our plain model is the yardstick.
+"""
 
 from typing import Any, NamedTuple
 
+from tools.benchmark.engine import Case, Contender, Visit
 from tools.benchmark.models import MODELS
+from tools.benchmark.worker import Repeats
+
+HARD = (200, 232)  # pixels: neither windows nor patches divide it, and it is not square
+RESOLUTIONS = ((224, 224), (96, 96), (128, 128), (128, 192), (160, 224), (320, 256), (384, 320), (448, 448))  # native first
+QUICK_RESOLUTIONS = ((112, 112), (96, 144), (128, 128))
+_FEW = ((224, 224), (128, 128), (320, 256), (448, 448))  # for peers that a processor compiles a minute for each
+_HALF_GRADIENT = 0.99  # sums that nearly cancel (of norms' biases) have no exact digit in bf16, 0.7; one that is missing has 1
+_BUILD, _PATIENCE = "tools.benchmark.models:model_call", 1200.0  # seconds, for the longest compilation
+_PLANS = {"quick": Repeats(1, 2, 0.2, 2), "cpu": Repeats(3, 7, 3.0, 3), "gpu": Repeats(20, 7, 0.5, 20)}
+_SWEEPS = {"quick": Repeats(1, 2, 0.2, 2), "cpu": Repeats(2, 7, 1.0, 3), "gpu": Repeats(20, 7, 0.3, 20)}
 
 
-class ModelCase(NamedTuple):
-    """What is done with one model, or with several that are timed against each other. size: (h, w) in pixels."""
+class Task(NamedTuple):
+    """What is done with one model, or with several that are timed against each other. size: (h, w) in pixels.
+
+    dtype: "float32", "bfloat16" (weights too) or "amp". mode: "inference" or "training". thorough: with what takes minutes to
+    compile.
+    """
 
     name: str
     models: tuple[str, ...]
     size: tuple[int, int]
     batch: int
-    dtype: str  # "float32" | "bfloat16" (weights too) | "amp"
-    mode: str  # "inference" | "training"
-    thorough: bool = False  # with what takes minutes to compile
+    dtype: str
+    mode: str
+    thorough: bool = False
 
 
-class ModelContender(NamedTuple):
-    """One way to compute a case in a process of its own. of: "ours", "peer", or "both": a peer's model, optimized by us.
-
-    fused: with fused attention in timm's Swin, which it has to be asked for.
-    """
-
-    name: str
-    of: str
-    model: str
-    library: str
-    how: str
-    fused: bool = False
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment of its process."""
-        return {"TIMM_FUSED_ATTN": "2" if self.fused else "1"}
-
-    def args(self, case: ModelCase) -> dict[str, Any]:
-        """The arguments of `model_call`, but the device."""
-        own = dict(library=self.library, model=self.model, how=self.how)
-        return own | dict(size=case.size, batch=case.batch, dtype=case.dtype, mode=case.mode)
-
-
-def case(models: str, side: int, batch: int, mode: str, dtype: str = "float32", **more: Any) -> ModelCase:
+def _task(models: str, side: int, batch: int, mode: str, dtype: str = "float32", **more: Any) -> Task:
     """models: names of MODELS, joined by " against "."""
     words = dict(float32="fp32", bfloat16="bf16", amp="bf16 amp")[dtype]
     title = more.pop("title", models)
-    return ModelCase(
+    return Task(
         f"{title}, {side}, batch {batch}, {words}", tuple(models.split(" against ")), (side,) * 2, batch, dtype, mode, **more
     )
 
 
 _POSITIONS = "ViT-B table against ViT-B none against ViT-B rope against ViT-B none scaled"
-CPU_MODEL_CASES = (  # what matters most comes first
-    case("Swin-T", 224, 8, "inference", thorough=True),
-    case("Swin-T", 224, 1, "inference"),
-    case("Swin-T", 224, 8, "training"),
-    case("ViT-S table", 448, 1, "inference"),
-    case("Swin-T against ViT-S absolute", 224, 8, "inference"),
-    case("Swin-T", 224, 1, "inference", "bfloat16"),
-    case(_POSITIONS, 224, 1, "inference", title="ViT-B with and without position"),
-    case("ViT-S table", 224, 8, "training"),
-    case("ViT-S table", 224, 8, "inference"),
-    case("ViT-S table", 224, 1, "inference"),
-    case("ViT-S absolute", 224, 8, "inference"),
-    case("ViT-S absolute", 224, 1, "inference"),
-    case("ViT-S rope", 224, 8, "inference"),
-    case("ViT-S rope", 224, 1, "inference"),
-    case("ViT-B absolute", 224, 1, "inference", thorough=True),
+CPU_TASKS = (  # what matters most comes first
+    _task("Swin-T", 224, 8, "inference", thorough=True),
+    _task("Swin-T", 224, 1, "inference"),
+    _task("Swin-T", 224, 8, "training"),
+    _task("ViT-S table", 448, 1, "inference"),
+    _task("Swin-T against ViT-S absolute", 224, 8, "inference"),
+    _task("Swin-T", 224, 1, "inference", "bfloat16"),
+    _task(_POSITIONS, 224, 1, "inference", title="ViT-B with and without position"),
+    _task("ViT-S table", 224, 8, "training"),
+    _task("ViT-S table", 224, 8, "inference"),
+    _task("ViT-S table", 224, 1, "inference"),
+    _task("ViT-S absolute", 224, 8, "inference"),
+    _task("ViT-S absolute", 224, 1, "inference"),
+    _task("ViT-S rope", 224, 8, "inference"),
+    _task("ViT-S rope", 224, 1, "inference"),
+    _task("ViT-B absolute", 224, 1, "inference", thorough=True),
 )
-GPU_MODEL_CASES = (
-    case("Swin-T", 224, 256, "training", "amp", thorough=True),
-    case("Swin-T", 224, 256, "inference", "bfloat16", thorough=True),
-    case("ViT-B table", 448, 64, "training", "amp"),
-    case("ViT-B table", 1024, 8, "training", "amp"),
-    case(_POSITIONS, 224, 256, "inference", "bfloat16", title="ViT-B with and without position"),
-    case("Swin-T against ViT-S absolute", 224, 256, "inference", "bfloat16"),
-    case(_POSITIONS, 224, 128, "training", "amp", title="ViT-B with and without position"),
-    case("Swin-T", 224, 1, "inference", "bfloat16"),
-    case("ViT-S table", 448, 64, "inference", "bfloat16"),
-    case("ViT-B table", 1024, 16, "inference", "bfloat16"),
-    case("Swin-B", 224, 128, "training", "amp"),
-    case("Swin-B", 224, 256, "inference", "bfloat16"),
-    case("Swin-B w12", 384, 64, "inference", "bfloat16"),
-    case("ViT-S rope", 224, 256, "inference", "bfloat16"),
-    case("ViT-S absolute", 224, 256, "inference", "bfloat16"),
-    case("ViT-B absolute", 224, 256, "inference", "bfloat16", thorough=True),
+GPU_TASKS = (
+    _task("Swin-T", 224, 256, "training", "amp", thorough=True),
+    _task("Swin-T", 224, 256, "inference", "bfloat16", thorough=True),
+    _task("ViT-B table", 448, 64, "training", "amp"),
+    _task("ViT-B table", 1024, 8, "training", "amp"),
+    _task(_POSITIONS, 224, 256, "inference", "bfloat16", title="ViT-B with and without position"),
+    _task("Swin-T against ViT-S absolute", 224, 256, "inference", "bfloat16"),
+    _task(_POSITIONS, 224, 128, "training", "amp", title="ViT-B with and without position"),
+    _task("Swin-T", 224, 1, "inference", "bfloat16"),
+    _task("ViT-S table", 448, 64, "inference", "bfloat16"),
+    _task("ViT-B table", 1024, 16, "inference", "bfloat16"),
+    _task("Swin-B", 224, 128, "training", "amp"),
+    _task("Swin-B", 224, 256, "inference", "bfloat16"),
+    _task("Swin-B w12", 384, 64, "inference", "bfloat16"),
+    _task("ViT-S rope", 224, 256, "inference", "bfloat16"),
+    _task("ViT-S absolute", 224, 256, "inference", "bfloat16"),
+    _task("ViT-B absolute", 224, 256, "inference", "bfloat16", thorough=True),
 )
-QUICK_MODEL_CASES = (  # to see that all of it runs
-    case("Swin nano", 112, 2, "inference"),
-    case("Swin nano", 112, 2, "training"),
-    case("ViT nano table", 96, 2, "inference"),
-    case("Swin nano against ViT nano absolute", 112, 2, "inference"),
+QUICK_TASKS = (  # to see that all of it runs
+    _task("Swin nano", 112, 2, "inference"),
+    _task("Swin nano", 112, 2, "training"),
+    _task("ViT nano table", 96, 2, "inference"),
+    _task("Swin nano against ViT nano absolute", 112, 2, "inference"),
 )
 
 
-def model_contenders(case: ModelCase, gpu: bool, quick: bool = False) -> list[ModelContender]:
-    """All for a case; of every model timm's own comes first, whose error is the yardstick. quick: nothing compiled."""
-    found = []
-    for model in case.models:
-        found += _of_model(model, case, gpu, quick)
-    return found
+def model_cases(gpu: bool, quick: bool) -> list[Case]:
+    """The cases of a device, what matters most first."""
+    return [model_case(task, gpu, quick) for task in (QUICK_TASKS if quick else GPU_TASKS if gpu else CPU_TASKS)]
 
 
-def _of_model(model: str, case: ModelCase, gpu: bool, quick: bool) -> list[ModelContender]:
-    spec, found, several = MODELS[model], [], len(case.models) > 1
+def model_case(task: Task, gpu: bool, quick: bool = False) -> Case:
+    """All contenders; of every model timm's own comes first, whose error is the yardstick. quick: nothing compiled."""
+    found = [one for model in task.models for one in _of_model(model, task, gpu, quick)]
+    row = dict(size=list(task.size), batch=task.batch)
+    plan = _PLANS["quick" if quick else "gpu" if gpu else "cpu"]
+    return _case(task.name, found, (Visit(task.mode),), task.dtype, plan=plan, row=row)
+
+
+def _case(name: str, found: list[Contender], visits: tuple[Visit, ...], dtype: str, **more: Any) -> Case:
+    half = None if dtype == "float32" else _HALF_GRADIENT
+    return Case(name, _BUILD, tuple(found), visits, dtype, gradient_cap=half, patience=_PATIENCE, **more)
+
+
+def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]:
+    spec, found, several = MODELS[model], [], len(task.models) > 1
     swin = "swin" in spec.timm
+    hows = ["eager"] if gpu else ["eager", "optimized"]
 
     def add(library: str, how: str, fused: bool = False) -> None:
-        of = "ours" if library == "ours" else "both" if how == "optimized" else "peer"
         name = library if how == "eager" else f"{library}, {how}"
         name = f"{model}: {name}" if several else name
-        found.append(ModelContender(f"{name}, fused attention" if fused else name, of, model, library, how, fused))
+        before = None
+        if library == "ours":
+            small = how.startswith("compiled")
+            gate = hard_case(spec.small or model, task.mode, ["eager", how]) if small else hard_case(model, task.mode, hows)
+            before = gate, f"ours, {how}"
+        found.append(_contender(f"{name}, fused attention" if fused else name, library, model, how, task, fused, before))
 
     add("timm", "eager")
     if swin and not several:
@@ -127,13 +136,73 @@ def _of_model(model: str, case: ModelCase, gpu: bool, quick: bool) -> list[Model
         return found
     if swin:
         add("timm", "compiled", fused=True)
-    if case.thorough:
+    if task.thorough:
         add("timm", "compiled, max-autotune")
-    if case.thorough and gpu:
+    if task.thorough and gpu:
         add("ours", "compiled, max-autotune")
     for library in ("torchvision", "transformers"):
         if getattr(spec, library):
             add(library, "eager")
-            if case.thorough:
+            if task.thorough:
                 add(library, "compiled")
     return found
+
+
+def _contender(
+    name: str,
+    library: str,
+    model: str,
+    how: str,
+    task: Task,
+    fused: bool = False,
+    before: tuple[Case, str] | None = None,
+    **more: Any,
+) -> Contender:
+    """One network in one library, run one way; its truth is our definition with that library's weights (ours have timm's).
+
+    fused: with fused attention in timm's Swin, which it has to be asked for.
+    """
+    of = "ours" if library == "ours" else "both" if how == "optimized" else "peer"
+    common = dict(model=model, size=task.size, batch=task.batch, mode=task.mode)
+    args = common | dict(library=library, how=how, dtype=task.dtype)
+    weights = "timm" if library == "ours" else library
+    truth = common | dict(library=f"ours/{weights}", how="reference", dtype="float64")
+    env = {"TIMM_FUSED_ATTN": "2" if fused else "1"}
+    return Contender(name, of, args, truth, of != "peer", dict(model=model, how=how), env, before=before, **more)
+
+
+def hard_case(model: str, mode: str, hows: list[str]) -> Case:
+    """Ours at HARD, plain and in other ways; nothing is timed."""
+    task = Task(f"{model}, {HARD[0]}x{HARD[1]}", (model,), (224, 224), 2, "float32", mode)
+    found = [_contender(f"ours, {how}", "ours", model, how, task) for how in hows]
+    image = dict(image=HARD)
+    found = [one._replace(args=one.args | image, truth=one.truth | image) for one in found]
+    return _case(task.name, found, (Visit(mode),), task.dtype, kind="gate")
+
+
+def resolution_cases(gpu: bool, quick: bool) -> list[Case]:
+    """One process a contender, many resolutions: speed, memory, and what a new size costs until its first result is there."""
+    models = ("Swin nano", "ViT nano table") if quick else ("Swin-T", "ViT-S table")
+    return [resolution_case(model, gpu, quick) for model in models]
+
+
+def resolution_case(model: str, gpu: bool, quick: bool = False) -> Case:
+    """timm's plain model first, whose error at the native size is the yardstick.
+
+    Peers are held to the definition at the native size alone: elsewhere they resize tables or look into padding, their own way.
+    """
+    sizes, swin = QUICK_RESOLUTIONS if quick else RESOLUTIONS, "swin" in MODELS[model].timm
+    batch, dtype = (32, "bfloat16") if gpu else (1, "float32")
+    task = Task(f"{model} over resolutions, batch {batch}", (model,), sizes[0], batch, dtype, "inference")
+    visits = tuple(
+        Visit(f"inference, {h}x{w}", {"image": (h, w)}, {"size": [h, w]}, exact_only=(h, w) != sizes[0]) for h, w in sizes
+    )
+    found = [_contender("timm", "timm", model, "eager", task, swin), _contender("ours", "ours", model, "eager", task)]
+    if not gpu:
+        found.append(_contender("ours, optimized", "ours", model, "optimized", task))
+    if not quick:  # minutes, even for small models
+        found.append(_contender("ours, compiled", "ours", model, "compiled", task))
+        skips = () if gpu else tuple(visit.mode for visit, size in zip(visits, sizes, strict=True) if size not in _FEW)
+        found.append(_contender("timm, compiled", "timm", model, "compiled", task, swin, skips=skips))
+    plan = _SWEEPS["quick" if quick else "gpu" if gpu else "cpu"]
+    return _case(task.name, found, visits, dtype, plan=plan, row=dict(batch=batch))

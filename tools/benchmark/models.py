@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import timm
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitrel
-from tools.benchmark.cases import STD
+from tools.benchmark.shapes import STD
 from vitrel.ops.why import use_backend
 from vitrel.weights.load import plan_weights
 
+Translate = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 LIBRARIES = ("timm", "torchvision", "transformers")
 _PART = 4 * 224 * 224  # pixels that the definition computes at a time: it holds every score in float64
 _TABLES = re.compile(r".*(bias_table|pos_embed\w*|position_embeddings)")
@@ -180,10 +182,12 @@ class ModelCall:
     """One call of a model: a forward pass, or a training step of forward, cross entropy, backward and fused AdamW.
 
     Returns {"output"} or {"loss"} and the gradients by parameter. Images are random; `set` makes new ones of another size.
+    translate: from gradients of a peer's parameters to those of ours, which is what gates look at.
     """
 
-    def __init__(self, net: nn.Module, how: str, batch: int, dtype: str, mode: str, device: str):
+    def __init__(self, net: nn.Module, how: str, batch: int, dtype: str, mode: str, device: str, translate: Translate | None):
         self.training, self.how, self.batch, self.device = mode == "training", how, batch, device
+        self.translate = translate
         self.net = net.to(device, _cast(dtype)).train(self.training)
         self.dtype, self.forward = dtype, self.net
         torch.backends.cudnn.allow_tf32 = dtype != "float32"  # the patch embedding is a convolution
@@ -193,8 +197,9 @@ class ModelCall:
             self.forward = torch.compile(self.net, mode=how.partition(", ")[2] or None)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-5, fused=True) if self.training else None
 
-    def set(self, size: tuple[int, int]) -> None:
+    def set(self, image: tuple[int, int]) -> None:
         """New images of (h, w), the same in every process; a model that takes one size alone is changed to it."""
+        size = tuple(image)
         if getattr(getattr(self.net, "patch_embed", None), "strict_img_size", False) and self.net.patch_embed.img_size != size:
             self.net.set_input_size(img_size=size)
         generator = torch.Generator().manual_seed(1)
@@ -213,6 +218,12 @@ class ModelCall:
         loss.backward()
         self.optimizer.step()
         return {"loss": loss.detach()} | self._gradients()
+
+    def checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What was returned, gradients under the names of our parameters."""
+        if self.translate is None or not self.training:
+            return found
+        return {"loss": found["loss"]} | self.translate({name: x for name, x in found.items() if name != "loss"})
 
     def _definition(self) -> dict[str, Tensor]:
         """The same by the backend that defines it, a few images at a time; weights stay as they are."""
@@ -264,7 +275,8 @@ def model_call(
     """
     ours, _, weights = library.partition("/")
     net = our_model(weights or "timm", model, size) if ours == "ours" else peer_model(library, model, size)
-    call = ModelCall(net, how, batch, dtype, mode, device)
+    translate = None if ours == "ours" else lambda found: under_our_names(our_model(library, model, size), found, library)
+    call = ModelCall(net, how, batch, dtype, mode, device, translate)
     call.set(image or size)
     return call
 

@@ -17,13 +17,7 @@ from vitrel.files import commit as commit_of
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # what makes two rows the same measurement
 STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")  # what decides whether a row is measured anew
-_CODE = (
-    "vitrel/ops/*.py",
-    "vitrel/ops/backends/*.py",
-    "tools/benchmark/cases.py",
-    "tools/benchmark/contenders.py",
-    "tools/benchmark/timing.py",
-)  # what is measured, and how
+ENDS = ("refused", "wrong", "failed")  # kinds of rows that say why there is no time
 
 
 class Samples:
@@ -75,13 +69,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(device: torch.device, commit: str = "", code: Iterable[str] = _CODE) -> dict[str, str]:
+def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) -> dict[str, str]:
     """What the figures depend on: hardware, driver, versions, commit, and a fingerprint of the code that is measured.
 
     code: patterns of its files, from the root of the repository.
     """
     gpu = device.type == "cuda"
-    found = {
+    return {
         "device": hardware_name(device),
         "cpu": _cpu(),
         "driver": _driver() if gpu else "",
@@ -98,7 +92,6 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = _CODE)
         "commit": commit or commit_of(ROOT),
         "code": _fingerprint(code),
     }
-    return found
 
 
 def stamp(found: dict[str, str]) -> dict[str, str]:

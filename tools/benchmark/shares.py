@@ -1,34 +1,194 @@
-"""Where the time of a model's step goes, by kind of work: rows of `attribution.profile_step`, and a table of shares."""
+"""The suite of where the time of a model's step goes, by kind of work.
 
-import re
-import time
-from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+Ranges around the modules, put there by hooks, say what an operator inside them is for; inside attention, and between modules,
+its name and the last dimensions of what it takes do. A gradient is of the kind of the forward operator whose number it bears.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import timm
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
-from tools.benchmark.attribution import KINDS, profile_step
-from tools.benchmark.samples import Samples, last_run, machine_lines
-from tools.benchmark.timing import Stopwatch
-from vitrel.files import atomic_write
+from tools.benchmark.engine import Case, Contender, Visit
+from tools.benchmark.worker import Stopwatch
 
-Row = dict[str, Any]
-_MODES = ("inference", "training")
+PRODUCTS, BIAS, LAYOUT, RESIDUAL, PATCHES, HEAD = "attention", "bias", "layout", "residual", "patch embedding", "head"
+DISPATCH, UNKNOWN = "Python and dispatch", "unattributed"
+KINDS = {  # and what each of them is
+    "qkv": "linear layer, as the next three",
+    "proj": "of attention's output",
+    "fc1": "of the MLP, with the GELU where the two are fused",
+    "fc2": "of the MLP",
+    PRODUCTS: "softmax and the two products, scaled_dot_product_attention",
+    BIAS: "looking up the tables, masks, adding them to logits",
+    LAYOUT: "tokens into windows, heads and chunks of a batch, and back: gather, roll, copy",
+    "norm": "layer norms",
+    "GELU": "where it is a pass of its own",
+    RESIDUAL: "sums, drop path, layer scale, adding up gradients",
+    PATCHES: "its norm and prefix tokens included",
+    "merging": "Swin's patch merging, its norm included",
+    HEAD: "pooling, classifier, loss",
+    DISPATCH: "between operators, views, autograd's engine; on a GPU all time in which no kernel runs",
+    UNKNOWN: "operators of which nothing above is known",
+}
+MODES = ("inference", "training")
 _EAGER, _OPTIMIZED, _TIMM = "ours, eager", "ours, optimized", "timm, eager"
 _WARM_UP, _STEPS, _QUICK_STEPS = 1, 5, 2
-_HOW = (
-    "Own time of the operators in torch.profiler, by the module they run in (ranges put around the submodules by forward "
-    "hooks) and, inside attention and in the blocks of optimized models, by their name and shapes; a gradient counts where "
-    "its forward operator does. Training is forward, cross entropy and backward, drop path at the model's own rate. The "
-    "share of a kind is the median of its time over the profiled steps, of the sum of these medians. The profiler's clock "
-    "is wall time: other work on the machine shows. Not profiled: the same steps without profiler and hooks, processor time "
-    "(on a GPU, its own)."
-)
+_STEP, _RANGE = "vitrel step", "vitrel: "
+_ATTENTION, _FUNCTION = "inside attention", "inside a function of attention"  # not kinds: there the operator decides
+_PARTS = {  # by the name of a submodule
+    "patch_embed": PATCHES, "pos_embed": PATCHES, "downsample": "merging", "head": HEAD, "norm": "norm", "norm1": "norm",
+    "norm2": "norm", "fc_norm": "norm", "attn": _ATTENTION, "qkv": "qkv", "proj": "proj", "position": BIAS,
+    "shared_position": BIAS, "fc1": "fc1", "act": "GELU", "fc2": "fc2", "ls1": RESIDUAL, "ls2": RESIDUAL,
+    "drop_path1": RESIDUAL, "drop_path2": RESIDUAL,
+}  # fmt: skip
+_OPERATORS = {  # by name, without aten::
+    PRODUCTS: "scaled_dot_product_attention matmul bmm baddbmm softmax _softmax mul",
+    LAYOUT: "index_select index gather reshape flatten contiguous clone copy_ roll pad stack",
+    DISPATCH: "view unflatten permute transpose mT t unbind select slice expand as_strided unsqueeze squeeze alias detach to "
+    "empty empty_like new_empty _unsafe_view split chunk",
+    "norm": "layer_norm",
+    "GELU": "gelu gelu_",
+    RESIDUAL: "add add_",
+    PATCHES: "cat conv2d",
+    HEAD: "mean cross_entropy_loss",
+    BIAS: "arange ones zeros new_full new_zeros where eq lt gt ge __or__ bitwise_not sub floor_divide clamp masked_fill flip "
+    "all is_nonzero item",
+}
+_KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names.split()}
+_OF_TOKENS = {f"aten::{name}" for name in (*_OPERATORS[LAYOUT].split(), "add", "add_", "mul")}
+_LINEARS = ("mkldnn::_linear_pointwise", "aten::linear")
+_ENGINE = "autograd::engine::evaluate_function"
+
+
+def profile_step(step: Callable[[], object], model: nn.Module, device: torch.device, hooked: bool = True) -> dict[str, float]:
+    """Milliseconds of one `step` of `model` by kind of work, every one of KINDS; their sum is all that it took.
+
+    CPU: the time of the operators in the profiler, their own; GPU: that of their kernels. hooked: False for a model whose
+    blocks change their way where they have hooks; operators in its blocks are told by name and by the shape of their weight.
+    No number of tokens, of the image or of a window, may be a width of the model: by these, tokens are told from biases.
+    """
+    gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with _ranges(model, hooked), profile(activities=activities, record_shapes=True) as found, record_function(_STEP):
+        step()
+        if gpu:
+            torch.cuda.synchronize(device)
+    return _Attribution(model, gpu).milliseconds(found.events())
+
+
+@contextlib.contextmanager
+def _ranges(model: nn.Module, hooked: bool) -> Iterator[None]:
+    handles = [handle for module, kind in _parts(model, hooked) for handle in _mark(module, kind)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(module: nn.Module, kind: str) -> tuple[RemovableHandle, RemovableHandle]:
+    opened = []
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        opened.append(record_function(_RANGE + kind))
+        opened[-1].__enter__()
+
+    def leave(module: nn.Module, args: tuple, out: object) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+
+
+def _parts(module: nn.Module, hooked: bool) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost submodules of one kind; inside attention, its parts too."""
+    for name, child in module.named_children():
+        kind = _PARTS.get(name)
+        if isinstance(child, nn.Identity):
+            continue
+        if kind is not None:
+            yield child, kind
+        if name == "blocks" and not hooked:
+            continue
+        if kind in (None, _ATTENTION):
+            yield from _parts(child, hooked)
+
+
+class _Attribution:
+    """Sums the own times of a step's events by kind."""
+
+    def __init__(self, model: nn.Module, gpu: bool):
+        self.gpu = gpu
+        self.found = dict.fromkeys(KINDS, 0.0)
+        self.forward: dict[int, tuple[str, str]] = {}  # kind and place of what made the gradient's node of this number
+        self.weights: dict[tuple[int, ...], set[str]] = {}
+        self.widths: set[int] = set()  # of x, of qkv and of a head; what ends in other dimensions is a bias or its index
+        for name, module in model.named_modules():
+            kind = _PARTS.get(name.rpartition(".")[2], UNKNOWN)
+            if isinstance(module, nn.Linear):
+                self.weights.setdefault(tuple(module.weight.shape), set()).add(kind)
+            if kind == _ATTENTION:
+                width = module.proj.in_features
+                self.widths |= {width, 3 * width, width // module.num_heads}
+
+    def milliseconds(self, events: list[FunctionEvent]) -> dict[str, float]:
+        events = sorted((e for e in events if e.device_type == DeviceType.CPU), key=lambda e: e.time_range.start)
+        for event in events:
+            if event.cpu_parent is None:
+                self._visit(event, "", "")
+        if self.gpu:
+            took = next(e for e in events if e.name == _STEP).cpu_time_total
+            self.found[DISPATCH] = took - (sum(self.found.values()) - self.found[DISPATCH])
+        return {kind: us / 1e3 for kind, us in self.found.items()}
+
+    def _visit(self, event: FunctionEvent, place: str, kind: str) -> None:
+        """place: the innermost range; kind: of the operator around this one, which decides for all inside it, or ""."""
+        own = DISPATCH
+        if event.name.startswith(_RANGE):
+            place = event.name.removeprefix(_RANGE)
+        elif event.name.startswith(_ENGINE):
+            kind, place = self._gradient(event)
+        elif place == _ATTENTION and "::" not in event.name and not kind:  # an autograd.Function
+            place = _FUNCTION
+            self.forward[event.sequence_nr] = "", place
+        elif event.name != _STEP and event.scope != 1:  # 1: a gradient's node, in which operators do the work
+            parent = event.cpu_parent
+            if parent is not None and parent.name.startswith(_ENGINE) and event.name in ("aten::add", "aten::add_"):
+                kind = RESIDUAL  # gradients of a tensor that is used twice
+            own = kind = kind or self._kind(event, place)
+            if event.sequence_nr >= 0:
+                self.forward[event.sequence_nr] = (LAYOUT if kind == DISPATCH else kind), ""  # a view's gradient may copy
+        self.found[own] += sum(k.duration for k in event.kernels) if self.gpu else event.self_cpu_time_total
+        for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
+            self._visit(child, place, kind)
+
+    def _gradient(self, event: FunctionEvent) -> tuple[str, str]:
+        """Kind and place of the forward operator whose gradient the engine computes here."""
+        if event.name.endswith("AccumulateGrad"):
+            return RESIDUAL, ""
+        numbers = (node.sequence_nr for node in event.cpu_children if node.scope == 1)
+        return next((self.forward[n] for n in numbers if n in self.forward), (UNKNOWN, ""))
+
+    def _kind(self, event: FunctionEvent, place: str) -> str:
+        if place not in ("", _ATTENTION, _FUNCTION):
+            return place
+        if event.name in _LINEARS:  # products of attention have no weight
+            kinds = self.weights.get(tuple(event.input_shapes[1]), {PRODUCTS})
+            return next(iter(kinds)) if len(kinds) == 1 else UNKNOWN
+        kind, shape = _KIND_OF.get(event.name.removeprefix("aten::"), UNKNOWN), (event.input_shapes or [[]])[0]
+        if event.name in _OF_TOKENS and self.widths.isdisjoint(shape[-2:]):
+            return BIAS
+        if (place and kind == PATCHES) or (place == _ATTENTION and kind == RESIDUAL):
+            return BIAS
+        return PRODUCTS if place == _FUNCTION and kind in (RESIDUAL, UNKNOWN) else kind
 
 
 class Profiled(NamedTuple):
@@ -46,118 +206,79 @@ class Profiled(NamedTuple):
         return (_EAGER, _OPTIMIZED) if self.peer is None else (_EAGER, _OPTIMIZED, _TIMM)
 
 
-_CASES = (
+_PROFILED = (
     Profiled("Swin-T 224, batch 8", 224, 8, ("vitrel_swin_t", {}), ("swin_tiny_patch4_window7_224", {})),
     Profiled("ViT-S table 224, batch 8", 224, 8, ("vitrel_vit_s16_table", {})),
     Profiled("ViT-S table 448, batch 1", 448, 1, ("vitrel_vit_s16_table", {"img_size": 448})),
 )
 _SMALL = {"img_size": 64, "window_size": 4, "embed_dim": 32, "depths": (2, 2), "num_heads": (1, 2)}
-_QUICK = (
+_QUICK_PROFILED = (
     Profiled("Swin-N 64, batch 2", 64, 2, ("vitrel_swin_n", {}), ("swin_tiny_patch4_window7_224", _SMALL)),
     Profiled("ViT-N table 64, batch 2", 64, 2, ("vitrel_vit_n8_table", {})),
 )
 
 
-def run_shares(samples: Samples, device: torch.device, until: float, quick: bool, only: str, folder: Path) -> bool:
-    """Profiles every contender of the cases whose name matches `only`; what is measured already is left out.
-
-    until: `time.time()` after which nothing starts. Writes the table into `folder` after each case. False: time ran out.
-    """
-    for case in _QUICK if quick else _CASES:
-        if not re.search(only, case.name):
-            continue
-        for mode in _MODES:
-            for contender in case.contenders:
-                key = {"case": case.name, "mode": mode, "contender": contender}
-                if any(samples.has(kind, **key) for kind in ("shares", "failed")):
-                    continue
-                if time.time() > until:
-                    return False
-                try:
-                    found = _measure(case, mode, contender, device, _QUICK_STEPS if quick else _STEPS)
-                except Exception as error:
-                    samples.add("failed", **key, text=f"{type(error).__name__}: {error}"[:800])
-                else:
-                    samples.add("shares", **key, **found)
-        write_shares(samples.rows, folder)
-    return True
+def share_cases(gpu: bool, quick: bool) -> list[Case]:
+    """Steps of our models, plain and optimized, and of timm's, profiled."""
+    return [share_case(one, mode, quick) for one in (_QUICK_PROFILED if quick else _PROFILED) for mode in MODES]
 
 
-def shares(ms: dict[str, list[float]]) -> dict[str, float]:
-    """Milliseconds of every kind in each of some steps -> percent of the whole; they sum to 100."""
-    middle = {kind: median(times) for kind, times in ms.items()}
-    total = sum(middle.values())
-    return {kind: 100 * value / total for kind, value in middle.items()}
+def share_case(profiled: Profiled, mode: str, quick: bool = False) -> Case:
+    """One step, profiled several times, with the same step without the profiler in between."""
+    common = dict(
+        size=profiled.size, batch=profiled.batch, training=mode == "training", steps=_QUICK_STEPS if quick else _STEPS
+    )
+    found = []
+    for name in profiled.contenders:
+        model, args = profiled.peer if name == _TIMM else profiled.ours
+        own = common | dict(model=model, args=args, optimized=name == _OPTIMIZED)
+        found.append(Contender(name, "peer" if name == _TIMM else "ours", own, None))
+    return Case(profiled.name, f"{__name__}:ProfiledCall", tuple(found), (Visit(mode),), kind="shares", together=False)
 
 
-def write_shares(rows: list[Row], folder: Path) -> None:
-    """folder/table.md from the rows of the last machine and code: one table a mode, with a column for each model."""
-    with atomic_write(folder / "table.md") as part:
-        part.write_text(_page(rows), "utf-8")
+class ProfiledCall:
+    """A forward pass, or forward, cross entropy and backward, of a model with drop path at its own rate."""
 
+    def __init__(
+        self,
+        model: str,
+        args: dict[str, Any],
+        size: int,
+        batch: int,
+        training: bool,
+        optimized: bool,
+        steps: int,
+        device: str = "cpu",
+    ):
+        torch.manual_seed(0)
+        self.device, self.training, self.steps = torch.device(device), training, steps
+        self.hooked = training or not optimized
+        self.model = timm.create_model(model, **args).to(device).train(training)
+        if optimized:
+            from vitrel.cpu.optimize import optimize
 
-def _measure(case: Profiled, mode: str, contender: str, device: torch.device, steps: int) -> Row:
-    torch.manual_seed(0)
-    training = mode == "training"
-    name, args = case.peer if contender == _TIMM else case.ours
-    model = timm.create_model(name, **args).to(device).train(training)
-    if contender == _OPTIMIZED:
-        from vitrel.cpu.optimize import optimize
+            optimize(self.model, training=training)
+        self.image = torch.randn(batch, 3, size, size, device=device)
+        self.target = torch.zeros(batch, dtype=torch.long, device=device)
 
-        optimize(model, training=training)
-    image = torch.randn(case.batch, 3, case.size, case.size, device=device)
-    step = _training(model, image) if training else _inference(model, image)
-    watch = Stopwatch(device, isolated=False)
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    plain = []
-    for number in range(-_WARM_UP, steps):
-        model.zero_grad()
-        times = profile_step(step, model, device, hooked=training or contender != _OPTIMIZED)
-        model.zero_grad()
-        took, _ = watch(step)
-        if number >= 0:
-            plain.append(round(took, 4))
-            for kind, ms in times.items():
-                found[kind].append(round(ms, 4))
-    return {"ms": found, "not_profiled_ms": plain}
-
-
-def _inference(model: nn.Module, image: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
+    def __call__(self) -> dict[str, Tensor]:
+        if self.training:
+            F.cross_entropy(self.model(self.image), self.target).backward()
+            return {}
         with torch.inference_mode():
-            model(image)
+            return {"output": self.model(self.image)}
 
-    return step
-
-
-def _training(model: nn.Module, image: torch.Tensor) -> Callable[[], None]:
-    target = torch.zeros(len(image), dtype=torch.long, device=image.device)
-
-    def step() -> None:
-        F.cross_entropy(model(image), target).backward()
-
-    return step
-
-
-def _page(rows: list[Row]) -> str:
-    machine, rows = last_run(rows)
-    lines = ["# Where the time goes", "", *machine_lines(machine), "", _HOW, ""]
-    for mode in _MODES:
-        lines += [f"## {mode.capitalize()}", "", *_table([row for row in rows if row.get("mode") == mode]), ""]
-    lines += ["## The kinds", "", *(f"- {kind}: {what}" for kind, what in KINDS.items()), ""]
-    failed = [f"- {row['case']}, {row['mode']}, {row['contender']}: {row['text']}" for row in rows if row["kind"] == "failed"]
-    return "\n".join([*lines, "## Failed", "", *(failed or ["Nothing."]), ""])
-
-
-def _table(rows: list[Row]) -> list[str]:
-    rows = [row for row in rows if row["kind"] == "shares"]
-    if not rows:
-        return ["Not measured."]
-    columns = [shares(row["ms"]) for row in rows]
-    body = [[kind, *(f"{column[kind]:.1f}" for column in columns)] for kind in KINDS]
-    profiled = [sum(median(times) for times in row["ms"].values()) for row in rows]
-    body.append(["ms, profiled", *(f"{ms:.1f}" for ms in profiled)])
-    body.append(["ms, not profiled", *(f"{median(row['not_profiled_ms']):.1f}" for row in rows)])
-    head = ["% of a step", *(f"{row['case']}: {row['contender']}" for row in rows)]
-    lines = [head, ["---", *("---:" for _ in rows)], *body]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    def about(self) -> dict[str, Any]:
+        """Milliseconds of every kind of work in each of some steps, and of the same steps without profiler and hooks."""
+        watch, plain = Stopwatch(self.device, isolated=False), []
+        found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for number in range(-_WARM_UP, self.steps):
+            self.model.zero_grad()
+            times = profile_step(self, self.model, self.device, self.hooked)
+            self.model.zero_grad()
+            took, _ = watch(self)
+            if number >= 0:
+                plain.append(round(took, 4))
+                for kind, ms in times.items():
+                    found[kind].append(round(ms, 4))
+        return {"ms": found, "not_profiled_ms": plain}

@@ -15,8 +15,8 @@ import timm
 import torch
 from torch import nn
 
-from tools.benchmark.kernel_table import milliseconds, ratio
-from tools.benchmark.timing import Stopwatch
+from tools.benchmark.tables import milliseconds, ratio
+from tools.benchmark.worker import Stopwatch
 from tools.study.pages import fill
 from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row

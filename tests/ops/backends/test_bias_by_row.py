@@ -244,7 +244,7 @@ def test_nothing_of_all_pairs_and_flash_kernels_alone(grid, monkeypatch):
 _MEMORY = """
 import torch
 from vitrel import Grid, Table, Terms
-from tools.benchmark.processes import extra_bytes
+from tools.benchmark.worker import extra_bytes
 from vitrel.ops.backends import bias_by_row
 
 torch.set_num_threads(1)

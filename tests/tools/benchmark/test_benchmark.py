@@ -1,6 +1,5 @@
 """tools/benchmark: usage errors say the way out, suites get their samples with the machine in every row."""
 
-import importlib
 import time
 
 import pytest
@@ -12,46 +11,50 @@ from tools.benchmark.samples import read_rows
 
 @pytest.fixture
 def tool(monkeypatch, tmp_path):
-    """main(*arguments), with results in tmp_path; and what the suite of models was given."""
-    module, given = benchmark, {}
+    """main(*arguments), with results in tmp_path; and what the engine was given."""
+    given = {}
 
-    def run(samples, device, until, quick, only, folder):
-        given.update(device=device, until=until, quick=quick, only=only, folder=folder, threads=torch.get_num_threads())
-        samples.add("time", case="a", mode="b", contender="c")
-        return False
+    class Fake:
+        def __init__(self, samples, device):
+            self.samples = samples
+            given.update(device=device, threads=torch.get_num_threads())
 
-    def write(rows, folder):
-        given["rows"] = rows
-        (folder / "table.md").write_text("the table\n")
+        def run(self, cases, only, until, after):
+            given.update(cases=cases, only=only, until=until)
+            self.samples.add("failed", case="a", mode="b", contender="c", text="no reason")
+            after()
+            return False
 
-    for name in ("run_models", "write_models"):
-        monkeypatch.setattr(f"tools.benchmark.model_suite.{name}", {"run_models": run, "write_models": write}[name])
-    return lambda *args: module.main([*args, "--out", str(tmp_path)]), given
+    monkeypatch.setattr(benchmark, "Engine", Fake)
+    return lambda *args: benchmark.main([*args, "--out", str(tmp_path)]), given
 
 
 def test_suite(tool, tmp_path, capsys):
     main, given = tool
     main("--suite", "cpu", "--only", "Swin", "--seconds", "100", "--commit", "abc")
-    assert given["only"] == "Swin" and not given["quick"] and given["device"].type == "cpu" and given["threads"] == 1
+    assert given["only"] == "Swin" and given["device"].type == "cpu" and given["threads"] == 1
+    assert given["cases"][0].name == "Swin-T, 224, batch 8, fp32"
     assert abs(given["until"] - time.time() - 100) < 20
     (folder,) = tmp_path.iterdir()
-    assert given["folder"] == folder / "cpu"
     rows = read_rows(folder / "cpu" / "samples.jsonl")
-    assert [row["kind"] for row in rows] == ["machine", "time"] == [row["kind"] for row in given["rows"]]
+    assert [row["kind"] for row in rows] == ["machine", "failed"]
     wanted = ("device", "cpu", "threads", "torch", "timm", "python", "code")
     assert all(row[name] for row in rows for name in wanted) and {row["commit"] for row in rows} == {"abc"}
     assert "fused AdamW; processor time of the process" in rows[0]["how"]
-    out = capsys.readouterr().out
-    assert "time is up: run it again for the rest" in out and out.endswith("the table\n")
+    out, table = capsys.readouterr().out, (folder / "cpu" / "table.md").read_text()
+    assert "time is up: run it again for the rest" in out and out.endswith(table)
+    assert "| c | a, b | failed: no reason |" in table
+    (folder / "cpu" / "table.md").unlink()
     given.clear()
     main("--suite", "cpu", "--table")
-    assert list(given) == ["rows"] and len(given["rows"]) == 2
+    assert not given and (folder / "cpu" / "table.md").read_text() == table
 
 
-def test_quick_runs_have_a_folder_of_their_own(tool, tmp_path):
+@pytest.mark.parametrize("suite", ["cpu", "kernels", "ops", "sizes", "profile"])
+def test_quick_runs_have_a_folder_of_their_own(tool, tmp_path, suite):
     main, given = tool
-    main("--suite", "cpu", "--quick")
-    assert given["quick"] and given["folder"].name == "cpu-quick"
+    main("--suite", suite, "--quick")
+    assert len(given["cases"]) < 20 and all((folder / f"{suite}-quick").exists() for folder in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,6 @@ def test_bad_usage(tool, args, text, capsys, monkeypatch):
     assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_every_suite_is_there():
-    for suite in benchmark.SUITES.values():
-        module = importlib.import_module(f"tools.benchmark.{suite.module}")
-        assert all(callable(getattr(module, f"{verb}_{suite.name}")) for verb in ("run", "write"))
-
-
 @pytest.mark.slow
 def test_quick_models(tmp_path, capsys):
     """Processes, gates and times, for real."""
@@ -87,3 +84,13 @@ def test_quick_models(tmp_path, capsys):
     for row in rows:
         assert 1e5 < row["call_bytes"] < 1e8 < row["peak_bytes"] and min(map(min, row["rounds"])) > 0 and row["compiles"] == 0
     assert "### ViT nano table, 96, batch 2, fp32, inference" in (path.parent / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_quick_kernels(tmp_path):
+    benchmark.main(["--suite", "kernels", "--quick", "--only", "windows|SDPA", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*/kernels-quick/samples.jsonl")
+    rows = read_rows(path)
+    assert {"machine", "sdpa", "refused", "time"} <= {row["kind"] for row in rows}
+    assert {row["contender"] for row in rows if row["kind"] == "sdpa"} >= {"default", "math"}
+    assert "- quick windows, training: " in (path.parent / "table.md").read_text()

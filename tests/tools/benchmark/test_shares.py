@@ -11,9 +11,12 @@ from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 
 from helpers.variants import small_model
+from helpers.workers import Here
 from tools.benchmark import shares
-from tools.benchmark.attribution import DISPATCH, KINDS, RESIDUAL, profile_step
+from tools.benchmark.engine import Engine
 from tools.benchmark.samples import Samples, machine, stamp
+from tools.benchmark.shares import DISPATCH, KINDS, RESIDUAL, profile_step
+from tools.benchmark.tables import share_page, write
 from vitrel.cpu.optimize import optimize
 from vitrel.ops import reference, use_backend
 from vitrel.ops.dispatch import chosen
@@ -184,37 +187,30 @@ def test_without_hooks_the_weights_tell(counted):
         assert other["fc1"] == 0 < other["fc2"] and other["unattributed"] >= 2 * 2
 
 
-def test_shares_are_of_the_medians():
-    found = shares.shares({"qkv": [1.0, 3.0, 100.0], "norm": [9.0, 0.0, 1.0]})
-    assert found == {"qkv": 75.0, "norm": 25.0}
-
-
-def run(folder, until=None, only=""):
-    found = machine(CPU, "abc")
-    samples = Samples(folder / "samples.jsonl", stamp(found))
-    samples.add("machine", **found)
-    return shares.run_shares(samples, CPU, time.time() + 60 if until is None else until, True, only, folder), samples.rows
-
-
-def test_rows_and_table(tmp_path, monkeypatch):
+def test_rows_and_table(tmp_path):
     ours = "vitrel_swin_n", SWIN | {"depths": (1, 1)}
-    monkeypatch.setattr(shares, "_QUICK", (shares._QUICK[0]._replace(ours=ours, peer=("no_model", {})),))
-    assert run(tmp_path, until=time.time() - 1)[0] is False
-    finished, rows = run(tmp_path, only="Swin")
-    assert finished
+    profiled = shares._QUICK_PROFILED[0]._replace(ours=ours, peer=("no_model", {}))
+    found = machine(CPU, "abc")
+    engine = Engine(Samples(tmp_path / "samples.jsonl", stamp(found)), CPU, Here)
+    engine.samples.add("machine", **found)
+    for mode in shares.MODES:
+        engine.measure(shares.share_case(profiled, mode, quick=True))
+    rows = engine.samples.rows
     done = [row for row in rows if row["kind"] == "shares"]
     failed = {(row["contender"], row["mode"]) for row in rows if row["kind"] == "failed"}
-    assert {("timm, eager", "inference"), ("timm, eager", "training")} <= failed
+    assert {("timm, eager", "inference"), ("timm, eager", "training")} == failed and len(done) == 4
     assert {len(times) for row in done for times in (*row["ms"].values(), row["not_profiled_ms"])} == {2}
+    write(share_page, "Where the time goes", rows, tmp_path)
     text = (tmp_path / "table.md").read_text()
     assert "| % of a step | Swin-N 64, batch 2: ours, eager |" in text and "- commit: abc" in text
     assert "timm, eager: RuntimeError: Unknown model (no_model)" in text
     lines = [line.split("|")[2:-1] for line in text.split("## Training")[1].splitlines() if line.startswith("| ")][2:-2]
     assert len(lines) == len(KINDS) and sum(float(line[0]) for line in lines) == pytest.approx(100, abs=1)
     count = len(rows)
-    assert len(run(tmp_path)[1]) == count + 1  # the machine again, nothing else
+    engine.measure(shares.share_case(profiled, "training", quick=True))
+    assert len(engine.samples.rows) == count
 
 
-def test_nothing_matches(tmp_path):
-    finished, rows = run(tmp_path, only="no such case")
-    assert finished and [row["kind"] for row in rows] == ["machine"]
+def test_every_profile_has_a_case():
+    names = [case.name for case in shares.share_cases(False, False)]
+    assert len(names) == 6 and len(set(names)) == 3 and "Swin-T 224, batch 8" in names

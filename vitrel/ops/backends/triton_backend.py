@@ -50,7 +50,7 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """Whether "auto" should come here: not before a GPU has shown where (tools/benchmark/kernels.py)."""
+    """Whether "auto" should come here: not before a GPU has shown where (python -m tools.benchmark --suite kernels)."""
     return False
 
 

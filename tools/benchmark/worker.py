@@ -1,6 +1,7 @@
 """One contender in one fresh process: its own environment, its own compilations, its own memory.
 
-Workers take turns, A B A B: the parent asks one at a time, the others wait idle. Run as a module, this file is the worker.
+Workers take turns, A B A B: the parent asks one at a time, the others wait idle, and a machine that drifts drifts for all. On a
+CPU a call is measured in processor time of its process, on a GPU by events around it. Run as a module, this file is the worker.
 """
 
 import contextlib
@@ -18,16 +19,59 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tools.benchmark.samples import ROOT
-from tools.benchmark.timing import Repeats, Stopwatch
 
 K = TypeVar("K")
 _RESET = Path("/proc/self/clear_refs")  # Linux forgets the peak of a process where "5" is written there
+_FLUSHED = 256 * 2**20  # bytes; caches hold up to 126 MB
+_BUSY_CYCLES = 2e6  # of the device's clock, a millisecond
+_MOST_BUSY = 20.0  # milliseconds
+
+
+class Repeats(NamedTuple):
+    """warmup calls of each, then `rounds`; in each as many calls as fit into `seconds`, at least 1, at most `most`."""
+
+    warmup: int = 20
+    rounds: int = 7
+    seconds: float = 0.03
+    most: int = 5
+
+
+class Stopwatch:
+    """Measures one call on a device.
+
+    isolated: on a GPU the second-level cache is flushed before each call by writing a buffer several times its size, and the
+    device is kept busy until the host has queued the call: the device's work is measured, not the host's launches. Without it,
+    for whole models, the host's time counts.
+    """
+
+    def __init__(self, device: torch.device, isolated: bool = True):
+        self.gpu, self.isolated = device.type == "cuda", isolated
+        self.buffer = torch.empty(_FLUSHED, dtype=torch.int8, device=device) if self.gpu and isolated else None
+
+    def __call__(self, run: Callable[[], object], busy: float = 0.0) -> tuple[float, float]:
+        """Milliseconds of the device and of the host. busy: for how many the device is kept busy first."""
+        if not self.gpu:
+            start, wall = time.process_time(), time.perf_counter()
+            run()
+            return (time.process_time() - start) * 1e3, (time.perf_counter() - wall) * 1e3
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        if self.isolated:
+            self.buffer.zero_()
+            torch.cuda._sleep(int(min(busy, _MOST_BUSY) * _BUSY_CYCLES) + 1)
+        wall = time.perf_counter()
+        start.record()
+        run()
+        end.record()
+        host = (time.perf_counter() - wall) * 1e3
+        torch.cuda.synchronize()
+        return start.elapsed_time(end), host
 
 
 class WorkerFailed(RuntimeError):
@@ -38,8 +82,10 @@ class Worker:
     """A fresh Python process that holds one contender; a context manager.
 
     build: "module:function". function(**args) returns a call without arguments that does once what is timed and returns
-    {name: Tensor}, what gates look at. env is set before Python starts. patience: seconds for one answer, after which the
-    process counts as hung. Every method raises WorkerFailed where the contender raises, dies or hangs.
+    {name: Tensor}. It may have more: set(**args) changes what the next calls do, checked(returned) is what a gate looks at,
+    about() more that is to be known of it, and where `isolated` is true, a Stopwatch times it so. env is set before Python
+    starts. patience: seconds for one answer, after which the process counts as hung. Every method raises WorkerFailed where
+    the contender raises, dies or hangs.
     """
 
     def __init__(
@@ -60,7 +106,7 @@ class Worker:
         own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tools.benchmark.processes", str(child.fileno())],
+                [sys.executable, "-m", "tools.benchmark.worker", str(child.fileno())],
                 env=os.environ | own | {"TRITON_CACHE_DIR": f"{cache}/triton"} | (env or {}),
                 cwd=ROOT,
                 pass_fds=[child.fileno()],
@@ -81,25 +127,28 @@ class Worker:
         return self._ask("start", *self._order)
 
     def outcome(self) -> dict[str, Tensor]:
-        """What the last call returned: after `start` the first one."""
+        """What a gate looks at, of the last call: after `start` the first one."""
         path = self._ask("outcome", f"{self._folder.name}/outcome.pt")
         return torch.load(path, weights_only=True)
 
-    def run(self, calls: int) -> list[float]:
-        """Milliseconds of each of so many calls: processor time of the process, on a GPU between events around the call."""
+    def run(self, calls: int) -> list[tuple[float, float]]:
+        """Milliseconds of each of so many calls, of the device and of the host (on a CPU: processor time, wall time)."""
         return self._ask("run", calls)
 
     def set(self, **args: Any) -> None:
         """call.set(**args), of a call that has one: another size, for instance."""
         self._ask("set", args)
 
-    def peak_bytes(self) -> int:
-        """The most memory the process has held since its first call, on a GPU what PyTorch has allocated there."""
-        return self._ask("peak_bytes")
-
     def memory(self) -> dict[str, int | None]:
-        """peak_bytes; call_bytes: what one more call takes beyond what is held between calls; reserved_bytes of a GPU."""
+        """peak_bytes: the most the process has held since its first call, on a GPU what PyTorch has allocated there.
+
+        call_bytes: what one more call takes beyond what is held between calls; reserved_bytes: of a GPU.
+        """
         return self._ask("memory")
+
+    def about(self) -> dict[str, Any]:
+        """What the call says of itself; {} where it has nothing to say."""
+        return self._ask("about")
 
     def compiles(self) -> int:
         """Graphs that dynamo has compiled so far."""
@@ -127,9 +176,9 @@ class Worker:
         return answer
 
 
-def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, list[list[float]]], dict[K, WorkerFailed]]:
-    """Warm-up, then rounds A B A B: milliseconds by round and call of every started worker, and the failures of the others."""
-    rounds: dict[K, list[list[float]]] = {name: [] for name in workers}
+def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict[str, list]], dict[K, WorkerFailed]]:
+    """Warm-up, then rounds A B A B: {"rounds", "host"}, milliseconds by round and call, of every started worker; failures."""
+    times: dict[K, dict[str, list]] = {name: {"rounds": [], "host": []} for name in workers}
     failed: dict[K, WorkerFailed] = {}
     calls: dict[K, int] = {}
     for turn in range(plan.rounds + 1):
@@ -137,16 +186,18 @@ def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, list
             if name in failed:
                 continue
             try:
-                times = worker.run(calls[name] if turn else max(1, plan.warmup))
+                found = worker.run(calls[name] if turn else max(1, plan.warmup))
             except WorkerFailed as error:
                 failed[name] = error
-                del rounds[name]
+                del times[name]
                 continue
             if turn:
-                rounds[name].append([round(ms, 4) for ms in times])
+                for kind, column in zip(("rounds", "host"), zip(*found, strict=True), strict=True):
+                    times[name][kind].append([round(ms, 6) for ms in column])
             else:
-                calls[name] = max(1, min(plan.most, int(plan.seconds * 1e3 / max(min(times), 1e-6))))
-    return rounds, failed
+                fastest = max(min(found)[0], 1e-6)
+                calls[name] = max(1, min(plan.most, int(plan.seconds * 1e3 / fastest)))
+    return times, failed
 
 
 class _Served:
@@ -156,9 +207,9 @@ class _Served:
         torch.set_num_threads(threads)
         self.device, self.kept, self.highest = torch.device(device), None, 0
         self.gpu = self.device.type == "cuda"
-        self.watch = Stopwatch(self.device, isolated=False)
         module, _, function = build.partition(":")
         self.call: Callable[[], dict[str, Tensor]] = getattr(importlib.import_module(module), function)(**args)
+        self.watch, self.busy = Stopwatch(self.device, getattr(self.call, "isolated", False)), 1.0
         before, start = _settled(self.device), time.perf_counter()
         self._once()
         if self.gpu:
@@ -166,28 +217,30 @@ class _Served:
         return {"first_call_s": time.perf_counter() - start, "before_bytes": before, "compiles": self.compiles()}
 
     def outcome(self, path: str) -> str:
-        torch.save({name: x.detach().cpu() for name, x in self.kept.items()}, path)
+        found = getattr(self.call, "checked", dict)(self.kept)
+        torch.save({name: x.detach().cpu() for name, x in found.items()}, path)
         return path
 
     def set(self, args: dict[str, Any]) -> None:
         self.kept = None
         self.call.set(**args)
 
-    def run(self, calls: int) -> list[float]:
+    def run(self, calls: int) -> list[tuple[float, float]]:
         if self.gpu:  # what the others were given back while they ran
             self._once()
-        times = [self.watch(self._once)[0] for _ in range(calls)]
+        times = [self.watch(self._once, self.busy) for _ in range(calls)]
+        self.busy = 1.5 * min(host for _, host in times) + 0.2  # until the host has queued a call
         if self.gpu:
             torch.cuda.empty_cache()
         return times
 
-    def peak_bytes(self) -> int:
-        self.highest = max(self.highest, torch.cuda.max_memory_allocated() if self.gpu else host_peak_bytes())
-        return self.highest
+    def about(self) -> dict[str, Any]:
+        return self.call.about() if hasattr(self.call, "about") else {}
 
     def memory(self) -> dict[str, int | None]:
         self.kept = None  # freed within the call, it would hide as much of what the call takes
-        found = {"peak_bytes": self.peak_bytes(), "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
+        self.highest = max(self.highest, torch.cuda.max_memory_allocated() if self.gpu else host_peak_bytes())
+        found = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
         with extra_bytes(self.device) as extra:
             self._once()
         return found | {"call_bytes": extra[0]}

@@ -1,4 +1,7 @@
-"""Workers: a contender in a process of its own answers, fails, dies and hangs in ways that the parent can tell apart."""
+"""Workers: a contender in a process of its own answers, fails, dies and hangs in ways that the parent can tell apart.
+
+And times: a GPU is kept busy, and workers take turns.
+"""
 
 import os
 import time
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.benchmark.processes import Worker, WorkerFailed, extra_bytes, host_peak_bytes
+from tools.benchmark.worker import Repeats, Stopwatch, Worker, WorkerFailed, extra_bytes, host_peak_bytes, take_turns
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -22,6 +25,22 @@ def adder(step=1.0):
         return {"calls": torch.tensor(step * state["calls"]), "where": torch.tensor(where)}
 
     return call
+
+
+class Telling:
+    """A call that has more than an outcome."""
+
+    def set(self, x):
+        self.x = x
+
+    def __call__(self):
+        return {"x": torch.ones(getattr(self, "x", 1))}
+
+    def checked(self, found):
+        return {"twice": 2 * found["x"]}
+
+    def about(self):
+        return {"ran": ["that"]}
 
 
 def _cache():
@@ -74,15 +93,26 @@ def test_worker_answers():
         assert one.outcome()["calls"] == 0.5 and one.outcome()["where"].tolist() == [7, 1, 0]
         before = other.start()["before_bytes"]
         times = one.run(3)
-        assert len(times) == 3 and all(0 <= ms < 1000 for ms in times)
+        assert len(times) == 3 and all(0 <= ms < 1000 and host > 0 for ms, host in times)
         assert one.outcome()["calls"] == 2.0
-        peak = other.peak_bytes()
+        peak = other.memory()["peak_bytes"]
         assert before + 190e6 < peak < before + 300e6
         memory = other.memory()
         assert abs(memory["call_bytes"] - 200 * 2**20) < 8e6 and memory["reserved_bytes"] is None
-        assert memory["peak_bytes"] >= peak and other.peak_bytes() >= peak  # measuring a call does not forget it
+        assert memory["peak_bytes"] >= peak and other.memory()["peak_bytes"] >= peak  # measuring a call does not forget it
         assert one.memory()["call_bytes"] < 4e6
     assert before < host_peak_bytes() - kept.nbytes / 3
+
+
+def test_worker_tells_what_its_call_tells():
+    with worker("Telling") as one, worker("glutton", mb=1) as plain:
+        one.start()
+        assert one.outcome()["twice"].tolist() == [2.0] and one.about() == {"ran": ["that"]}
+        one.set(x=2)
+        one.run(1)
+        assert one.outcome()["twice"].tolist() == [2.0, 2.0]
+        plain.start()
+        assert plain.about() == {} and set(plain.outcome()) == {"sum"}
 
 
 def test_worker_counts_compilations():
@@ -126,3 +156,49 @@ def test_extra_bytes_forget_what_is_given_back():
         with extra_bytes(torch.device("cpu")) as extra:
             torch.ones(20 * 2**18).sum()
         assert abs(extra[0] - 20 * 2**20) < 2e6
+
+
+def test_take_turns():
+    """One that fails on its way leaves the others their rounds."""
+
+    class Fake:
+        def __init__(self, ms, last=99):
+            self.ms, self.left = ms, last
+
+        def run(self, calls):
+            self.left -= 1
+            if self.left < 0:
+                raise WorkerFailed("gone")
+            return [(self.ms, 7.0)] * calls
+
+    times, failed = take_turns({"slow": Fake(600.0), "fast": Fake(100.0), "bad": Fake(1.0, 2)}, Repeats(2, 3, 0.5, 4))
+    assert {name: found["rounds"] for name, found in times.items()} == {"slow": [[600.0]] * 3, "fast": [[100.0] * 4] * 3}
+    assert times["fast"]["host"] == [[7.0] * 4] * 3 and str(failed["bad"]) == "gone"
+
+
+class Event:
+    """Of a device that is 3 ms later each time it is looked at."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.now += 3.0
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_a_gpu_is_kept_busy_flushed_and_asked_for_its_own_time(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles))
+    watch = Stopwatch(torch.device("cpu"))
+    watch.gpu, watch.buffer = True, torch.ones(8, dtype=torch.int8)
+    ms, host = watch(lambda: said.append("run"), busy=2.0)
+    assert ms == 3.0 and 0 < host < 100
+    assert said == ["synchronize", 4_000_001, "run", "synchronize"] and not watch.buffer.any()

@@ -1,4 +1,4 @@
-"""What is measured: shapes of models in use, and the small shapes on which everything has to be right first."""
+"""Shapes of attention in models in use, the small shapes on which everything has to be right first, and their numbers."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from vitrel.position.terms import Table, Terms
 STD = 0.5  # of bias and query tables: a table near zero hides every index error
 
 
-class Case(NamedTuple):
+class Shape(NamedTuple):
     """One call of an entry of vitrel.ops; windowed where `window` is given. width: D, of a head."""
 
     name: str
@@ -38,9 +38,9 @@ class Case(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The numbers of a case. `inputs` (q, k, v or qkv) and `leaves` (the tables) are what is differentiated."""
+    """The numbers of a shape. `inputs` (q, k, v or qkv) and `leaves` (the tables) are what is differentiated."""
 
-    case: Case
+    shape: Shape
     inputs: dict[str, Tensor]
     leaves: dict[str, Tensor]
     rotary: tuple[Tensor, Tensor] | None
@@ -59,26 +59,26 @@ class Problem(NamedTuple):
         """The same numbers, inputs and tables in `dtype`."""
         inputs, leaves = ({name: x.to(dtype) for name, x in group.items()} for group in (self.inputs, self.leaves))
         rotary = None if self.rotary is None else tuple(x.to(dtype) for x in self.rotary)
-        return Problem(self.case, inputs, leaves, rotary, self.grad.to(dtype), self.fixed)
+        return Problem(self.shape, inputs, leaves, rotary, self.grad.to(dtype), self.fixed)
 
     def part(self, first: int, last: int) -> "Problem":
         """The images first to last - 1."""
         return self._replace(inputs={name: x[first:last] for name, x in self.inputs.items()}, grad=self.grad[first:last])
 
 
-def make_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0, keep: bool = True) -> Problem:
-    """Random numbers for a case: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training.
+def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, keep: bool = True) -> Problem:
+    """Random numbers for a shape: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training.
 
     keep: whether what peers keep is made too, of which some is [N, N].
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
 
-    b, heads, width, grid = case.batch, case.heads, case.width, case.grid
-    place, channels = Grid(*case.window) if case.window else grid, heads * width
-    if case.window:
+    b, heads, width, grid = shape.batch, shape.heads, shape.width, shape.grid
+    place, channels = Grid(*shape.window) if shape.window else grid, heads * width
+    if shape.window:
         inputs = {"qkv": draw(b, grid.h, grid.w, 3 * channels).to(dtype)}
         grad = draw(b, grid.h, grid.w, channels).to(dtype)
     else:  # as a linear layer leaves them: [B, N, 3, H, D], seen as [B, H, N, D]
@@ -86,59 +86,53 @@ def make_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int
         inputs = {"q": q, "k": k, "v": v}
         grad = draw(b, grid.tokens, heads, width).to(dtype).transpose(1, 2)
     leaves, rotary = {}, None
-    if case.encoding == "table":
+    if shape.encoding == "table":
         leaves = {"bias_hw": draw(heads, place.classes()) * STD}
-    elif case.encoding == "factorised":
+    elif shape.encoding == "factorised":
         leaves = {f"bias_{axis}": draw(heads, place.classes(axis)) * STD for axis in ("h", "w")}
-    elif case.encoding == "decomposed":
+    elif shape.encoding == "decomposed":
         leaves = {f"query_{axis}": draw(1, place.classes(axis), width) * STD for axis in ("h", "w")}
     else:
         rotary = tuple(x.to(device) for x in create_position("rope_axial", place, heads, width)(place).rotary)
-    return Problem(case, inputs, leaves, rotary, grad, _kept(case, place, tuple(leaves), device) if keep else ())
+    return Problem(shape, inputs, leaves, rotary, grad, _kept(shape, place, tuple(leaves), device) if keep else ())
 
 
-def _kept(case: Case, place: Grid, leaves: tuple[str, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _kept(shape: Shape, place: Grid, leaves: tuple[str, ...], device: torch.device) -> tuple[Tensor, ...]:
     fixed = ()
-    if case.window:
-        visible = windows(*case.grid[:2], case.window, case.shift, device).visible.unflatten(0, (-1, place.tokens))
+    if shape.window:
+        visible = windows(*shape.grid[:2], shape.window, shape.shift, device).visible.unflatten(0, (-1, place.tokens))
         fixed = (visible, torch.zeros(visible.shape, device=device).masked_fill(~visible, float("-inf")))
-    if case.encoding == "decomposed":
+    if shape.encoding == "decomposed":
         return (*fixed, Grid(place.h, 1).index("h", device), Grid(1, place.w).index("w", device))
     return fixed + tuple(place.index(name.split("_")[1], device) for name in leaves)
 
 
-def hard_case(case: Case) -> Case:
-    """A small case with the same kernel to run, and everything in it that goes wrong: no side is divisible or square."""
-    grid = Grid(9, 21, case.grid.prefix)
+def hard_shape(shape: Shape) -> Shape:
+    """A small shape with the same kernel to run, and everything in it that goes wrong: no side is divisible or square."""
+    grid = Grid(9, 21, shape.grid.prefix)
     shift = (0, 0)
-    if case.window:
-        (h, w), grid = case.window, Grid(2 * case.window[0] + 3, case.window[1] + 2)
+    if shape.window:
+        (h, w), grid = shape.window, Grid(2 * shape.window[0] + 3, shape.window[1] + 2)
         shift = max(1, h // 2 - 1), max(1, w // 2)
-    return case._replace(name=family(case), grid=grid, batch=2, heads=3, shift=shift)
+    return shape._replace(name="hard", grid=grid, batch=2, heads=3, shift=shift)
 
 
-def family(case: Case) -> str:
-    """What cases have in common that are right or wrong together."""
-    where = f"windows of {case.window[0]}x{case.window[1]}" if case.window else f"global, {case.grid.prefix} prefix tokens"
-    return f"{where}, heads of {case.width}, {case.encoding}"
-
-
-def _windows(name: str, batch: int, side: int, heads: int, window: int, shift: int, width: int = 32, **options) -> Case:
+def _windows(name: str, batch: int, side: int, heads: int, window: int, shift: int, width: int = 32, **options) -> Shape:
     title = f"{name} {side}x{side}, window {window}, shift {shift}, batch {batch}"
     options = {"encoding": "table"} | options
     if options["encoding"] != "table":
         title += f", {options['encoding']}"
-    return Case(
+    return Shape(
         title, grid=Grid(side, side), batch=batch, heads=heads, width=width, window=(window,) * 2, shift=(shift,) * 2, **options
     )
 
 
-def _global(side: int, batch: int, encoding: str, prefix: int = 1, compiled: bool = True, model: str = "ViT-B") -> Case:
+def _global(side: int, batch: int, encoding: str, prefix: int = 1, compiled: bool = True, model: str = "ViT-B") -> Shape:
     name = f"{model} {side}x{side}{f'+{prefix}' if prefix else ''}, {encoding}, batch {batch}"
-    return Case(name, encoding, Grid(side, side, prefix), batch, 12 if model == "ViT-B" else 6, 64, compiled=compiled)
+    return Shape(name, encoding, Grid(side, side, prefix), batch, 12 if model == "ViT-B" else 6, 64, compiled=compiled)
 
 
-CASES = (  # what matters most comes first
+SHAPES = (  # what matters most comes first
     _windows("Swin-T", 256, 56, 3, 7, 3),
     _global(28, 16, "table"),
     _windows("Swin-T", 256, 14, 12, 7, 3),
@@ -166,7 +160,7 @@ CASES = (  # what matters most comes first
     _global(64, 2, "rope", prefix=0, compiled=False),
     _windows("Swin-T", 256, 28, 6, 7, 3, encoding="rope", compiled=False),
 )
-CPU_CASES = (  # a batch of 1 and 8, sizes at which a call takes seconds at most: a quarter of an hour in all
+CPU_SHAPES = (  # a batch of 1 and 8, sizes at which a call takes seconds at most: a quarter of an hour in all
     _windows("Swin-T", 8, 56, 3, 7, 3),
     _global(28, 1, "table", model="ViT-S"),
     _global(64, 1, "table", 0, model="ViT-S", compiled=False),
@@ -174,7 +168,7 @@ CPU_CASES = (  # a batch of 1 and 8, sizes at which a call takes seconds at most
     _windows("Swin-T", 8, 14, 12, 7, 3, compiled=False),
     _global(14, 8, "table", model="ViT-S"),
     _global(14, 1, "table", compiled=False),
-    Case("Swin-T 60x50, window 7, shift 3, batch 1", "table", Grid(60, 50), 1, 3, 32, (7, 7), (3, 3), compiled=False),
+    Shape("Swin-T 60x50, window 7, shift 3, batch 1", "table", Grid(60, 50), 1, 3, 32, (7, 7), (3, 3), compiled=False),
     _windows("Swin-T", 8, 28, 6, 7, 3, compiled=False),
     _windows("Swin-T", 8, 7, 24, 7, 0, compiled=False),
     _windows("Swin-T", 1, 14, 12, 7, 3, compiled=False),
@@ -186,8 +180,8 @@ CPU_CASES = (  # a batch of 1 and 8, sizes at which a call takes seconds at most
     _windows("Swin-T", 1, 7, 24, 7, 0, compiled=False),
     *(_global(48, 1, name, 0, model="ViT-S", compiled=False) for name in ("decomposed", "factorised", "rope")),
 )
-QUICK = (  # to see that all of it runs, on any machine
-    Case("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),
-    Case("quick table", "table", Grid(3, 5, 1), 1, 2, 16, compiled=False),
-    Case("quick decomposed", "decomposed", Grid(3, 5), 1, 2, 16, compiled=False),
+QUICK_SHAPES = (  # to see that all of it runs, on any machine
+    Shape("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),
+    Shape("quick table", "table", Grid(3, 5, 1), 1, 2, 16, compiled=False),
+    Shape("quick decomposed", "decomposed", Grid(3, 5), 1, 2, 16, compiled=False),
 )

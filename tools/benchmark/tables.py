@@ -1,0 +1,487 @@
+"""From the rows of a suite to table.md: which machine, the columns of the suite, what was not timed; and the plots.
+
+Every page begins with the machine that was measured last; rows of other machines and of other code are left out.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from tools.benchmark.attention import MODES
+from tools.benchmark.methods import FLOOR
+from tools.benchmark.plots import plot
+from tools.benchmark.samples import ENDS, footer, last_run, machine_lines
+from tools.benchmark.shares import KINDS
+from tools.benchmark.shares import MODES as SHARE_MODES
+from vitrel.files import atomic_write
+from vitrel.ops import BACKENDS
+
+Row = dict[str, Any]
+Rows = dict[str, Row]  # of one case and mode, by contender
+Page = Callable[[list[Row], str, Path], list[str]]  # rows, the footer of plots, their folder -> lines after the machine
+
+TITLES = {"forward": "inference", "training": "forward and backward"}
+_GROWS_FROM = 1000  # tokens from which on growth is fitted: below, what does not grow hides it
+_MOST_COMPILES = 2
+_MODEL_LEGEND = (
+    "p90: the slow tenth. Peak: of the process since its first call, compilation included. A call: what one call takes beyond "
+    "what is held between calls. Ratios: over the fastest peer, with the lowest and highest round. Graphs: compiled by dynamo."
+)
+_RESOLUTION_LEGEND = (
+    "Seconds: from a new size to its first result, compilation included. Graphs: compiled by dynamo for it. A call: the memory "
+    "that one call takes beyond what is held between calls. Sizes are visited in the order of the table, in one process each."
+)
+_SIZE_LEGEND = [
+    "Global attention, 6 heads of 64, batch 1, a bias table unless another encoding is named.",
+    "`auto` and names of backends are vitrel's own way. MB is what one call takes at its peak beyond its inputs, outputs",
+    "and gradients included, and with it the index [N, N] of int64 that a peer keeps; 1 MB is 10^6 bytes.",
+]
+_SHARE_LEGEND = (
+    "Own time of the operators in torch.profiler, by the module they run in (ranges put around the submodules by forward "
+    "hooks) and, inside attention and in the blocks of optimized models, by their name and shapes; a gradient counts where "
+    "its forward operator does. Training is forward, cross entropy and backward, drop path at the model's own rate. The "
+    "share of a kind is the median of its time over the profiled steps, of the sum of these medians. The profiler's clock "
+    "is wall time: other work on the machine shows. Not profiled: the same steps without profiler and hooks, processor time "
+    "(on a GPU, its own)."
+)
+
+
+def write(page: Page, title: str, rows: list[Row], folder: Path) -> None:
+    """Writes table.md, and the plots of the page, from the rows of the last machine and code. ValueError without a machine."""
+    machine, rows = last_run(rows)
+    lines = [f"# {title}", "", *machine_lines(machine), "", *page(rows, footer(machine), folder)]
+    with atomic_write(folder / "table.md") as part:
+        part.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+
+
+def markdown(head: Iterable[str], rules: str, body: Iterable[Iterable[str]]) -> list[str]:
+    """A table; rules: its second line."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *body)]
+    return [lines[0].replace("|  |", "| |"), rules, *lines[1:]]
+
+
+class Ratio(NamedTuple):
+    """Median over the rounds of one time over another, and the lowest and highest round."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+
+def ratio(slow: Row, fast: Row) -> Ratio:
+    """How many times `fast` is faster than `slow`, from the medians of the rounds that both were measured in."""
+    rounds = [median(a) / median(b) for a, b in zip(slow["rounds"], fast["rounds"], strict=False)]
+    return Ratio(median(rounds), min(rounds), max(rounds))
+
+
+def milliseconds(row: Row) -> float:
+    """Median of the medians of the rounds."""
+    return median(median(samples) for samples in row["rounds"])
+
+
+def by_case(rows: list[Row], kind: str = "time") -> dict[tuple[str, str], Rows]:
+    """The rows of a kind, by case and mode, then by contender."""
+    found: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        if row["kind"] == kind:
+            found.setdefault((row["case"], row["mode"]), {})[row["contender"]] = row
+    return found
+
+
+def fastest(rows: Rows, of: str, begins: str = "", word: str = "") -> Row:
+    """The fastest contender of a kind whose name begins so and has the word in it. ValueError where there is none."""
+    return min(
+        (row for name, row in rows.items() if row["of"] == of and name.startswith(begins) and word in name), key=milliseconds
+    )
+
+
+class Column(NamedTuple):
+    """A column of a table of times. cell: of a row and of the best peer's, whose name takes the place of {} in the title."""
+
+    title: str
+    rule: str
+    cell: Callable[[Row, Row | None], str]
+
+
+def times(rows: Rows, columns: Sequence[Column]) -> list[str]:
+    """A line for each contender, the fastest first."""
+    best = fastest(rows, "peer") if any(row["of"] == "peer" for row in rows.values()) else None
+    titles = [
+        column.title.format(best["contender"]) if best else "no peer" if "{}" in column.title else column.title
+        for column in columns
+    ]
+    body = [[column.cell(row, best) for column in columns] for row in sorted(rows.values(), key=milliseconds)]
+    return markdown(titles, f"|{'|'.join(column.rule for column in columns)}|", body)
+
+
+def _case_tables(rows: list[Row], columns: Sequence[Column]) -> list[str]:
+    lines = []
+    for (case, mode), found in by_case(rows).items():
+        lines += [f"### {case}, {mode}", "", *times(found, columns), ""]
+    return lines
+
+
+def not_timed(rows: list[Row]) -> list[str]:
+    """Who was refused, wrong or failed, where and why, as lines of Markdown."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["kind"] in ENDS and not row["text"].startswith("at the gate: "):  # said there
+            text = " ".join(row["text"].split()).replace("|", "/")[:300]
+            said.setdefault((row["contender"], f"{row['kind']}: {text}"), []).append(f"{row['case']}, {row['mode']}")
+    shown = {
+        key: "; ".join(where) if len(where) < 4 else f"{where[0]} and {len(where) - 1} more" for key, where in said.items()
+    }
+    body = [(who, shown[who, why], why) for who, why in said]
+    return markdown(("who", "where", "why"), "|---|---|---|", body) if said else ["Everything was."]
+
+
+def _over(row: Row, best: Row | None) -> str:
+    return str(ratio(best, row)) if best else ""
+
+
+def _megabytes(count: float | None, digits: int = 1) -> str:
+    return "" if count is None else f"{count / 1e6:.{digits}f}"
+
+
+def advice(rows: Rows) -> str:
+    """What "auto" should take, by the time rows of one case and mode: never what was slower than SDPA in a round."""
+    if "sdpa" not in rows:
+        return "sdpa was not measured: no advice"
+    backends = [row for name, row in rows.items() if name in BACKENDS and name != "sdpa"]
+    ratios = {row["contender"]: ratio(rows["sdpa"], row) for row in backends}
+    faster = {name: found for name, found in ratios.items() if found.low > 1}
+    if faster:
+        best = max(faster, key=lambda name: faster[name].middle)
+        text = f"{best} {faster[best]} over sdpa"
+    else:
+        others = [f"{name} {found}" for name, found in sorted(ratios.items(), key=lambda one: -one[1].middle)]
+        text = f"sdpa; over it {', '.join(others) or 'nothing else was measured'}"
+    tuned = [row for name, row in rows.items() if name.startswith("triton, ")]
+    if tuned and "triton" in rows:
+        best = min(tuned, key=milliseconds)
+        text += f"; {best['contender']}: {ratio(rows['triton'], best)} over the kernels' own choice"
+    return text
+
+
+def _span(row: Row) -> str:
+    medians = [median(samples) for samples in row["rounds"]]
+    return f"{min(medians):.4f} to {max(medians):.4f}"
+
+
+_ATTENTION_COLUMNS = (
+    Column("", "---", lambda row, _: row["contender"] + " (the floor, not comparable)" * (row["contender"] == FLOOR)),
+    Column("ms", "---:", lambda row, _: f"{milliseconds(row):.4f}"),
+    Column("rounds", "---", lambda row, _: _span(row)),
+    Column("host ms", "---:", lambda row, _: f"{milliseconds({'rounds': row['host']}):.3f}"),
+    Column("over {}, the best peer", "---", _over),
+    Column("peak MB", "---:", lambda row, _: _megabytes(row.get("call_bytes"))),
+    Column("Mtokens/s", "---:", lambda row, _: f"{row['tokens'] / milliseconds(row) / 1e3:.2f}"),
+    Column("TFLOP/s", "---:", lambda row, _: f"{row['flops'] / milliseconds(row) / 1e9:.2f}"),
+)
+
+
+def attention_page(rows: list[Row], line: str, folder: Path) -> list[str]:
+    """Advice, times, what failed or was refused, SDPA's kernels, and cost against size where it was measured."""
+    lines = ["## What auto should take", ""]
+    lines += [f"- {case}, {mode}: {advice(found)}" for (case, mode), found in by_case(rows).items()]
+    lines += ["", "## Times", "", *_case_tables(rows, _ATTENTION_COLUMNS)]
+    lines += ["## Not timed", "", *not_timed(rows), "", "## SDPA with a bias", "", *_sdpa(rows)]
+    return [*lines, "", *_size_section(rows, line, folder)]
+
+
+def _sdpa(rows: list[Row]) -> list[str]:
+    body = []
+    for row in rows:
+        if row["kind"] == "sdpa":
+            ran = ", ".join(name.removeprefix("aten::")[:80] for name in row["ran"]).replace("|", "/")
+            figures = (f"{milliseconds(row):.4f}", _megabytes(row["call_bytes"]), f"{max(row['errors'].values()):.1e}")
+            body.append((row["case"], row["mode"], row["contender"], *figures, ran))
+    head = ("shape", "mode", "kernel", "ms", "peak MB", "largest error", "what ran")
+    return markdown(head, "|---|---|---|---:|---:|---:|---|", body) if body else ["Not measured."]
+
+
+def _size_section(rows: list[Row], line: str, folder: Path) -> list[str]:
+    """A size per row, a contender per column, and how it grows; nothing where nothing was measured."""
+    if not any(row["kind"] in ("size", "turn") for row in rows):
+        return []
+    lines = ["## Cost against size", "", *_SIZE_LEGEND]
+    known = [f"{r['call_bytes'] / 1e6:.2f} of {r['asked'] / 1e6:.2f} MB" for r in rows if r["kind"] == "precision"]
+    lines += [f"Of a call whose memory is known this measures {', '.join(known)}."] if known else []
+    for mode in MODES:
+        found: dict[str, list[Row]] = {}
+        for row in sorted((row for row in rows if row["kind"] == "size"), key=lambda row: row["tokens"]):
+            if row["mode"] == mode:
+                found.setdefault(row["contender"], []).append(row)
+        if not found:
+            continue
+        order = {row["contender"]: None for row in rows if row["kind"] == "size" and row["mode"] == mode}
+        found = {who: found[who] for who in order}
+        ended = {(row["contender"], row["case"]): row for row in rows if row["kind"] in ENDS and row["mode"] == mode}
+        lines += ["", f"### {TITLES[mode].capitalize()}: ms, MB", ""]
+        lines += _grid(found, ended, lambda row: f"{_three(milliseconds(row))}, {_three(_call(row))}")
+        exponents = [[growth(of, value) for value in (milliseconds, _call)] for of in found.values()]
+        cells = [", ".join("?" if e is None else f"N^{e:.2f}" for e in pair) for pair in exponents]
+        lines += [f"| grows as | {' | '.join(cells)} |"]
+        lines += ["", f"### {TITLES[mode].capitalize()}: seconds of the first call (graphs compiled)", ""]
+        lines += _grid(found, ended, lambda row: f"{row['first_call_s']:.2f} ({int(row['compiles'])})")
+        title = f"Global attention, 6 heads of 64, batch 1, {TITLES[mode]}"
+        panels = [("milliseconds", milliseconds), ("MB", _call)]
+        plot(
+            folder / f"sizes_{mode}.png",
+            title,
+            line,
+            found,
+            "tokens N",
+            lambda row: (row["tokens"], row["tokens"]),
+            panels,
+            True,
+        )
+    return [*lines, *_turns(rows)]
+
+
+def growth(rows: list[Row], value: Callable[[Row], float]) -> float | None:
+    """The exponent e of value ~ N^e by least squares of the logarithms; None for fewer than three sizes from 1000 tokens on."""
+    points = [
+        (math.log(row["tokens"]), math.log(value(row))) for row in rows if row["tokens"] >= _GROWS_FROM and value(row) > 0
+    ]
+    if len(points) < 3:
+        return None
+    x, y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def _grid(found: dict[str, list[Row]], ended: dict[tuple[str, str], Row], cell: Callable[[Row], str]) -> list[str]:
+    cases = {row["case"]: row["tokens"] for of in found.values() for row in of}
+    body = []
+    for case, tokens in sorted(cases.items(), key=lambda one: one[1]):
+        rows = {who: next((row for row in of if row["case"] == case), None) for who, of in found.items()}
+        cells = [cell(row) if row else _why(ended.get((who, case))) for who, row in rows.items()]
+        body.append([f"{tokens} ({case.removeprefix('size ')})", *cells])
+    return markdown(("N", *found), "|---|" + "---:|" * len(found), body)
+
+
+def _turns(rows: list[Row]) -> list[str]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "turn":
+            found.setdefault(row["contender"], []).append(row)
+    if not found:
+        return []
+    sizes = ["x".join(map(str, row["size"])) for row in max(found.values(), key=len)]
+    body = []
+    for who, of in found.items():
+        cells = [f"{row['first_call_s']:.2f} ({row['new_compiles']})" for row in of] + [""] * (len(sizes) - len(of))
+        body.append([who, *cells, str(sum(row["new_compiles"] for row in of))])
+    lines = ["", "### One process, one size after the other: seconds of the first call of each (graphs compiled)", ""]
+    return lines + markdown(("", *sizes, "graphs"), "|---|" + "---:|" * (len(sizes) + 1), body)
+
+
+def _why(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return "out of memory" if "allocate memory" in row["text"] or "out of memory" in row["text"] else row["kind"]
+
+
+def _call(row: Row) -> float:
+    return (row["call_bytes"] + row["kept_bytes"]) / 1e6
+
+
+def _three(x: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
+class Goal(NamedTuple):
+    """A figure of the cases whose name begins with `case`, and what it should at least be, or with `most` at most."""
+
+    what: str
+    case: str
+    mode: str
+    figure: Callable[[Rows], Ratio | float]
+    limit: float
+    most: bool = False
+
+
+def _speed(word: str = "") -> Callable[[Rows], Ratio]:
+    return lambda rows: ratio(fastest(rows, "peer", word=word), fastest(rows, "ours"))
+
+
+def _eager(rows: Rows) -> Ratio:
+    peers = {name: row for name, row in rows.items() if row["how"] == "eager"}
+    return ratio(fastest(peers, "peer"), fastest(rows, "ours"))
+
+
+def _memory(rows: Rows) -> float:
+    """What a call of our fastest takes over what one of the fastest peer does."""
+    return fastest(rows, "ours")["call_bytes"] / fastest(rows, "peer")["call_bytes"]
+
+
+def _against(one: str, other: str) -> Callable[[Rows], Ratio]:
+    """Images per second of our fastest `one` over those of our fastest `other`."""
+    return lambda rows: ratio(fastest(rows, "ours", f"{other}: "), fastest(rows, "ours", f"{one}: "))
+
+
+_TABLE = ("ViT-B with a table over ViT-B without position", "ViT-B with and without position")
+_ROPE = ("ViT-B with RoPE over ViT-B without position", "ViT-B with and without position")
+_COMMON = (
+    Goal("Swin-T over ViT-S, images/s", "Swin-T against ViT-S", "inference", _against("Swin-T", "ViT-S absolute"), 0.9),
+    Goal(*_TABLE, "inference", _against("ViT-B table", "ViT-B none"), 0.97),
+    Goal(*_ROPE, "inference", _against("ViT-B rope", "ViT-B none scaled"), 0.97),
+)
+CPU_GOALS = (
+    Goal("Swin-T inference, batch 8, over the best peer", "Swin-T, 224, batch 8, fp32", "inference", _speed(), 2.2),
+    Goal("Swin-T inference, batch 1, over the best peer", "Swin-T, 224, batch 1, fp32", "inference", _speed(), 2.2),
+    Goal("Swin-T training over the best peer", "Swin-T, 224, batch 8, fp32", "training", _speed(), 1.6),
+    Goal("Swin-T inference in bf16 over the best peer", "Swin-T, 224, batch 1, bf16", "inference", _speed(), 1.3),
+    Goal("Memory of a call, Swin-T, batch 8", "Swin-T, 224, batch 8, fp32", "inference", _memory, 0.5, True),
+    *_COMMON,
+)
+GPU_GOALS = (
+    Goal("Swin-T inference over compiled peers", "Swin-T, 224, batch 256", "inference", _speed("compiled"), 1.5),
+    Goal("Swin-T inference over eager peers", "Swin-T, 224, batch 256", "inference", _eager, 2.2),
+    Goal("Swin-T training over compiled peers", "Swin-T, 224, batch 256", "training", _speed("compiled"), 1.5),
+    Goal("Swin-T training over eager peers", "Swin-T, 224, batch 256", "training", _eager, 1.8),
+    Goal("Memory of a training step, Swin-T", "Swin-T, 224, batch 256", "training", _memory, 0.65, True),
+    Goal("ViT-B table training, 448, over SDPA + bias compiled", "ViT-B table, 448", "training", _speed("compiled"), 1.3),
+    Goal("ViT-B table training, 1024, over SDPA + bias compiled", "ViT-B table, 1024", "training", _speed("compiled"), 2.0),
+    Goal("Memory of a training step, ViT-B table, 1024", "ViT-B table, 1024", "training", _memory, 0.6, True),
+    *_COMMON,
+)
+
+
+def model_page(rows: list[Row], line: str, folder: Path) -> list[str]:
+    """The goals, a table per case, what failed."""
+    goals = GPU_GOALS if any(row["kind"] == "machine" and row.get("cuda") for row in rows) else CPU_GOALS
+    lines = ["## Goals", "", *goal_lines(goals, by_case(rows)), "", "## Times", "", _MODEL_LEGEND, ""]
+    return [*lines, *_case_tables(rows, _MODEL_COLUMNS), "## Not timed", "", *not_timed(rows), "", line]
+
+
+def goal_lines(goals: tuple[Goal, ...], cases: dict[tuple[str, str], Rows]) -> list[str]:
+    """A table of goals: the figure, what it should be, and whether it is."""
+    body = []
+    for goal in goals:
+        rows = next((of for (case, mode), of in cases.items() if case.startswith(goal.case) and mode == goal.mode), {})
+        sign = "≤" if goal.most else "≥"
+        try:
+            figure = goal.figure(rows)
+        except ValueError:  # one of the two was not timed
+            body.append((goal.what, "", f"{sign} {goal.limit:g}", "not measured"))
+            continue
+        middle = figure.middle if isinstance(figure, Ratio) else figure
+        met = middle <= goal.limit if goal.most else middle >= goal.limit
+        shown = str(figure) if isinstance(figure, Ratio) else f"{figure:.2f}"
+        body.append((goal.what, shown, f"{sign} {goal.limit:g}", "met" if met else "missed"))
+    return markdown(("goal", "figure", "should be", ""), "|---|---|---:|---|", body)
+
+
+def images_per_second(row: Row) -> tuple[float, float]:
+    """Median and slow tenth of all its calls."""
+    times = [ms for one in row["rounds"] for ms in one]
+    slow = quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else times[0]
+    return row["batch"] / median(times) * 1e3, row["batch"] / slow * 1e3
+
+
+def _share(row: Row, best: Row | None) -> str:
+    call, peer = row["call_bytes"], best and best["call_bytes"]
+    return f"{call / peer:.2f}" if call and peer else ""
+
+
+def _peak(row: Row) -> str:
+    reserved = f" ({row['reserved_bytes'] / 1e6:.0f} reserved)" if row["reserved_bytes"] else ""
+    return f"{_megabytes(row['peak_bytes'], 0)}{reserved}"
+
+
+_MODEL_COLUMNS = (
+    Column("", "---", lambda row, _: row["contender"]),
+    Column("img/s p50", "---:", lambda row, _: f"{images_per_second(row)[0]:.2f}"),
+    Column("p90", "---:", lambda row, _: f"{images_per_second(row)[1]:.2f}"),
+    Column("over {}", "---", _over),
+    Column("peak MB", "---:", lambda row, _: _peak(row)),
+    Column("a call MB", "---:", lambda row, _: _megabytes(row["call_bytes"], 0)),
+    Column("over it", "---:", _share),
+    Column("first call s", "---:", lambda row, _: f"{row['first_call_s']:.1f}"),
+    Column("graphs", "---:", lambda row, _: str(row["compiles"])),
+)
+
+
+def resolution_page(rows: list[Row], line: str, folder: Path) -> list[str]:
+    """A table for each model over its sizes, and <model>.png: throughput and memory against the size."""
+    cases: dict[str, dict[str, list[Row]]] = {}
+    for (case, _), of in by_case(rows).items():
+        for name, row in of.items():
+            cases.setdefault(case, {}).setdefault(name, []).append(row)
+    lines = [_RESOLUTION_LEGEND, ""]
+    for case, of_case in cases.items():
+        lines += [f"## {case}", "", *_compilations(of_case), *_resolutions(of_case), ""]
+        name = "".join(c if c.isalnum() else "_" for c in case.partition(" over")[0].lower())
+        panels = [
+            ("images per second", lambda row: row["batch"] / milliseconds(row) * 1e3),
+            ("memory of a call, MB", lambda row: (row["call_bytes"] or 0) / 1e6),
+        ]
+        plot(folder / f"{name}.png", case, line, of_case, "image, height x width in pixels", _pixels, panels)
+    return [*lines, "## Not timed", "", *not_timed(rows), "", line]
+
+
+def _pixels(row: Row) -> tuple[int, str]:
+    h, w = row["size"]
+    return h * w, f"{h}x{w}"
+
+
+def _compilations(of: dict[str, list[Row]]) -> list[str]:
+    body = []
+    for name, rows in of.items():
+        if "compiled" in name:
+            graphs = sum(row["new_compiles"] for row in rows)
+            met = "" if rows[0]["of"] == "peer" else "met" if graphs <= _MOST_COMPILES else "missed"
+            seconds = sum(row["first_call_s"] for row in rows)
+            body.append((name, str(len(rows)), str(graphs), f"{seconds:.1f}", met))
+    head = ("", "sizes", "graphs compiled", "seconds to all first results", f"at most {_MOST_COMPILES}")
+    return [*markdown(head, "|---|---:|---:|---:|---|", body), ""] if body else []
+
+
+def _resolutions(of: dict[str, list[Row]]) -> list[str]:
+    body = []
+    for size in dict.fromkeys(tuple(row["size"]) for rows in of.values() for row in rows):
+        found = [next((row for row in rows if tuple(row["size"]) == size), None) for rows in of.values()]
+        body.append([f"{size[0]}x{size[1]}", *("" if row is None else _resolution(row) for row in found)])
+    return markdown(("img/s p50 (p90), MB a call, seconds, graphs", *of), f"|---|{'---|' * len(of)}", body)
+
+
+def _resolution(row: Row) -> str:
+    p50, p90 = images_per_second(row)
+    memory = _megabytes(row["call_bytes"], 0) or "?"
+    return f"{p50:.2f} ({p90:.2f}), {memory} MB, {row['first_call_s']:.1f} s, {row['new_compiles']}"
+
+
+def share_page(rows: list[Row], line: str, folder: Path) -> list[str]:
+    """One table a mode, with a column for each model."""
+    lines = [_SHARE_LEGEND, ""]
+    for mode in SHARE_MODES:
+        lines += [f"## {mode.capitalize()}", "", *_shares([row for row in rows if row.get("mode") == mode]), ""]
+    lines += ["## The kinds", "", *(f"- {kind}: {what}" for kind, what in KINDS.items()), ""]
+    failed = [f"- {row['case']}, {row['mode']}, {row['contender']}: {row['text']}" for row in rows if row["kind"] == "failed"]
+    return [*lines, "## Failed", "", *(failed or ["Nothing."])]
+
+
+def shares(ms: dict[str, list[float]]) -> dict[str, float]:
+    """Milliseconds of every kind in each of some steps -> percent of the whole; they sum to 100."""
+    middle = {kind: median(times) for kind, times in ms.items()}
+    total = sum(middle.values())
+    return {kind: 100 * value / total for kind, value in middle.items()}
+
+
+def _shares(rows: list[Row]) -> list[str]:
+    rows = [row for row in rows if row["kind"] == "shares"]
+    if not rows:
+        return ["Not measured."]
+    columns = [shares(row["ms"]) for row in rows]
+    body = [[kind, *(f"{column[kind]:.1f}" for column in columns)] for kind in KINDS]
+    body.append(["ms, profiled", *(f"{sum(median(times) for times in row['ms'].values()):.1f}" for row in rows)])
+    body.append(["ms, not profiled", *(f"{median(row['not_profiled_ms']):.1f}" for row in rows)])
+    head = ["% of a step", *(f"{row['case']}: {row['contender']}" for row in rows)]
+    return markdown(head, "| --- |" + " ---: |" * len(rows), body)
