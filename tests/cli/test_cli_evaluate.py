@@ -74,7 +74,7 @@ def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path,
     ]
     tool.main([*paths, *arguments, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "results.csv, per_class.csv, table.md, plots/, report.html" in printed
+    assert "results.csv, per_class.csv, table.md, plots/\n" in printed and "report.html in a browser" in printed
     assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
     assert all(f"- vitrel_vit_n8_none ({path}): " in printed for path in paths)
 

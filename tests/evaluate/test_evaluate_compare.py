@@ -137,7 +137,7 @@ def test_claims_about_what_is_not_evaluated_are_refused_before_training(load, ch
 
 
 def test_what_is_no_configuration_is_refused(load, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no configuration at .*none\.yaml; configs/quickstart\.yaml is one"):
+    with pytest.raises(FileNotFoundError, match=r"no configuration at .*none\.yaml; vitrel/configs/quickstart\.yaml is one"):
         load_comparison(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="keys and values are expected"):
         load("- a\n- b\n")
@@ -192,7 +192,8 @@ def test_no_configuration_names_a_place_outside_the_checkout(path):
 
 @pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes"])
 def test_the_configurations_of_the_repository_are_valid(name, request, monkeypatch):
-    path = request.config.rootpath / "configs" / f"{name}.yaml"
+    folder = request.config.rootpath / ("vitrel/configs" if name == "quickstart" else "configs")
+    path = folder / f"{name}.yaml"
     monkeypatch.setattr("vitrel.evaluate.compare._data", lambda data, path: data)
     for found in load_comparison(path):
         assert found.name.split("/")[0] == name and len(found.entries) >= 4

@@ -73,10 +73,10 @@ def test_missing_empty_and_cut_off_files_are_named_with_their_size(checkpoint, t
 
 def test_files_that_hold_something_else_are_refused(tmp_path):
     torch.save({"state_dict": {}, "optimizer": 1}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"is not a checkpoint of tools/train\.py.* it holds optimizer, state_dict"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of vitrel train.* it holds optimizer, state_dict"):
         load_checkpoint(tmp_path / "other.ckpt")
     torch.save({"state_dict": {}, "vitrel": "model"}, tmp_path / "text.ckpt")
-    with pytest.raises(ValueError, match=r"is not a checkpoint of tools/train\.py"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of vitrel train"):
         load_checkpoint(tmp_path / "text.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
     with pytest.raises(ValueError, match="it holds list"):
@@ -334,7 +334,7 @@ def test_a_convolutional_network_is_built_for_no_size(tmp_path):
 
 def test_what_cannot_be_loaded_says_why(weights, tmp_path):
     _, path = weights("a.pth")
-    with pytest.raises(ValueError, match="unknown model 'vit_tini_patch16_224'; the nearest are vit_tiny_patch16_224"):
+    with pytest.raises(ValueError, match="unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16_224"):
         load_model("vit_tini_patch16_224", path)
     with pytest.raises(ValueError, match="unknown model 'hf-hub:some/one'; the nearest are"):
         load_model("hf-hub:some/one", path)

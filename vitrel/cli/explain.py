@@ -64,17 +64,17 @@ def run(args: argparse.Namespace) -> None:
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int]:
     """The encoding of one layer of a model, its heads and their width."""
     from vitrel.cli.options import open_models
-    from vitrel.layers.attention import Attention
+    from vitrel.layers.block import Block
 
     args.pretrained, args.model_args, args.img_size = False, {}, None
     [trained] = open_models(args, random=True)
-    layers = [module for module in trained.model.modules() if isinstance(module, Attention)]
+    layers = [module for module in trained.model.modules() if isinstance(module, Block)]
     if not layers:
         raise ValueError(f"{args.model} has no attention layers of vitrel: vitrel diagnose looks at other models")
     if not -len(layers) <= args.layer < len(layers):
         raise ValueError(f"there is no layer {args.layer}: the model has layers 0 to {len(layers) - 1}")
     layer = layers[args.layer]
-    return layer.position, layer.num_heads, layer.head_dim
+    return layer.position, layer.attn.num_heads, layer.attn.qkv.out_features // 3 // layer.attn.num_heads
 
 
 def _grid(text: str) -> Size:

@@ -174,7 +174,7 @@ def _asked(items: Sequence[Mapping[str, Any]], data: str | None) -> list[Mapping
 
 def _read_comparison(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"no configuration at {path}; configs/quickstart.yaml is one to start from")
+        raise FileNotFoundError(f"no configuration at {path}; vitrel/configs/quickstart.yaml is one to start from")
     return _section(read_yaml(path), (*KEYS, *OPTIONAL), str(path))
 
 

@@ -18,7 +18,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import timm
 import torch
 import torchvision
@@ -29,8 +28,12 @@ from vitrel.evaluate.metrics import t_interval, wilson
 from vitrel.evaluate.policies import policy_parts
 from vitrel.evaluate.processes import rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
+from vitrel.extras import optional_import
 from vitrel.files import atomic_write, commit, guarded, shown, unguarded, write_cells
 from vitrel.sizes import format_size, parse_size
+
+with optional_import():
+    import pandas as pd
 
 # Names and units as in timm's result CSVs where timm has them.
 COLUMNS = {

@@ -10,7 +10,6 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -38,10 +37,14 @@ from vitrel.evaluate.results import (
     with_curves,
 )
 from vitrel.evaluate.settings import Row, Sweep
+from vitrel.extras import optional_import
 from vitrel.files import atomic_write, shown
 from vitrel.inspect.any_model import evaluating
 from vitrel.progress import progress
 from vitrel.sizes import Size, format_size, parse_size
+
+with optional_import():
+    import pandas as pd
 
 HEAD = (
     "model", "size", "protocol", "crop", "policy", "tokens", "GFLOPs", "windows", "padded", "resized", "values resampled",

@@ -7,8 +7,11 @@
 import importlib
 from types import ModuleType
 
+from vitrel.extras import optional_import
+
 
 def __getattr__(name: str) -> ModuleType:
     if name == "plot":  # not at import: it brings matplotlib
-        return importlib.import_module("vitrel.inspect.plot")
+        with optional_import():
+            return importlib.import_module("vitrel.inspect.plot")
     raise AttributeError(f"module 'vitrel.inspect' has no attribute {name!r}")

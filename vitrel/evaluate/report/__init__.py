@@ -9,14 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import pandas as pd
-
 from vitrel.evaluate.metrics import Z95, t_interval
 from vitrel.evaluate.policies import policy_parts
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
+from vitrel.extras import optional_import
 from vitrel.position import POSITIONS
 from vitrel.sizes import format_size, parse_size
+
+with optional_import():
+    import pandas as pd
 
 DETAILS = {
     "label": "model",

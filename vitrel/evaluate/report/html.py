@@ -16,9 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
-from plotly.offline import get_plotlyjs
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
@@ -30,9 +28,14 @@ from vitrel.evaluate.policies import fitted
 from vitrel.evaluate.report import DETAILS, verdicts
 from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, read_csv, read_lines, top1_interval
 from vitrel.evaluate.settings import Row, Sweep
+from vitrel.extras import optional_import
 from vitrel.files import atomic_write, one_page, shown
 from vitrel.inspect.attention import Layer, for_each_layer, offset_mean
 from vitrel.sizes import format_size, parse_size
+
+with optional_import():
+    import pandas as pd
+    from plotly.offline import get_plotlyjs
 
 SCRIPTS = ("base", "curves", "rows", "lattices", "attention", "lines", "start")
 # what may be drawn against resolution: name with unit, and whether the axis is logarithmic

@@ -4,15 +4,17 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, ScalarFormatter
-
 from vitrel.evaluate.results import aggregate, curves
 from vitrel.evaluate.settings import Row
+from vitrel.extras import optional_import
 from vitrel.files import atomic_write
 from vitrel.sizes import parse_size
+
+with optional_import():
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
 
 # Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes say the same without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
