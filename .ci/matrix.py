@@ -74,7 +74,8 @@ def pins(version: str) -> list[str]:
         return []
     if version != "lowest":
         return [f"torch=={version}"]
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
     bounds = re.findall(r"^([\w-]+)(?:\[.*\])?>=([\d.]+)", "\n".join(needed), re.MULTILINE)
     return [f"{name}=={bound}" for name, bound in bounds]
 

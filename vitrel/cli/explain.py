@@ -49,20 +49,20 @@ def run(args: argparse.Namespace) -> None:
     from vitrel.position import POSITIONS
 
     if args.model in POSITIONS:
-        position, options, heads, dim = args.model, args.options, args.heads, args.dim
+        position, options, heads, dim, prefix = args.model, args.options, args.heads, args.dim, 0
     else:
         if args.options:
             raise ValueError("--options are those of an ENCODING: a MODEL has its own")
-        position, heads, dim = _of_layer(args)
+        position, heads, dim, prefix = _of_layer(args)
         options = {}
     generator = torch.Generator().manual_seed(args.seed)
-    tokens = args.grid[0] * args.grid[1]
+    tokens = args.grid[0] * args.grid[1] + prefix
     q, k, v = (torch.randn(heads, tokens, dim, generator=generator, dtype=torch.float64) for _ in range(3))
-    print(explain(q, k, v, position, args.grid, args.query, head=args.head, **options))
+    print(explain(q, k, v, position, (*args.grid, prefix), args.query, head=args.head, **options))
 
 
-def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int]:
-    """The encoding of one layer of a model, its heads and their width."""
+def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
+    """The encoding of one layer of a model, its heads, their width, and the prefix tokens that it counts."""
     from vitrel.cli.options import open_models
     from vitrel.layers.block import Block
 
@@ -74,7 +74,8 @@ def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int]:
     if not -len(layers) <= args.layer < len(layers):
         raise ValueError(f"there is no layer {args.layer}: the model has layers 0 to {len(layers) - 1}")
     layer = layers[args.layer]
-    return layer.position, layer.attn.num_heads, layer.attn.qkv.out_features // 3 // layer.attn.num_heads
+    prefix = 0 if layer.attn.window else getattr(trained.model, "num_prefix_tokens", 0)
+    return layer.position, layer.attn.num_heads, layer.attn.qkv.out_features // 3 // layer.attn.num_heads, prefix
 
 
 def _grid(text: str) -> Size:
