@@ -22,20 +22,22 @@ GRIDS = [(4, 5), (7, 3), (2, 2), (12, 12), (6, 10)]  # some below the window, so
 
 
 class Layer(torch.nn.Module):
-    """[B, h, w, C] in and out, so that the grid comes from the input's shape."""
+    """[B, h, w, C] in, so that the grid comes from the input's shape, [B, N, C] out; with a prefix token where the grid has."""
 
     def __init__(self, **keywords):
         super().__init__()
         self.layer = vitrel.RelativeAttention(16, 2, **keywords).eval()
+        self.token = torch.nn.Parameter(torch.zeros(1, Grid(*keywords.get("grid", (1, 1))).prefix, 16))
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.5)
 
     def forward(self, x):
-        return self.layer(x.flatten(1, 2), (x.shape[1], x.shape[2])).unflatten(1, x.shape[1:3])
+        tokens = torch.cat((self.token.expand(x.shape[0], -1, -1), x.flatten(1, 2)), 1)
+        return self.layer(tokens, (x.shape[1], x.shape[2], self.token.shape[1]))
 
 
-CONFIGS = [dict(position=key, grid=(4, 5)) for key in KEYS]
+CONFIGS = [dict(position=key, grid=(4, 5, 1)) for key in KEYS]
 CONFIGS += [dict(position=key, window=(4, 3), shift=(2, 1)) for key in KEYS]
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(resize=r)) for r in ("clip", "bicubic")]
 CONFIGS += [dict(position="rope_mixed+table", cosine=True, **where) for where in (dict(grid=(4, 5)), dict(window=4, shift=2))]

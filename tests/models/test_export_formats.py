@@ -58,10 +58,6 @@ def check_onnx(model, folder, sizes=SIZES):
         torch.testing.assert_close(torch.from_numpy(logits), model(image), atol=1e-4, rtol=1e-4)
 
 
-def test_onnx(tmp_path):
-    check_onnx(shallow("vitrel_vit_n8_table", depth=1), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_onnx_of_every_family(family, tmp_path):
