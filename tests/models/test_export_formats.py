@@ -13,13 +13,9 @@ from vitrel import POSITIONS
 from vitrel.export import export_model
 from vitrel.ops import use_backend
 
-FAMILIES = {
-    "absolute": ("vitrel_vit_n8_absolute", {}),
-    "table": ("vitrel_vit_n8_table", {}),
-    "rope_mixed": ("vitrel_vit_n8_rope_mixed", {}),
+FAMILIES = {  # beside a ViT of every encoding
     "swin": ("vitrel_swin_n", {}),
     "swinv2": ("vitrel_swinv2_n", {}),
-    "decomposed": ("vitrel_vit_n8_decomposed", {}),
     "decomposed in windows": ("vitrel_swin_n_decomposed", {}),
     "temperature": ("vitrel_vit_n8_table", {"position": "rope_mixed+table", "position_args": {"logit_scale": "log_n"}}),
     "SAM's windows": (

@@ -29,6 +29,14 @@ def tool():
     return script("tools/compare.py")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_curves():
+    """matplotlib takes longer than training here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def finished(tool, tmp_path_factory):
     """A folder with the finished comparison `trial`."""

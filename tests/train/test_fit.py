@@ -79,7 +79,7 @@ def test_of_equal_top1_the_lower_loss_is_the_best(command, tmp_path, monkeypatch
 
     monkeypatch.setattr(Classifier, "validation_step", step)
     folder = tmp_path / "run"
-    for epochs, best in ((1, 1), (2, 2), (4, 2)):
+    for epochs, best in ((2, 2), (4, 2)):
         run([*command("run", epochs=epochs), "--ckpt_path=auto", f"--trainer.val_check_interval={interval}"])
         entry = read(folder / "checkpoints" / "best.ckpt")["vitrel"]
         found = json.loads((folder / "summary.json").read_text())["best"]

@@ -18,7 +18,7 @@ from vitrel.train.saving import Best, Saving
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("call", [pytest.param(2, marks=SLOW), 5, 6, 7, pytest.param(12, marks=SLOW)])
+@pytest.mark.parametrize("call", [5, 7, *(pytest.param(call, marks=SLOW) for call in (2, 6, 12))])
 def test_killed_at_a_batch(command, whole, tmp_path, call):
     """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, in its first, in a later epoch."""
     args = command("cut", *EVERYTHING, "--run.save_every=1")
@@ -30,8 +30,10 @@ def test_killed_at_a_batch(command, whole, tmp_path, call):
 @pytest.mark.parametrize(
     ("extra", "call"),
     [
-        (["--trainer.max_steps=7"], 7),  # just after an epoch's end
-        (["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5),  # just after an evaluation
+        pytest.param(["--trainer.max_steps=7"], 7, marks=SLOW),  # just after an epoch's end
+        pytest.param(  # just after an evaluation
+            ["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5, marks=SLOW
+        ),
         (["--trainer.val_check_interval=0.5", "--trainer.accumulate_grad_batches=2"], 4),  # which lies in an accumulation
     ],
 )
@@ -71,7 +73,7 @@ def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=SLOW), 2])
 def test_killed_while_streaming_shards(command, whole, folder, tmp_path, workers):
     pack(folder, tmp_path / "shards", images_per_shard=17)
     extra = (*EVERYTHING, f"--data.data={tmp_path}/shards", f"--data.workers={workers}", "--run.save_every=1")
@@ -83,6 +85,7 @@ def test_killed_while_streaming_shards(command, whole, folder, tmp_path, workers
     assert_same_run(tmp_path / "cut", whole(*extra))
 
 
+@pytest.mark.slow
 def test_killed_with_sizes_in_turn_and_repeated_views(command, whole, tmp_path):
     extra = (*EVERYTHING, "--data.train_sizes=[32, [24, 40], 48]", "--data.repeats=2", "--run.save_every=1")
     args = command("cut", *extra)
@@ -109,7 +112,7 @@ def test_another_order_or_schedule_is_refused(command_in, whole, change, text):
         run([*resumed(args, folder), change])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_path, accumulate):
     """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
     extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", f"--trainer.accumulate_grad_batches={accumulate}")
@@ -130,7 +133,7 @@ def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_p
     assert_same_run(tmp_path / "cut", whole(*extra))
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [2, pytest.param(3, marks=SLOW)])
 def test_killed_in_an_evaluation(command, whole, tmp_path, times):
     """And again, in the evaluation that makes up for it."""
     args = command("cut", *EVERYTHING, epochs=2)
@@ -145,7 +148,12 @@ def test_killed_in_an_evaluation(command, whole, tmp_path, times):
 
 @pytest.mark.parametrize(
     ("call", "hook", "step"),
-    [(2, "on_train_batch_start", 1), (8, "on_train_batch_start", 4), (1, "validation_step", 3), (6, "training_step", 3)],
+    [
+        (8, "on_train_batch_start", 4),
+        (1, "validation_step", 3),
+        pytest.param(2, "on_train_batch_start", 1, marks=SLOW),
+        pytest.param(6, "training_step", 3, marks=SLOW),
+    ],
 )
 def test_sigterm_saves_and_exits_143(command, whole, tmp_path, call, hook, step):
     args = command("cut", *EVERYTHING, epochs=2)
@@ -166,7 +174,9 @@ def at_ctrl_c(*args):
     return install
 
 
-@pytest.mark.parametrize(("call", "hook", "step"), [(8, "on_train_batch_start", 4), (1, "validation_step", 3)])
+@pytest.mark.parametrize(
+    ("call", "hook", "step"), [(8, "on_train_batch_start", 4), pytest.param(1, "validation_step", 3, marks=SLOW)]
+)
 def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd, call, hook, step):
     args, last = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at_ctrl_c(call, signal.SIGINT, hook))) == 130
@@ -259,7 +269,7 @@ def saved_at(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_twenty_kills_at_random(command, tmp_path, workers):
     """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
     extra = (*EVERYTHING, "--run.save_every=1", f"--data.workers={workers}")
