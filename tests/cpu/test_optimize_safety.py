@@ -22,6 +22,7 @@ from vitrel.layers import Attention, Block
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
 PAIR = pytest.mark.parametrize("kind", ["vit", "swin"])
+TRACED = pytest.mark.parametrize("kind", ["vit", pytest.param("swin", marks=pytest.mark.slow)])
 SHALLOW = {"vit": dict(depth=1), "swin": dict(depths=(2,), num_heads=(1,))}
 
 
@@ -117,7 +118,7 @@ def test_off_under_compile(kind):
     torch._dynamo.reset()
 
 
-@PAIR
+@TRACED
 def test_off_under_export(kind):
     plain, model = twins(build(kind, **SHALLOW[kind]))
     image = picture(2, (64, 64))
@@ -131,7 +132,7 @@ def test_off_under_export(kind):
     assert {*programs[1].constants} == {*programs[0].constants}
 
 
-@PAIR
+@TRACED
 def test_off_under_trace(kind):
     plain, model = twins(build(kind))
     image = picture(2, (64, 64))
@@ -143,7 +144,7 @@ def test_off_under_trace(kind):
     assert one == other
 
 
-@PAIR
+@TRACED
 def test_off_under_fx(kind):
     """What is traced is the plain graph; what runs is as exact as the model."""
     plain, model = twins(build(kind))
