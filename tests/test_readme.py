@@ -12,12 +12,12 @@ from vitrel import POSITIONS
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_examples():
     names = {"torch": torch}
     try:
         for block in BLOCKS:
-            if "local-dir:" not in block:  # the tour has a test of its own
-                exec(block, names)
+            exec(block, {} if "local-dir:" in block else names)  # the tour stands alone, and asserts as it goes
     finally:
         POSITIONS.pop("linear_decay", None)  # which the last example adds
     vit = timm.create_model("vitrel_vit_s16_table", device="meta")

@@ -183,7 +183,7 @@ def damaged(tmp_path):
     return [*named, *data], [os.fsdecode(path) for path in bad]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "2"])
 def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, workers):
     """Also where their names are no UTF-8: the bytes are escaped."""
     (arguments, bad), out = damaged, tmp_path / "out"

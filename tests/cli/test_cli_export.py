@@ -50,6 +50,7 @@ def assert_serves(run, model, sizes=SIZES):
         torch.testing.assert_close(run(image), model(image), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_program_serves_any_size(tool, checkpoint, capsys):
     path, model = checkpoint
     tool.main([str(path), "--format", "exported", "--dynamic-size"])

@@ -21,7 +21,7 @@ from vitrel.inspect.attention import record
 from vitrel.models.registry import COMPOSITIONS
 from vitrel.ops import use_backend, why
 
-SIZES = [(3, (64, 64)), (1, (40, 88)), (2, (72, 57)), (3, (8, 96))]
+SIZES = [(3, (64, 64)), (2, (72, 57)), (3, (8, 96))]
 TRUNKS = [("vit", key) for key in (*KEYS, *COMPOSITIONS)] + [("swin", key) for key in (*IN_ATTENTION, *COMPOSITIONS)]
 WINDOWED = dict(class_token=False, global_pool="avg", position="absolute+decomposed")
 OPTIONS = {
@@ -71,13 +71,13 @@ def check_outputs(model, sizes):
 
 @pytest.mark.parametrize(("trunk", "key"), TRUNKS)
 def test_every_encoding(trunk, key):
-    check_outputs(small(trunk, position=key), SIZES[1:] if trunk == "vit" else SIZES[1:3])
+    check_outputs(small(trunk, position=key), SIZES[1:2])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(name):
     trunk, options = OPTIONS[name]
-    check_outputs(small(trunk, **options), SIZES)
+    check_outputs(small(trunk, **options), SIZES[1:])
 
 
 @pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("vit", "rope_mixed"), ("swin", "table"), ("swinv2", "cpb")])
@@ -173,8 +173,10 @@ def test_auto_decides_between_the_two():
             vitrel.optimize(model, linears=wrong)
 
 
-@pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("vit", "shaw"), ("swin", "table"), ("swinv2", "cpb")])
-@pytest.mark.parametrize("linears", ["onednn", "torch"])
+@pytest.mark.parametrize(
+    ("trunk", "key", "linears"),
+    [("vit", "table", "onednn"), ("vit", "shaw", "torch"), ("swin", "table", "torch"), ("swinv2", "cpb", "onednn")],
+)
 def test_a_batch_in_several_chunks(monkeypatch, trunk, key, linears):
     """An image at a time, some, and all."""
     if linears == "onednn" and not torch.backends.mkldnn.is_available():
@@ -255,7 +257,7 @@ def test_attention_that_is_watched():
         check(plain, model, image)
 
 
-@pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("vit", "cpb"), ("swin", "table"), ("swinv2", "cpb")])
+@pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("swinv2", "cpb")])
 def test_half_precision_is_no_worse(trunk, key):
     """Against the plain model in float32: of bfloat16 weights, and of autocast, in either order with float32.
 

@@ -10,7 +10,6 @@ import argparse
 import inspect
 import json
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -210,10 +209,14 @@ def document(key):
     return json.loads(json.dumps(content, default=plain))
 
 
-def text(content):
-    """JSON with one innermost list a line."""
-    innermost = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
-    return innermost.sub(lambda found: "[" + " ".join(found[1].split()) + "]", json.dumps(content, indent=0)) + "\n"
+def text(content, indent=""):
+    """JSON with one key a line and every array on the line of its key; a list of objects has one object after the other."""
+    if isinstance(content, dict) and content:
+        inner = [f"{indent} {json.dumps(name)}: {text(value, indent + ' ')}" for name, value in content.items()]
+        return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        return "[" + ", ".join(text(value, indent) for value in content) + "]"
+    return json.dumps(content, ensure_ascii=False)
 
 
 def differences(stored, made, path=""):
@@ -244,7 +247,7 @@ def main():
     for key in oracles.ORACLES:
         file, made = arguments.folder / f"{key}.json", document(key)
         if not arguments.check:
-            file.write_text(text(made))
+            file.write_text(text(made) + "\n")
         elif not file.exists():
             wrong.append(f"{file}: missing")
         else:

@@ -50,6 +50,16 @@ VARIANTS = [(key, {}) for key in KEYS] + [
 VARIANT_IDS = ["-".join([key, *(f"{name}={value}" for name, value in options.items())]) for key, options in VARIANTS]
 
 
+def spread(cases, others) -> list:
+    """pytest parameters (key, options, other): an encoding as it is with all of `others`, with options with every second."""
+    return [
+        pytest.param(key, options, other, id=f"{key}-{options or ''}-{other}")
+        for i, (key, options) in enumerate(cases)
+        for j, other in enumerate(others)
+        if not options or (i + j) % 2 == 0
+    ]
+
+
 def make(key: str, grid, heads: int = 2, dim: int = 8, **options) -> nn.Module:
     """The encoding with small hidden sizes."""
     dtype = options.pop("dtype", None)

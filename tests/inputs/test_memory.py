@@ -5,7 +5,7 @@ import timm
 import torch
 
 import vitrel  # noqa: F401  registers the models with timm
-from helpers.variants import GENERAL, IN_ATTENTION, VARIANT_IDS, VARIANTS, perturbed
+from helpers.variants import GENERAL, IN_ATTENTION, VARIANTS, perturbed, spread
 from vitrel.grid import Grid
 from vitrel.inputs import forward_memory
 from vitrel.models.vit import ViT
@@ -78,8 +78,7 @@ def assert_same(found, wanted, atol=1e-9):
         torch.testing.assert_close(own, other, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+@pytest.mark.parametrize(("key", "options", "prefix"), spread(VARIANTS, (0, 2)))
 def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
     model, image = model_of(key, options, prefix), strip()
     found, _ = in_tiles(model, image, length=2, height=image.shape[2])

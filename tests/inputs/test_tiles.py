@@ -55,8 +55,10 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("extra", [(0, 0), (1, 2), (13, 29)])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [*((name, (13, 29)) for name in MODELS), *((n, e) for n in ("v1", "v2", "vit") for e in ((0, 0), (1, 2)))],
+)
 def test_equal_to_the_whole(name, extra):
     """Sizes: whole steps beyond a tile, one or two pixels more (a last tile of less than a window), anything."""
     model = build(name)

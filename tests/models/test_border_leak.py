@@ -20,7 +20,8 @@ def pair(size):
     Tables at standard deviation 0.5, matrices at 1 / sqrt(inputs): each block then adds about as much as there was, and every
     table counts. At the published 0.02 attention adds next to nothing.
     """
-    how = dict(img_size=size, window_size=WINDOW, strict_img_size=False, num_classes=0)
+    width = {"embed_dim": 96 if size[0] * size[1] > 500**2 else 24}  # what meets what does not depend on it
+    how = dict(img_size=size, window_size=WINDOW, strict_img_size=False, num_classes=0) | width
     theirs = timm.create_model("swin_tiny_patch4_window7_224", **how).eval()
     theirs.patch_embed.dynamic_img_pad = True  # it refuses images that patches do not divide, ours pads them so
     with torch.no_grad():
@@ -31,7 +32,7 @@ def pair(size):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
-    ours = timm.create_model("vitrel_swin_t", num_classes=0).eval()
+    ours = timm.create_model("vitrel_swin_t", num_classes=0, **width).eval()
     return vitrel.load_pretrained(ours, theirs.state_dict()), theirs
 
 

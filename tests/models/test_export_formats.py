@@ -13,13 +13,9 @@ from vitrel import POSITIONS
 from vitrel.export import export_model
 from vitrel.ops import use_backend
 
-FAMILIES = {
-    "absolute": ("vitrel_vit_n8_absolute", {}),
-    "table": ("vitrel_vit_n8_table", {}),
-    "rope_mixed": ("vitrel_vit_n8_rope_mixed", {}),
+FAMILIES = {  # beside a ViT of every encoding
     "swin": ("vitrel_swin_n", {}),
     "swinv2": ("vitrel_swinv2_n", {}),
-    "decomposed": ("vitrel_vit_n8_decomposed", {}),
     "decomposed in windows": ("vitrel_swin_n_decomposed", {}),
     "temperature": ("vitrel_vit_n8_table", {"position": "rope_mixed+table", "position_args": {"logit_scale": "log_n"}}),
     "SAM's windows": (
@@ -58,10 +54,6 @@ def check_onnx(model, folder, sizes=SIZES):
         torch.testing.assert_close(torch.from_numpy(logits), model(image), atol=1e-4, rtol=1e-4)
 
 
-def test_onnx(tmp_path):
-    check_onnx(shallow("vitrel_vit_n8_table", depth=1), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_onnx_of_every_family(family, tmp_path):
@@ -80,14 +72,14 @@ SWIN_SLOWLY = pytest.param("vitrel_swin_n", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", SWIN_SLOWLY])
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (None, 2), (False, 4)])
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, 3)])
 def test_compile_dynamic_or_not(name, dynamic, graphs):
-    """dynamic=False is one graph for each size, as asked for; the other two are at most two graphs for all of them."""
+    """dynamic=False is one graph for each size, as asked for; True is at most two graphs for all of them."""
     model, counter = shallow(name, depth=1), CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
     with torch.no_grad():
-        for size in ((64, 64), (56, 40), (40, 88), (100, 52)):
+        for size in ((64, 64), (40, 88), (100, 52)):
             image = torch.randn(2, 3, *size)
             torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
     assert counter.frame_count == graphs if dynamic is False else counter.frame_count <= graphs
@@ -128,7 +120,8 @@ class MadeOnTheCPU(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_forward_makes_nothing_on_the_cpu(name):
-    model, image = timm.create_model(name, device="meta"), torch.empty(2, 3, 50, 72, device="meta")
+    few = {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}
+    model, image = timm.create_model(name, device="meta", **few), torch.empty(2, 3, 50, 72, device="meta")
     for mode in (model.eval(), model.train()):
         with MadeOnTheCPU() as made:
             mode(image)
@@ -151,7 +144,9 @@ def constants_on_the_cpu(model, image):
     return [name for name, value in values if isinstance(value, torch.Tensor) and value.device != image.device]
 
 
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_vit_n8_rope_mixed", SWIN_SLOWLY])
+@pytest.mark.parametrize(
+    "name", ["vitrel_vit_n8_table", pytest.param("vitrel_vit_n8_rope_mixed", marks=pytest.mark.slow), SWIN_SLOWLY]
+)
 def test_captured_graphs_are_of_one_device(name):
     """The way taken under compilation differs from the eager one in places."""
     model = shallow(name, depth=1, device="meta")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oracles
-from helpers.variants import IN_ATTENTION, VARIANTS, make, oracle_logits, perturbed, serving
+from helpers.variants import IN_ATTENTION, VARIANTS, make, oracle_logits, perturbed, serving, spread
 from vitrel import Grid
 from vitrel.ops import attention, window_attention
 
@@ -26,8 +26,7 @@ def regions(h, w, window, shift):
     return found.values()
 
 
-@pytest.mark.parametrize("size", [(5, 7), (3, 4), (2, 9), (9, 6)], ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize(("key", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("key", "options", "size"), spread(CASES, [(5, 7), (3, 4), (2, 9), (9, 6)]))
 def test_equals_the_oracle_of_each_window(key, options, size):
     """Alike for every backend that takes the terms; Shaw's values have a test of their own below."""
     (h, w), window, shift, heads, dim = size, (3, 4), (1, 2), 4, 8

@@ -6,17 +6,12 @@ import torch
 
 import oracles
 from helpers import golden
-from helpers.variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make, oracle_output, perturbed, qkv, serving
+from helpers.variants import GENERAL, KEYS, VARIANT_IDS, VARIANTS, attend, make, oracle_output, perturbed, qkv, serving, spread
 from vitrel import Grid, create_position
 
 GRIDS = [Grid(1, 1), Grid(4, 3), Grid(2, 7, 1), Grid(3, 5, 3)]
 STRETCHED = ("absolute", "table", "factorised")  # their oracles hold at the training grid; the rest is in test_resize.py
 double = torch.float64
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_has_an_oracle(key):
-    assert key in oracles.ORACLES, f"encoding {key!r} has no oracle in tests/oracles"
 
 
 @pytest.mark.parametrize("backend", GENERAL)
@@ -38,27 +33,22 @@ def test_golden_numbers(key, backend):
         torch.testing.assert_close(out[0], torch.tensor(case["output"], dtype=double), atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
+@pytest.mark.parametrize(("key", "options", "grid"), spread(VARIANTS, GRIDS))
 def test_equals_its_oracle(key, options, grid):
     check(key, options, grid, grid)
 
 
-@pytest.mark.parametrize(
-    ("trained", "grid"),
-    [
-        (Grid(4, 3), Grid(7, 5)),
-        (Grid(3, 4, 1), Grid(2, 7, 1)),
-        (Grid(4, 5, 2), Grid(3, 2, 2)),
-        (Grid(1, 2, 1), Grid(3, 4, 1)),
-    ],
-    ids=["larger", "one axis larger", "smaller", "from a row of two"],
-)
-@pytest.mark.parametrize(("key", "options"), VARIANTS, ids=VARIANT_IDS)
-def test_equals_its_oracle_at_another_grid(key, options, trained, grid):
-    if key in STRETCHED:
-        pytest.skip("resampling by policy: see test_resize.py")
-    check(key, options, trained, grid)
+OTHER_GRIDS = [  # (trained, grid): larger, one axis larger, smaller, from a row of two
+    (Grid(4, 3), Grid(7, 5)),
+    (Grid(3, 4, 1), Grid(2, 7, 1)),
+    (Grid(4, 5, 2), Grid(3, 2, 2)),
+    (Grid(1, 2, 1), Grid(3, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(("key", "options", "grids"), spread([v for v in VARIANTS if v[0] not in STRETCHED], OTHER_GRIDS))
+def test_equals_its_oracle_at_another_grid(key, options, grids):
+    check(key, options, *grids)
 
 
 def check(key, options, trained, grid):

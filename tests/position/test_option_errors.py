@@ -63,15 +63,16 @@ def test_wrong_options(key, options, text):
         create_position(key, Grid(4, 4), 2, 8, **options)
 
 
-@pytest.mark.parametrize("key", ["rope_normalised", "xpos"])
-def test_head_width(key):
+@pytest.mark.parametrize(("key", "dim"), [("rope_axial", 6), ("rope_mixed", 10), ("rope_normalised", 6), ("xpos", 6)])
+def test_head_width(key, dim):
     with pytest.raises(ValueError, match=f"{key} needs a head width divisible by 4"):
-        create_position(key, Grid(4, 4), 2, 6)
+        create_position(key, Grid(4, 4), 2, dim)
 
 
-def test_width_of_transformer_xl():
-    with pytest.raises(ValueError, match="transformer_xl needs a width divisible by 4"):
-        create_position("transformer_xl", Grid(4, 4), 1, 6)
+@pytest.mark.parametrize("key", ["sincos", "transformer_xl"])
+def test_width(key):
+    with pytest.raises(ValueError, match=f"{key} needs a width divisible by 4"):
+        create_position(key, Grid(4, 4), 1, 6)
 
 
 @pytest.mark.parametrize("grid", [(0, 4), (4, 0), (4, 4, -1)])

@@ -1,9 +1,13 @@
 """Runs of seconds: a two-block ViT on four classes of coloured noise."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from vitrel.train import run, summary
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,11 +34,19 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def command(folder, tmp_path):
-    """Arguments of a run of seconds: a two-block ViT on the folder, whatever is given added."""
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """matplotlib takes longer than all the rest of such a run; test_summary.py draws the curves."""
+    monkeypatch.setattr(summary, "draw_curves", lambda epochs, path: None)
 
-    def build(name, *extra, epochs=3):
+
+@pytest.fixture(scope="session")
+def command_in(folder):
+    """command_in(parent): arguments of a run of seconds in a folder of `parent`: a two-block ViT on four classes, and what is
+    given.
+    """
+
+    def build(parent, name, *extra, epochs=3):
         return [
             "fit",
             "--model.model=vitrel_vit_n8_table",
@@ -44,7 +56,7 @@ def command(folder, tmp_path):
             f"--data.data={folder}",
             "--data.size=32",
             "--data.batch_size=16",
-            f"--trainer.default_root_dir={tmp_path / name}",
+            f"--trainer.default_root_dir={parent / name}",
             f"--trainer.max_epochs={epochs}",
             "--trainer.accelerator=cpu",
             "--trainer.enable_progress_bar=false",
@@ -52,7 +64,28 @@ def command(folder, tmp_path):
             *extra,
         ]
 
-    return build
+    return lambda parent: partial(build, parent)
+
+
+@pytest.fixture
+def command(command_in, tmp_path):
+    """command(name, *extra, epochs=3): arguments of a run in tmp_path / name."""
+    return command_in(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def whole(command_in, tmp_path_factory):
+    """whole(*extra, epochs=3): the folder of an uninterrupted run, made once for all tests that compare with it."""
+    made = {}
+
+    def folder_of(*extra, epochs=3):
+        if (extra, epochs) not in made:
+            parent = tmp_path_factory.mktemp("whole")
+            run(command_in(parent)("run", *extra, epochs=epochs))
+            made[extra, epochs] = parent / "run"
+        return made[extra, epochs]
+
+    return folder_of
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def test_of_equal_top1_the_lower_loss_is_the_best(command, tmp_path, monkeypatch
 
     monkeypatch.setattr(Classifier, "validation_step", step)
     folder = tmp_path / "run"
-    for epochs, best in ((1, 1), (2, 2), (4, 2)):
+    for epochs, best in ((2, 2), (4, 2)):
         run([*command("run", epochs=epochs), "--ckpt_path=auto", f"--trainer.val_check_interval={interval}"])
         entry = read(folder / "checkpoints" / "best.ckpt")["vitrel"]
         found = json.loads((folder / "summary.json").read_text())["best"]
@@ -95,16 +95,15 @@ def test_epochs_without_an_evaluation(command, tmp_path):
     assert saved == {"best": 2, "last": 3}
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_resuming_at_an_epoch_border_is_bit_exact(command, tmp_path, interrupt, workers):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_at_an_epoch_border_is_bit_exact(command, whole, tmp_path, interrupt, workers):
     extra = (*EVERYTHING, f"--data.workers={workers}")
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run(command("cut", *extra))
     interrupt.undo()
     assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 1
     run(command("cut", *extra, f"--ckpt_path={tmp_path}/cut/checkpoints/last.ckpt"))
-    run(command("whole", *extra))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*extra))
 
 
 def test_the_seed_decides(command, tmp_path):
@@ -115,18 +114,18 @@ def test_the_seed_decides(command, tmp_path):
     assert not all(torch.equal(a[k], c[k]) for k in a)
 
 
-def test_a_finished_run_is_not_overwritten(command, tmp_path):
-    run(command("run", epochs=1))
-    before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
+def test_a_finished_run_is_not_overwritten(command_in, whole):
+    folder = whole(epochs=1)
+    before = (folder / "checkpoints" / "last.ckpt").read_bytes()
     with pytest.raises(FileExistsError, match=r"holds a run already: go on with --ckpt_path .*/run/checkpoints/last.ckpt"):
-        run(command("run", epochs=1))
-    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
+        run(command_in(folder.parent)(folder.name, epochs=1))
+    assert (folder / "checkpoints" / "last.ckpt").read_bytes() == before
 
 
-def test_another_model_cannot_resume(command, tmp_path):
-    run(command("run", epochs=1))
+def test_another_model_cannot_resume(command, whole):
+    last = whole(epochs=1) / "checkpoints" / "last.ckpt"
     with pytest.raises(ValueError, match=r"the checkpoint's model is vitrel_vit_n8_table, this run's is vitrel_vit_n8_none"):
-        run(command("other", f"--ckpt_path={tmp_path}/run/checkpoints/last.ckpt", "--model.model=vitrel_vit_n8_none"))
+        run(command("other", f"--ckpt_path={last}", "--model.model=vitrel_vit_n8_none"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):

@@ -15,32 +15,34 @@ from vitrel.data.pack import pack
 from vitrel.train import run
 from vitrel.train.saving import Best, Saving
 
+SLOW = pytest.mark.slow
 
-@pytest.mark.parametrize("call", [2, 5, 6, 7, 12])
-def test_killed_at_a_batch(command, tmp_path, call):
+
+@pytest.mark.parametrize("call", [5, 7, *(pytest.param(call, marks=SLOW) for call in (2, 6, 12))])
+def test_killed_at_a_batch(command, whole, tmp_path, call):
     """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, in its first, in a later epoch."""
     args = command("cut", *EVERYTHING, "--run.save_every=1")
     assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *EVERYTHING))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING))
 
 
 @pytest.mark.parametrize(
     ("extra", "call"),
     [
-        (["--trainer.max_steps=7"], 7),  # just after an epoch's end
-        (["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5),  # just after an evaluation
+        pytest.param(["--trainer.max_steps=7"], 7, marks=SLOW),  # just after an epoch's end
+        pytest.param(  # just after an evaluation
+            ["--trainer.val_check_interval=4", "--trainer.check_val_every_n_epoch=null"], 5, marks=SLOW
+        ),
         (["--trainer.val_check_interval=0.5", "--trainer.accumulate_grad_batches=2"], 4),  # which lies in an accumulation
     ],
 )
-def test_killed_where_epochs_and_evaluations_do_not_end_together(command, tmp_path, extra, call):
+def test_killed_where_epochs_and_evaluations_do_not_end_together(command, whole, tmp_path, extra, call):
     extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", *extra)
     args = command("cut", *extra, epochs=2)
     assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *extra, epochs=2))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
 
 
 def test_a_finished_run_leaves_no_handler(command):
@@ -71,8 +73,8 @@ def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_killed_while_streaming_shards(command, folder, tmp_path, workers):
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=SLOW), 2])
+def test_killed_while_streaming_shards(command, whole, folder, tmp_path, workers):
     pack(folder, tmp_path / "shards", images_per_shard=17)
     extra = (*EVERYTHING, f"--data.data={tmp_path}/shards", f"--data.workers={workers}", "--run.save_every=1")
     args = command("cut", *extra)
@@ -80,17 +82,16 @@ def test_killed_while_streaming_shards(command, folder, tmp_path, workers):
     if workers:
         assert status(in_child([*resumed(args, tmp_path / "cut"), "--data.workers=1"])) == 1  # divided otherwise
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *extra))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*extra))
 
 
-def test_killed_with_sizes_in_turn_and_repeated_views(command, tmp_path):
+@pytest.mark.slow
+def test_killed_with_sizes_in_turn_and_repeated_views(command, whole, tmp_path):
     extra = (*EVERYTHING, "--data.train_sizes=[32, [24, 40], 48]", "--data.repeats=2", "--run.save_every=1")
     args = command("cut", *extra)
     assert status(in_child(args, at(11, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *extra))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*extra))
 
 
 @pytest.mark.parametrize(
@@ -104,15 +105,15 @@ def test_killed_with_sizes_in_turn_and_repeated_views(command, tmp_path):
         ("--trainer.limit_train_batches=4", "updates per epoch: 3, now 2"),
     ],
 )
-def test_another_order_or_schedule_is_refused(command, tmp_path, change, text):
-    args = command("run", *EVERYTHING, epochs=1)
-    run(args)
+def test_another_order_or_schedule_is_refused(command_in, whole, change, text):
+    folder = whole(*EVERYTHING, epochs=1)
+    args = command_in(folder.parent)(folder.name, *EVERYTHING, epochs=1)
     with pytest.raises(ValueError, match=f"cannot resume, the run would see other batches .*{text}"):
-        run([*resumed(args, tmp_path / "run"), change])
+        run([*resumed(args, folder), change])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, tmp_path, accumulate):
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
+def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_path, accumulate):
     """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
     extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", f"--trainer.accumulate_grad_batches={accumulate}")
     args = command("cut", *extra)
@@ -129,12 +130,11 @@ def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, tmp_path, ac
 
     assert status(in_child(args, install)) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *extra))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*extra))
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_killed_in_an_evaluation(command, tmp_path, times):
+@pytest.mark.parametrize("times", [2, pytest.param(3, marks=SLOW)])
+def test_killed_in_an_evaluation(command, whole, tmp_path, times):
     """And again, in the evaluation that makes up for it."""
     args = command("cut", *EVERYTHING, epochs=2)
     for _ in range(times):
@@ -143,22 +143,25 @@ def test_killed_in_an_evaluation(command, tmp_path, times):
     saved = read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]
     assert (saved["epoch"], saved["step"]) == (1, 3)  # trained, and to be evaluated again
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *EVERYTHING, epochs=2))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
 @pytest.mark.parametrize(
     ("call", "hook", "step"),
-    [(2, "on_train_batch_start", 1), (8, "on_train_batch_start", 4), (1, "validation_step", 3), (6, "training_step", 3)],
+    [
+        (8, "on_train_batch_start", 4),
+        (1, "validation_step", 3),
+        pytest.param(2, "on_train_batch_start", 1, marks=SLOW),
+        pytest.param(6, "training_step", 3, marks=SLOW),
+    ],
 )
-def test_sigterm_saves_and_exits_143(command, tmp_path, call, hook, step):
+def test_sigterm_saves_and_exits_143(command, whole, tmp_path, call, hook, step):
     args = command("cut", *EVERYTHING, epochs=2)
     assert status(in_child(args, at(call, signal.SIGTERM, hook))) == 143
     saved = read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]
     assert (saved["epoch"], saved["step"]) == (step // 3, step)
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *EVERYTHING, epochs=2))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
 def at_ctrl_c(*args):
@@ -171,8 +174,10 @@ def at_ctrl_c(*args):
     return install
 
 
-@pytest.mark.parametrize(("call", "hook", "step"), [(8, "on_train_batch_start", 4), (1, "validation_step", 3)])
-def test_ctrl_c_saves_and_exits_130(command, tmp_path, capfd, call, hook, step):
+@pytest.mark.parametrize(
+    ("call", "hook", "step"), [(8, "on_train_batch_start", 4), pytest.param(1, "validation_step", 3, marks=SLOW)]
+)
+def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd, call, hook, step):
     args, last = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at_ctrl_c(call, signal.SIGINT, hook))) == 130
     assert read(last)["vitrel"]["step"] == step
@@ -180,8 +185,7 @@ def test_ctrl_c_saves_and_exits_130(command, tmp_path, capfd, call, hook, step):
     assert f"ctrl-c: saved {last} (update {step}); go on with" in said.out and "--ckpt_path auto" in said.out
     assert "again" in said.err and "Traceback" not in said.err
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole", *EVERYTHING, epochs=2))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
 def test_ctrl_c_before_anything_was_trained(command, tmp_path, capfd):
@@ -245,7 +249,7 @@ def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
-def test_a_full_disk_leaves_the_former_checkpoint(command, tmp_path, capfd):
+def test_a_full_disk_leaves_the_former_checkpoint(command, whole, tmp_path, capfd):
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # bytes; a checkpoint has more, the logs fewer
 
@@ -256,8 +260,7 @@ def test_a_full_disk_leaves_the_former_checkpoint(command, tmp_path, capfd):
     assert read(last)["vitrel"]["step"] == 8 and last.stat().st_size > 60_000
     assert {path.name for path in last.parent.iterdir()} <= {"last.ckpt", "best.ckpt"}
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    run(command("whole"))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole())
 
 
 def saved_at(folder):
@@ -266,7 +269,7 @@ def saved_at(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_twenty_kills_at_random(command, tmp_path, workers):
     """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
     extra = (*EVERYTHING, "--run.save_every=1", f"--data.workers={workers}")

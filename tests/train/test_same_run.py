@@ -56,18 +56,17 @@ def refused(args, folder):
         ("--data.size=48", "data.size: [32, 32], now [48, 48]"),
     ],
 )
-def test_another_setting_is_named_with_both_values(command, tmp_path, change, text):
-    args = command("run", *SETTINGS, epochs=1)
-    run(args)
-    said = refused([*args, change], tmp_path / "run")
-    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+def test_another_setting_is_named_with_both_values(command_in, whole, change, text):
+    folder = whole(*SETTINGS, epochs=1)
+    said = refused([*command_in(folder.parent)(folder.name, *SETTINGS, epochs=1), change], folder)
+    last = folder / "checkpoints" / "last.ckpt"
     assert text in said and f"--model.tuning.init_from={last}" in said and str(last) in said
 
 
-def test_another_average_is_named(command, tmp_path):
-    args = command("run", "--model.ema={decay: 0.9}", epochs=1)
-    run(args)
-    assert "ema.decay: 0.9, now 0.8" in refused([*args, "--model.ema={decay: 0.8}"], tmp_path / "run")
+def test_another_average_is_named(command_in, whole):
+    folder = whole("--model.ema={decay: 0.9}", epochs=1)
+    args = command_in(folder.parent)(folder.name, "--model.ema={decay: 0.8}", epochs=1)
+    assert "ema.decay: 0.9, now 0.8" in refused(args, folder)
 
 
 def test_a_teacher_is_known_by_its_weights(command, tmp_path):
@@ -137,7 +136,7 @@ def test_other_shards_are_named(command, folder, data, tmp_path):
     assert "training files: 3 gone ('00000.tar', '00001.tar', '00002.tar'), 96 new ('blue/0.png', " in said
 
 
-def test_what_may_change_ends_in_the_same_weights(command, data, tmp_path):
+def test_what_may_change_ends_in_the_same_weights(command, whole, data, tmp_path):
     """Where the data lies, how it is loaded, how it is computed and what else is written."""
     args = command("cut", *EVERYTHING, f"--data.data={data}", "--run.save_every=1")
     assert status(in_child(args, at(8, signal.SIGKILL))) == -signal.SIGKILL
@@ -146,8 +145,7 @@ def test_what_may_change_ends_in_the_same_weights(command, data, tmp_path):
     free = [f"--data.data={tmp_path}/moved", "--data.workers=1", "--run.save_every=2", "--run.predictions=3"]
     free += ["--data.reading.bad_share=0.5", "--model.execution.grad_checkpointing=true", "--trainer.logger=false"]
     assert status(in_child([*resumed(args, tmp_path / "cut"), *free])) == 0
-    run(command("whole", *EVERYTHING, *free))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, *free))
 
 
 def test_a_moved_folder_of_data_is_the_same_run(command, data, tmp_path):
@@ -159,9 +157,9 @@ def test_a_moved_folder_of_data_is_the_same_run(command, data, tmp_path):
     assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 2
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_and_says_so(command, tmp_path, capfd):
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_and_says_so(command, whole, tmp_path, capfd):
     args = command("run", *SETTINGS, epochs=1)
-    run(args)
+    shutil.copytree(whole(*SETTINGS, epochs=1), tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     stored = read(path)
     for name in ("mixing", "training files"):
@@ -185,9 +183,10 @@ def zero(path):
 
 
 @pytest.mark.parametrize("damage", [flip, zero])
-def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, tmp_path, damage):
-    args = command("run", "--model.ema={decay: 0.9}", "--model.optim.warmup_epochs=0", epochs=2)
-    run(args)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, whole, tmp_path, damage):
+    settings = ("--model.ema={decay: 0.9}", "--model.optim.warmup_epochs=0")
+    args = command("run", *settings, epochs=2)
+    shutil.copytree(whole(*settings, epochs=2), tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copy(checkpoints / "last.ckpt", tmp_path / "whole.ckpt")
     damage(checkpoints / "last.ckpt")
@@ -200,9 +199,8 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, tmp
     assert all(torch.equal(whole[name], value) for name, value in read(checkpoints / "last.ckpt")["state_dict"].items())
 
 
-def test_weights_alone_are_no_run(command, tmp_path):
-    run(command("run", epochs=1))
-    stored = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
+def test_weights_alone_are_no_run(command, whole, tmp_path):
+    stored = read(whole(epochs=1) / "checkpoints" / "last.ckpt")
     torch.save({"state_dict": stored["state_dict"]}, tmp_path / "weights.ckpt")
     with pytest.raises(ValueError, match=r"weights\.ckpt holds no run.*--model\.tuning\.init_from=.*weights\.ckpt"):
         run([*command("other", epochs=1), f"--ckpt_path={tmp_path}/weights.ckpt"])

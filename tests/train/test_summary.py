@@ -63,6 +63,11 @@ def size(path):
         return image.size
 
 
+@pytest.fixture(autouse=True)
+def no_curves():
+    """Here they are drawn."""
+
+
 def test_what_a_finished_run_leaves(command, tmp_path):
     done = run(command("--run.predictions=5"))
     found = summary(tmp_path)

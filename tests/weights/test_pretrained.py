@@ -61,7 +61,7 @@ def test_swin_equals_timm(layout):
     theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT))
     state = theirs.state_dict() if layout == "timm" else to_microsoft(theirs.state_dict())
     ours = vitrel.load_pretrained(timm.create_model("vitrel_swin_t", **SHORT), state).eval()
-    for size in [(224, 224), (448, 224), (448, 448)] if layout == "timm" else [(224, 224)]:
+    for size in [(224, 224), (448, 224)] if layout == "timm" else [(224, 224)]:
         theirs.set_input_size(size, window_size=7)
         same(ours, theirs, torch.randn(1, 3, *size), lambda n: n.replace("position.", "attn."))
 

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import vitrel
-from vitrel.command_line import reported, terminable
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
@@ -29,6 +28,7 @@ from vitrel.evaluate.metrics import Z95, t_interval, wilson
 from vitrel.evaluate.policies import policies_at, resize_policy
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.report.plots import COLOURS, MARKERS
+from vitrel.exits import reported, terminable
 from vitrel.plain_yaml import read_yaml
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with

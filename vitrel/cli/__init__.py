@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Collection, Sequence
 
-from vitrel.command_line import reported, terminable
+from vitrel.exits import reported, terminable
 
 COMMANDS = {  # name: what it does, in the order of a project
     "doctor": "print what a bug report needs: versions, devices, attention backends, missing extras",

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.command_line import terminable
+from vitrel.exits import terminable
 
 if TYPE_CHECKING:
     from vitrel.evaluate.compare import Comparison

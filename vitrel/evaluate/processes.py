@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitrel.command_line import end_with_parent
 from vitrel.evaluate.settings import own_device
+from vitrel.exits import end_with_parent
 
 _PATIENCE = timedelta(days=1)  # of a process for a slower one; a dead one is noticed at once
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from vitrel.command_line import one_line
+from vitrel.exits import one_line
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from vitrel.command_line import end_with_parent
+from vitrel.exits import end_with_parent
 from vitrel.plain_yaml import load_yaml, read_yaml
 from vitrel.train.command import run as train_as
 from vitrel.train.same_run import values_that_differ

@@ -115,6 +115,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     assert capsys.readouterr().out.count("trained already") == len(labels)
 
 
+@pytest.mark.slow
 def test_the_pages_are_what_the_results_give(tmp_path, capsys):
     tool.main(["--check"])
     (tmp_path / "docs").mkdir()

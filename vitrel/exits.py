@@ -1,4 +1,4 @@
-"""How a tool ends: one line for what its user can mend, one sentence where it is stopped, and the usual exit codes."""
+"""How a command ends: one line for what its user can mend, one sentence where it is stopped, and the usual exit codes."""
 
 import multiprocessing
 import os
