@@ -200,7 +200,7 @@ def test_the_window_of_the_bias_is_that_of_each_stage():
     small = dict(depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), embed_dim=16, window_size=16, img_size=256, num_classes=3)
     theirs = perturb(timm.create_model("swinv2_tiny_window16_256", **small))
     ours = vitrel.load_pretrained(timm.create_model("vitrel_swinv2_t", **small).eval(), theirs.state_dict())
-    assert [stage.blocks[0].position.window[0] for stage in ours.layers] == [16, 16, 16, 8]
+    assert [stage.blocks[0].position.pretrained_window[0] for stage in ours.layers] == [16, 16, 16, 8]
     image = torch.randn(1, 3, 256, 256)
     torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)
     tuned = timm.create_model("vitrel_swinv2_t", position_args=dict(pretrained_window=(12, 12, 12, 6)), **small).eval()

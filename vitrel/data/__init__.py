@@ -1,4 +1,7 @@
-"""Data sets: `shapes`, drawn by the package itself, folders of images, tar shards, and torchvision's sets."""
+"""Data sets: `shapes`, drawn by the package itself, folders of images, tar shards, and torchvision's sets.
+
+`create_dataset` builds any of them by name or path; augmentation, decoding and packing into shards are here too.
+"""
 
 import re
 from pathlib import Path

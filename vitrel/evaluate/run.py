@@ -98,8 +98,9 @@ def at_sizes(
     source = None if isinstance(data, (str, Path)) else source_of(data)
     if source is None:
         check_data(sweep, trained.img_size)
-    with _left_as_it_was(trained.model):
-        rows = with_curves([one.row for one in evaluate_rows([trained], sweep, source=source)])
+    with _left_as_it_was(trained.model), progress(len(plan([trained], sweep)), "rows") as tell:
+        found = evaluate_rows([trained], sweep, (), lambda task, share: tell(share, task.name), source)
+        rows = with_curves([one.row for one in found])
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -126,7 +127,10 @@ def run_sweep(
         check_data(sweep, size)
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
-        tables = _opened(models, sweep, folder, replace)
+        images = Images(sweep)
+        planned = _planned(models, sweep, images)
+        tables = _opened([key for _, key in planned], folder, replace)
+        print(_header(models, sweep, planned, images, tables), flush=True)
         try:
             _fill(models, sweep, tables)
             rows = with_curves([one.row for one in tables.rows.values()])
@@ -253,10 +257,26 @@ def _all_shifts(former: Evaluated | None, found: Evaluated) -> list[Row]:
     return sorted([*kept, *found.translation], key=lambda line: line["shift"])
 
 
-def _opened(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool) -> Tables:
+def _header(
+    models: Sequence[Trained], sweep: Sweep, planned: Sequence[tuple[Task, Row]], images: Images, tables: Tables
+) -> str:
+    """What is evaluated, on what, and where the results go, in three lines."""
+    tasks = [task for task, _ in planned]
+    named = [f"{one.label} ({one.model.num_classes} classes, trained at {format_size(one.img_size)} px)" for one in models]
+    sizes = ", ".join(dict.fromkeys(format_size(task.size) for task in tasks))
+    there = {row_key(row) for row in (one.row for one in tables.rows.values())}
+    ready = sum(row_key(key) in there for _, key in planned)
+    count = f"{len(images.dataset(tasks[0].preprocessing)):,} " if tasks else ""
+    return (
+        f"evaluating {', '.join(dict.fromkeys(named))}\n"
+        f"on {count}images of {shown(sweep.data)} at {sizes} px, protocol {' and '.join(sweep.protocols)}\n"
+        f"{len(tasks)} rows, {ready} of them made already; written to {tables.folder}"
+    )
+
+
+def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
     """The folder with the rows that stay there; see `run_sweep`."""
     found, names = read_folder(folder), read_names(folder)
-    keys = [key for _, key in _planned(models, sweep, Images(sweep))]
     others, why = _not_asked(found, keys)
     if why and not replace:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Backbones; importing this registers them with timm under names that begin with vitrel_."""
+"""Backbones: ViT and Swin trunks with any position encoding, and the registry.
+
+Importing this registers them with timm under names that begin with vitrel_.
+"""
 
 from timm.layers import register_notrace_module
 

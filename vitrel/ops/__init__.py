@@ -1,4 +1,7 @@
-"""How position enters softmax(qk)v: two entries, several backends behind one signature."""
+"""How position enters softmax(qk)v: two entries, `attention` and `window_attention`, several backends behind one signature.
+
+`reference` defines the result, `dispatch` chooses the backend, and `why` says which one served a call and why not another.
+"""
 
 from vitrel.ops.dispatch import BACKENDS, attention, window_attention
 from vitrel.ops.why import use_backend, why

@@ -1,4 +1,7 @@
-"""What position adds: POSITIONS, the registry of encodings, and create_position, which builds one or a composition by key."""
+"""What position adds to attention: one encoding, one file, one class.
+
+POSITIONS is the registry of encodings, and `create_position` builds one or a composition by key.
+"""
 
 import inspect
 

@@ -38,7 +38,7 @@ class CPB(PositionEncoding):
         super().__init__()
         self.grid = grid
         m0 = grid[:2] if pretrained_window is None else pretrained_window
-        self.window = check_sides("cpb", "pretrained_window", m0)
+        self.pretrained_window = check_sides("cpb", "pretrained_window", m0)
         first, second = nn.Linear(2, hidden, **factory), nn.Linear(hidden, num_heads, bias=False, **factory)
         self.cpb_mlp = nn.Sequential(first, nn.ReLU(), second)
         self.prefix_bias = nn.Parameter(torch.empty(3, num_heads, **factory)) if grid.prefix else None
@@ -55,7 +55,7 @@ class CPB(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
         weight = self.cpb_mlp[2].weight
-        side = grid[:2] if self.resize == "renormalise" else self.window
+        side = grid[:2] if self.resize == "renormalise" else self.pretrained_window
         coordinates = _log_spaced_offsets(*grid[:2], side, device=weight.device)  # [R, 2]
         rows = 16 * run_wide(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))
