@@ -1,4 +1,4 @@
-"""tools/compare.py: one of several data sets alone, and the order in which models are trained. Nothing is trained here."""
+"""`vitrel compare`: one of several data sets alone, and the order in which models are trained. Nothing is trained here."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""tools/compare.py with models that are tuned at a larger size, from training to the table."""
+"""`vitrel compare` with models that are tuned at a larger size, from training to the table."""
 
 import shutil
 from pathlib import Path

@@ -41,6 +41,10 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys):
     arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
     tool.main([*paths, *arguments, "--policies", "clip", "--attention-n", "1", "--no-border-leak"])
     printed = capsys.readouterr().out
+    header = printed.splitlines()[:3]
+    assert "vitrel_vit_n8_table (4 classes, trained at 64x64 px), vitrel_swin_n" in header[0]
+    assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
+    assert header[2] == f"12 rows, 0 of them made already; written to {out}"
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     assert "- vitrel_vit_n8_table: nothing interpolated at any of 3 sizes (state dict bit-identical), up to " in printed
     assert (
@@ -88,7 +92,8 @@ def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
             "no model has the policy 'clip'",
         ),
         ([path, "--data", "shapes", "--size", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
-        ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no"),
+        ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no folder .*no: data is"),
+        ([path, "--data", "shapes", "--size", "64", "4", "--protocols", "scale"], r"evaluation at 4x4, .*at least 8"),
         (
             [path, path, "--data", "shapes", "--size", "64"],
             "is given twice: its rows would count as two seeds",

@@ -1,4 +1,4 @@
-"""tools/pack_shards.py: the bytes of the folder in shards, an index only when all went well, nothing overwritten."""
+"""`vitrel pack`: the bytes of the folder in shards, an index only when all went well, nothing overwritten."""
 
 import hashlib
 import json

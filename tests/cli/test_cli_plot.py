@@ -1,4 +1,4 @@
-"""tools/plot_position.py: the files it writes, what it says of the others, and messages instead of traces."""
+"""`vitrel plot`: the files it writes, what it says of the others, and messages instead of traces."""
 
 from types import SimpleNamespace
 

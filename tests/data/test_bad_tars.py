@@ -105,7 +105,7 @@ def test_such_a_shard_is_read(read):
     ids=["loop", "pax-loop", "negative", "8GB", "4EB", "no-offset", "long-name", "pax", "pax-size", "pax-sparse", "twice"],
 )
 def test_impossible_headers_are_named(read, part):
-    with pytest.raises(ValueError, match=f"{NOT_A_TAR} .*pack it again with tools/pack_shards.py"):
+    with pytest.raises(ValueError, match=f"{NOT_A_TAR} .*pack it again with vitrel pack"):
         read(sample("a"), part, sample("c"))
 
 
@@ -144,7 +144,7 @@ def test_labels_are_short_numbers(read, label):
 )
 def test_impossible_counts_are_refused(root, edit, text):
     change(root, lambda index: edit(index["splits"]["train"]))
-    with pytest.raises(ValueError, match=f"{text}.*pack it again with tools/pack_shards.py"):
+    with pytest.raises(ValueError, match=f"{text}.*pack it again with vitrel pack"):
         Shards(root, "train", PLAIN)
 
 

@@ -90,7 +90,7 @@ def trained():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """checkpoint(name, edit=None): the path of a file laid out as tools/train.py writes it; `edit` changes what is in it."""
+    """checkpoint(name, edit=None): the path of a file laid out as `vitrel train` writes it; `edit` changes what is in it."""
 
     def write(name="vitrel_vit_n8_table", edit=None, file="last.ckpt", **about):
         torch.manual_seed(0)

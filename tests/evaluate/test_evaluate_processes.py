@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import ROOT
 from vitrel.data import Reading
 from vitrel.evaluate import images, measure, processes, results, run
 from vitrel.evaluate.metrics import Tally
@@ -248,24 +247,10 @@ def folder(tmp_path, checkpoint):
 
 
 def tool(folder, world, out, *more):
-    """Runs tools/evaluate_transfer.py there; (status, what it printed, its rows)."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-    asked = [
-        "--checkpoint",
-        "last.ckpt",
-        "--data",
-        "data",
-        "--sizes",
-        "48",
-        "--device",
-        "cpu",
-        "--batch-size",
-        "2",
-        "--out",
-        out,
-        "--no-report",
-    ]
-    command = [sys.executable, *start, str(ROOT / "tools" / "evaluate_transfer.py"), *asked, *more]
+    """Runs `vitrel evaluate` there; (status, what it printed, its rows)."""
+    launched = ["torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m"] if world > 1 else []
+    asked = ["last.ckpt", "--data", "data", "--size", "48", "--device", "cpu", "--batch-size", "2", "--out", out, "--no-report"]
+    command = [sys.executable, "-m", *launched, "vitrel", "evaluate", *asked, *more]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command, cwd=folder, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
@@ -284,7 +269,7 @@ def test_two_processes_give_the_table_of_one(folder):
     assert status == 0, text
     same_rows(both, alone)
     assert {row["n"] for row in both} == {5} and all(row["device"].startswith("2 x cpu") for row in both)
-    assert text.count("written to two") == 1
+    assert text.count("written to two: ") == text.count("evaluating vitrel_vit_n8_table") == 1
     stamps = [row["infer_samples_per_sec"] for row in both]
     status, text, again = tool(folder, 2, "two")
     assert status == 0 and [row["infer_samples_per_sec"] for row in again] == stamps, text

@@ -402,6 +402,12 @@ def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_pat
     assert noise.decoded == 0
 
 
+def test_so_is_a_size_below_one_patch(trained, noise):
+    with pytest.raises(ValueError, match="size 4x4 is smaller than one patch of 8x8"):
+        list(evaluate_rows([trained("vitrel_vit_n8_table")], Sweep("noise", ((48, 48), (4, 4)), device="cpu", attention_n=0)))
+    assert noise.decoded == 0
+
+
 HOW = dict(device="cpu", attention_n=0, border_leak=False)
 
 
