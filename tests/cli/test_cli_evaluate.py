@@ -44,7 +44,7 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys):
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64x64 px), vitrel_swin_n" in header[0]
     assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
-    assert header[2] == f"12 rows, 0 of them made already; written to {out}"
+    assert header[2] == f"12 rows, 0 of them made already; output folder {out}"
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     assert "- vitrel_vit_n8_table: nothing interpolated at any of 3 sizes (state dict bit-identical), up to " in printed
     assert (

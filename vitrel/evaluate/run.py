@@ -270,7 +270,7 @@ def _header(
     return (
         f"evaluating {', '.join(dict.fromkeys(named))}\n"
         f"on {count}images of {shown(sweep.data)} at {sizes} px, protocol {' and '.join(sweep.protocols)}\n"
-        f"{len(tasks)} rows, {ready} of them made already; written to {tables.folder}"
+        f"{len(tasks)} rows, {ready} of them made already; output folder {tables.folder}"
     )
 
 
