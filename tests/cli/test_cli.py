@@ -12,6 +12,7 @@ import pytest
 import vitrel
 from vitrel import cli
 from vitrel.cli import train
+from vitrel.cli.options import check_data, is_name
 from vitrel.extras import EXTRAS, MissingExtra, absent, optional_import
 
 HEAVY = ("torch", "timm", "numpy", "pandas", "lightning", "matplotlib")
@@ -83,6 +84,28 @@ def test_the_screen_of_train_names_keys_that_exist_and_all_sections():
     decided = {"self", "seed", "num_classes", "img_size"}  # by the data and by seed_everything
     assert {key for section, key in named if section == "model"} == set(inspect.signature(known["model"]).parameters) - decided
     assert len(train.HELP.splitlines()) <= 50
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("vitrel_swin_t", True),
+        ("hf-hub:some/one", True),
+        ("local-dir:some/where", False),
+        ("runs/a", False),
+        ("a.ckpt", False),
+        ("a.safetensors", False),
+    ],
+)
+def test_what_is_a_name_and_what_a_path(model, named):
+    assert is_name(model) is named
+
+
+def test_data_that_needs_no_folder(tmp_path):
+    for place in ("shapes", "shapes-place", "food101:/nowhere", str(tmp_path)):
+        check_data(place)
+    with pytest.raises(FileNotFoundError, match="no folder nowhere: data is"):
+        check_data("nowhere")
 
 
 def test_version(capsys):

@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Collection, Sequence
 
+from vitrel import __version__
 from vitrel.exits import reported, terminable
 
 COMMANDS = {  # name: what it does, in the order of a project
@@ -54,7 +55,7 @@ def build_parser(whole: Collection[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, help="print the version and end")
+    parser.add_argument("--version", action="version", version=f"vitrel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, what in COMMANDS.items():
         if name in whole and name != "train":
@@ -66,16 +67,3 @@ def build_parser(whole: Collection[str]) -> argparse.ArgumentParser:
         else:
             commands.add_parser(name, help=what)
     return parser
-
-
-class _Version(argparse.Action):
-    """--version, read from the installed package when it is asked for."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **how: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=str(how.get("help", "")))
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from vitrel import __version__
-
-        print(f"vitrel {__version__}")
-        parser.exit()

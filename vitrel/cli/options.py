@@ -64,14 +64,14 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
 
 def is_name(model: str) -> bool:
     """Whether a model is given by its name in timm's registry, and not by a file or a folder."""
-    return (
-        not model.startswith("local-dir:") and not Path(model).exists() and Path(model).suffix not in (".ckpt", ".pth", ".pt")
-    )
+    path = Path(model)
+    looks_like_a_path = path.suffix in (".ckpt", ".pth", ".pt", ".safetensors") or ("/" in model and ":" not in model)
+    return not (model.startswith("local-dir:") or path.exists() or looks_like_a_path)
 
 
 def check_data(place: str) -> None:
     """FileNotFoundError where a folder of data is missing, before anything that takes seconds is imported."""
-    if place != "shapes" and ":" not in place and not Path(place).is_dir():
+    if not (place.startswith("shapes") or ":" in place or Path(place).is_dir()):
         raise FileNotFoundError(
             f'no folder {place}: data is "shapes", a folder that holds train/<class>/ and val/<class>/, a folder of shards, or '
             "<set>:<folder>"
