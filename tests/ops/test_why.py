@@ -11,6 +11,7 @@ import torch
 import vitrel  # noqa: F401  registers the models with timm
 from vitrel import Grid, Terms
 from vitrel.ops import BACKENDS, attention, use_backend, why, window_attention
+from vitrel.ops.reference import Call
 
 IMAGE = torch.randn(1, 3, 64, 64)
 
@@ -20,11 +21,21 @@ def small(key="shaw"):
 
 
 def test_every_backend_has_the_same_interface():
-    """`refuses` and `pays` of a call, and the two entries without their last argument."""
-    for backend in BACKENDS.values():
-        for entry in (attention, window_attention):
-            own, wanted = inspect.signature(getattr(backend, entry.__name__)), inspect.signature(entry)
-            assert list(own.parameters.values()) == list(wanted.parameters.values())[:-1]
+    """`refuses` and `pays` of a call, and the entries without their last argument; one that is left out is refused."""
+    grid = Grid(8, 8)
+    shape = {"heads": 2, "width": 16, "queries": 64}
+    how = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": False}
+    calls = {
+        attention: Call("attention", Terms(), grid, None, **shape, **how),
+        window_attention: Call("window_attention", Terms(), grid, (4, 4), **shape, **how),
+    }
+    for name, backend in BACKENDS.items():
+        for entry, call in calls.items():
+            if hasattr(backend, entry.__name__):
+                own, wanted = inspect.signature(getattr(backend, entry.__name__)), inspect.signature(entry)
+                assert list(own.parameters.values()) == list(wanted.parameters.values())[:-1]
+            else:
+                assert backend.refuses(call), name
         for question in (backend.refuses, backend.pays):
             assert list(inspect.signature(question).parameters) == ["call"]
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, reference, why
+from vitrel.ops import attention, reference, why, window_attention
 from vitrel.ops.backends import augmented_qk
 from vitrel.ops.dispatch import Call
 from vitrel.position.alibi import alibi_slopes
@@ -244,7 +244,7 @@ def test_every_encoding_is_served_or_refused(key, options):
 
 def test_windows_are_not_served():
     with pytest.raises(ValueError, match="shifted and padded windows need a mask"):
-        augmented_qk.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
+        window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2, backend="augmented_qk")
 
 
 @pytest.mark.slow

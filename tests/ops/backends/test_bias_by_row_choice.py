@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.variants import perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, sdpa, why
+from vitrel.ops import attention, sdpa, why, window_attention
 from vitrel.ops.backends import bias_by_row
 from vitrel.ops.dispatch import Call
 
@@ -53,7 +53,7 @@ def test_refusals(terms, changes, text):
 
 def test_refusals_of_graphs_and_windows(monkeypatch):
     with pytest.raises(ValueError, match="windows are small: their biases are no burden"):
-        bias_by_row.window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
+        window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2, backend="bias_by_row")
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
     assert "a graph would hold every row of the image by itself" in bias_by_row.refuses(call(BIAS, Grid(2, 3)))
     assert not bias_by_row.pays(call(BIAS, Grid(99, 99)))

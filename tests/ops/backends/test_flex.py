@@ -7,7 +7,7 @@ import torch
 
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import reference
+from vitrel.ops import reference, window_attention
 from vitrel.ops.backends import flex
 from vitrel.ops.dispatch import Call
 
@@ -131,7 +131,7 @@ def test_every_encoding_is_served_or_refused():
 
 def test_windows_are_not_served():
     with pytest.raises(ValueError, match="blocks of 128 tokens"):
-        flex.window_attention(torch.zeros(1, 4, 4, 48), Terms(), Grid(4, 4), (2, 2), (0, 0), 2)
+        window_attention(torch.zeros(1, 4, 4, 48), Terms(), Grid(4, 4), (2, 2), (0, 0), 2, backend="flex")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has a backward on a GPU only")

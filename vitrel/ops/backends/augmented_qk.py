@@ -95,19 +95,6 @@ def attention(
     return _with_values(out, v.shape[-1], rows)
 
 
-def window_attention(
-    qkv: Tensor,
-    terms: Terms,
-    grid: Grid,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    num_heads: int,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Not served: ValueError, with the reason that `refuses` gives."""
-    raise ValueError(_WINDOWED)
-
-
 def _asks_queries(table: Table) -> bool:
     return table.bias is not None or table.query is not None or table.gated is not None
 

@@ -75,19 +75,6 @@ def attention(
     return out.view(*shape, *out.shape[-2:])
 
 
-def window_attention(
-    qkv: Tensor,
-    terms: Terms,
-    grid: Grid,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    num_heads: int,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Not served: ValueError, with the reason that `refuses` gives."""
-    raise ValueError(_WINDOWED)
-
-
 def expanded(bias: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Lattice [H, R] -> its lines [H, w, (2h-1) w] and the biases of the prefix tokens [H, 3] (or [H, 0]).
 

@@ -65,19 +65,6 @@ def attention(
     return _run(q, k, v, score_mod=_score_mod(lookups, mask, grid.prefix), scale=scale)
 
 
-def window_attention(
-    qkv: Tensor,
-    terms: Terms,
-    grid: Grid,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    num_heads: int,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Not served: ValueError, with the reason that `refuses` gives."""
-    raise ValueError(_WINDOWED)
-
-
 class _Lookup(NamedTuple):
     """What a table adds to a pair: values[h, r], of queries values[b, h, i, r], of keys values[b, h, j, r]."""
 

@@ -69,19 +69,6 @@ def attention(
     return out.transpose(1, 2)
 
 
-def window_attention(
-    qkv: Tensor,
-    terms: Terms,
-    grid: Grid,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    num_heads: int,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Not served: ValueError, with the reason that `refuses` gives."""
-    raise ValueError(_WINDOWED)
-
-
 @functools.cache
 def takes(dtype: torch.dtype) -> bool:
     """Whether `product` takes tensors of this dtype here: float32, and bfloat16 on processors with AVX-512 or its like."""

@@ -38,13 +38,6 @@ def pays(call: Call) -> bool:
     return not call.grad
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
-) -> Tensor:
-    """Not served: ValueError, with the reason that `refuses` gives."""
-    raise ValueError(_GLOBAL)
-
-
 def window_attention(
     qkv: Tensor,
     terms: Terms,
