@@ -16,7 +16,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def constant(function: F) -> F:
             found = _lookup(name, key, device)
         return found[0] if kind is Tensor else kind(*found)
 
-    return kept
+    return cast(F, kept)
 
 
 def held() -> int:
@@ -167,7 +167,9 @@ def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -
 
 def _flat(key: tuple) -> tuple[str, list[int], list[float]]:
     """A key as an operator's schema can hold it: how it is built, and its numbers."""
-    how, integers, floats = [], [], []
+    how: list[str] = []
+    integers: list[int] = []
+    floats: list[float] = []
     for part in key:
         if isinstance(part, tuple):
             how.append("t" + str(len(part)))

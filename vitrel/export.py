@@ -148,14 +148,14 @@ def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, 
         logits = run(image)
     except Exception as error:  # whatever the runtime raises
         raise RuntimeError(f"the {format} file fails at {where}: {_first_line(error)}; nothing was written") from error
-    error = torch.inf
+    largest = torch.inf
     if logits.shape == expected.shape:
-        error = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
-    if not error <= TOLERANCE:  # nor NaN
+        largest = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
+    if not largest <= TOLERANCE:  # nor NaN
         raise RuntimeError(
-            f"the {format} file differs from the model at {where} by {error:.1e}, above {TOLERANCE:.0e}; nothing was written"
+            f"the {format} file differs from the model at {where} by {largest:.1e}, above {TOLERANCE:.0e}; nothing was written"
         )
-    return Check(batch, size, error)
+    return Check(batch, size, largest)
 
 
 def _trace(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.export.ExportedProgram:

@@ -49,7 +49,7 @@ class Grid(NamedTuple):
         """Row and column (y, x) of every token without the prefix ones, [h*w, 2]."""
         return _coordinates(self.h, self.w, device=device)
 
-    def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
+    def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:  # type: ignore[override]
         """Offset class of every pair (query i, key j), [N, N] int64."""
         return _index(self.h, self.w, self.prefix, _checked(axis), device=device)
 

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
     except FileExistsError as error:
         raise FileExistsError(str(error).replace("pass overwrite", "pass --overwrite")) from error
     print(f"{'images':>16}  largest error, of {TOLERANCE:.0e} allowed")
-    for batch, (h, w), error in checks:
-        print(f"{f'{batch} of {h}x{w}':>16}  {error:.1e}")
+    for batch, (h, w), largest in checks:
+        print(f"{f'{batch} of {h}x{w}':>16}  {largest:.1e}")
     print(f"written to {out}: {_serves(args)}")
 
 

@@ -10,7 +10,7 @@ solved anew, so that each block's output is closest to the original's.
 
 import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ def absolute_to_relative(
     steps: list[_Step] = []
 
     def convert(i: int, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        aim, found[i] = observe(original.blocks[i], *found[i]), ()
+        aim, found[i] = observe(original.blocks[i], *found[i]), ((), {})
         steps.append(_convert_block(block, args, kwargs, aim, grid, ridge if refit else None))
         return args, kwargs
 
@@ -112,7 +112,8 @@ def absolute_to_relative(
         _unfold(result, added, grid)
         for block, fitted in zip(result.blocks, dropped.blocks, strict=True):
             _encoding(block).load_state_dict(_encoding(fitted).state_dict())
-    result.conversion = ConversionReport(position, len(images), (grid.h, grid.w), *zip(*steps, strict=True))
+    report = ConversionReport(position, len(images), (grid.h, grid.w), *zip(*steps, strict=True))
+    result.conversion = report  # type: ignore[assignment]
     return result.train(model.training)
 
 
@@ -162,7 +163,7 @@ def _refit_block(
     return observe(block, args, kwargs)
 
 
-def _encoding(block: nn.Module) -> PositionEncoding:
+def _encoding(block: Any) -> PositionEncoding:
     return block.position if isinstance(block, Block) else block.attn.position
 
 
@@ -180,7 +181,7 @@ def _grid(model: nn.Module, images: Tensor) -> Grid:
 def _embedding(model: nn.Module, grid: Grid) -> Tensor:
     """What the absolute embedding of a relativized model adds to the tokens, [N, C]."""
     if isinstance(model, ViT):
-        return model.pos_embed(grid).tokens
+        return model.pos_embed(grid).tokens  # type: ignore[misc]  # `_check` refuses a model without
     rows = model._absolute(grid)[0]
     return F.pad(rows, (0, 0, grid.tokens - len(rows), 0))  # in some families nothing to class and register tokens
 

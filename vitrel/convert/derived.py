@@ -6,6 +6,7 @@ attention's `forward` computes q, k and v as before and hands them to vitrel.ops
 
 import functools
 import types
+from typing import SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ class GridRecord(nn.Module):
 class Derived:
     """Abstract: a class made at run time from a mixin and a class of timm, whose objects can be copied and pickled."""
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return _revive, type(self).__bases__, self.__dict__
 
 
@@ -72,11 +73,12 @@ class RelativeTrunk(Derived):
 
     def no_weight_decay(self) -> set[str]:
         """timm's names and those of the position parameters."""
-        return set(super().no_weight_decay()) | Backbone.position_parameters(self)
+        # mypy does not see the class of timm that is joined to a mixin: its methods are `type: ignore[misc]`
+        return set(super().no_weight_decay()) | Backbone.position_parameters(self)  # type: ignore[misc]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass, each on the grid of its own forward pass."""
-        super().set_grad_checkpointing(enable)
+        super().set_grad_checkpointing(enable)  # type: ignore[misc]
         self.grad_checkpointing = False  # timm would recompute a block on whatever grid came last
         for block in self.blocks:
             block.grad_checkpointing = enable
@@ -89,13 +91,13 @@ class RelativeBlock(Derived):
 
     def forward(self, x: Tensor, **context: Tensor | bool | None) -> Tensor:
         if not self.grad_checkpointing:
-            return super().forward(x, **context)
+            return super().forward(x, **context)  # type: ignore[misc]
         return checkpoint(self._on_grid, x, self.attn.grid_record.grid, **context)
 
     def _on_grid(self, x: Tensor, grid: Grid, **context: Tensor | bool | None) -> Tensor:
         if not torch.compiler.is_compiling():  # a graph recomputes what it computed
             self.attn.grid_record.grid = grid
-        return super().forward(x, **context)
+        return super().forward(x, **context)  # type: ignore[misc]
 
 
 class RelativeForward(Derived):

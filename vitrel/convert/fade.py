@@ -15,6 +15,8 @@ class Fade(nn.Module):
     does not count; with gradient accumulation every micro-batch does. Evaluation uses the scale that training has reached.
     """
 
+    steps: Tensor
+
     def __init__(self, fade_steps: int, device: torch.device | str | None = None):
         super().__init__()
         if isinstance(fade_steps, bool) or not isinstance(fade_steps, int) or fade_steps < 1:
@@ -62,7 +64,7 @@ def drop_absolute(model: nn.Module, force: bool = False) -> nn.Module:
         raise ValueError(
             f"the absolute embedding still acts, at scale {scale:.3g}: train on, or pass force=True to lose it now"
         )
-    model.pos_embed = model.absolute_fade = None
+    model.pos_embed = model.absolute_fade = None  # type: ignore[assignment]
     return model
 
 

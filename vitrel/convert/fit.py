@@ -107,9 +107,9 @@ def refit_linear(layer: nn.Linear, x: Tensor, wanted: Tensor, weight: Tensor, ri
     normal.diagonal()[:-1] += ridge * normal.diagonal()[:-1].mean()
     normal.diagonal()[-1] += not biased
     change = torch.linalg.solve(normal, aim).mT  # [O, I + 1]
-    layer.weight += change[:, :-1].to(layer.weight.dtype)
+    layer.weight.add_(change[:, :-1].to(layer.weight.dtype))
     if biased:
-        layer.bias += change[:, -1].to(layer.bias.dtype)
+        layer.bias.add_(change[:, -1].to(layer.bias.dtype))
 
 
 def _centred(logits: Tensor) -> Tensor:

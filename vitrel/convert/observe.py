@@ -50,7 +50,8 @@ def observe(block: nn.Module, args: tuple, kwargs: dict) -> Observed:
             "encodings that add to values or scale keys (shaw, xpos)"
         )
     between = inputs.get("norm2") if inputs.get("norm1") is args[0] else None
-    return Observed(*seen.call, inputs.get("attn.proj"), between, inputs.get("mlp.fc2"), out)
+    q, k, bias, scale = seen.call
+    return Observed(q, k, bias, scale, inputs.get("attn.proj"), between, inputs.get("mlp.fc2"), out)
 
 
 @contextmanager

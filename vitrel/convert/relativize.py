@@ -5,6 +5,7 @@ The model stays the same object, with its parameters, their names and the rest o
 
 import inspect
 import warnings
+from typing import Any
 
 from timm.layers import Attention, AttentionRope, Format
 from timm.models.deit import VisionTransformerDistilled
@@ -71,7 +72,7 @@ def relativize(
     return model
 
 
-def _convert(model: nn.Module, encodings: list[PositionEncoding], drop_rope: bool) -> None:
+def _convert(model: Any, encodings: list[PositionEncoding], drop_rope: bool) -> None:
     embed, record = model.patch_embed, GridRecord()
     embed.strict_img_size, embed.flatten, embed.output_fmt, embed.dynamic_img_pad = False, False, Format.NHWC, True
     model.dynamic_img_size = True
@@ -90,7 +91,7 @@ def _convert(model: nn.Module, encodings: list[PositionEncoding], drop_rope: boo
     model.grad_checkpointing = False
 
 
-def _set_absolute(model: nn.Module, absolute: str, fade: Fade | None) -> None:
+def _set_absolute(model: Any, absolute: str, fade: Fade | None) -> None:
     model.absolute_fade = fade
     if absolute == "drop":
         model.pos_embed = None
@@ -114,7 +115,7 @@ def _learns_rows(encoding: type[PositionEncoding]) -> bool:
     return "init_std" in inspect.signature(encoding).parameters
 
 
-def _heads(attn: nn.Module) -> tuple[int, int]:
+def _heads(attn: Any) -> tuple[int, int]:
     width = attn.qkv.out_features // 3 if attn.qkv is not None else attn.q_proj.out_features
     return attn.num_heads, width // attn.num_heads
 

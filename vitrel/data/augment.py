@@ -40,7 +40,8 @@ class Augmenter:
         seed: int = 0,
         crop_pct: float = 1.0,
     ) -> None:
-        self.settings, self.size, self.mean, self.std, self.seed = settings, tuple(size), mean, std, seed
+        self.settings, self.mean, self.std, self.seed = settings, mean, std, seed
+        self.size = (size[0], size[1])
         self.crop_pct = crop_pct if settings.crop == "center" else 1.0
         erase = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
         self.erase = RandomErasing(settings.erase, **erase) if settings.erase else None
@@ -51,7 +52,7 @@ class Augmenter:
 
         `repeat` numbers the views of one image within an epoch.
         """
-        size = self.size if size is None else tuple(size)
+        size = self.size if size is None else (size[0], size[1])
         if size not in self.pipelines:
             self.pipelines[size] = _pipeline(self.settings, size, self.mean)
         # the sequence pads with zeros: view 0 draws as (seed, epoch, index) alone
@@ -92,9 +93,12 @@ def _pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, 
     # imported here because evaluation and the built-in data need neither albumentations nor OpenCV
     if settings.library == "albumentations":
         with optional_import():
-            from vitrel.data.aug_albumentations import AlbumentationsPipeline as Pipeline
-    elif settings.library == "timm":
-        from vitrel.data.aug_timm import TimmPipeline as Pipeline
-    else:
-        from vitrel.data.aug_torchvision import TorchvisionPipeline as Pipeline
-    return Pipeline(settings, size, mean)
+            from vitrel.data.aug_albumentations import AlbumentationsPipeline
+        return AlbumentationsPipeline(settings, size, mean)
+    if settings.library == "timm":
+        from vitrel.data.aug_timm import TimmPipeline
+
+        return TimmPipeline(settings, size, mean)
+    from vitrel.data.aug_torchvision import TorchvisionPipeline
+
+    return TorchvisionPipeline(settings, size, mean)

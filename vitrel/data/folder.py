@@ -26,8 +26,8 @@ INTERPOLATIONS = {"bicubic": InterpolationMode.BICUBIC, "bilinear": Interpolatio
 
 def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """uint8 [3, h, w] to (x / 255 - mean) / std, float32 [3, h, w]."""
-    mean, std = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
-    return image.float().div_(255).sub_(mean).div_(std)
+    middle, spread = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
+    return image.float().div_(255).sub_(middle).div_(spread)
 
 
 class Prepare:

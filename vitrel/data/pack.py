@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def pack(
         order = np.random.default_rng(seed).permutation(len(folder))
         encode = Encode([folder.samples[i] for i in order], short_side, check, max_pixels)
         images = DataLoader(encode, batch_size=None, num_workers=workers)
-        shards = _write(out / split, _good(images, bad, lambda done, s=split, n=len(folder): advance(s, done, n)), limits)
+        shards = _write(out / split, _good(images, bad, partial(advance, split)), limits)
         index["splits"][split] = {"counts": folder.class_counts(), "shards": shards}
     if bad:
         shown = "\n".join(bad[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
@@ -113,14 +114,14 @@ def pack(
     return index
 
 
-def _good(images: DataLoader, bad: list[str], advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def _good(images: DataLoader, bad: list[str], advance: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
     """webdataset's samples of the images without an error; the other errors go to `bad`."""
     for done, (ending, data, label, error) in enumerate(images, 1):
         if error:
             bad.append(error)
         else:
             yield {"__key__": f"{done - 1:08d}", ending: data, "cls": str(label).encode()}
-        advance(done)
+        advance(done, len(images))
 
 
 def _write(folder: Path, samples: Iterator[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ class Policy:
 
     def draw(self, rng: random.Random | ModuleType) -> float:
         """The strength of one operation, 0 to `maximum`; `rng` is a `random.Random` or the module `random` itself."""
-        strength = self.magnitude
+        strength: float = self.magnitude
         if math.isinf(self.std):
             strength = rng.uniform(0, strength)
         elif self.std:

@@ -81,7 +81,8 @@ class Scan:
         path, real = os.path.join(self.folder, name), os.path.join(self._real, name)
         top = Subfolder(path, 1, os.path.realpath(path)) if os.path.islink(path) else Subfolder(path, 0, real)
         images: dict[str, list[ImageFile]] = {}
-        plain, linked, seen = [top], [], set()
+        plain, seen = [top], set()
+        linked: list[Subfolder] = []
         while plain or linked:  # plain folders first, so that a folder's own path is the one that counts
             at = plain.pop() if plain else linked.pop(0)
             if at.real in seen:

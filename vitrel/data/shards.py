@@ -124,7 +124,8 @@ class Shards(ImageSet):
             held = sample
         if images != says:
             raise ValueError(f"{self.path(shard)} holds {images} images and {INDEX} says {says}; {REPACK}")
-        yield held
+        if held is not None:
+            yield held
 
     def verify(self) -> None:
         """ValueError where a shard's bytes are not those that were packed (SHA-256); reads every shard."""

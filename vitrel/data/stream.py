@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 class Encoded(NamedTuple):
     """An image on its way through the shuffle buffer: index in the split, label, name, and bytes unless it is passed over."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # not tuple.index
     label: int
     name: str
     data: bytes | None

@@ -380,4 +380,4 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _pair(size: int | Sequence[int]) -> Size:
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]

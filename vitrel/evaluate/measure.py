@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,14 @@ from vitrel.inspect.attention import attention_statistics_of
 from vitrel.sizes import Size, format_size
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
-_COMBINED = dict.fromkeys(("left_out", "infer_samples_per_sec"), sum)  # over processes
-_COMBINED |= {"unchanged": all, "peak_memory_mb": max, "batch_size": min, "oom": max}
+_COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # over processes
+    "left_out": sum,
+    "infer_samples_per_sec": sum,
+    "unchanged": all,
+    "peak_memory_mb": max,
+    "batch_size": min,
+    "oom": max,
+}
 MIB = 2**20
 
 
@@ -303,7 +310,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
             }
             shifted = {}
             for shift in task.shifts:
-                moving = Runner(model, *how, prepare=lambda pixels, shift=shift: shift_content(pixels, shift))
+                moving = Runner(model, *how, prepare=partial(shift_content, shift=shift))
                 shifted[shift], _ = _count(task, images, outputs, moving, advance)
             columns |= _attention(task, sweep, images, model)
             after = state_hash(model)
@@ -364,10 +371,10 @@ def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Ro
 
 def _per_class(about: Row, tally: Tally, task: Task, sweep: Sweep, images: Images) -> list[Row]:
     names, outputs = classes_of(task, sweep, images)
-    outputs = range(len(names)) if task.trained.restrict else outputs
+    counted = range(len(names)) if task.trained.restrict else outputs
     return [
         about | {"class": shown(name), "n": tally.class_n[output], "hits": tally.class_hits[output]}
-        for name, output in zip(names, outputs, strict=True)
+        for name, output in zip(names, counted, strict=True)
     ]
 
 

@@ -161,9 +161,9 @@ def fitted(model: nn.Module, size: Size, policy: str) -> Iterator[Fit]:
     """The model at `size` (h, w) pixels with `policy` in force; then it is as before. ValueError for a size it refuses."""
     if not isinstance(model, Backbone):
         found = fit_to(model, size)
-        grid = found.windows[0].grid if found.windows else (float("nan"), 1)
         unknown = float("nan")
-        yield Fit(found.model, found.resized, unknown, unknown, grid[0] * grid[1], found.windows)
+        h, w = found.windows[0].grid if found.windows else (unknown, 1)
+        yield Fit(found.model, found.resized, unknown, unknown, h * w, found.windows)
         return
     grid = model.token_grid(size)
     with in_force(model, policy, size):
@@ -226,9 +226,11 @@ def _matters(part: PositionEncoding, grid: Grid) -> bool:
 
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
     if policy == "divisor":
-        return tuple(max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
-    trained = to_2tuple(model.patch_embed.img_size)
-    return tuple(max(1, m * r // at) for m, r, at in zip(attn.window, size, trained, strict=True))
+        h, w = (max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
+    else:
+        trained = to_2tuple(model.patch_embed.img_size)
+        h, w = (max(1, m * r // at) for m, r, at in zip(attn.window, size, trained, strict=True))
+    return h, w
 
 
 def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attention, tuple[int, int]]]:
@@ -236,7 +238,7 @@ def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attenti
     if not isinstance(model, Backbone):
         return
     for blocks, grid, _ in stages(model, model.token_grid(size)):
-        yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)
+        yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)  # type: ignore[misc]
 
 
 def _geometry(fit: Fit) -> Row:

@@ -315,7 +315,7 @@ def set_aside(folder: Path) -> Path:
 def read_folder(folder: Path) -> list[Evaluated]:
     """The rows of a folder with their lines; a line belongs to the row of its model, size, protocol, crop and policy."""
     rows = read_csv(folder / "results.csv")
-    lines = {name: defaultdict(list) for name in LINES}
+    lines: dict[str, dict[tuple, list[Row]]] = {name: defaultdict(list) for name in LINES}
     for name, found in lines.items():
         for line in read_lines(folder, name):
             found[line_key(line)].append(line)

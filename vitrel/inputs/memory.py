@@ -102,14 +102,16 @@ def with_past(own: Past, past: Past | None, prefix: int) -> Past:
     """Own keys and values with earlier ones, if any, between their prefix tokens and their patches."""
     if past is None:
         return own
-    return tuple(torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(own, past, strict=True))
+    k, v = (torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(own, past, strict=True))
+    return k, v
 
 
 def _run_block(
     block: Block, x: Tensor, terms: Terms, keys: Grid, past: Past | None, remembered: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens after the block, and the last `remembered` keys and values, earlier ones and its own."""
-    attn, last = block.attn, []
+    attn = block.attn
+    last: list[Tensor] = []
 
     def attend(tokens: Tensor) -> Tensor:
         q, k, v = attn.heads(attn.project(tokens))
@@ -118,7 +120,9 @@ def _run_block(
         out = segment_attention(q, k, v, terms, keys, attn.dropout_p, attn.backend)
         return attn.proj_drop(attn.proj(out.transpose(1, 2).flatten(2)))
 
-    return block.residuals(x, attend), *last
+    x = block.residuals(x, attend)
+    k, v = last
+    return x, k, v
 
 
 def _check(model: ViT, memory: Memory | None, length: int, height: int | None) -> None:

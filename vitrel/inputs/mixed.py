@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from vitrel.grid import Grid
 from vitrel.models.backbone import Backbone
 
 
@@ -26,7 +27,7 @@ def features_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, in
     is one forward pass for each grid of tokens. ValueError unless there is a size for every image, of a patch or more, within
     the batch, and for a model in training whose absolute embedding fades with every forward pass.
     """
-    found = {}
+    found: dict[int, Tensor] = {}
     for images, features in _by_size(model, image, sizes):
         found |= dict(zip(images, features, strict=True))
     return [found[i] for i in range(len(found))]
@@ -38,7 +39,8 @@ def _by_size(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -
     sizes = _valid_sizes(image, sizes, patch)
     if model.training and getattr(model, "absolute_fade", None) is not None:
         raise ValueError("an embedding that fades counts forward passes, and this is one per grid: train with one size a batch")
-    image, groups = _without_padding(image, sizes), {}
+    image = _without_padding(image, sizes)
+    groups: dict[Grid, list[int]] = {}
     for i, size in enumerate(sizes):
         groups.setdefault(model.token_grid(size), []).append(i)
     for grid, images in groups.items():

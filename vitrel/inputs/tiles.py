@@ -127,7 +127,7 @@ class _Axis(NamedTuple):
             hi = -(-hi // merge) if hi == n else hi // merge
             lo, start, stop, n = (-(-i // merge) for i in (lo, start, stop, n))
             for window, shift in blocks:
-                shift = axis_shift(n, window, shift)
+                shift = axis_shift(n, window, shift)  # type: ignore[assignment]  # of integers one
                 if shift and stop - start <= window:  # the tile would not shift, the whole does
                     lo = hi
                 if lo > 0:
@@ -152,7 +152,8 @@ class _Axis(NamedTuple):
 
     def spans(self, n: int, longest: int) -> list[_Span]:
         """Tiles of at most `longest` patches for an axis of n, as few as alignment allows, each as short as it can be."""
-        found, strides, done = [], self.strides, [0] * len(self.stages)
+        strides, done = self.strides, [0] * len(self.stages)
+        found: list[_Span] = []
         while not found or found[-1].stop < n:
             start, stop = self._next(done[-1], n, longest)
             ends = [hi for _, hi in self.exact(start, stop, n)]
@@ -179,7 +180,7 @@ def _stages(model: Backbone) -> list[Stage]:
     """The stages of a Swin, or one with the blocks of a ViT; ValueError for a model that tiles cannot serve."""
     if not isinstance(model, Backbone):
         raise ValueError(f"tiles serve vitrel's Swin and ViT, not {type(model).__name__}")
-    stages = [*model.layers] if isinstance(model, Swin) else [Stage(nn.Identity(), [*model.blocks])]
+    stages = [*model.layers] if isinstance(model, Swin) else [Stage(nn.Identity(), [*model.blocks])]  # type: ignore[misc]
     for i, block in enumerate(block for stage in stages for block in stage.blocks):
         if block.window is None:
             raise ValueError(

@@ -230,7 +230,7 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
 def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
     """Values of prefix tokens in a parameter that is otherwise resampled."""
     if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(model, "patch_embed", None), "grid_size"):
-        h, w = model.patch_embed.grid_size
+        h, w = to_2tuple(model.patch_embed.grid_size)
         return (old.shape[1] - h * w) * old.shape[2]
     if leaf == "relative_position_bias_table" and old.dim() == 2:
         h, w = to_2tuple(model.get_submodule(path).window_size)
@@ -325,12 +325,13 @@ def _window_and_shift(block: nn.Module, grid: Size) -> tuple[Size | None, Size |
         window, shift = block.attn.window, block.attn.shift
         if window is None:
             return None, None
-        return tuple(window[:2]), tuple(axis_shift(n, m, s) for s, n, m in zip(shift, grid, window[:2], strict=True))
+        shifts = tuple(axis_shift(n, m, s) for s, n, m in zip(shift, grid, window[:2], strict=True))
+        return tuple(window[:2]), shifts  # type: ignore[return-value]  # two of each
     value = getattr(block, "window_size", None) or getattr(block, "partition_size", None) or getattr(block.attn, "ws", None)
     if hasattr(block, "window_resolution"):  # EfficientViT, whose windows shrink to a smaller grid
         value = block.attn.resolution
-    window, shift = to_2tuple(value or 0), getattr(block, "shift_size", None)
-    return tuple(window) if min(window) > 0 else None, None if shift is None else tuple(to_2tuple(shift))
+    sides, steps = to_2tuple(value or 0), getattr(block, "shift_size", None)
+    return tuple(sides) if min(sides) > 0 else None, None if steps is None else tuple(to_2tuple(steps))
 
 
 def _traced_block(

@@ -71,7 +71,7 @@ class Layer(NamedTuple):
 
     def cpu(self) -> "Layer":
         """The same layer with every tensor on the CPU."""
-        return self._make(field.cpu() if isinstance(field, Tensor) else field for field in self)
+        return Layer._make(field.cpu() if isinstance(field, Tensor) else field for field in self)
 
 
 def record(model: nn.Module, images: Tensor) -> list[Layer]:
@@ -188,7 +188,8 @@ def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:
         return size[0] / grid.h, size[1] / grid.w
     ratio = model.patch_embed.feat_ratio(as_scalar=False)
     # Merging halves the grid and rounds up: from 9 tokens to 5, 3, 2.
-    return tuple(float(r * 2 ** math.ceil(math.log2(n / m))) for r, n, m in zip(ratio, patches, grid[:2], strict=True))
+    y, x = (float(r * 2 ** math.ceil(math.log2(n / m))) for r, n, m in zip(ratio, patches, grid[:2], strict=True))
+    return y, x
 
 
 _Where = tuple[str, Grid, Size | None, Size, Tensor]  # the fields of Layer from name to tokens
@@ -241,7 +242,8 @@ def _record_own(model: nn.Module, use: Callable[[Layer], None], position: bool, 
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
     for name, module in found:
         key = f"record {name} {id(module)}"
-        BACKENDS[key] = _RecordingBackend(name, module.backend, use, position)
+        backend = _RecordingBackend(name, module.backend, use, position)
+        BACKENDS[key] = backend  # type: ignore[assignment]  # an object with what a backend's module has
         stack.callback(BACKENDS.pop, key)
         stack.enter_context(_replaced(module, backend=key))
     return len(found)

@@ -194,7 +194,8 @@ def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Siz
     """
     from torch._dynamo.testing import CompileCounter  # imports what only compilation needs
 
-    counter, compiled = CompileCounter(), {}
+    counter = CompileCounter()
+    compiled: dict[int, tuple[Callable, nn.Module]] = {}
     torch._dynamo.reset()
     try:
         for model, size in models:
@@ -306,7 +307,8 @@ def _size_diagnosis(
     resized, changed = traced.resampled, own_bias_changes(traced.encodings)
     if not isinstance(model, Backbone):
         resized = replaced_values(way.base, model, way.same_weights) | resized
-        changed += timm_bias_changes(way.base, model, *_patches(way, trained, size), tables=way.same_weights)
+        old, new = _patches(way, trained, size)
+        changed += timm_bias_changes(way.base, model, old, new, tables=way.same_weights)
     embed, unread = getattr(model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
@@ -328,7 +330,7 @@ def _stage_diagnosis(
     frozen = shifts and len(blocks) > 1 and blocks[0].shift is not None and any(never)
     if not found:
         return StageDiagnosis(blocks[0].name, line, examined=False, frozen=frozen)
-    name = max(reversed(found), key=lambda name: int(found[name].across.sum()))  # where none leaks, the last: shifted
+    name: str = max(reversed(found), key=lambda name: int(found[name].across.sum()))  # where none leaks, the last: shifted
     leaks = found[name]
     return StageDiagnosis(
         name,
@@ -400,7 +402,8 @@ def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str]:
     window = _short(windows.window) + ("/" if windows.strided else "")
     if not stage.examined:
         return window, shift, "?", "?"
-    return window, shift, *(_percent(share) if share else "-" for share in (stage.leaking, stage.padded))
+    leaking, padded = (_percent(share) if share else "-" for share in (stage.leaking, stage.padded))
+    return window, shift, leaking, padded
 
 
 def _refused(sizes: Sequence[SizeDiagnosis]) -> str:

@@ -238,7 +238,8 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tens
 
 def _added(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> dict[str, Tensor]:
     """What each term adds to the logits, broadcastable to [H, M, N]; scaled q.k plus their sum are the logits."""
-    added, with_bias = {}, q
+    added: dict[str, Tensor] = {}
+    with_bias = q
     if terms.query_bias is not None:
         bias = terms.query_bias[:, None].to(q.dtype)  # [H, 1, D]
         added["query bias"] = bias @ k.mT * scale
@@ -252,7 +253,8 @@ def _added(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> dict
                 one = Table(table.axis, **{field: getattr(table, field)})
                 name = f"{label}[{_AXES[table.axis]}]"
                 same = sum(known.startswith(name) for known in added)
-                added[f"{name} {same + 1}" if same else name] = table_logits(with_bias, k, (one,), grid, scale)
+                logits = table_logits(with_bias, k, (one,), grid, scale)
+                added[f"{name} {same + 1}" if same else name] = logits  # type: ignore[assignment]  # `one` has rows
     if terms.temperature is not None:
         content = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
         without = content._replace(temperature=None)

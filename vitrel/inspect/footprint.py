@@ -96,8 +96,8 @@ def find_leaks(block: TracedBlock) -> Leaks:
         rows[y], columns[x] = (int(_beyond_gap(sees.any(axis), at).sum()) for axis, at in ((1, y), (0, x)))
         found.append(((sees & across).sum(), (y, x), sees.int() + (sees & across)))
     _, token, sees = max(found, key=lambda one: one[0])
-    crossing = [{at: n for at, n in sorted(line.items()) if n} for line in (rows, columns)]
-    return Leaks(*(tuple(line) for line in crossing), *(sum(line.values()) for line in crossing), padding, token, sees)
+    rows, columns = ({at: n for at, n in sorted(line.items()) if n} for line in (rows, columns))
+    return Leaks(tuple(rows), tuple(columns), sum(rows.values()), sum(columns.values()), padding, token, sees)
 
 
 def footprint(block: TracedBlock, query: tuple[int, int]) -> Tensor:
@@ -183,7 +183,7 @@ def _tokens(block: TracedBlock) -> Tensor:
 def _run(block: TracedBlock, module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, Block):
         return module(x, Grid(*block.grid))
-    return module(x, *block.arguments)
+    return module(x, *(block.arguments or ()))
 
 
 def _as_map(x: Tensor, block: TracedBlock) -> Tensor:

@@ -81,14 +81,14 @@ def timm_bias_changes(before: nn.Module, after: nn.Module, old: Size, new: Size,
             if pair is not None:
                 found.append(BiasChange("bias", 1, _relative_change(*pair)))
         if hasattr(module, "get_embed") and old != new:
-            angles = [_neighbours(*_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
+            angles = [_neighbours(_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
             found.append(BiasChange("rotation", 1, _angle_change(*angles)))
     return _summed(found)
 
 
 def names_compared(model: nn.Module, old: Size, new: Size) -> set[str]:
     """Names of the parameters and buffers whose effect `timm_bias_changes` compares on these patch grids (h, w)."""
-    found = set()
+    found: set[str] = set()
     for name, module in model.named_modules():
         leaves = [leaf for leaf in _TABLES if isinstance(getattr(module, leaf, None), Tensor)]
         if hasattr(module, "get_embed") and old != new:
@@ -165,11 +165,11 @@ def token_changes(
 
 def common_grids(model: nn.Module, old: Size, new: Size) -> list[tuple[Size, Size]]:
     """Pairs of grids (h, w) that tokens of `model` may have at images of these two sizes (h, w): its patches, every stride."""
-    found = [(patch_grid(model, old), patch_grid(model, new))]
+    found: list[tuple[Size | None, Size | None]] = [(patch_grid(model, old), patch_grid(model, new))]
     for stride in range(1, max(*old, *new) + 1):
         found.append(tuple(tuple(-(-n // stride) for n in size) for size in (old, new)))
         found.append(tuple(tuple(n // stride for n in size) for size in (old, new)))
-    return [grids for grids in dict.fromkeys(found) if None not in grids and min(map(min, grids)) > 0]
+    return [(a, b) for a, b in dict.fromkeys(found) if a is not None and b is not None and min(*a, *b) > 0]
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
@@ -187,7 +187,7 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
         yield BiasChange("bias", 1, max(_relative_change(x, y) for x, y in rows))
     if a.rotary is not None:
         angles = [
-            _neighbours(*(part[..., grid.prefix :, :] for part in terms.rotary[::-1]), grid[:2])
+            _neighbours([part[..., grid.prefix :, :] for part in terms.rotary[::-1]], grid[:2])
             for terms, grid in ((a, old), (b, new))
         ]
         yield BiasChange("rotation", 1, _angle_change(*angles))
@@ -210,7 +210,7 @@ def _from_table(module: nn.Module, other: nn.Module, made: bool) -> tuple[Tensor
     windows = [to_2tuple(m.window_size) for m in (module, other)]
     if not made:
         new = resize_rel_pos_bias_table(old, windows[1], new.shape, windows[0])
-    return tuple(_table_by_offset(table, window) for table, window in zip((old, new), windows, strict=True))
+    return _table_by_offset(old, windows[0]), _table_by_offset(new, windows[1])
 
 
 def _table_by_offset(table: Tensor, window: Size) -> Tensor:
@@ -234,9 +234,9 @@ def _relative_change(a: Tensor, b: Tensor) -> float:
     return float(change / a.std(correction=0)) if change > 0 else 0.0
 
 
-def _neighbours(sin: Tensor, cos: Tensor, grid: Size) -> Tensor:
-    """Angles between the first token and its neighbours below and to the right, [2, ..., D] of [..., h*w, D]."""
-    sin, cos = (part.unflatten(-2, grid) for part in (sin, cos))
+def _neighbours(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
+    """Angles between the first token and its neighbours below and to the right, [2, ..., D] of sin, cos [..., h*w, D]."""
+    sin, cos = (part.unflatten(-2, grid) for part in sin_and_cos)
     first, below, right = ((..., y, x, slice(None)) for y, x in ((0, 0), (min(1, grid[0] - 1), 0), (0, min(1, grid[1] - 1))))
     return torch.stack(
         [
@@ -290,12 +290,14 @@ def _readings(n: int, m: int, grids: list[tuple[Size, Size]], middle: bool) -> I
     prefix, pair = min((fit for fit in fits if 0 <= fit[0] <= MOST_PREFIX), default=(0, None))
     if pair is not None:
         lines = [_line(*sides, middle) for sides in zip(*pair, strict=True)]
-        yield tuple(_flat(rows, columns, w, prefix) for rows, columns, (_, w) in zip(*lines, pair, strict=True))
+        first, second = (_flat(rows, columns, w, prefix) for rows, columns, (_, w) in zip(*lines, pair, strict=True))
+        yield first, second
 
 
 def _line(n: int, m: int, middle: bool) -> _Reading:
     shared = torch.arange(min(n, m))
-    return tuple(shared + (side - len(shared)) // 2 * middle for side in (n, m))
+    first, second = (shared + (side - len(shared)) // 2 * middle for side in (n, m))
+    return first, second
 
 
 def _flat(rows: Tensor, columns: Tensor, width: int, prefix: int) -> Tensor:

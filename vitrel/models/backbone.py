@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.fx
-from timm.layers import to_2tuple, trunc_normal_
+from timm.layers import PatchEmbed, to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
@@ -19,7 +19,9 @@ LARGE = (1 << 20, 1 << 20)  # pixels; larger than any training image, so a windo
 class Backbone(nn.Module, abc.ABC):
     """Abstract. A trunk has `patch_embed` (timm's, NHWC), `pos_embed` (an encoding or None) and `num_prefix_tokens`."""
 
+    patch_embed: PatchEmbed
     pos_embed: PositionEncoding | None
+    num_prefix_tokens: int
     init_linear: Callable[[nn.Module], None]
     window_size: tuple[int, int] | None = None
     grad_checkpointing: bool = False
@@ -98,7 +100,7 @@ class Backbone(nn.Module, abc.ABC):
         """Recompute the blocks' activations in the backward pass instead of storing them."""
         for module in self.modules():
             if hasattr(module, "grad_checkpointing"):
-                module.grad_checkpointing = enable
+                module.grad_checkpointing = enable  # type: ignore[assignment]
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialise all parameters, e.g. of a model made on the meta device and moved by `to_empty`.

@@ -6,6 +6,7 @@ Stages, blocks and merging are named as in timm's `SwinTransformer` and V2 (down
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -104,7 +105,8 @@ class Swin(Backbone):
             return Block(dim, attn, own, mlp_ratio, drop_path, norm_eps, v2, mlp_drop=proj_drop_rate, **factory)
 
         self.pos_embed = encoding(on_tokens, patches, embed_dim, num_heads[0]) if on_tokens else None
-        stages, rates = [], calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)  # [stage][block]
+        stages = []
         for i, (heads, drop_paths) in enumerate(zip(num_heads, rates, strict=True)):
             dim = embed_dim * 2**i
             merge = PatchMerging(dim // 2, dim, norm_eps, v2, **factory) if i else nn.Identity()
@@ -115,7 +117,7 @@ class Swin(Backbone):
             dict(num_chs=embed_dim * 2**i, reduction=max(self.patch_embed.patch_size) * 2**i, module=f"layers.{i}")
             for i in range(len(depths))
         ]
-        self.norm = nn.LayerNorm(self.num_features, eps=norm_eps, **factory)
+        self.norm: nn.Module = nn.LayerNorm(self.num_features, eps=norm_eps, **factory)
         self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **factory)
         self.head_hidden_size = self.head.num_features
         self.init_weights(needs_reset=False)

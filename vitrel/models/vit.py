@@ -182,7 +182,7 @@ class ViT(Backbone):
         [B, h * w, C] each, with `reshape` [B, C, h, w]; with return_prefix_tokens pairs of these and [B, prefix, C].
         """
         how = dict(norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True, attn_mask=attn_mask)
-        return self.forward_intermediates(x, n, return_prefix_tokens, **how)
+        return self.forward_intermediates(x, n, return_prefix_tokens, **how)  # type: ignore[return-value]
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -224,7 +224,7 @@ class ViT(Backbone):
         if self.shared_position is not None:
             yield self.shared_position, grid
         for block in self.blocks:
-            yield block.position, block.window or grid
+            yield block.position, block.window or grid  # type: ignore[misc]
 
     def _run(
         self, x: Tensor, grid: Grid, blocks: nn.Sequential, mask: Tensor | None = None, take: Sequence[int] = ()

@@ -134,9 +134,9 @@ def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
                 )
         if table.gated is not None:
             shapes = tuple(table.gated[0].shape), tuple(table.gated[1].shape)
-            wanted = (heads, shapes[0][1], width), (heads, rows, shapes[0][1])
-            if any(s != w and s != (1, *w[1:]) for s, w in zip(shapes, wanted, strict=True)):
-                raise ValueError(f"gated table over {table.axis!r} has shapes {shapes}, {place} needs {wanted}: {way_out}")
+            both = (heads, shapes[0][1], width), (heads, rows, shapes[0][1])
+            if any(s != w and s != (1, *w[1:]) for s, w in zip(shapes, both, strict=True)):
+                raise ValueError(f"gated table over {table.axis!r} has shapes {shapes}, {place} needs {both}: {way_out}")
     for angle in (*(terms.rotary or ()), *(terms.key_rotary or ())):
         wanted = (heads, grid.tokens, width // 2)
         if tuple(angle.shape) not in (wanted, (1, *wanted[1:])):

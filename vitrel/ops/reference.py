@@ -111,7 +111,8 @@ def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     if terms.rotary is None:
         return q, k
     if terms.key_rotary is None and q.shape == k.shape:  # both at once: half of the operators
-        return rotate(torch.stack((q, k)), *(t.to(q.dtype) for t in terms.rotary)).unbind(0)
+        q, k = rotate(torch.stack((q, k)), *(t.to(q.dtype) for t in terms.rotary)).unbind(0)
+        return q, k
     cos, sin = (t[..., -q.shape[-2] :, :].to(q.dtype) for t in terms.rotary)
     turn = terms.rotary if terms.key_rotary is None else terms.key_rotary
     return rotate(q, cos, sin), rotate(k, *(t.to(k.dtype) for t in turn))
@@ -161,7 +162,7 @@ def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
 
 def _on_lattice(table: Table, grid: Grid) -> Tensor:
     if table.axis == "hw":
-        return table.bias
+        return table.bias  # type: ignore[return-value]  # only tables with one come here
     count, (h, w) = grid.offset_classes(table.axis), (2 * grid.h - 1, 2 * grid.w - 1)
     own, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
     own = own[:, :, None].expand(-1, h, w) if table.axis == "h" else own[:, None].expand(-1, h, w)

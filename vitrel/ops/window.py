@@ -95,7 +95,7 @@ def _window_mask(h: int, w: int, window: tuple[int, int], shift: tuple[int, int]
 
 
 class _Axis(NamedTuple):
-    count: int  # number of windows
+    count: int  # type: ignore[assignment]  # number of windows
     source: Tensor  # [count*window] coordinate that fills each slot
     label: Tensor  # [count*window] 0, 1 or _PADDING
     slot: Tensor  # [n] slot of each coordinate

@@ -4,6 +4,7 @@ POSITIONS is the registry of encodings, and `create_position` builds one or a co
 """
 
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -85,7 +86,8 @@ def split_position(position: str) -> tuple[str, str]:
     Raises ValueError for an unknown key (the nearest is named) or one given twice.
     """
     keys = _keys(position)
-    return tuple("+".join(k for k in keys if POSITIONS[k].site == site) for site in ("tokens", "attention"))
+    tokens, attention = ("+".join(k for k in keys if POSITIONS[k].site == site) for site in ("tokens", "attention"))
+    return tokens, attention
 
 
 def create_position(
@@ -113,7 +115,8 @@ def create_position(
     for key in _keys(position):
         own = select_options(key, options)
         common = {name: own.pop(name) for name in ("resize", *STRENGTHS) if name in own}  # attributes of every encoding
-        built[key] = POSITIONS[key](grid, num_heads, head_dim, device=device, dtype=dtype, **own)
+        build: Callable[..., PositionEncoding] = POSITIONS[key]
+        built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **own)
         for name, value in common.items():
             if name != "resize" or value in built[key].policies:  # else it is another part's
                 setattr(built[key], name, value)

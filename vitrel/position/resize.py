@@ -22,7 +22,7 @@ POLICIES = ("geometric", "clip", "bicubic")
 class Taps(NamedTuple):
     """Which K source rows every one of T target rows is the weighted sum of."""
 
-    index: Tensor  # [T, K] int64
+    index: Tensor  # type: ignore[assignment]  # [T, K] int64
     weight: Tensor  # [T, K] float32
 
 

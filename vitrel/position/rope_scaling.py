@@ -39,7 +39,7 @@ class Scaling(NamedTuple):
     @property
     def key_of_constants(self) -> tuple[str, tuple[int, int], float, float]:
         """What constants that depend on it are kept by."""
-        return self.rule, self.trained[:2], *map(float, self.turns)
+        return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1])
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
         """freqs [2, .., P], radians per patch along y and x, for use on `grid`: bands 0, 1, .. of so many, repeated."""

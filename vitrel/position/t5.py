@@ -89,7 +89,7 @@ class Rule(NamedTuple):
     signed: bool  # buckets of their own for offsets below 0
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]
         """Number of buckets."""
         return len(self.first) * (2 if self.signed else 1)
 

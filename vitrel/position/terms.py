@@ -223,7 +223,7 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
 
 def sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     """Merge {rule: count} dictionaries, adding the counts of equal rules."""
-    total = Counter()
+    total: Counter[str] = Counter()
     for count in counts:
         total.update(count)
     return dict(total)

@@ -107,7 +107,7 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("data.size", "model.img_size")
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
         """Check, then parse; SystemExit 2 with the reason on stderr when a key, a value or a class is not allowed."""
         args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args or []]
         self.command = shlex.join(args)
@@ -245,6 +245,6 @@ def _seed(value: int | bool) -> int:
 
 
 def _loggers(given: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
-    if given in (None, True):
+    if given is None or given is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
     return list(given) if isinstance(given, list) else [given] if given else []

@@ -85,7 +85,7 @@ class ImageData(LightningDataModule):
                 raise ValueError("shards are streamed: data.repeats needs images that can be read in any order, a folder")
             if self.reading.keep is not None:
                 raise ValueError("shards are streamed, not kept: leave data.reading.keep out, or train on a folder")
-            self.order = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
+            self.order: EpochOrder | ShardBatches = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
         else:
             self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
 

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from vitrel.exits import one_line
+from vitrel.sizes import format_size
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ def memory_advice(trainer: Trainer, module: LightningModule) -> str:
         )
     if not module.execution.grad_checkpointing:
         ways.append("model.execution.grad_checkpointing: true (now false)")
-    h, w = module.img_size
-    ways.append(f"a smaller data.size (now {h}x{w})")
+    ways.append(f"a smaller data.size (now {format_size(module.img_size)})")
     return f"The device's memory is full. What needs less: {'; '.join(ways)}."
 
 

@@ -1,6 +1,7 @@
 """What stops a run before it spoils anything: no finite loss, images that cannot be read, a folder that is gone."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class RunFolder(Callback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder, self.hook = Path(folder), None
+        self.folder = Path(folder)
+        self.hook: Callable[[threading.ExceptHookArgs], object] | None = None
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.is_global_zero:  # which alone writes
@@ -46,7 +48,7 @@ class RunFolder(Callback):
     def _in_a_thread(self, failed: threading.ExceptHookArgs) -> None:
         # TensorBoard writes in one, which would print a traceback; the next write of the main thread ends the run
         if self.folder.is_dir() or not issubclass(failed.exc_type, OSError):
-            self.hook(failed)
+            (self.hook or threading.__excepthook__)(failed)
 
 
 class FiniteLoss(Callback):

@@ -114,10 +114,11 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
             continue
         path = tuple(option.removesuffix("+").split("."))
         asks = path[-1] == "help"
-        for value in [*values] or [None]:
-            checker.walk(path[:-1] if asks else path, None if asks else _plain(value, f"--{option}: "), "")
-            if asks and value is not None:
-                checker.name(value, f"--{option}: ")
+        given: list[str | None] = [*values] or [None]
+        for text in given:
+            checker.walk(path[:-1] if asks else path, None if asks else _plain(text, f"--{option}: "), "")
+            if asks and text is not None:
+                checker.name(text, f"--{option}: ")
 
 
 class _Checker:

@@ -30,7 +30,7 @@ class EpochMeans(nn.ModuleDict):
 
     def saved(self, strategy: Strategy) -> dict[str, Any]:
         """Plain values for a checkpoint, all ranks together; every rank has to call it."""
-        sums = {name: torch.stack([m.mean_value, m.weight]).to(strategy.root_device) for name, m in self.items()}
+        sums = {name: torch.stack((m.mean_value, m.weight)).to(strategy.root_device) for name, m in self.items()}
         return {"epoch": self.epoch, **{name: strategy.reduce(s, reduce_op="sum").tolist() for name, s in sums.items()}}
 
     def restore(self, saved: dict[str, Any], rank: int) -> None:

@@ -29,6 +29,7 @@ import timm
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from timm.utils import dispatch_clip_grad
 from torch import Tensor
 from torch.nn import functional as F
@@ -165,7 +166,7 @@ class Classifier(LightningModule):
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             shard(self.model, self.device_mesh)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Optimiser, and a schedule that moves at every update."""
         images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
         optimizer = create_optimizer(self.model, self.optim, images)
@@ -234,7 +235,7 @@ class Classifier(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the means of the epoch, over all ranks."""
-        self.log_dict({f"{name}_epoch": mean for name, mean in self.means.items()})
+        self.log_dict({f"{name}_epoch": mean for name, mean in self.means.items()})  # type: ignore[misc]
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Top-1, top-5 (of more than 5 classes) and cross-entropy over the whole evaluation set.
@@ -246,7 +247,8 @@ class Classifier(LightningModule):
         self.val_loss.update(F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")[labels >= 0])
         for accuracy in self.accuracies.values():
             accuracy.update(logits, labels)
-        self.log_dict({"val/loss": self.val_loss, **self.accuracies}, on_step=False, on_epoch=True, prog_bar=True)
+        metrics = {"val/loss": self.val_loss, **self.accuracies}
+        self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to rebuild and evaluate the model without this class."""

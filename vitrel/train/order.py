@@ -130,7 +130,7 @@ class EpochLoader(DataLoader):
         super().__init__(dataset, **how)
         self.place = place
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
         epoch, done = self.place()
         self.dataset.set_epoch(epoch)
         if isinstance(self.dataset, ShardBatches):

@@ -153,7 +153,7 @@ def _endlessly(loader: DataLoader) -> Iterator[Any]:
 
 def _median_rate(counts: Iterator[int], seconds: float) -> float:
     """Images/s where every item is a number of images that came, measured `REPEATS` times for at least `seconds`."""
-    rates = []
+    rates: list[float] = []
     while len(rates) < REPEATS:
         images, start = 0, time.perf_counter()
         while (taken := time.perf_counter() - start) < seconds:

@@ -28,7 +28,9 @@ class Ranks(Callback):
 
     def __init__(self, left: Callable[[], str]) -> None:
         self.left, self.over = left, threading.Event()
-        self.rank, self.peers, self.gone = 0, {}, {}  # peers and gone: {rank: process id}
+        self.rank = 0
+        self.peers: dict[int, int] = {}  # {rank: process id}, as of those that are gone
+        self.gone: dict[int, int] = {}
         self.children: dict[int, subprocess.Popen] = {}  # by process id, where this rank has started the others
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:

@@ -106,8 +106,8 @@ def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str
 
 
 def _files_that_differ(old: Tensor, new: Tensor) -> str:
-    old, new = (zlib.decompress(blob.numpy().tobytes()).decode("utf-8", "surrogateescape").split("\n") for blob in (old, new))
-    was, now = (dict(line.rpartition("\t")[::2] for line in lines) for lines in (old, new))
+    listings = (zlib.decompress(blob.numpy().tobytes()).decode("utf-8", "surrogateescape").split("\n") for blob in (old, new))
+    was, now = (dict(line.rpartition("\t")[::2] for line in lines) for lines in listings)
     parts = [
         f"{len(names)} {what} ({', '.join(map(ascii, names[:_SHOWN]))}{', ...' if len(names) > _SHOWN else ''})"
         for what, names in (

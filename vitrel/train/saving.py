@@ -136,8 +136,10 @@ class Saving(Checkpoint):
 
     def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0, go_on: str = "go on with --ckpt_path auto") -> None:
         self.path, self.csv, self.every = Path(folder) / "last.ckpt", csv, every
-        self.go_on, self.update = go_on, None
-        self.asked, self.since, self.former = 0, 0.0, {}  # the signal that was sent and when; the handlers before
+        self.go_on = go_on
+        self.update: int | None = None
+        self.asked, self.since = 0, 0.0  # the signal that was sent and when
+        self.former: dict[int, Any] = {}  # the handlers before
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule
@@ -147,7 +149,7 @@ class Saving(Checkpoint):
         """Forget the rows logged after the checkpoint was saved."""
         del self.csv.rows[checkpoint["run"]["rows"] :]
         # with max_steps Lightning would take the epoch that ended for one yet to end, count it again and pass over the next
-        trainer.fit_loop._iteration_based_training = lambda: False
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.is_global_zero:

@@ -102,8 +102,8 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
         known = (read_yaml(settings) if settings.exists() else None) or {}
         # the folder may have been moved with all that is in it and beside it
         moved = ["trainer.default_root_dir", *(["model.tuning.init_from"] if _same_name(known, config) else [])]
-        differ = [(name, old, new) for name, old, new in values_that_differ(known, config) if name not in moved]
-        if differ := [f"{name}: {old!r} then, {new!r} now" for name, old, new in differ]:
+        values = values_that_differ(known, config)
+        if differ := [f"{name}: {old!r} then, {new!r} now" for name, old, new in values if name not in moved]:
             raise ValueError(
                 f"{folder} holds a run of another configuration ({'; '.join(differ)}): "
                 "remove that folder to train anew, or give the comparison another name"

@@ -206,11 +206,11 @@ def draw_predictions(
     cells = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes in cells:
         axes.set_axis_off()
-    mean, std = (torch.tensor(v)[:, None, None] for v in (mean, std))
+    middle, spread = (torch.tensor(v)[:, None, None] for v in (mean, std))
     for axes, (image, label, answer, probability) in zip(cells, seen, strict=False):
         axes.set_axis_on()
         axes.set(xticks=[], yticks=[])
-        axes.imshow((image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+        axes.imshow((image * spread + middle).clamp(0, 1).permute(1, 2, 0).numpy())
         wrong = label != answer
         colour = "#D00000" if wrong else "#007A33"
         axes.set_title(f"{'✗' if wrong else '✓'} {probability:.0%}\n{_short(classes[answer])}", fontsize=8, color=colour)
@@ -232,7 +232,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "model": module.name,
         "model_args": module.model_args,
         "positions": sorted({part["key"] for part in module.position.values()}),
-        "parameters": sum(p.numel() for p in module.model.parameters()),
+        "parameters": sum(p.numel() for p in module.model.parameters()),  # type: ignore[misc]
         "img_size": list(module.img_size),
         "data": data.data,
         "classes": len(data.classes),

@@ -42,8 +42,8 @@ def unwrap(loaded: object, origin: str) -> Unwrapped:
         if taken in _AVERAGED and others:
             choice = choice or _choice(taken, others)
         bare = {_WRAPPED.sub("", f"{taken}.{name}", count=1) for name in inside}
-        copies = [name for other in others if taken in _AVERAGED for name in wrapped[other]]
-        copies = {name for name in copies if _WRAPPED.sub("", name, count=1) in bare}
+        beaten = [name for other in others if taken in _AVERAGED for name in wrapped[other]]
+        copies = {name for name in beaten if _WRAPPED.sub("", name, count=1) in bare}
         for name in state:
             if name in copies:
                 rows.append(Row((name,), "", "another copy of the weights"))

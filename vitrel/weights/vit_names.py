@@ -7,6 +7,7 @@ or for none; how rotary pairs lie in memory.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,7 @@ def fuse_qkv(draft: Draft) -> None:
     for kind in ("weight", "bias"):
         for match in draft.find(rf"(.*\.attn\.)q_proj\.{kind}"):
             names = [f"{match[1]}{part}_proj.{kind}" for part in "qkv"]
+            join: Callable[[list[Tensor]], Tensor]
             if kind == "bias" and names[1] not in draft:
                 join, rule = _without_key_bias, "bias of q, zeros for k, bias of v"
                 names = [names[0], names[2]]

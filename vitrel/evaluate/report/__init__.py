@@ -343,7 +343,7 @@ def _difference(
 def _accuracies(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
     """{seed: (top-1, number of images)} of one label at the claim's place."""
     name, _, policy = label.partition("/")
-    at = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
+    at: Row = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
     at |= {} if claim.shift is None else {"shift": claim.shift}
     found = rows if claim.shift is None else shifted
     own = [row for row in found if all(row[key] == value for key, value in at.items())]

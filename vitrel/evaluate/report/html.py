@@ -218,7 +218,8 @@ def collect_pictures(
     tasks = _recorded_tasks(firsts, sweep)
     former = _former_pictures(folder, rows, {(task.trained.label, format_size(task.size), task.policy) for task in tasks})
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
-    samples, pictures, left_out, found = Images(sweep), {}, [], []
+    samples, left_out, found = Images(sweep), [], []
+    pictures: dict[str, str] = {}
     for place, trained in enumerate(firsts):
         own = [task for task in tasks if task.trained is trained]
         one, spent = _record_model(own, sweep, samples, pictures, budget // (len(firsts) - place))
@@ -350,7 +351,7 @@ def _record_model(
             one["left_out"].append(f"{trained.label} at {size}: more than {LARGEST:,} tokens")
             continue
         one["layers"] = layers
-        about = {"size": size, "policy": task.policy}
+        about: Item = {"size": size, "policy": task.policy}
         spent += _keep(one, "lattices", found.lattices, about, share)
         if first:
             known, before, all_maps = len("".join(pictures.values())), len(one["maps"]), len(layers) * len(names)

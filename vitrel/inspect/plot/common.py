@@ -65,11 +65,12 @@ def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tupl
     if size is not None and min(to_2tuple(size)) < 1:
         raise ValueError(f"size is a side or (h, w), at least 1, not {size}")
     if isinstance(source, PositionEncoding):
-        own = next((part.grid for part in source.modules() if getattr(part, "grid", None) is not None), None)
+        grids = (getattr(part, "grid", None) for part in source.modules())
+        own: Grid | None = next((grid for grid in grids if grid is not None), None)
         if own is None:
             return []
-        grid = own if size is None else Grid(*to_2tuple(size), own.prefix)
-        return [("", source, grid)]
+        h, w = own[:2] if size is None else to_2tuple(size)
+        return [("", source, Grid(h, w, own.prefix))]
     found = own_encodings(source)
     if isinstance(source, Backbone):
         names = {encoding: name for name, encoding in found.items()}
@@ -131,7 +132,7 @@ def line_style(place: int) -> dict[str, object]:
     return {"color": LINES[place % len(LINES)], "linestyle": DASHES[place // len(LINES) % len(DASHES)], "linewidth": 1.4}
 
 
-def panel_height(shapes: Sequence[torch.Size], width: float) -> float:
+def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
     """Height in inches of panels `width` wide that hold cells [.., rows, columns] of the tallest of `shapes`."""
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
 

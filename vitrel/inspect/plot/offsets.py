@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
@@ -133,7 +134,7 @@ def profiles(
     """
     drawn = lattices(source, size, layers)
     figure, axes = sheet(len(drawn), 2, 3.2, 2.0, f"{source_name(source)}: profiles\n{SIGN}", sharey="row")
-    handles = {}
+    handles: dict[str, Line2D] = {}
     for row, lattice in zip(axes, drawn, strict=True):
         values = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
         middle = values.shape[1] // 2, values.shape[2] // 2

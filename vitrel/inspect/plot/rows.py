@@ -71,10 +71,10 @@ def similarity(source: nn.Module, size: int | Size | None = None, patches: Seque
     if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
         raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
     alike = cosine_similarity(check_numbers(name, rows).flatten(0, 1), grid.w, patches)  # [M, h*w]
-    (rows, columns), title = columns_for(len(patches)), f"{source_name(source)}: similarity of embeddings"
+    (lines, columns), title = columns_for(len(patches)), f"{source_name(source)}: similarity of embeddings"
     if trained != grid[:2]:
         title += f"\n{grid.h}x{grid.w} patches, trained on {trained[0]}x{trained[1]}"
-    figure, axes = sheet(rows, columns, 2.2, panel_height([grid[:2]], 2.2), title)
+    figure, axes = sheet(lines, columns, 2.2, panel_height([grid[:2]], 2.2), title)
     panels, low = [panel for row in axes for panel in row], float(alike.min())
     for panel, (y, x), values in zip(panels, patches, alike, strict=False):
         image = panel.imshow(values.view(grid.h, grid.w).numpy(), SEQUENTIAL, vmin=low, vmax=1, interpolation="nearest")
@@ -172,8 +172,8 @@ def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, T
                 with evaluating(part):
                     rows = part(grid).tokens[grid.prefix :]
                 return key_of(part), part.grid[:2], rows.detach().unflatten(0, grid[:2]).cpu()
-    rows, grid = getattr(source, "pos_embed", None), getattr(getattr(source, "patch_embed", None), "grid_size", None)
-    if isinstance(rows, nn.Parameter) and rows.dim() == 3 and grid is not None and size is None:
-        return "pos_embed", grid, rows[0, -grid[0] * grid[1] :].detach().unflatten(0, grid).cpu()
+    stored, patches = getattr(source, "pos_embed", None), getattr(getattr(source, "patch_embed", None), "grid_size", None)
+    if isinstance(stored, nn.Parameter) and stored.dim() == 3 and patches is not None and size is None:
+        return "pos_embed", patches, stored[0, -patches[0] * patches[1] :].detach().unflatten(0, patches).cpu()
     instead = "vitrel.inspect.plot.offset_maps draws what attention gets"
     raise ValueError(f"{source_name(source)} adds no embedding to tokens: {instead}")

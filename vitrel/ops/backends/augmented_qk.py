@@ -91,7 +91,8 @@ def attention(
             if table.value is not None:
                 values.append(one_hot)
                 rows.append((table.value, classes[own]))
-    out = F.scaled_dot_product_attention(*_joined(queries, keys, values), dropout_p=dropout_p, scale=scale)
+    wide_q, wide_k, wide_v = _joined(queries, keys, values)
+    out = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, dropout_p=dropout_p, scale=scale)
     return _with_values(out, v.shape[-1], rows)
 
 

@@ -151,7 +151,7 @@ class _Rows(torch.autograd.Function):
         saved = ctx.saved_tensors
         q, k, v, lines, prefix, out = map(upcast, saved)
         dq, dk, dv, dlines, dprefix = found = [torch.zeros_like(x) for x in (q, k, v, lines, prefix)]
-        biases = [x.to(saved[0].dtype) for x in (lines, prefix)]  # rounded as in the forward pass
+        biases = lines.to(saved[0].dtype), prefix.to(saved[0].dtype)  # rounded as in the forward pass
         softmax = softmax_under(*biases)
         with no_autocast(q.device):
             for rows in query_blocks(ctx.grid, QUERIES):

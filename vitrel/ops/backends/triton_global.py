@@ -142,7 +142,8 @@ def _row_lanes(columns: int, lanes: int) -> int:
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x [B, H, N, D] and its strides, the last one 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, *x.stride()[:3]
+    batch, head, token, _ = x.stride()
+    return x, batch, head, token
 
 
 def _packed(x: Tensor | None) -> Tensor | None:

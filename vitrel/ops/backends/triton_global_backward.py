@@ -81,7 +81,9 @@ def _keys_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int,
     return (32, 64, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
 
 
-def _query_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float) -> tuple[Tensor | None, ...]:
+def _query_gradients(
+    inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
     bias, row, column = tables

@@ -42,7 +42,7 @@ def window_backward_op(
     found = triton_window_backward.window_backward(
         grad, qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, rotary_grad
     )
-    return tuple(_or_empty(x, qkv) for x in found)
+    return tuple(_or_empty(x, qkv) for x in found)  # type: ignore[return-value]
 
 
 @window_backward_op.register_fake
@@ -50,8 +50,8 @@ def _(
     grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    turns = (_like(x if rotary_grad else None, qkv) for x in (cos, sin))
-    return (torch.empty_like(qkv, memory_format=torch.contiguous_format), _like(bias, qkv), *turns)
+    dcos, dsin = (_like(x if rotary_grad else None, qkv) for x in (cos, sin))
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format), _like(bias, qkv), dcos, dsin
 
 
 def _keep_window(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -92,7 +92,7 @@ def biased_backward_op(
     """Gradients of q, k, v, bias, rows, columns; those of what is None or not asked for are empty."""
     grid = Grid(h, w, prefix)
     found = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
-    return tuple(_or_empty(x, q) for x in found)
+    return tuple(_or_empty(x, q) for x in found)  # type: ignore[return-value]
 
 
 @biased_backward_op.register_fake
@@ -100,7 +100,8 @@ def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return (*(_tokens_first(x) for x in (q, k, v)), *(_like(x, q) for x in (bias if bias_grad else None, rows, columns)))
+    dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
+    return dq, dk, dv, _like(bias if bias_grad else None, q), _like(rows, q), _like(columns, q)
 
 
 def _keep_biased(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
