@@ -85,8 +85,8 @@ def _check_window(draft: Draft, model: nn.Module) -> None:
         way_out = f"build it with position_args=dict(pretrained_window={stages[0]})"
     for name, block in model.named_modules():
         for part in block.modules() if name in trained else ():
-            if hasattr(part, "cpb_mlp") and part.resize != "renormalise" and part.window != trained[name]:
-                words = ("x".join(map(str, window)) for window in (trained[name], part.window))
+            if hasattr(part, "cpb_mlp") and part.resize != "renormalise" and part.pretrained_window != trained[name]:
+                words = ("x".join(map(str, window)) for window in (trained[name], part.pretrained_window))
                 raise ValueError(
                     "{}: a bias trained in windows of {}, the model's in windows of {}; {}".format(name, *words, way_out)
                 )
