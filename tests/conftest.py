@@ -4,9 +4,16 @@ import os
 
 import pytest
 import torch
+from torch.utils.data import _utils, dataloader
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+# A loader looks every 0.5 s, not every 5, whether its processes live, and waits as long for them to end: tests kill some and
+# leave others in the middle of an epoch.
+for _module in (_utils, _utils.worker):
+    _module.MP_STATUS_CHECK_INTERVAL = 0.5
+dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.5,)
 
 
 @pytest.fixture(autouse=True)
