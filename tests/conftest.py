@@ -21,6 +21,30 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def real_plots():
+    """Plots are drawn in tests that ask for this, also where the module uses `no_plots`."""
+
+
+@pytest.fixture
+def no_plots(request):
+    """Evaluations write empty files in the place of their plots, which would take half the time of a small one."""
+    if "real_plots" in request.fixturenames:
+        yield
+        return
+
+    def empty(rows, folder, title=""):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / "accuracy.png", folder / "throughput.png"]
+        for path in paths:
+            path.touch()
+        return paths
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrel.evaluate.report.plots.plot_all", empty)
+        yield
+
+
 def pytest_collection_modifyitems(items):
     """Tests that fork come first, in every worker: PyTorch does not train in the fork of a process whose autograd engine has
     started threads, as some later tests (of compiled models) make it do.

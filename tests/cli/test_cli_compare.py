@@ -10,6 +10,7 @@ import yaml
 from helpers import command
 from vitrel.train import several
 
+pytestmark = pytest.mark.usefixtures("no_plots")
 CONFIG = {
     "name": "trial",
     "data": "shapes",

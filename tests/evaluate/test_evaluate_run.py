@@ -37,6 +37,7 @@ from vitrel.evaluate.run import HEAD, describe_plan, evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Sweep
 from vitrel.files import guarded
 
+pytestmark = pytest.mark.usefixtures("no_plots")
 SIZES = ((32, 32), (64, 64), (32, 48))
 
 
@@ -312,7 +313,7 @@ def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monk
     assert torch.isfinite(torch.tensor([row["nll"] for row in rows])).all()
 
 
-def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch):
+def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch, real_plots):
     models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu", attention_n=0)
     monkeypatch.setattr(noise, "__getitem__", _fails_after(noise.__getitem__, 12 * 3))
     with pytest.raises(KeyboardInterrupt):
