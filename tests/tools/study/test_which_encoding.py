@@ -1,5 +1,6 @@
 """The tables of docs/which_encoding.md: that they are those of the results, and what they are made of."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -10,6 +11,16 @@ from helpers import ROOT
 from tools.study import which_encoding
 from tools.study.which_encoding import cost_table, evidence_table, fill, measure_costs, read_costs
 from vitrel import POSITIONS
+from vitrel.evaluate.results import aggregate, read_csv
+
+
+@pytest.fixture(scope="module", autouse=True)
+def aggregated_once():
+    """The study has thousands of rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(which_encoding, "read_csv", lambda path: path)
+        patch.setattr(which_encoding, "aggregate", functools.cache(lambda path: aggregate(read_csv(path))))
+        yield
 
 
 def run(monkeypatch, *arguments):
