@@ -22,14 +22,14 @@ def _seeded():
 
 
 @pytest.fixture
-def real_plots():
-    """Plots are drawn in tests that ask for this, also where the module uses `no_plots`."""
+def whole_evaluations():
+    """Asked for by tests of plots or costs in modules that use `brief_evaluations`."""
 
 
 @pytest.fixture
-def no_plots(request):
-    """Evaluations write empty files in the place of their plots, which would take half the time of a small one."""
-    if "real_plots" in request.fixturenames:
+def brief_evaluations(request):
+    """Evaluations leave out what takes most of a small one: plots are empty files, and a forward pass costs 1 GFLOP."""
+    if "whole_evaluations" in request.fixturenames:
         yield
         return
 
@@ -42,6 +42,7 @@ def no_plots(request):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vitrel.evaluate.report.plots.plot_all", empty)
+        patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
         yield
 
 

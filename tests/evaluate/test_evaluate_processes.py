@@ -20,6 +20,7 @@ from vitrel.evaluate.results import COLUMNS, row_key
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
 MEASURED = {"infer_samples_per_sec", "peak_memory_mb", "device"}  # what processes may change
 
 

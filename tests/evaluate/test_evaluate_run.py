@@ -35,7 +35,7 @@ from vitrel.evaluate.run import HEAD, describe_plan, evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Sweep
 from vitrel.files import guarded
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
 
 
@@ -311,7 +311,7 @@ def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monk
     assert torch.isfinite(torch.tensor([row["nll"] for row in rows])).all()
 
 
-def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch, real_plots):
+def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch, whole_evaluations):
     models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu", attention_n=0)
     monkeypatch.setattr(noise, "__getitem__", _fails_after(noise.__getitem__, 12 * 3))
     with pytest.raises(KeyboardInterrupt):
@@ -355,7 +355,7 @@ def models(trained):
     return [trained("vitrel_vit_n8_table"), trained("vitrel_swin_n", (32, 32)), foreign]
 
 
-def test_every_row_is_told(models, noise, tmp_path):
+def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
     sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", shifts=(0, 4))
     text = describe_plan(models, sweep, tmp_path / "none")
     found = {(row["model"], row["size"], row["policy"]): row for row in cells(text)}
