@@ -352,7 +352,7 @@ def cells(text):
 def models(trained):
     small = dict(embed_dim=48, depth=1, num_heads=3, img_size=32, patch_size=8, num_classes=3)
     foreign = trained_model(timm.create_model("vit_tiny_patch16_224", **small).eval(), "foreign")
-    return [trained("vitrel_vit_n8_table"), trained("vitrel_swin_n", (32, 32)), foreign]
+    return [trained("vitrel_vit_n8_table"), trained("vitrel_swin_n", model_args={"depths": (1, 1, 1)}), foreign]
 
 
 def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
