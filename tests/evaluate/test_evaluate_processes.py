@@ -317,7 +317,18 @@ def fail():
     processes.on_all(work)
 
 
-def test_processes_of_this_machine_share_the_work_and_the_threads():
+@pytest.fixture
+def quick_to_start(monkeypatch):
+    """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["vitrel.evaluate.processes"])
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
+
+
+@pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_processes_of_this_machine_share_the_work_and_the_threads(request, start):
+    if start == "forkserver":
+        request.getfixturevalue("quick_to_start")
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -329,14 +340,6 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
         torch.set_num_threads(threads)
     with processes.shared_with(0, fail):
         assert processes.on_all(lambda: 3) == [3]
-
-
-@pytest.fixture
-def quick_to_start(monkeypatch):
-    """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.processes"])
-    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
 
 
 @pytest.mark.parametrize(
