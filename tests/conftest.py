@@ -4,14 +4,46 @@ import os
 
 import pytest
 import torch
+from torch.utils.data import _utils, dataloader
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+# A loader looks every 0.5 s, not every 5, whether its processes live, and waits as long for them to end: tests kill some and
+# leave others in the middle of an epoch.
+for _module in (_utils, _utils.worker):
+    _module.MP_STATUS_CHECK_INTERVAL = 0.5
+dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.5,)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def whole_evaluations():
+    """Asked for by tests of plots or costs in modules that use `brief_evaluations`."""
+
+
+@pytest.fixture
+def brief_evaluations(request):
+    """Evaluations leave out what takes most of a small one: plots are empty files, and a forward pass costs 1 GFLOP."""
+    if "whole_evaluations" in request.fixturenames:
+        yield
+        return
+
+    def empty(rows, folder, title=""):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / "accuracy.png", folder / "throughput.png"]
+        for path in paths:
+            path.touch()
+        return paths
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrel.evaluate.report.plots.plot_all", empty)
+        patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -48,13 +48,13 @@ def test_the_last_word_counts_where_the_others_are_missing():
 
 def test_slips_are_found_at_least_as_often_as_by_spelling_alone():
     draw, known, found = random.Random(0), timm.list_models(), {nearest: 0, difflib.get_close_matches: 0}
-    for name in draw.sample(known, 100):
+    for name in draw.sample(known, 50):
         place = draw.randrange(len(name))
         other = {"left out": "", "another": draw.choice("aeint1248_"), "doubled": 2 * name[place]}
         slip = name[:place] + draw.choice([*other.values()]) + name[place + 1 :]
         for way in found:
             found[way] += name in way(slip, known, 3)
-    assert found[nearest] >= max(95, found[difflib.get_close_matches])
+    assert found[nearest] >= max(48, found[difflib.get_close_matches])
 
 
 def test_few_are_named_and_the_cutoff_holds():

@@ -10,6 +10,7 @@ import yaml
 from helpers import command
 from vitrel.train import several
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
 CONFIG = {
     "name": "trial",
     "data": "shapes",

@@ -12,6 +12,8 @@ from helpers import command
 from vitrel.data import class_names
 from vitrel.evaluate import run
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
+
 
 @pytest.fixture(scope="module")
 def tool():
@@ -35,7 +37,7 @@ def checkpoint(tmp_path):
     return write
 
 
-def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys):
+def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_evaluations):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]

@@ -77,6 +77,7 @@ def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
     assert "this size alone" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_onnx_serves_any_size(tool, checkpoint, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

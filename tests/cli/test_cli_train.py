@@ -101,15 +101,16 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path):
 
 
 INTERRUPTED_IMPORT = """
-import builtins, runpy, sys
+import builtins, sys
 original = builtins.__import__
 def interrupted(name, *args, **how):
     if name == "vitrel.train":
         raise KeyboardInterrupt
     return original(name, *args, **how)
 builtins.__import__ = interrupted
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.argv = ["vitrel", "train", *sys.argv[2:]]
+from vitrel.cli import main
+main()
 """
 
 

@@ -1,8 +1,5 @@
-import os
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import jsonargparse
@@ -349,21 +346,3 @@ def test_without_augmentation_the_epoch_does_not_matter(root):
     before = data[0][0]
     data.set_epoch(5)
     assert torch.equal(before, data[0][0])
-
-
-def test_albumentations_is_imported_only_to_augment_and_without_the_network(tmp_path):
-    """At import it would ask for its newest version, and keep any error to itself."""
-    Image.new("RGB", (40, 40)).save(tmp_path / "0.png")
-    code = (
-        "import socket, sys, vitrel.data as d\n"
-        "asked, how = [], ((32, 32), (0.5,) * 3, (0.5,) * 3)\n"
-        "a = d.Augmenter(d.Augmentation(library='torchvision', policy='3a'), *how)\n"
-        f"a(d.decode({str(tmp_path / '0.png')!r}), 0, 0)\n"
-        "print(sorted({'albumentations', 'cv2', 'lightning'} & set(sys.modules)))\n"
-        "socket.getaddrinfo = socket.socket.connect = socket.socket.connect_ex = lambda *args, **how: asked.append(args)\n"
-        "d.Augmenter(d.Augmentation(), *how)\n"
-        "print(sorted({'albumentations', 'cv2', 'lightning'} & set(sys.modules)), asked)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "NO_ALBUMENTATIONS_UPDATE"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.splitlines() == ["[]", "['albumentations', 'cv2'] []"]

@@ -8,6 +8,7 @@ import pytest
 from vitrel.evaluate import images
 from vitrel.evaluate.settings import Sweep
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
 
 

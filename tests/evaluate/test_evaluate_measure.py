@@ -18,6 +18,7 @@ from vitrel.evaluate.settings import Sweep
 from vitrel.inspect.attention import attention_statistics_of
 from vitrel.sizes import format_size
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
 
 

@@ -24,6 +24,8 @@ from vitrel.position.resize import resize_table
 
 THREE = ("geometric", "clip", "bicubic")
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
+
 
 @pytest.fixture
 def vit(trained):

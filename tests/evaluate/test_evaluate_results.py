@@ -23,6 +23,8 @@ from vitrel.evaluate.results import (
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
+
 
 def sweep(**given):
     return Sweep(**{"data": "noise", "sizes": ((32, 32),), "batch_size": 5, "device": "cpu", "attention_n": 0} | given)

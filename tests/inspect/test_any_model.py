@@ -11,7 +11,8 @@ from vitrel.evaluate.metrics import state_hash
 from vitrel.inspect.any_model import StageWindows, fit_to, trace
 
 SWIN = "swin_tiny_patch4_window7_224"
-HEADS = 2 * 3 + 2 * 6 + 6 * 12 + 2 * 24  # of all blocks of a tiny Swin
+NARROW = dict(embed_dim=12, num_heads=(1, 2, 2, 4), num_classes=2)
+HEADS = 2 * 1 + 2 * 2 + 6 * 2 + 2 * 4  # of all blocks of a narrow tiny Swin
 
 
 def vit(name="vit_tiny_patch16_224", **keywords):
@@ -45,7 +46,7 @@ def test_an_embedding_is_resampled_without_its_class_token(keywords, prefix):
 
 
 def test_nothing_at_its_own_size():
-    for model in (vit(), timm.create_model(SWIN)):
+    for model in (vit(), timm.create_model(SWIN, **NARROW)):
         fitted = fit_to(model, 224)
         assert fitted.model is model and fitted.resized == {}
 
@@ -80,7 +81,7 @@ def test_interpolation_of_the_image_is_not_counted():
 
 
 def test_swin_windows_follow_the_image():
-    model = timm.create_model(SWIN)
+    model = timm.create_model(SWIN, **NARROW)
     fitted = fit_to(model, (288, 352))
     assert fitted.resized == {"relative_position_bias_table geometric": 13 * 13 * HEADS}
     assert [line[1:5] for line in fitted.windows] == [
@@ -93,7 +94,7 @@ def test_swin_windows_follow_the_image():
 
 
 def test_windows_kept_by_a_dynamic_swin():
-    model = timm.create_model(SWIN, dynamic_img_size=True)
+    model = timm.create_model(SWIN, dynamic_img_size=True, **NARROW)
     fitted = fit_to(model, (320, 288))
     assert fitted.model is model and fitted.resized == {}
     last = fitted.windows[-1]
@@ -102,9 +103,9 @@ def test_windows_kept_by_a_dynamic_swin():
 
 def test_coordinates_that_change_their_meaning_are_counted():
     """Swin V2 normalises them by the window, unless that of its pretraining is given."""
-    model = timm.create_model("swinv2_tiny_window8_256")
+    model = timm.create_model("swinv2_tiny_window8_256", **NARROW)
     assert fit_to(model, 320).resized == {"relative_coords_table re-created": 12 * 15 * 15 * 2}
-    kept = timm.create_model("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8))
+    kept = timm.create_model("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8), **NARROW)
     assert fit_to(kept, 320).resized == {}
 
 
@@ -157,7 +158,7 @@ def test_refusals(make, size, text):
 
 
 def test_a_trace_leaves_the_model_as_it_was():
-    model = timm.create_model(SWIN).train()
+    model = timm.create_model(SWIN, **NARROW).train()
     model.layers[1].eval()
     before = {name: module.training for name, module in model.named_modules()}
     blocks = trace(model, (224, 224)).blocks

@@ -178,9 +178,9 @@ def test_the_size_of_a_change():
         ("test_convnext", [160, 96], set(), "no attention can be seen in it"),
         ("test_resnet", [160, 96], set(), "found nothing"),
         ("test_maxvit", [160, 320], {"interpolated", "bias"}, "not asked: strided windows"),
-        ("vit_small_patch16_dinov3", [320], {"bias"}, "another rotation"),
-        ("tiny_vit_5m_224", [256], {"padding"}, "attend to padding at 256x256"),
-        ("pvt_v2_b0", [256], set(), "global"),
+        pytest.param("vit_small_patch16_dinov3", [320], {"bias"}, "another rotation", marks=pytest.mark.slow),
+        pytest.param("tiny_vit_5m_224", [256], {"padding"}, "attend to padding at 256x256", marks=pytest.mark.slow),
+        pytest.param("pvt_v2_b0", [256], set(), "global", marks=pytest.mark.slow),
         ("edgenext_xx_small", [192], {"position"}, "in stages.1.blocks.1.pos_embd"),
     ],
 )

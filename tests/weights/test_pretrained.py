@@ -15,7 +15,7 @@ import vitrel
 from helpers import shared
 from vitrel.weights.load import plan_weights
 
-SHORT = dict(depths=(2, 2, 2, 2), num_classes=10)
+SHORT = dict(depths=(2, 2, 2, 2), embed_dim=48, num_classes=10)
 
 
 def perturb(model):
@@ -118,10 +118,10 @@ def test_vit_equals_timm(size):
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_through_timm_from_a_file(tmp_path, suffix):
-    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2, 2, 2), num_classes=1000))
+    theirs = perturb(timm.create_model("swin_tiny_patch4_window7_224", **SHORT | {"num_classes": 1000}))
     path = tmp_path / f"weights.{suffix}"
     save_file(theirs.state_dict(), path) if suffix == "safetensors" else torch.save(theirs.state_dict(), path)
-    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), depths=(2, 2, 2, 2))
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), depths=(2, 2, 2, 2), embed_dim=48)
     image = torch.randn(1, 3, 224, 224)
     ours = timm.create_model("vitrel_swin_t", **overlay).eval()
     torch.testing.assert_close(ours(image), theirs(image), atol=2e-5, rtol=0)

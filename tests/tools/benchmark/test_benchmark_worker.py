@@ -79,17 +79,26 @@ def later(what):
     return call
 
 
-def worker(build, patience=60.0, **args):
-    return Worker(f"{Path(__file__).stem}:{build}", args, 1, HERE | {"VITREL_TEST": "7"}, patience=patience)
+def order(build, args):
+    return f"{Path(__file__).stem}:{build}", args
 
 
-def test_worker_answers():
+def worker(build, **args):
+    return Worker(*order(build, args), 1, HERE | {"VITREL_TEST": "7"}, patience=60.0)
+
+
+def started(worker, build, **args):
+    """Starts another contender in the same process, which spares the seconds of its imports."""
+    return worker._ask("start", *order(build, args), 1, "cpu")
+
+
+def test_worker_answers_until_it_dies_or_hangs():
     """Two at once, in turn; outcomes are of the last call, peaks do not begin at the parent's."""
     kept = torch.ones(300 * 2**18)
     with worker("adder", step=0.5) as one, worker("glutton", mb=200) as other:
-        started = one.start()
-        assert started["first_call_s"] > 0 and started["compiles"] == one.compiles() == 0
-        assert started["before_bytes"] > 50e6
+        first = one.start()
+        assert first["first_call_s"] > 0 and first["compiles"] == one.compiles() == 0
+        assert first["before_bytes"] > 50e6
         assert one.outcome()["calls"] == 0.5 and one.outcome()["where"].tolist() == [7, 1, 0]
         before = other.start()["before_bytes"]
         times = one.run(3)
@@ -101,52 +110,39 @@ def test_worker_answers():
         assert abs(memory["call_bytes"] - 200 * 2**20) < 8e6 and memory["reserved_bytes"] is None
         assert memory["peak_bytes"] >= peak and other.memory()["peak_bytes"] >= peak  # measuring a call does not forget it
         assert one.memory()["call_bytes"] < 4e6
-    assert before < host_peak_bytes() - kept.nbytes / 3
+        assert before < host_peak_bytes() - kept.nbytes / 3
+
+        started(one, "later", what="die")
+        with pytest.raises(WorkerFailed, match="the process ended with status 9"):
+            one.run(1)
+        started(other, "later", what="hang")
+        other.patience, start = 0.3, time.time()
+        with pytest.raises(WorkerFailed, match="no end within 0 s of 'run'"):
+            other.run(1)
+    assert time.time() - start < 10 and other._process.returncode == -9
 
 
-def test_worker_tells_what_its_call_tells():
-    with worker("Telling") as one, worker("glutton", mb=1) as plain:
+def test_worker_tells_what_its_call_tells_compiles_and_raises():
+    with worker("Telling") as one:
         one.start()
         assert one.outcome()["twice"].tolist() == [2.0] and one.about() == {"ran": ["that"]}
         one.set(x=2)
         one.run(1)
         assert one.outcome()["twice"].tolist() == [2.0, 2.0]
-        plain.start()
-        assert plain.about() == {} and set(plain.outcome()) == {"sum"}
+        started(one, "glutton", mb=1)
+        assert one.about() == {} and set(one.outcome()) == {"sum"}
 
-
-def test_worker_counts_compilations():
-    with worker("compiled") as one:
-        assert one.start()["compiles"] == 1
+        assert started(one, "compiled")["compiles"] == 1
         one.run(2)
         assert one.compiles() == 2
         one.run(1)
         assert one.compiles() == 3
 
-
-def test_worker_that_raises():
-    with worker("raising") as one, pytest.raises(WorkerFailed, match="ValueError: no such thing"):
-        one.start()
-    with worker("later", what="raise") as one:
-        one.start()
+        with pytest.raises(WorkerFailed, match="ValueError: no such thing"):
+            started(one, "raising")
+        started(one, "later", what="raise")
         with pytest.raises(WorkerFailed, match="ZeroDivisionError: division by zero"):
             one.run(1)
-
-
-def test_worker_that_dies():
-    with worker("later", what="die") as one:
-        one.start()
-        with pytest.raises(WorkerFailed, match="the process ended with status 9"):
-            one.run(1)
-
-
-def test_worker_that_hangs():
-    with worker("later", what="hang") as one:
-        one.start()
-        one.patience, start = 0.3, time.time()
-        with pytest.raises(WorkerFailed, match="no end within 0 s of 'run'"):
-            one.run(1)
-    assert time.time() - start < 10 and one._process.returncode == -9
 
 
 def test_extra_bytes_forget_what_is_given_back():
