@@ -88,9 +88,8 @@ def test_quick_models(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_quick_kernels(tmp_path):
-    benchmark.main(["--suite", "kernels", "--quick", "--only", "windows|SDPA", "--out", str(tmp_path)])
+    """One case, each of its contenders in a process; time is up before the next."""
+    benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--seconds", "5", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/kernels-quick/samples.jsonl")
-    rows = read_rows(path)
-    assert {"machine", "sdpa", "refused", "time"} <= {row["kind"] for row in rows}
-    assert {row["contender"] for row in rows if row["kind"] == "sdpa"} >= {"default", "math"}
-    assert "- quick windows, training: " in (path.parent / "table.md").read_text()
+    assert {"machine", "refused", "time"} <= {row["kind"] for row in read_rows(path)}
+    assert "- quick windows, forward: " in (path.parent / "table.md").read_text()
