@@ -39,8 +39,8 @@ def test_three_models_of_the_study_from_training_to_the_report(tmp_path, capsys)
     config = cut(yaml.safe_load((ROOT / "configs" / "study_shapes.yaml").read_text("utf-8")))
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [str(path), "--out", str(tmp_path), "--jobs", "2"]
-    command("compare").main(command)
+    arguments = [str(path), "--out", str(tmp_path), "--jobs", "2"]
+    command("compare").main(arguments)
     printed = capsys.readouterr().out
     assert printed.count(": trained") == 3 * len(LABELS)
     for name, lines in (("shapes", 4 + 2 * 5 * 4), ("shapes-place", 4), ("shapes-corner", 4)):
@@ -53,5 +53,5 @@ def test_three_models_of_the_study_from_training_to_the_report(tmp_path, capsys)
     assert {"keep", "divisor", "rescale+geometric"} <= set(windows["policy"])
     shifted = pd.read_csv(tmp_path / "study_shapes" / "shapes-corner" / "translation.csv")
     assert set(shifted["shift"]) == {0, 4, 8, 12, 16} and set(shifted["label"]) == set(rows["label"])
-    command("compare").main(command)
+    command("compare").main(arguments)
     assert "claims of the configuration:\n- **Where objects keep their size" in capsys.readouterr().out
