@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from helpers import ROOT
+from helpers import ROOT, command
 
 LABELS = ("absolute", "rope_mixed", "swin-table")
 
