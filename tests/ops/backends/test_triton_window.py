@@ -269,7 +269,7 @@ def compile_all(window, width, rotary):
 
 
 # Registers of the forward kernel (4 warps) and of the hungriest backward kernel (8 warps) may not grow beyond these: the larger
-# of what the Tritons of torch 2.15 and of torch 2.14.1 (3.8.0) take. Three forward kernels differ: 96, 128 and 240 in the former.
+# of what the Tritons of torch 2.15 and of torch 2.14.1 (3.8.0) take. Three forward kernels differ: 96, 128 and 240 in 2.15.
 REGISTERS = {
     ((7, 7), 32, False): (168, 240),
     ((8, 8), 32, False): (128, 216),
