@@ -32,7 +32,7 @@ __all__ = [
 def _is_command() -> bool:
     """Whether this process is the `vitrel` command, or `python -m vitrel`, which Python calls -m while it looks for it."""
     started = (sys.argv or [""])[0]
-    by_module = started == "-m" and "vitrel" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("vitrel") - 1] == "-m"
+    by_module = started == "-m" and ("-m", "vitrel") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     return by_module or Path(started).stem == "vitrel"
 
 

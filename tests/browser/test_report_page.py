@@ -13,7 +13,7 @@ import torch
 
 import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
-from helpers.explorer_page import driven
+from helpers.explorer_page import driven, until
 from vitrel.data import Shapes
 from vitrel.evaluate.models import Trained
 from vitrel.evaluate.report.html import collect_pictures, write_html
@@ -96,13 +96,6 @@ def look(browser, path, size=LAPTOP, scheme="light"):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.get(path.as_uri())
     until(browser, "document.documentElement.dataset.ready === 'yes'")
-
-
-def until(browser, condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not browser.execute_script(f"return Boolean({condition})"):
-        assert time.monotonic() < end, f"never came true: {condition}; console: {browser.get_log('browser')}"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vitrel.cli.doctor import installed_version, processor_name
 from vitrel.files import commit as commit_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,15 +77,15 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
     gpu = device.type == "cuda"
     return {
         "device": hardware_name(device),
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "driver": _driver() if gpu else "",
         "cuda": str(torch.version.cuda) if gpu else "",
         "cudnn": str(torch.backends.cudnn.version()) if gpu else "",
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "timm": _version("timm"),
-        "torchvision": _version("torchvision"),
-        "transformers": _version("transformers"),
+        "triton": installed_version("triton") or "none",
+        "timm": installed_version("timm") or "none",
+        "torchvision": installed_version("torchvision") or "none",
+        "transformers": installed_version("transformers") or "none",
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "interpreter": os.environ.get("TRITON_INTERPRET", ""),
@@ -123,14 +123,7 @@ def footer(found: dict[str, Any]) -> str:
 
 def hardware_name(device: torch.device) -> str:
     """Name of the accelerator or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def _driver() -> str:
@@ -140,13 +133,6 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return found[0].strip()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _fingerprint(patterns: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitrel.cli.options import count
 from vitrel.exits import terminable
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("runs"),
         help="folder for the results, which get one of the comparison's name; default runs",
     )
-    add("--jobs", type=_jobs, help="models trained at a time, and processes that evaluate; default 1, on a CPU its cores")
+    add("--jobs", type=count, help="models trained at a time, and processes that evaluate; default 1, on a CPU its cores")
     add("--data", help="of several data sets, the one of this name alone; a path also says where it lies")
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures and no report.html")
 
@@ -62,12 +63,6 @@ def run(args: argparse.Namespace) -> None:
         check_models(comparison)
     for comparison in comparisons:
         compare(comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report)
-
-
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes, 1 or more")
-    return int(text)
 
 
 def default_jobs(comparison: "Comparison") -> int:

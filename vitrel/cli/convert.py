@@ -12,8 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import checked, mapping
-from vitrel.sizes import Size, parse_size
+from vitrel.cli.options import grid, mapping
 
 if TYPE_CHECKING:
     from vitrel.weights.load import WeightPlan
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="YAML",
         help="arguments of the model, e.g. '{reg_tokens: 4, qkv_bias: false}'",
     )
-    add("--source-grid", type=checked(_grid), metavar="GRID",
+    add("--source-grid", type=grid, metavar="GRID",
         help="rows x columns of tokens that tables or embedding were trained on, where not square")  # fmt: skip
     add("--key-minus-query", action="store_true", help="the file's tables count offsets as key minus query")
     add("--allow-unused", nargs="+", default=[], metavar="NAME", help="tensors of the file, or patterns, that may stay unused")
@@ -79,10 +78,3 @@ def _summary(plan: "WeightPlan") -> str:
     rules = Counter("left out" if not row.target else row.rule for row in plan.rows)
     kinds = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
     return f"{len(plan.rows)} rows: {kinds}; {sum(bool(row.resized) for row in plan.rows)} resized"
-
-
-def _grid(text: str) -> Size:
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no grid: write rows x columns as 14x20") from None

@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from vitrel.models.create import check_model_name
 
     for name in args.models:
-        if not (":" in name or "/" in name):  # local-dir:folder, hf-hub:repository
-            check_model_name(name)
+        check_model_name(name, elsewhere=True)
     found = []
     for name in args.models:
         found.append(

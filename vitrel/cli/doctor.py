@@ -1,7 +1,9 @@
 """Print what a bug report needs: versions, devices, which attention backends serve and why others do not, missing extras.
 
-vitrel doctor
-vitrel doctor --json doctor.json
+    vitrel doctor
+    vitrel doctor --json doctor.json
+
+Attention is asked for with the bias table of a ViT-S/16 at 224 px, global and in windows, for inference and for training.
 """
 
 import argparse
@@ -39,7 +41,7 @@ def examine() -> dict[str, Any]:
     """{section: {name: value}}: system, versions, devices, extras, and what serves attention on each device."""
     import torch
 
-    devices = {"cpu": f"{_cpu()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
+    devices = {"cpu": f"{processor_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
     for i in range(torch.cuda.device_count()):
         what = torch.cuda.get_device_properties(i)
         devices[f"cuda:{i}"] = f"{what.name}, {what.total_memory / 2**30:.0f} GiB, compute {what.major}.{what.minor}"
@@ -50,7 +52,7 @@ def examine() -> dict[str, Any]:
     }
     return {
         "system": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()} | variables,
-        "versions": {name: found for name in PACKAGES if (found := _version(name))}
+        "versions": {name: found for name in PACKAGES if (found := installed_version(name))}
         | {"cuda of torch": torch.version.cuda or "none"},
         "devices": devices,
         "extras": {extra: f"lacks {', '.join(lacking)}" if (lacking := absent(extra)) else "complete" for extra in EXTRAS},
@@ -92,14 +94,16 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join([*lines, *(["missing extras are installed by: " + ", ".join(missing)] if missing else [])])
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """The version of an installed package, "" where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-def _cpu() -> str:
+def processor_name() -> str:
+    """The name of the processor, as Linux gives it, or else as Python does."""
     try:
         with open("/proc/cpuinfo") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

@@ -9,11 +9,9 @@ Queries, keys and values are drawn by --seed: `vitrel.explain` in Python takes y
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import MODEL, checked, mapping
-from vitrel.sizes import Size, parse_size
+from vitrel.cli.options import MODEL, add_weights, count, grid, mapping, open_models
 
 if TYPE_CHECKING:
     from vitrel.position import PositionEncoding
@@ -23,22 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel explain`."""
     add = parser.add_argument
     add("model", metavar="ENCODING|MODEL", help=f"a key of vitrel.POSITIONS, or {MODEL}")
-    add("--grid", type=checked(_grid), default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
+    add("--grid", type=grid, default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
     add("--query", type=int, help="one query alone, counted from 0; default all")
     add("--head", type=int, default=0, help="default %(default)s")
-    add("--heads", type=int, default=1, help="heads of an ENCODING that is built here; default %(default)s")
-    add("--dim", type=int, default=4, help="width of a head of an ENCODING that is built here; default %(default)s")
+    add("--heads", type=count, default=1, help="heads of an ENCODING that is built here; default %(default)s")
+    add("--dim", type=count, default=4, help="width of a head of an ENCODING that is built here; default %(default)s")
     add("--options", type=mapping, default={}, metavar="YAML", help="of the ENCODING, e.g. '{decay: 0.3}'")
-    add(
-        "--weights",
-        type=Path,
-        nargs=1,
-        default=[],
-        metavar="FILE",
-        help="of a MODEL given by name; else random, by a fixed seed",
-    )
     add("--layer", type=int, default=0, help="of a MODEL, from 0 or from the end; default %(default)s")
     add("--seed", type=int, default=0, help="of queries, keys and values; default %(default)s")
+    add_weights(parser, random=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,10 +54,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
     """The encoding of one layer of a model, its heads, their width, and the prefix tokens that it counts."""
-    from vitrel.cli.options import open_models
     from vitrel.layers.block import Block
 
-    args.pretrained, args.model_args, args.img_size = False, {}, None
     [trained] = open_models(args, random=True)
     layers = [module for module in trained.model.modules() if isinstance(module, Block)]
     if not layers:
@@ -76,10 +65,3 @@ def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, i
     layer = layers[args.layer]
     prefix = 0 if layer.attn.window else getattr(trained.model, "num_prefix_tokens", 0)
     return layer.position, layer.attn.num_heads, layer.attn.qkv.out_features // 3 // layer.attn.num_heads, prefix
-
-
-def _grid(text: str) -> Size:
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no grid: write rows x columns as 2x3") from None

@@ -15,15 +15,44 @@ if TYPE_CHECKING:
 MODEL = "a checkpoint, the folder of its run, local-dir:FOLDER, or a name of timm.list_models()"
 
 
-def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
-    """The positional argument, and the options that give a model by name its weights.
+def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read` for argparse: what it says of a wrong value is shown as a usage error."""
 
-    many: one or several models. random: without weights they are drawn, by a fixed seed. needed: at least one.
-    """
-    count: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {} if needed else {"nargs": "?"}
-    parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **count)
-    group = parser.add_argument_group("models by name")
-    add = group.add_argument
+    def checked_value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked_value
+
+
+def _grid(text: str) -> Size:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no grid: write rows x columns as 14x20") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(f"{text!r} is no count of 1 or more")
+    return int(text)
+
+
+size, grid, count = checked(parse_size), checked(_grid), checked(_count)  # (h, w) in pixels, (h, w) in tokens, from 1 on
+
+
+def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
+    """The positional argument, one model or `many`, and the options of `add_weights`. needed: at least one of many."""
+    number: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {}
+    parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **number)
+    add_weights(parser, many, random)
+
+
+def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
+    """The options that give a model by name its weights. random: without any they are drawn, by a fixed seed."""
+    add = parser.add_argument_group("models by name").add_argument
     files = "a file for each, in their order" if many else "a file"
     otherwise = "; random weights, by a fixed seed, where there are none" if random else ""
     add("--weights", type=Path, nargs="+" if many else 1, default=[], metavar="FILE",
@@ -84,28 +113,11 @@ def add_sizes(parser: argparse.ArgumentParser, what: str, many: bool = True, req
                         help=f"{what}: pixels, 224, or height x width as 160x224")  # fmt: skip
 
 
-def size(text: str) -> Size:
-    """A size for argparse, which turns the error into a usage error."""
-    return checked(parse_size)(text)
-
-
 def mapping(text: str) -> dict[str, Any]:
     """A YAML mapping for argparse."""
     from vitrel.plain_yaml import read_mapping
 
     return checked(read_mapping)(text)
-
-
-def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read` for argparse: what it says of a wrong value is shown as a usage error."""
-
-    def checked_value(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked_value
 
 
 def write_json(path: str, content: Any) -> None:

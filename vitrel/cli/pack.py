@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from vitrel.cli.options import count
+
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -24,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify", type=Path, metavar="OUT", help="compare the shards of OUT with the checksums of its index instead")
     shard = parser.add_mutually_exclusive_group()
     shard.add_argument("--shard-size", type=_bytes, default=100e6, help="bytes after which a shard ends (default 100MB)")
-    shard.add_argument("--images-per-shard", type=_count, help="or images")
-    add("--resize", type=_count, metavar="SHORT_SIDE", help="resize larger images so that their shorter side is this, as JPEG")
+    shard.add_argument("--images-per-shard", type=count, help="or images")
+    add("--resize", type=count, metavar="SHORT_SIDE", help="resize larger images so that their shorter side is this, as JPEG")
     add("--splits", nargs="+", choices=("train", "val"), help="those to pack (default: those that SOURCE has)")
     add("--seed", type=int, default=0, help="of the order of the images (default 0)")
     add("--no-check", dest="check", action="store_false", help="pack without decoding every image")
-    add("--max-pixels", type=_count, help="refuse larger images before decoding")
+    add("--max-pixels", type=count, help="refuse larger images before decoding")
     add("--workers", type=int, default=0, help="processes that read and check images (default: this one)")
     add("--follow-links", action="store_true", help="look for images where links to folders inside class folders lead to, too")
 
@@ -79,9 +81,3 @@ def _bytes(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 100MB, 1.5GB or a number of bytes")
     return float(match[1]) * UNITS[match[2]]
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of 1 or more")
-    return int(text)

@@ -29,7 +29,6 @@ from vitrel.weights.load import apply_plan, plan_weights, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding
 
 # arguments of timm.create_model that say where weights come from and go to: a checkpoint holds its own weights
-
 _ELSEWHERE = {"pretrained", "checkpoint_path", "cache_dir", "device"}
 _ONE = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
 _SEVERAL = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
@@ -111,9 +110,7 @@ def load_model(
     Raises ValueError with the nearest names for an unknown one, for missing weights, for a folder that is damaged, and for
     weights that do not fit, hold NaN or more than tensors; FileNotFoundError for a missing file or folder.
     """
-    arguments = dict(model_args or {})
-    if about.get("img_size"):
-        arguments.setdefault("img_size", about["img_size"])
+    arguments = _arguments(model_args, about)
     if name.startswith("local-dir:"):
         model = _create(name, arguments | {"pretrained": True})
     else:
@@ -132,9 +129,7 @@ def load_model(
 
 def random_model(name: str, model_args: Mapping[str, Any] | None = None, **about: Any) -> Trained:
     """The model `name` with the random weights of a fixed seed, in eval mode on the CPU; see `load_model`."""
-    arguments = dict(model_args or {})
-    if about.get("img_size"):
-        arguments.setdefault("img_size", about["img_size"])
+    arguments = _arguments(model_args, about)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -357,6 +352,12 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
         return model
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{weights} does not fit {name}: {str(error)[:600]}") from error
+
+
+def _arguments(model_args: Mapping[str, Any] | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is built with: `model_args`, and the size of training where they name none."""
+    given = {"img_size": about["img_size"]} if about.get("img_size") else {}
+    return given | dict(model_args or {})
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:

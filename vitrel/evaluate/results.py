@@ -221,9 +221,11 @@ def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> s
     return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
 
 
-def complete(found: Evaluated, task: Task, sweep: Sweep) -> bool:
-    """Whether a row holds all that is asked for now: images left out may be an error now, shifts and columns may be new."""
-    if found.row["left_out"] and sweep.on_bad_image == "raise":
+def complete(found: Evaluated | None, task: Task, sweep: Sweep) -> bool:
+    """Whether there is a row and it holds all that is asked for now: images left out may be an error now, shifts and columns
+    may be new.
+    """
+    if found is None or (found.row["left_out"] and sweep.on_bad_image == "raise"):
         return False
     shifts = {int(line["shift"]) for line in found.translation}
     return bool(found.per_class) and found.row["ece"] == found.row["ece"] and set(task.shifts) <= shifts

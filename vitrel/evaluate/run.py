@@ -132,7 +132,9 @@ def run_sweep(
         tables = _opened([key for _, key in planned], folder, replace)
         print(_header(models, sweep, planned, images, tables), flush=True)
         try:
-            _fill(models, sweep, tables)
+            with progress(len(planned), "rows") as tell:
+                for one in evaluate_rows(models, sweep, [*tables.rows.values()], lambda task, share: tell(share, task.name)):
+                    tables.add(one)
             rows = with_curves([one.row for one in tables.rows.values()])
             tables.write(rows)
             _show(rows, folder, shown(title), claims)
@@ -168,8 +170,7 @@ def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path, replace
         place = id(task.trained), task.size, task.policy
         if place not in known:
             known[place] = static_columns(task.trained.model, task.size, task.policy)
-        row = found.get(row_key(key))
-        is_done = row is not None and complete(row, task, sweep)
+        is_done = complete(found.get(row_key(key)), task, sweep)
         ready += is_done
         lines.append(_line(task, known[place], is_done))
     number = " or ".join(f"{count:,}" for count in sorted(counts))
@@ -205,7 +206,7 @@ def evaluate_rows(
     check_tasks([task for task, _ in keys], sweep, images)
     for task, key in keys:
         former = found = kept.get(row_key(key))
-        if found is None or not complete(found, task, sweep):
+        if not complete(found, task, sweep):
             place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
             if place not in static:
                 how = sweep.border_leak, sweep.batch_size
@@ -264,8 +265,8 @@ def _header(
     tasks = [task for task, _ in planned]
     named = [f"{one.label} ({one.model.num_classes} classes, trained at {format_size(one.img_size)} px)" for one in models]
     sizes = ", ".join(dict.fromkeys(format_size(task.size) for task in tasks))
-    there = {row_key(row) for row in (one.row for one in tables.rows.values())}
-    ready = sum(row_key(key) in there for _, key in planned)
+    found = {row_key(one.row): one for one in tables.rows.values()}
+    ready = sum(complete(found.get(row_key(key)), task, sweep) for task, key in planned)
     count = f"{len(images.dataset(tasks[0].preprocessing)):,} " if tasks else ""
     return (
         f"evaluating {', '.join(dict.fromkeys(named))}\n"
@@ -302,12 +303,6 @@ def _not_asked(found: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list[Ev
     asked = {row_key(key) for key in keys}
     others = [one for one in found if row_key(one.row) not in asked]
     return others, not_comparable([one.row for one in others], keys)
-
-
-def _fill(models: Sequence[Trained], sweep: Sweep, tables: Tables) -> None:
-    with progress(len(plan(models, sweep)), "rows") as tell:
-        for one in evaluate_rows(models, sweep, list(tables.rows.values()), lambda task, share: tell(share, task.name)):
-            tables.add(one)
 
 
 def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]) -> None:

@@ -7,11 +7,8 @@
 import importlib
 from types import ModuleType
 
-from vitrel.extras import optional_import
-
 
 def __getattr__(name: str) -> ModuleType:
     if name == "plot":  # not at import: it brings matplotlib
-        with optional_import():
-            return importlib.import_module("vitrel.inspect.plot")
+        return importlib.import_module("vitrel.inspect.plot")
     raise AttributeError(f"module 'vitrel.inspect' has no attribute {name!r}")

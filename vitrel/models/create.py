@@ -17,13 +17,15 @@ def create_model(name: str, **kwargs) -> nn.Module:
     """
     if name.startswith("local-dir:"):
         return from_folder(Path(name.partition(":")[2]), kwargs)
-    if not (":" in name or "/" in name):  # hf-hub:repository
-        check_model_name(name)
+    check_model_name(name, elsewhere=True)
     return timm.create_model(name, **kwargs)
 
 
-def check_model_name(name: str) -> None:
-    """ValueError with the nearest names for a model that is not in timm's registry."""
-    if not timm.is_model(name):
+def check_model_name(name: str, elsewhere: bool = False) -> None:
+    """ValueError with the nearest names for a model that is not in timm's registry.
+
+    elsewhere: folders and repositories, as local-dir:folder and hf-hub:repository, pass too; they are not looked at.
+    """
+    if not (timm.is_model(name) or (elsewhere and (":" in name or "/" in name))):
         near = nearest(name, timm.list_models(), cutoff=0.5)
         raise ValueError(f"unknown model {name!r}; nearest: {', '.join(near) or 'none'} (timm.list_models lists all)")

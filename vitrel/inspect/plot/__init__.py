@@ -5,10 +5,13 @@
 Offsets are query minus key, in patches: dy > 0 means that the key lies above the query, dx > 0 that it lies to the left.
 """
 
-from vitrel.inspect.plot.leak import leak
-from vitrel.inspect.plot.offsets import Lattice, directions, lattices, offset_maps, profiles
-from vitrel.inspect.plot.on_image import attention, overruled
-from vitrel.inspect.plot.rows import bucket_map, similarity
+from vitrel.extras import optional_import
+
+with optional_import():
+    from vitrel.inspect.plot.leak import leak
+    from vitrel.inspect.plot.offsets import Lattice, directions, lattices, offset_maps, profiles
+    from vitrel.inspect.plot.on_image import attention, overruled
+    from vitrel.inspect.plot.rows import bucket_map, similarity
 
 __all__ = [
     "Lattice",
