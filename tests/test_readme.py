@@ -13,7 +13,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 
 @pytest.mark.slow
-def test_examples():
+def test_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where they write their files
     names = {"torch": torch}
     try:
         for block in BLOCKS:
@@ -23,7 +24,6 @@ def test_examples():
     vit = timm.create_model("vitrel_vit_s16_table", device="meta")
     assert vit.resized((384, 384)) == {"table geometric": 52488}
     assert vit.unseen((384, 384)) == pytest.approx(0.67, abs=0.005)
-    assert len(timm.list_models("vitrel*")) == 229
     assert vit.resize_policies == ("geometric", "clip", "bicubic")
 
 

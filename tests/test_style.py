@@ -19,10 +19,10 @@ ROOMS = {  # what else each room may import; all may import the core
     "inputs": set(),
     "cpu": set(),
     "data": set(),
-    "export": {"evaluate"},
+    "export": {"convert", "evaluate"},
     "inspect": set(),
-    "train": {"data"},
-    "evaluate": {"data", "inspect", "cpu"},
+    "train": {"data", "convert"},
+    "evaluate": {"data", "inspect", "cpu", "convert"},
 }
 TOP = ("tools", "cli", "__main__", "__init__")  # may import everything
 NAMES = sorted(SOURCES)

@@ -20,11 +20,13 @@ __all__ = [
     "diagnose",
     "evaluate",
     "explain",
+    "from_timm",
+    "load",
     "load_pretrained",
     "optimize",
     "relativize",
     "resolution_report",
-    "save_pretrained",
+    "save",
     "tiled_features",
 ]
 
@@ -39,7 +41,7 @@ def _is_command() -> bool:
 # The command imports what a subcommand needs once its options are read: torch and timm take seconds, and help must not.
 if not _is_command():
     from vitrel import evaluate
-    from vitrel.convert import relativize
+    from vitrel.convert import from_timm, load, relativize, save
     from vitrel.cpu.optimize import optimize
     from vitrel.grid import Grid
     from vitrel.inputs import tiled_features
@@ -49,4 +51,4 @@ if not _is_command():
     from vitrel.layers import RelativeAttention
     from vitrel.models.create import create_model
     from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
-    from vitrel.weights.load import load_pretrained, save_pretrained
+    from vitrel.weights.load import load_pretrained

@@ -19,10 +19,10 @@ from timm.models import save_for_hf
 from torch import Tensor
 
 import vitrel.models  # noqa: F401  registers our names with timm
+from vitrel.convert.saving import save
 from vitrel.extras import MissingExtra, absent
 from vitrel.models.backbone import Backbone
 from vitrel.ops.why import use_backend
-from vitrel.weights.load import save_pretrained
 
 TOLERANCE = 1e-4  # of the logits, relative to the largest where that is above 1
 METADATA = "vitrel.json"  # its name among the extra files of a torch.export program
@@ -199,7 +199,7 @@ def _write_folder(model: Backbone, part: Path, size: tuple[int, int], dynamic_si
     data["input_size"] = (model.in_chans, *about["img_size"])
     labels = {"label_names": list(about["classes"])} if "classes" in about else {}
     save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)
-    save_pretrained(model, part / "model.safetensors")  # with the training grids, as timm does not
+    save(model, part / "model.safetensors")  # with the training grids, as timm does not
     return timm.create_model(f"local-dir:{part}", pretrained=True).eval().requires_grad_(False)
 
 

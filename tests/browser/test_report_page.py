@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 TABLE, SWIN, EVIL = "vitrel_vit_n8_table", "vitrel_swin_n", "<img src=x onerror=alert(1)>"
-SWIN_CURVE = f"{SWIN}, keep"  # the policy of its rows at new sizes
+SWIN_CURVE = f"{SWIN}, fixed"  # the policy of its rows at new sizes
 LAPTOP, PHONE = (1280, 800), (390, 844)
 
 
@@ -61,17 +61,17 @@ def folder(tmp_path_factory):
     frame.to_csv(folder / "results.csv", index=False)
     classes = {"label": [SWIN] * 4, "class": ["up", EVIL] * 2, "n": [10] * 4, "hits": [9, 8, 4, 10]}
     classes["img_size"] = ["64x64", "64x64", "128x128", "128x128"]
-    classes["policy"] = ["none"] * 2 + ["keep"] * 2
+    classes["policy"] = ["none"] * 2 + ["fixed"] * 2
     lines(PER_CLASS, **classes).to_csv(folder / "per_class.csv", index=False)
-    moved = {
+    translated = {
         "label": [SWIN] * 2,
-        "shift": [0, 8],
+        "translation": [0, 8],
         "n": [100] * 2,
         "top1": [90.0, 70.0],
         "top1_low": [0] * 2,
         "top1_high": [0] * 2,
     }
-    lines(TRANSLATION, **moved).to_csv(folder / "translation.csv", index=False)
+    lines(TRANSLATION, **translated).to_csv(folder / "translation.csv", index=False)
     models = [
         model_of(TABLE, TABLE, img_size=(64, 64)), model_of(SWIN, SWIN, img_size=(64, 64)), model_of("resnet10t", "convnet"),
     ]  # fmt: skip
@@ -139,7 +139,7 @@ def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     assert trace["error_y"]["array"] == pytest.approx((square["high"] - square["top1"]).tolist(), abs=1e-6)
     assert all(
         word in trace["hovertext"][0]
-        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: keep", "resized: nothing", "95 %")
+        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: fixed", "resized: nothing", "95 %")
     )
     wide = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'wide')")
     assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")
@@ -247,7 +247,7 @@ def test_the_table_sorts_and_filters(page, folder):
     assert len(page("return [...document.querySelectorAll('#table th')].map(h => h.textContent)")) > len(keys)
 
 
-def test_classes_and_moved_content(page):
+def test_classes_and_translated_content(page):
     set_value(page, "class-curve", str(page(f"return DATA.curves.findIndex(c => c.label === '{SWIN}')")))
     assert page("return document.getElementById('class-plot').data[0].x") == [-50, 20]
     assert page("return document.getElementById('class-note').textContent") == "1 of 2 classes lose."

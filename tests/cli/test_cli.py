@@ -67,7 +67,8 @@ def test_the_same_thing_has_the_same_option_everywhere():
         for action in parser._actions:
             for option in action.option_strings:
                 options.setdefault(option, {})[name] = (type(action).__name__, action.metavar)
-    assert not {"--sizes", "--checkpoint", "--model", "--runs", "-o"} & set(options)
+    assert not {"--sizes", "--checkpoint", "--model", "--runs"} & set(options)
+    assert options["-o"] == options["--out"]
     for option in ("--json", "--model-args", "--pretrained"):
         assert len(options[option]) > 1 and len(set(options[option].values())) == 1, option
     assert set(options["--size"]) >= {"diagnose", "evaluate", "export", "plot"}

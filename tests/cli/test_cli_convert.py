@@ -2,9 +2,11 @@
 
 import csv
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
@@ -26,6 +28,16 @@ def torchvision_swin(tmp_path):
     model = SwinTransformer(**how, stochastic_depth_prob=0.0).eval()
     torch.save(model.state_dict(), tmp_path / "swin.pth")
     return model, tmp_path / "swin.pth"
+
+
+def bare_vit(path):
+    """A ViT of two blocks, as a timm model's state dict; the path."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3
+    )
+    torch.save(model.state_dict(), path)
+    return path
 
 
 ARGS = "{depths: [2, 2], num_heads: [2, 4], embed_dim: 32, window_size: 4, img_size: 64}"
@@ -76,6 +88,10 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
         return f"{caught.value.code}{capsys.readouterr().err}"
 
     assert "unknown model 'swin_t'" in error("swin_t", "--weights", path, "--out", out)
+    assert "holds bare weights of a ViT of width 32" in error(bare_vit(tmp_path / "vit.pth"), "--out", out)
+    assert "--weights and --pretrained are of a model given by name" in error(path, "--weights", path, "--out", out)
+    assert "vitrel_swin_t has no weights: give a file" in error("vitrel_swin_t", "--out", out)
+    assert "--images is of an encoding to add" in error("vitrel_swin_t", "--weights", path, "--images", tmp_path, "--out", out)
     assert "no checkpoint at" in error("vitrel_swin_t", "--weights", tmp_path / "none.pth", "--out", out)
     assert "not in the file: layers.0.blocks.0.position" in error(
         "vitrel_swin_t_rope_mixed", "--weights", path, "--model-args", ARGS, "--out", out
@@ -85,7 +101,7 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
     assert "'a4' is no grid: write rows x columns as 14x20" in error(
         "vitrel_swin_t", "--weights", path, "--source-grid", "a4", "--out", out
     )
-    assert "weights are saved as .safetensors, not as out.pth" in error(
+    assert "models are saved as .safetensors, not as out.pth" in error(
         "vitrel_swin_t", "--weights", path, "--model-args", ARGS, "--out", tmp_path / "out.pth"
     )
     taken = tmp_path / "taken.safetensors"
@@ -100,3 +116,26 @@ def test_named_tensors_may_stay(tool, torchvision_swin, tmp_path):
     names = ["--allow-unused", "*relative_position_bias_table", "--allow-unset", "*position.freqs"]
     tool.main(["vitrel_swin_t_rope_mixed", "--weights", str(path), "--model-args", ARGS, *names, "--out", str(out)])
     assert "layers.0.blocks.0.position.freqs" in read_file(out)["state_dict"]
+
+
+LIKE = "{num_heads: 2}"
+
+
+def test_bare_weights_and_relative_position(tool, tmp_path, capsys):
+    """A file of a plain ViT: as it is, with an encoding that starts at zero, and with one fitted to images."""
+    path, same, added, fitted = bare_vit(tmp_path / "vit.pth"), *(tmp_path / f"{name}.safetensors" for name in "abc")
+    like = ["--like", "vit_tiny_patch16_224", "--model-args", LIKE]
+    tool.main([path, *like, "--out", same])
+    assert "position absolute, trained at 4x4 tokens, 3 classes" in capsys.readouterr().out
+    tool.main([same, "--position", "rope_mixed+table", "--absolute", "drop", "--out", added])
+    model, relative, image = vitrel.load(same), vitrel.load(added), torch.randn(1, 3, 32, 32)
+    assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)
+    (tmp_path / "flat" / "deep").mkdir(parents=True)
+    for i in range(5):
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)).save(tmp_path / f"flat/deep/{i}.png")
+    tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--n", 4, "--size", "32x40", "--out", fitted])
+    printed = capsys.readouterr().out
+    assert "table fitted to 4 images of 4x5 patches" in printed and "trained at 4x5 tokens" in printed
+    assert vitrel.load(fitted).pos_embed is None and (vitrel.load(fitted)(image) - model(image)).abs().max() > 0
+    with pytest.raises(SystemExit, match="holds 5 images, fewer than the 64 to fit to"):
+        tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--out", tmp_path / "d.safetensors"])

@@ -22,9 +22,9 @@ def tool():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    def write(name, file):
+    def write(name, file, classes=class_names("shapes")):
         torch.manual_seed(0)
-        classes = list(class_names("shapes"))
+        classes = list(classes)
         model = timm.create_model(name, num_classes=len(classes), img_size=64)
         about = {
             "model": name, "model_args": {}, "classes": classes, "img_size": [64, 64], "mean": [0.5] * 3, "std": [0.5] * 3,
@@ -35,6 +35,23 @@ def checkpoint(tmp_path):
         return str(path)
 
     return write
+
+
+def test_links_to_folders_are_followed_where_asked(tool, checkpoint, tmp_path, capsys):
+    for place in ("data/train/cat", "data/train/dog", "data/val/cat", "data/val/dog", "more"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("RGB", (80, 64)).save(tmp_path / place / "one.png")
+    (tmp_path / "data" / "val" / "cat" / "link").symlink_to(tmp_path / "more")
+    model, out = checkpoint("vitrel_vit_n8_none", "a.ckpt", ("cat", "dog")), tmp_path / "out"
+    arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocols", "scale", "--device", "cpu"]
+    arguments += ["--attention-n", "0", "--no-report", "--out", str(out)]
+    with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate and vitrel pack --follow-links"):
+        tool.main(arguments)
+    assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
+    with pytest.raises(SystemExit, match=r"may not stand in one table .*links: none there, followed now"):
+        tool.main([*arguments, "--follow-links"])
+    tool.main([*arguments, "--follow-links", "--replace"])
+    assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them made" in capsys.readouterr().out
 
 
 def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_evaluations):
@@ -130,15 +147,15 @@ def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
     arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
     ours = [checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
     named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
-    tool.main([*ours, *named, *arguments, "--shifts", "0", "4", "--no-report"])
+    tool.main([*ours, *named, *arguments, "--translations", "0", "4", "--no-report"])
     printed = capsys.readouterr().out
     assert "- vit_tiny_patch16_224: 768 of " in printed and "THE STATE DICT CHANGED at 48x48" in printed
     frame = pd.read_csv(out / "results.csv")
     timms = frame[frame["model"] == "vit_tiny_patch16_224"]
     assert timms["train_size"].tolist() == ["32x32"] * 2 and set(timms["mean"]) == {"0.4 0.5 0.6"}
     assert timms["attention_entropy"].notna().all() and set(timms["encoding"]) == {"timm"}
-    shifted = pd.read_csv(out / "translation.csv")
-    assert set(shifted["label"]) == set(frame["label"]) and set(shifted["shift"]) == {0, 4} and len(shifted) == 4
+    translated = pd.read_csv(out / "translation.csv")
+    assert set(translated["label"]) == set(frame["label"]) and set(translated["translation"]) == {0, 4} and len(translated) == 4
 
 
 def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, capsys):

@@ -111,7 +111,7 @@ def test_a_folder_for_timm(tool, checkpoint):
 def test_a_bare_weights_file(tool, tmp_path):
     """The number of classes is the file's."""
     model = small("vitrel_vit_n8_rope_mixed")
-    vitrel.save_pretrained(model, tmp_path / "weights.safetensors")
+    vitrel.save(model, tmp_path / "weights.safetensors")
     arguments = ["vitrel_vit_n8_rope_mixed", "--model-args", json.dumps(SMALL | {"img_size": [32, 48]})]
     tool.main(
         [
@@ -149,10 +149,9 @@ def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
 
 
 def test_what_differs_is_not_written(tmp_path, monkeypatch):
-    """A policy set on a running model does not survive rebuilding: the folder would compute something else at other sizes."""
     model = small()
-    model.set_resize_policy("clip")
-    with pytest.raises(RuntimeError, match=r"safetensors file differs from the model at batch 3, 43x25 pixels by .*nothing"):
+    model.blocks[0].position.resize = "clip"  # on the module, where no argument tells of it
+    with pytest.raises(ValueError, match=r"cannot be saved: blocks.0.position has resize 'clip', and would have 'geometric'"):
         export_model(model, tmp_path / "folder", "safetensors")
     (tmp_path / "kept.pt2").write_bytes(b"precious")
     program = torch.export.export(small(), (torch.randn(2, 3, 32, 48),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from vitrel.cli.train import expanded
+
 ROOT = Path(__file__).parents[2]
 SHORT = [
     "--model.model=vitrel_vit_n8_none",
@@ -26,6 +28,28 @@ SHORT = [
     "--trainer.max_epochs=1",
     "--trainer.accelerator=cpu",
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe", "keys"),
+    [
+        (["--model", "deit", "--pretrained", "--data=flowers"], "finetune",
+         ["--model.model", "deit", "--model.tuning.pretrained=true", "--data.data=flowers"]),
+        (["--weights", "a.pth", "--size", "160x96"], "finetune",
+         ["--model.tuning.init_from", "a.pth", "--data.size", "[160, 96]"]),
+        (["--data", "flowers", "--size=160x96", "--epochs", "3"], "scratch",
+         ["--data.data", "flowers", "--data.size=[160, 96]", "--trainer.max_epochs", "3"]),
+        (["--data", "shapes"], "scratch", ["--data.augment=null", "--data.data", "shapes"]),
+        (["--config", "mine.yaml", "--position", "table"], "", ["--config", "mine.yaml", "--model.tuning.position", "table"]),
+        (["--model.model=deit", "--data.size", "64"], "", ["--model.model=deit", "--data.size", "64"]),
+    ],
+)  # fmt: skip
+def test_short_options_are_keys_behind_a_recipe(given, recipe, keys):
+    found = expanded(given)
+    if recipe:
+        config = found.pop(0)
+        assert config.startswith("--config=") and Path(config.partition("=")[2]).is_file() and Path(config).stem == recipe
+    assert found == keys
 
 
 def train(*args, before=()):

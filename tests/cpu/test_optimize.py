@@ -38,7 +38,10 @@ OPTIONS = {
     "max pool": ("swin", dict(global_pool="max")),
     "layer scale and registers": ("vit", dict(position="table", reg_tokens=3, block_args=dict(init_values=0.5))),
     "swiglu": ("vit", dict(position="absolute+rope_axial", block_args=dict(mlp="swiglu"))),
-    "swiglu norm": ("vit", dict(position="rope_mixed", block_args=dict(mlp="swiglu_norm", init_values=0.5, norm_eps=1e-3))),
+    "swiglu norm": (
+        "vit",
+        dict(position="rope_mixed", block_args=dict(mlp="swiglu", mlp_norm=True, init_values=0.5, norm_eps=1e-3)),
+    ),
     "windows": ("vit", WINDOWED | dict(block_args=dict(window=(3, 4)))),
     "windows and global": ("vit", WINDOWED | dict(position="table", block_args=dict(window=4, global_blocks=(1,)))),
     "shared": ("vit", dict(position="absolute+table", share_position=True)),

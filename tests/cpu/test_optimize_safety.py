@@ -207,8 +207,8 @@ def test_state_dict_copies_and_files(kind, linears, tmp_path):
         check(plain, torch.load(io.BytesIO(file.getvalue()), weights_only=False), image)
         check(plain, pickle.loads(pickle.dumps(model)), image)
         check(plain, copy.deepcopy(model), image)
-        vitrel.save_pretrained(model, tmp_path / "m.safetensors")
-        vitrel.save_pretrained(plain, tmp_path / "p.safetensors")
+        vitrel.save(model, tmp_path / "m.safetensors")
+        vitrel.save(plain, tmp_path / "p.safetensors")
         with safe_open(tmp_path / "m.safetensors", "pt") as found, safe_open(tmp_path / "p.safetensors", "pt") as expected:
             assert found.metadata() == expected.metadata()
             assert all(torch.equal(found.get_tensor(name), expected.get_tensor(name)) for name in wanted)

@@ -503,7 +503,7 @@ def test_memory_that_runs_out_names_image_and_size_and_is_no_bad_image(root, mon
     if module:
         monkeypatch.setattr(sys.modules[module], name, fail)
     prepare, augment = fail if where == "prepare" else plain(), fail if where == "augment" else None
-    data = Folder(root, "train", prepare, augment, reading=Reading(on_bad="replace", keep=8))
+    data = Folder(root, "train", prepare, augment, reading=Reading(on_bad="replace", cached_side=8))
     with pytest.raises(MemoryError, match=r"memory ran out while .*train/cat/1.png \(\d+x\d+ pixels\) was") as caught:
         data[Draw(1, (40, 48)) if augment else 1]
     assert ("(24x32" in str(caught.value)) == bool(module) and ("at 40x48" in str(caught.value)) == bool(augment)

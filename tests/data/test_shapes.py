@@ -119,8 +119,8 @@ def test_phases_within_patches_are_uniform_for_every_label():
 
 
 def test_phase_test_would_see_a_narrower_jitter(scenes):
-    shifted = scenes._replace(centre=np.concatenate([scenes.centre[:, -2:-1], scenes.centre[:, -2:-1] + 20.0], 1))
-    counts = phase_counts(shifted, 0)
+    translated = scenes._replace(centre=np.concatenate([scenes.centre[:, -2:-1], scenes.centre[:, -2:-1] + 20.0], 1))
+    counts = phase_counts(translated, 0)
     expected = counts.sum() / 256
     assert ((counts - expected) ** 2 / expected).sum() > 255 + 5 * (2 * 255) ** 0.5
 

@@ -63,11 +63,11 @@ def rows(trained, noise, rows_of):
 
 @pytest.fixture
 def windowed(rows):
-    """One model with windows, at sizes where policies differ and where the kept window divides the grid."""
+    """One model with windows, at sizes where policies differ and where the trained window divides the grid."""
     at = {
         "32x32": ["none"],
-        "40x40": ["keep", "divisor+keep", "rescale+keep"],
-        "64x64": ["keep", "rescale+keep", "rescale+renormalise"],
+        "40x40": ["fixed", "divisor+keep", "rescale+keep"],
+        "64x64": ["fixed", "rescale+keep", "rescale+renormalise"],
     }
     return [dict(rows[0], img_size=size, policy=policy, top1=10.0 * i) for size in at for i, policy in enumerate(at[size])]
 

@@ -123,17 +123,17 @@ def test_every_mistake_is_named(load, changes, message):
     [
         ({"img_size": 128}, "claim 1: 128x128 is not evaluated, only 64x64, 64x96"),
         ({"protocol": "zoom"}, "claim 1: the protocol 'zoom' is not evaluated, only scale, canvas"),
-        ({"shift": 4}, r"content is shifted at 64x64 in the scale protocol alone, by evaluate.shifts \(2, 8\)"),
-        ({"shift": 8, "img_size": "64x96"}, "content is shifted at 64x64 in the scale protocol alone"),
+        ({"translation": 4}, r"content is translated at 64x64 in the scale protocol alone, by evaluate.translations \(2, 8\)"),
+        ({"translation": 8, "img_size": "64x96"}, "content is translated at 64x64 in the scale protocol alone"),
         ({"better": "vit"}, "claim 1 names vit, which is the label of no model here"),
     ],
 )
 def test_claims_about_what_is_not_evaluated_are_refused_before_training(load, changes, message):
-    claim = {"text": "It is better.", "better": "rope", "than": 25, "img_size": 64, "shift": 8}
-    evaluate = CONFIG["evaluate"] | {"shifts": [2, 8]}
-    assert load(claims=[claim], evaluate=evaluate).claims[0].shift == 8
+    claim = {"text": "It is better.", "better": "rope", "than": 25, "img_size": 64, "translation": 8}
+    evaluate = CONFIG["evaluate"] | {"translations": [2, 8]}
+    assert load(claims=[claim], evaluate=evaluate).claims[0].translation == 8
     with pytest.raises(ValueError, match=message):
-        load(claims=[claim | {"shift": None} | changes], evaluate=evaluate)
+        load(claims=[claim | {"translation": None} | changes], evaluate=evaluate)
 
 
 def test_what_is_no_configuration_is_refused(load, tmp_path):

@@ -1,4 +1,4 @@
-"""The tasks of a sweep, and what the row of each says: accuracy, classes, shifts, attention, memory, the model as it was."""
+"""The tasks of a sweep, and what their rows say: accuracy, classes, translation, attention, memory, the model as it was."""
 
 import math
 from functools import partial
@@ -11,7 +11,7 @@ from torch import nn
 from vitrel.cpu.optimize import FastBlock
 from vitrel.evaluate import images, measure
 from vitrel.evaluate.images import out_of_memory
-from vitrel.evaluate.measure import Runner, peak_mb, plan, reset_peak, shift_content
+from vitrel.evaluate.measure import Runner, peak_mb, reset_peak, tasks_of, translate
 from vitrel.evaluate.results import COLUMNS, line_key
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
@@ -31,7 +31,9 @@ ONE = dict(sizes=((32, 32),), protocols=("scale",))
 
 def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trained):
     models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none", (64, 64))]
-    tasks = [(format_size(t.size), t.protocol, t.trained.name[14:], t.policy) for t in plan(models, sweep(sizes=((32, 48),)))]
+    tasks = [
+        (format_size(t.size), t.protocol, t.trained.name[14:], t.policy) for t in tasks_of(models, sweep(sizes=((32, 48),)))
+    ]
     assert tasks[:4] == [
         ("32x32", "scale", "table", "none"),
         ("32x32", "canvas", "table", "none"),
@@ -41,9 +43,9 @@ def test_plan_starts_at_the_training_sizes_and_shares_images_between_models(trai
     assert [task[2:] for task in tasks[4:8]] == [("table", p) for p in models[0].model.resize_policies] + [("none", "none")]
     assert len(tasks) == 12
     with pytest.raises(ValueError, match="no model has the policy 'nearest'; the policies of these models are bicubic, c"):
-        plan(models, sweep(policies=("nearest",)))
+        tasks_of(models, sweep(policies=("nearest",)))
     with pytest.raises(ValueError, match="none: they resize nothing"):
-        plan(models[1:], sweep(policies=("clip",)))
+        tasks_of(models[1:], sweep(policies=("clip",)))
 
 
 def test_rows_say_what_was_done_to_the_model(trained, noise, rows_of):
@@ -130,16 +132,16 @@ def test_memory_that_runs_out_halves_the_batch_and_is_recorded(trained, noise, r
     assert (row["batch_size"], row["oom"], row["n"]) == (2, 1, 12)
 
 
-def test_memory_for_content_that_is_shifted_halves_the_batch(trained, noise, monkeypatch):
-    shifted, one = measure.shift_content, dict(sizes=((32, 32),), protocols=("scale",), shifts=(3,))
+def test_memory_for_content_that_is_translated_halves_the_batch(trained, noise, monkeypatch):
+    whole, one = measure.translate, dict(sizes=((32, 32),), protocols=("scale",), translations=(3,))
     [alone] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(**one))
 
-    def fail(pixels, shift):
+    def fail(pixels, by):
         if len(pixels) > 2:
             raise MemoryError
-        return shifted(pixels, shift)
+        return whole(pixels, by)
 
-    monkeypatch.setattr(measure, "shift_content", fail)
+    monkeypatch.setattr(measure, "translate", fail)
     [found] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(**one))
     assert found.translation == alone.translation
 
@@ -160,24 +162,24 @@ def test_what_stops_an_evaluation_names_model_and_size(trained, noise, rows_of):
         rows_of([other], sweep())
 
 
-def test_content_is_shifted_down_and_right_and_its_edges_repeated():
+def test_content_is_translated_down_and_right_and_its_edges_repeated():
     image = torch.arange(12.0).view(1, 1, 3, 4)
-    shifted = shift_content(image, 2)[0, 0]
-    assert shifted.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
-    assert shift_content(image, 1)[0, 0, 1].tolist() == [0, 0, 1, 2]
-    assert torch.equal(shift_content(image, 0), image)
+    translated = translate(image, 2)[0, 0]
+    assert translated.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
+    assert translate(image, 1)[0, 0, 1].tolist() == [0, 0, 1, 2]
+    assert torch.equal(translate(image, 0), image)
 
 
-def test_lines_of_shifts_are_those_of_a_plain_model_on_shifted_images(trained, noise):
+def test_lines_of_translations_are_those_of_a_plain_model_on_translated_images(trained, noise):
     model = trained("vitrel_vit_n8_rope_mixed")
-    done = list(evaluate_rows([model], sweep(sizes=((32, 32), (48, 48)), shifts=(0, 3))))
+    done = list(evaluate_rows([model], sweep(sizes=((32, 32), (48, 48)), translations=(0, 3))))
     assert [len(one.translation) for one in done] == [2, 0, 0, 0]  # at the training size, in the first protocol
     pixels = torch.stack([noise((32, 32))[i][0] for i in range(12)])
-    for line, shift in zip(done[0].translation, (0, 3), strict=True):
-        moved = torch.nn.functional.pad(pixels, (shift, 0, shift, 0), mode="replicate")[..., :32, :32]
+    for line, by in zip(done[0].translation, (0, 3), strict=True):
+        moved = torch.nn.functional.pad(pixels, (by, 0, by, 0), mode="replicate")[..., :32, :32]
         with torch.no_grad():
             hits = (model.model(moved).argmax(1) == torch.arange(12) % 3).sum().item()
-        assert line["top1"] == pytest.approx(100 * hits / 12, abs=1e-3) and (line["shift"], line["n"]) == (shift, 12)
+        assert line["top1"] == pytest.approx(100 * hits / 12, abs=1e-3) and (line["translation"], line["n"]) == (by, 12)
     assert done[0].translation[0]["top1"] == done[0].row["top1"]
 
 
@@ -196,7 +198,7 @@ def test_classes_add_up_to_the_row(trained, noise):
 
 def test_every_crop_is_evaluated_and_refers_to_its_own_training_size(trained, noise):
     model = trained("vitrel_vit_n8_none", crop_pct=0.8)
-    asked = [(task.size, task.crop_pct) for task in plan([model], sweep(sizes=((48, 48),), protocols=("scale",)))]
+    asked = [(task.size, task.crop_pct) for task in tasks_of([model], sweep(sizes=((48, 48),), protocols=("scale",)))]
     assert asked == [((32, 32), 0.8), ((48, 48), 0.8)]  # the model's own
     rows = [one.row for one in evaluate_rows([model], sweep(sizes=((48, 48),), crop_pct=(1, 0.5)))]
     assert [row["crop_pct"] for row in rows] == [1.0, 0.5] * 4

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
+import vitrel
 from helpers import shared
 from vitrel.evaluate.models import (
     class_map,
@@ -350,6 +351,11 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path):
     _, path = weights("b.pth", lambda state: state | {"head.bias": state["head.bias"] * float("nan")})
     with pytest.raises(ValueError, match=r"the weights of vit_tiny_patch16_224 hold NaN or infinity in head\.bias"):
         load_model("vit_tiny_patch16_224", path, SMALL)
+    _, path = weights(
+        "c.pth", lambda state: {f"model.{name}": value for name, value in state.items()} | {"scale": torch.ones(1)}
+    )
+    with pytest.raises(ValueError, match=r"c\.pth holds scale beside the weights of a model"):
+        load_model("vit_tiny_patch16_224", path, SMALL)
     with pytest.raises(ValueError, match="is no classifier: it has no num_classes, or none is left"):
         trained_model(timm.create_model("vitrel_vit_n8_none", num_classes=0))
     model = timm.create_model("vitrel_vit_n8_none", num_classes=3)
@@ -548,3 +554,15 @@ def test_imagenet_weights_on_imagenet_images():
     by_file = replace(trained, outputs=read_class_indices(data / "imagenet_index.tsv"), restrict=True)
     [closed] = evaluate_rows([by_file], by_name)
     assert closed.row["top1"] > one.row["top1"] + 10
+
+
+def test_a_file_that_save_wrote_brings_its_classes_and_preprocessing(checkpoint, tmp_path):
+    path = checkpoint()
+    trained = load_checkpoint(path)
+    vitrel.save(vitrel.load(path), tmp_path / "kept.safetensors")
+    again = load_checkpoint(tmp_path / "kept.safetensors")
+    for name in ("encoding", "img_size", "classes", "mean", "std", "crop_pct", "interpolation"):
+        assert getattr(again, name) == getattr(trained, name), name
+    assert again.label == "kept" and not again.model.training
+    image = torch.randn(1, 3, 40, 56)
+    assert torch.equal(again.model(image), trained.model(image))

@@ -8,6 +8,7 @@ import torch
 
 from vitrel import resolution_report
 from vitrel.evaluate.policies import (
+    WINDOW_POLICIES,
     gflops,
     in_force,
     policies_at,
@@ -19,7 +20,7 @@ from vitrel.evaluate.policies import (
     window_policy,
 )
 from vitrel.grid import Grid
-from vitrel.position import PositionEncoding
+from vitrel.position import POSITIONS, PositionEncoding
 from vitrel.position.resize import resize_table
 
 THREE = ("geometric", "clip", "bicubic")
@@ -59,10 +60,10 @@ def test_policies_are_listed_where_they_differ(vit, position, size, policies):
     assert policies_at(vit(position), size) == policies
 
 
-def test_a_window_that_is_kept_meets_no_other_grid(trained):
-    for position, policies in (("table", ("keep",)), ("cpb", ("keep",)), ("absolute+table", ("keep+bicubic",))):
+def test_a_fixed_window_meets_no_other_grid(trained):
+    for position, policies in (("table", ("fixed",)), ("cpb", ("fixed",)), ("absolute+table", ("fixed+bicubic",))):
         model = trained("vitrel_swin_n", (64, 64), {"position": position}).model
-        assert policies_at(model, (96, 64), ("keep", "bicubic")) == policies
+        assert policies_at(model, (96, 64), ("fixed", "bicubic")) == policies
 
 
 def test_windows_and_encodings_are_combined(trained):
@@ -70,19 +71,20 @@ def test_windows_and_encodings_are_combined(trained):
         key: trained("vitrel_swin_n", (64, 64), {"position": key}).model for key in ("table", "cpb", "none", "absolute+table")
     }
     assert policies_at(models["table"], (64, 64)) == policies_at(models["cpb"], (64, 64)) == ("none",)
-    assert policies_at(models["table"], (128, 64)) == ("keep", *(f"rescale+{policy}" for policy in THREE))
-    assert policies_at(models["table"], (48, 48)) == ("keep", "divisor", "rescale")  # sub-tables, exact
+    assert policies_at(models["table"], (128, 64)) == ("fixed", *(f"rescale+{policy}" for policy in THREE))
+    assert policies_at(models["table"], (48, 48)) == ("fixed", "divisor", "rescale")  # sub-tables, exact
     distances = [f"{window}+{policy}" for window in ("divisor", "rescale") for policy in ("keep", "renormalise")]
-    assert policies_at(models["cpb"], (80, 80)) == ("keep", *distances)
-    assert policies_at(models["cpb"], (80, 80), ["keep", "rescale"]) == ("keep", "rescale+keep")
-    assert policies_at(models["none"], (80, 80)) == ("keep", "divisor", "rescale")
+    assert policies_at(models["cpb"], (80, 80)) == ("fixed", *distances)
+    assert policies_at(models["cpb"], (80, 80), ["fixed", "keep", "rescale"]) == ("fixed", "rescale+keep")
+    assert policies_at(models["cpb"], (80, 80), ["keep", "rescale"]) == ("rescale+keep",)
+    assert policies_at(models["none"], (80, 80)) == ("fixed", "divisor", "rescale")
     assert policies_at(models["absolute+table"], (80, 80), ["rescale", "clip"]) == ("rescale+clip",)
-    assert policies_at(models["table"], (80, 80), ["clip"]) == ("keep",)  # no policy of windows is wanted: theirs is kept
+    assert policies_at(models["table"], (80, 80), ["clip"]) == ("fixed",)  # no policy of windows is wanted
 
 
 def test_what_a_model_may_be_asked_for(trained, vit):
     assert policies_of(vit("table")) == THREE and policies_of(vit("none")) == ()
-    assert policies_of(trained("vitrel_swin_n").model) == ("keep", "divisor", "rescale", *THREE)
+    assert policies_of(trained("vitrel_swin_n").model) == ("fixed", "divisor", "rescale", *THREE)
     assert policies_of(timm.create_model("resnet10t")) == ()
     assert policies_at(timm.create_model("resnet10t"), (64, 64)) == ("none",)
 
@@ -92,16 +94,14 @@ def test_a_policy_of_windows_and_encodings_is_in_force_inside(trained):
     block = model.layers[0].blocks[1]
     with in_force(model, "rescale+renormalise", (96, 128)):
         assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalise")
-    with in_force(model, "keep", (96, 128)):
+    with in_force(model, "fixed", (96, 128)):
         assert (block.attn.window, block.position.resize) == ((4, 4), "keep")
     assert (block.attn.window, block.attn.shift, block.position.resize) == ((4, 4), (2, 2), "keep")
 
 
-def test_the_keep_of_windows_is_not_that_of_distances():
-    parts = policy_parts(["none", "keep", "divisor+keep", "rescale+renormalise"])
-    assert parts["none"] == frozenset() and parts["keep"] == {"window keep"}
-    assert parts["divisor+keep"] == {"window divisor", "keep"}
-    assert policy_parts(["keep", "geometric+keep"])["keep"] == {"keep"}  # no windows here
+def test_policies_of_windows_and_of_encodings_have_names_of_their_own():
+    assert not {*WINDOW_POLICIES} & {policy for encoding in POSITIONS.values() for policy in encoding.policies}
+    assert policy_parts("divisor+keep") == {"divisor", "keep"} and policy_parts("none") == frozenset()
 
 
 def test_of_several_only_those_wanted(vit):
@@ -205,10 +205,10 @@ def test_every_stage_has_its_own_divisor():
 def test_window_policies_are_listed_where_they_differ():
     model = timm.create_model("vitrel_swin_n")  # trained at 64, grids 32, 16, 8
     assert window_policies_at(model, (64, 64)) == ()
-    assert window_policies_at(model, (128, 128)) == ("keep", "rescale")
-    assert window_policies_at(model, (80, 64)) == ("keep", "divisor", "rescale")
-    assert window_policies_at(model, (66, 64)) == ("keep", "divisor")  # 4 * 66 // 64 = 4
-    assert window_policies_at(swin((32, 32), 4), (6, 6)) == ("keep", "rescale")  # 3 tokens: one masked window is exact too
+    assert window_policies_at(model, (128, 128)) == ("fixed", "rescale")
+    assert window_policies_at(model, (80, 64)) == ("fixed", "divisor", "rescale")
+    assert window_policies_at(model, (66, 64)) == ("fixed", "divisor")  # 4 * 66 // 64 = 4
+    assert window_policies_at(swin((32, 32), 4), (6, 6)) == ("fixed", "rescale")  # 3 tokens: one masked window is exact too
     assert window_policies_at(timm.create_model("vitrel_vit_n8_table"), (80, 80)) == ()
     assert window_policies_at(timm.create_model("resnet10t"), (80, 80)) == ()
 
@@ -216,7 +216,7 @@ def test_window_policies_are_listed_where_they_differ():
 def test_blocks_of_a_plain_trunk_that_have_a_window():
     how = dict(class_token=False, global_pool="avg", block_args={"window": 4, "global_blocks": (3,)}, num_classes=3)
     model = timm.create_model("vitrel_vit_n8_table", img_size=64, **how).eval()
-    assert window_policies_at(model, (96, 96)) == ("keep", "rescale")
+    assert window_policies_at(model, (96, 96)) == ("fixed", "rescale")
     with window_policy(model, "rescale", (96, 96)):
         assert [block.window and block.window[:2] for block in model.blocks] == [(6, 6)] * 3 + [None]
     assert model.blocks[0].window == Grid(4, 4)
@@ -232,7 +232,7 @@ def test_windows_are_back_after_an_error():
         == before
         == [((4, 4), (0, 0)), ((4, 4), (2, 2))]
     )
-    with pytest.raises(ValueError, match="unknown window policy 'grow'; choose one of keep, divisor, rescale"):
+    with pytest.raises(ValueError, match="unknown window policy 'grow'; choose one of fixed, divisor, rescale"):
         window_policy(model, "grow", (32, 32)).__enter__()
 
 
@@ -256,7 +256,7 @@ def test_gflops_are_timms_gmacs():
 
 def test_windows_padding_and_backend_are_told():
     swin = timm.create_model("vitrel_swin_n")
-    columns = static_columns(swin, (80, 72), "keep")
+    columns = static_columns(swin, (80, 72), "fixed")
     assert columns["window"] == "4x4 4x4 4x4" and columns["pad_fraction"] == "0 0.1 0.38"  # 18 of 20, 10 and 9 of 12
     columns = static_columns(swin, (80, 72), "divisor")
     assert (columns["window"], columns["pad_fraction"]) == ("4x4 4x3 2x3", "0 0 0")
@@ -276,9 +276,9 @@ def test_attention_across_borders_is_found():
     assert static_columns(peer, (32, 32), "none", leak=True)["border_leak"] == 0
     assert static_columns(peer, (18, 18), "none", leak=True)["border_leak"] == pytest.approx(1 - (5 / 9) ** 2, abs=1e-4)
     ours = timm.create_model("vitrel_swin_n", **how)
-    for policy in ("keep", "divisor", "rescale"):
+    for policy in WINDOW_POLICIES:
         assert static_columns(ours, (18, 26), policy, leak=True)["border_leak"] == 0
-    assert math.isnan(static_columns(ours, (18, 26), "keep")["border_leak"])
+    assert math.isnan(static_columns(ours, (18, 26), "fixed")["border_leak"])
     assert math.isnan(static_columns(timm.create_model("vitrel_vit_n8_none"), (64, 64), "none", leak=True)["border_leak"])
 
 

@@ -88,6 +88,19 @@ def test_rows_are_those_of_one_process(trained, noise, pretend_world, world, n, 
     assert {row["device"] for row in rows} == {f"{world} x {alone[0]['device']}"}
 
 
+def test_rows_of_one_process_are_not_made_again_by_several(trained, noise, pretend_world):
+    model = trained("vitrel_vit_n8_none")
+    done = list(evaluate_rows([model], sweep()))
+    before = noise.decoded
+    pretend_world(2)
+    again = list(evaluate_rows([model], sweep(), done))
+    assert noise.decoded == before and [one.row["device"] for one in again] == [one.row["device"] for one in done]
+    row = done[0].row
+    assert row_key(row | {"device": "cpu x86_64, 1 thread"}) == row_key(row | {"device": "2 x cpu x86_64, 16 threads"})
+    assert row_key(row | {"device": "cpu x86_64, 1 thread"}) != row_key(row | {"device": "cpu aarch64, 1 thread"})
+    assert row_key(row | {"device": "2 x NVIDIA H100"}) == row_key(row | {"device": "NVIDIA H100"})
+
+
 def test_measurements_of_processes_are_combined(trained, noise, pretend_world, monkeypatch):
     parts = iter([dict(speed=10.123, peak=5.0, batch=4, oom=0, label=1), dict(speed=30.123, peak=7.0, batch=2, oom=1, label=2)])
 

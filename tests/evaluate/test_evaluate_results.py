@@ -32,7 +32,7 @@ def sweep(**given):
 
 def test_files_come_back_with_the_lines_of_every_row(trained, noise, tmp_path):
     models = [trained("vitrel_vit_n8_table"), trained("vitrel_vit_n8_none", label="1", seed=None)]
-    done = list(evaluate_rows(models, sweep(sizes=((32, 48),), shifts=(0, 2), crop_pct=(1.0, 0.5))))
+    done = list(evaluate_rows(models, sweep(sizes=((32, 48),), translations=(0, 2), crop_pct=(1.0, 0.5))))
     write_folder(done, tmp_path)
     back = read_folder(tmp_path)
     assert [line_key(one.row) for one in back] == [line_key(one.row) for one in done]
@@ -40,13 +40,13 @@ def test_files_come_back_with_the_lines_of_every_row(trained, noise, tmp_path):
         assert [(line["class"], line["hits"]) for line in one.per_class] == [
             (line["class"], line["hits"]) for line in other.per_class
         ]
-        assert [(line["shift"], line["top1"]) for line in one.translation] == [
-            (line["shift"], line["top1"]) for line in other.translation
+        assert [(line["translation"], line["top1"]) for line in one.translation] == [
+            (line["translation"], line["top1"]) for line in other.translation
         ]
     assert tuple(read_lines(tmp_path, "per_class")[0]) == PER_CLASS
     assert tuple(read_lines(tmp_path, "translation")[0]) == TRANSLATION
     before = noise.decoded
-    again = list(evaluate_rows(models, sweep(sizes=((32, 48),), shifts=(0, 2), crop_pct=(1.0, 0.5)), back))
+    again = list(evaluate_rows(models, sweep(sizes=((32, 48),), translations=(0, 2), crop_pct=(1.0, 0.5)), back))
     assert noise.decoded == before and len(again) == len(done)
     (tmp_path / "per_class.csv").write_text("label,n\na,1\n")
     with pytest.raises(ValueError, match=r"per_class\.csv has no column 'seed': move it away and run again"):
@@ -151,13 +151,13 @@ def test_the_area_is_a_mean_over_octaves():
     assert one["best_size"] == "64x64" and one["top1_area"] != one["top1_area"]
 
 
-def test_windows_have_curves_where_keeping_them_is_the_same(windowed):
+def test_windows_have_curves_where_a_fixed_one_is_the_same(windowed):
     found = {policy: [*part["policy"]] for _, policy, part in curves(aggregate(windowed))}
     assert {policy: sorted(names) for policy, names in found.items()} == {
-        "keep": ["keep", "keep", "none"],
-        "divisor+keep": ["divisor+keep", "keep", "none"],
+        "fixed": ["fixed", "fixed", "none"],
+        "divisor+keep": ["divisor+keep", "fixed", "none"],
         "rescale+keep": ["none", "rescale+keep", "rescale+keep"],
-        "rescale+renormalise": ["keep", "none", "rescale+renormalise"],
+        "rescale+renormalise": ["fixed", "none", "rescale+renormalise"],
     }
 
 
@@ -165,10 +165,10 @@ def test_rows_have_the_best_size_and_area_of_their_own_curve(windowed):
     found = with_curves(windowed)
     by_policy = {(row["img_size"], row["policy"]): row for row in found}
     assert by_policy["32x32", "none"]["best_size"] == ""  # belongs to all
-    alone = with_curves([row for row in found if row["policy"] in ("none", "keep")])
+    alone = with_curves([row for row in found if row["policy"] in ("none", "fixed")])
     assert {row["best_size"] for row in alone} == {"32x32"}  # of one curve
     assert by_policy["40x40", "rescale+keep"]["best_size"] == "40x40" == by_policy["64x64", "rescale+keep"]["best_size"]
-    assert by_policy["40x40", "keep"]["top1_area"] == 0
+    assert by_policy["40x40", "fixed"]["top1_area"] == 0
     table = aggregate(found)
     text = curves_table(table)
     assert "mean top-1 over log2 size" in text and text.count("rescale+keep") == 1

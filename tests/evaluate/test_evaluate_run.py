@@ -1,4 +1,4 @@
-"""A whole evaluation: a folder that grows, rows that are not made again, a plan that costs nothing, a DataFrame."""
+"""A whole evaluation: a folder that grows, rows that are not made again, a dry run that costs nothing, a DataFrame."""
 
 import copy
 import gzip
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import vitrel.evaluate
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, results
+from vitrel.evaluate import at_sizes, results, run
 from vitrel.evaluate.models import trained_model
 from vitrel.evaluate.report import details_table, summary
 from vitrel.evaluate.results import (
@@ -31,7 +31,7 @@ from vitrel.evaluate.results import (
     row_key,
     write_folder,
 )
-from vitrel.evaluate.run import HEAD, describe_plan, evaluate_rows, run_sweep
+from vitrel.evaluate.run import HEAD, describe_tasks, evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Sweep
 from vitrel.files import guarded
 
@@ -84,19 +84,19 @@ def test_rows_are_told_apart_by_long_seeds_labels_that_are_numbers_and_the_train
     assert noise.decoded > before
 
 
-@pytest.mark.parametrize("lacking", ["ece", "per_class", "shifts"])
+@pytest.mark.parametrize("lacking", ["ece", "per_class", "translations"])
 def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, lacking):
-    """As a file of an earlier version has it, one whose lines were lost, or one whose content was not shifted as far."""
+    """As a file of an earlier version has it, one whose lines were lost, or one whose content was not translated as far."""
     models, one = [trained("vitrel_vit_n8_none")], dict(sizes=((32, 32),), protocols=("scale",))
-    [done] = evaluate_rows(models, small_sweep(**one, shifts=(0, 4)))
+    [done] = evaluate_rows(models, small_sweep(**one, translations=(0, 4)))
     before = noise.decoded
-    list(evaluate_rows(models, small_sweep(**one, shifts=(4,)), [done]))
+    list(evaluate_rows(models, small_sweep(**one, translations=(4,)), [done]))
     assert noise.decoded == before
     if lacking == "ece":
         done.row["ece"] = math.nan
     elif lacking == "per_class":
         done = done._replace(per_class=[])
-    list(evaluate_rows(models, small_sweep(**one, shifts=(4, 8) if lacking == "shifts" else (4,)), [done]))
+    list(evaluate_rows(models, small_sweep(**one, translations=(4, 8) if lacking == "translations" else (4,)), [done]))
     assert noise.decoded > before
 
 
@@ -126,7 +126,7 @@ def model(trained):
 
 
 def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
-    first = run_sweep([model], sweep(48, shifts=(0, 4)), tmp_path)
+    first = run_sweep([model], sweep(48, translations=(0, 4)), tmp_path)
     noise.decoded = 0
     rows = run_sweep([model], sweep(64, 24), tmp_path)
     assert noise.decoded == 2 * 12  # what was there is not made again
@@ -135,16 +135,24 @@ def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
     assert len(found) == 4 and all(len(one.per_class) == 3 for one in found.values())
     for row in first:
         assert found[line_key(row)].row["nll"] == row["nll"]
-    assert [line["shift"] for line in read_lines(tmp_path, "translation")] == [0, 4]
+    assert [line["translation"] for line in read_lines(tmp_path, "translation")] == [0, 4]
     text = (tmp_path / "table.md").read_text("utf-8")
     assert all(size in text for size in ("24x24", "48x48", "64x64")) and "any of 4 sizes" in text
     assert not list(tmp_path.glob("replaced*"))
 
 
-def test_further_shifts_and_models_are_added(model, trained, noise, tmp_path):
-    run_sweep([model], sweep(48, shifts=(4, 0)), tmp_path)
-    run_sweep([model], sweep(48, shifts=(8, 0)), tmp_path)
-    assert [line["shift"] for line in read_lines(tmp_path, "translation")] == [0, 4, 8]
+def test_weights_are_hashed_once_before_the_rows(model, noise, tmp_path, monkeypatch):
+    hashed, state_hash = [], run.state_hash
+    monkeypatch.setattr(run, "state_hash", lambda net: hashed.append(net) or state_hash(net))
+    run_sweep([model], sweep(48), tmp_path)
+    at_sizes(model.model, "noise", [48], **HOW)
+    assert hashed == [model.model] * 2
+
+
+def test_further_translations_and_models_are_added(model, trained, noise, tmp_path):
+    run_sweep([model], sweep(48, translations=(4, 0)), tmp_path)
+    run_sweep([model], sweep(48, translations=(8, 0)), tmp_path)
+    assert [line["translation"] for line in read_lines(tmp_path, "translation")] == [0, 4, 8]
     noise.decoded = 0
     rows = run_sweep([trained("vitrel_vit_n8_table", label="other")], sweep(48, policies=("clip",)), tmp_path)
     assert noise.decoded == 2 * 12 and [row["label"] for row in rows] == ["vitrel_vit_n8_none"] * 2 + ["other"] * 2
@@ -179,23 +187,23 @@ def test_what_may_not_stand_in_one_table_is_refused_before_anything_runs(model, 
         run_sweep([change(model)], sweep(24, **given), tmp_path)
     assert told in str(caught.value) and str(tmp_path) in str(caught.value) and "Nothing was computed" in str(caught.value)
     assert noise.decoded == 0 and files_of(tmp_path) == before
-    assert told in describe_plan([change(model)], sweep(24, **given), tmp_path)
+    assert told in describe_tasks([change(model)], sweep(24, **given), tmp_path)
 
 
 def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
     run_sweep([model], sweep(48), tmp_path)
     assert len(run_sweep([replace(other_weights(model), label="new", mean=(0.4,) * 3)], sweep(24), tmp_path)) == 4
-    assert "may not stand" not in describe_plan([model], sweep(64), tmp_path)
+    assert "may not stand" not in describe_tasks([model], sweep(64), tmp_path)
 
 
 def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, capsys):
-    run_sweep([model], sweep(48, 64, shifts=(0,)), tmp_path)
+    run_sweep([model], sweep(48, 64, translations=(0,)), tmp_path)
     first = read_csv(tmp_path / "results.csv")
     (tmp_path / "last.ckpt").write_text("not of the evaluation")
     (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
     capsys.readouterr()
     changed, asked = other_weights(model), sweep(48, n=7)
-    assert "3 other rows there would be moved aside" in describe_plan([changed], asked, tmp_path, replace=True)
+    assert "3 other rows there would be moved aside" in describe_tasks([changed], asked, tmp_path, replace=True)
     rows = run_sweep([changed], asked, tmp_path, replace=True)
     printed = capsys.readouterr().out.replace("\n", " ")
     assert "3 of the 3 rows" in printed and "other weights" in printed and str(tmp_path / "replaced-1") in printed
@@ -285,14 +293,14 @@ def test_labels_that_a_spreadsheet_would_run_come_back(model, noise, tmp_path, m
     formula = replace(model, label='=HYPERLINK("x")', interpolation="-1+1")
     monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=12, classes=list("=-@")))
     formula = replace(formula, classes=tuple("=-@"))
-    run_sweep([formula], sweep(48, shifts=(0,)), tmp_path)
+    run_sweep([formula], sweep(48, translations=(0,)), tmp_path)
     for name in ("results", "per_class", "translation"):
         frame = pd.read_csv(tmp_path / f"{name}.csv", dtype=str, keep_default_na=False)
         assert set(frame["label"]) == {"'" + formula.label}
         cells = [cell for column in frame for cell in frame[column]]
         assert not [cell for cell in cells if guarded(cell) != cell and cell[0] != "'"]
     noise.decoded = 0
-    rows = run_sweep([formula], sweep(48, shifts=(0,)), tmp_path)
+    rows = run_sweep([formula], sweep(48, translations=(0,)), tmp_path)
     assert noise.decoded == 0 and {row["label"] for row in rows} == {formula.label}
     assert {line["class"] for line in read_lines(tmp_path, "per_class")} == set("=-@")
 
@@ -356,19 +364,19 @@ def models(trained):
 
 
 def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
-    sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", shifts=(0, 4))
-    text = describe_plan(models, sweep, tmp_path / "none")
+    sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", translations=(0, 4))
+    text = describe_tasks(models, sweep, tmp_path / "none")
     found = {(row["model"], row["size"], row["policy"]): row for row in cells(text)}
     assert len(found) == 3 + 3 + 5 + 1 and noise.decoded == 0 and not (tmp_path / "none").exists()
     swin = found["vitrel_swin_n", "48x40", "rescale+bicubic"]
     assert (swin["windows"], swin["padded"], swin["tokens"]) == ("6x5 6x5 6x5", "0 0 0", "480")
-    assert found["vitrel_swin_n", "48x40", "keep"]["padded"] == "0 0.17 0.53"
+    assert found["vitrel_swin_n", "48x40", "fixed"]["padded"] == "0 0.17 0.53"
     vit = found["vitrel_vit_n8_table", "48x40", "geometric"]
     assert (vit["resized"], vit["values resampled"], vit["windows"]) == ("table geometric", "588", "global")
     assert float(vit["GFLOPs"]) > float(found["vitrel_vit_n8_table", "32x32", "none"]["GFLOPs"]) > 0
     foreign = found["foreign", "48x40", "none"]
     assert (foreign["resized"], foreign["unseen"], foreign["values resampled"]) == ("pos_embed bicubic", "-", "768")
-    assert "12 rows of 12 images each, shifted by 0, 4 px at the training size; 0 of them are in " in text
+    assert "12 rows of 12 images each, translated by 0, 4 px at the training size; 0 of them are in " in text
 
 
 def test_rows_that_are_done_are_marked(trained, noise, tmp_path):
@@ -377,17 +385,17 @@ def test_rows_that_are_done_are_marked(trained, noise, tmp_path):
     written = {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()}
     more = Sweep("noise", ((48, 48), (64, 64)), device="cpu", n=3, attention_n=0)
     before = noise.decoded
-    text = describe_plan(models, more, tmp_path)
+    text = describe_tasks(models, more, tmp_path)
     assert [row["done"] for row in cells(text)] == ["yes"] * 4 + [""] * 2 and "; 4 of them are in" in text
     assert noise.decoded == before
     assert {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()} == written
-    assert "; 0 of them" in describe_plan(models, Sweep("noise", ((48, 48),), device="cpu", n=4, attention_n=0), tmp_path)
+    assert "; 0 of them" in describe_tasks(models, Sweep("noise", ((48, 48),), device="cpu", n=4, attention_n=0), tmp_path)
 
 
 def test_classes_that_do_not_fit_are_told_before_it_runs(noise, tmp_path):
     model = trained_model(timm.create_model("resnet10t", num_classes=5).eval(), img_size=(32, 32))
     with pytest.raises(ValueError, match="resnet10t has 5 outputs, but noise has 3 classes: say which output is which class"):
-        describe_plan([model], Sweep("noise", ((64, 64),), device="cpu"), tmp_path)
+        describe_tasks([model], Sweep("noise", ((64, 64),), device="cpu"), tmp_path)
 
 
 def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_path):
@@ -395,9 +403,9 @@ def test_a_size_that_a_model_refuses_is_told_before_anything_runs(noise, tmp_pat
     fixed = timm.create_model("mixer_s32_224", num_classes=3).eval()  # its layers mix a fixed number of tokens
     sweep = Sweep("noise", ((64, 64),), device="cpu", attention_n=0)
     models = [ours_first, trained_model(fixed, "mixer")]
-    for run in (lambda: describe_plan(models, sweep, tmp_path), lambda: list(evaluate_rows(models, sweep))):
+    for evaluated in (lambda: describe_tasks(models, sweep, tmp_path), lambda: list(evaluate_rows(models, sweep))):
         with pytest.raises(ValueError, match="does not take 64x64 pixels"):
-            run()
+            evaluated()
     assert noise.decoded == 0
 
 
@@ -438,10 +446,10 @@ def plain_model():
 def test_the_built_in_data_by_name():
     torch.manual_seed(0)
     model = timm.create_model("vitrel_swin_n", num_classes=4)
-    frame = at_sizes(model, "shapes", [48, "64x96"], n=6, protocols=["canvas"], policies=["keep"], label="mine", **HOW)
+    frame = at_sizes(model, "shapes", [48, "64x96"], n=6, protocols=["canvas"], policies=["fixed"], label="mine", **HOW)
     assert isinstance(frame, pd.DataFrame) and list(frame.columns) == list(COLUMNS)
     assert frame["img_size"].tolist() == ["64x64", "48x48", "64x96"] and set(frame["label"]) == {"mine"}
-    assert frame["n"].tolist() == [6] * 3 and frame["unchanged"].all() and set(frame["policy"]) == {"none", "keep"}
+    assert frame["n"].tolist() == [6] * 3 and frame["unchanged"].all() and set(frame["policy"]) == {"none", "fixed"}
     assert frame["top1_area"].notna().any()
 
 

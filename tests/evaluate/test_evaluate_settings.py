@@ -33,15 +33,15 @@ def test_settings_that_cannot_be_are_refused(given, message):
     [
         ({"crop_pct": (0.0,)}, "crop_pct takes shares of the image, above 0 and at most 1, got 0.0"),
         ({"crop_pct": 1.5}, "crop_pct takes shares of the image, above 0 and at most 1, got 1.5"),
-        ({"shifts": [4, -1]}, "shifts takes whole numbers of pixels, 0 or more, got -1"),
-        ({"shifts": [0.5]}, "shifts takes whole numbers of pixels, 0 or more, got 0.5"),
+        ({"translations": [4, -1]}, "translations takes whole numbers of pixels, 0 or more, got -1"),
+        ({"translations": [0.5]}, "translations takes whole numbers of pixels, 0 or more, got 0.5"),
         ({"attention_n": -1}, "attention_n must be at least 0, got -1"),
     ],
 )
 def test_settings_are_checked(given, message):
     with pytest.raises(ValueError, match=message):
         sweep(**given)
-    assert sweep(crop_pct=1, shifts=4) == sweep(crop_pct=[1.0], shifts=[4, 4])
+    assert sweep(crop_pct=1, translations=4) == sweep(crop_pct=[1.0], translations=[4, 4])
 
 
 def test_devices(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tiny models of every family that relativize takes, all weights random, and what its tests ask of them."""
+"""Tiny models of every family that from_timm and relativize take, all weights random, and what their tests ask of them."""
 
 import torch
 from timm.models.deit import VisionTransformerDistilled
@@ -59,4 +59,4 @@ def randomise(model, std=0.5):
 
 
 def position_parameters(model):
-    return {name: p for name, p in model.named_parameters() if ".position." in name}
+    return {name: p for name, p in model.named_parameters() if ".position." in name and "freqs" not in name}

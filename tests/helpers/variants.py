@@ -17,6 +17,11 @@ KEYS = list(POSITIONS)
 GENERAL = ("sdpa", "reference")  # backends that serve nearly everything; the others have tests of their own
 IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
 SMALL = {"pape": {"parabolas": 3}, "cpb": {"hidden": 6}}  # options of every test of these keys
+# Encodings that enter attention in different ways, for windows, whose grid is always the same: biases by offset, by axis and
+# computed, tables met by queries, by keys and by values, a bias of queries, rotations of both and of each.
+WAYS = ["table", "factorised", "cpb", "decomposed", "deberta", "shaw", "transformer_xl", "rope_mixed", "xpos"]
+MODELS = [f"vitrel_vit_n8_{key}" for key in (*KEYS, "absolute_rope_mixed")]
+MODELS += [f"vitrel_swin_n_{key}" for key in (*WAYS, "absolute_rope_mixed")] + ["vitrel_swin_n", "vitrel_swinv2_n"]
 VARIANTS = [(key, {}) for key in KEYS] + [
     ("clipped", {"radius": 1}),
     ("clipped", {"radius": (0, 2)}),

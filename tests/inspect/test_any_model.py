@@ -1,4 +1,4 @@
-"""fit_to: timm's models brought to a size as timm does it, every replaced value counted, and the given model left alone."""
+"""at_size: timm's models brought to a size as timm does it, every replaced value counted, and the given model left alone."""
 
 import pytest
 import timm
@@ -8,7 +8,7 @@ from torch import nn
 
 from vitrel import resolution_report
 from vitrel.evaluate.metrics import state_hash
-from vitrel.inspect.any_model import StageWindows, fit_to, trace
+from vitrel.inspect.any_model import StageWindows, at_size, trace
 
 SWIN = "swin_tiny_patch4_window7_224"
 NARROW = dict(embed_dim=12, num_heads=(1, 2, 2, 4), num_classes=2)
@@ -27,43 +27,43 @@ def runs(model, size):
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
 def test_ours_stay_as_they_are(name):
     model = timm.create_model(name)
-    fitted = fit_to(model, (72, 40))
-    assert fitted.model is model and fitted.resized == model.resized((72, 40))
+    found = at_size(model, (72, 40))
+    assert found.model is model and found.resized == model.resized((72, 40))
     told = resolution_report(model, (72, 40)).stages
-    assert [line[:5] for line in fitted.windows] == [(s.blocks, s.grid, s.window, s.shift, s.padding) for s in told]
-    assert [line.padded_share for line in fitted.windows] == pytest.approx([s.padded_share for s in told])
+    assert [line[:5] for line in found.windows] == [(s.blocks, s.grid, s.window, s.shift, s.padding) for s in told]
+    assert [line.padded_share for line in found.windows] == pytest.approx([s.padded_share for s in told])
 
 
 @pytest.mark.parametrize(("keywords", "prefix"), [({}, 1), (dict(class_token=False, global_pool="avg"), 0)])
 def test_an_embedding_is_resampled_without_its_class_token(keywords, prefix):
     model = vit(**keywords)
     before, old = state_hash(model), model.pos_embed
-    fitted = fit_to(model, (160, 256))
-    assert fitted.resized == {"pos_embed bicubic": 14 * 14 * 24} and old.numel() == (14 * 14 + prefix) * 24
-    assert fitted.model is not model and runs(fitted.model, (160, 256))
+    found = at_size(model, (160, 256))
+    assert found.resized == {"pos_embed bicubic": 14 * 14 * 24} and old.numel() == (14 * 14 + prefix) * 24
+    assert found.model is not model and runs(found.model, (160, 256))
     assert state_hash(model) == before and model.pos_embed is old and runs(model, (224, 224))
-    assert fitted.windows == (StageWindows(2, (10, 16), None, (0, 0), (0, 0)),)
+    assert found.windows == (StageWindows(2, (10, 16), None, (0, 0), (0, 0)),)
 
 
 def test_nothing_at_its_own_size():
     for model in (vit(), timm.create_model(SWIN, **NARROW)):
-        fitted = fit_to(model, 224)
-        assert fitted.model is model and fitted.resized == {}
+        found = at_size(model, 224)
+        assert found.model is model and found.resized == {}
 
 
 def test_resampling_inside_forward_is_counted():
     """The very model comes back."""
     model = vit(dynamic_img_size=True)
-    fitted = fit_to(model, (160, 256))
-    assert fitted.model is model and fitted.resized == {"pos_embed bicubic": 14 * 14 * 24} and runs(model, (160, 256))
-    assert fit_to(model, 224).resized == {}
+    found = at_size(model, (160, 256))
+    assert found.model is model and found.resized == {"pos_embed bicubic": 14 * 14 * 24} and runs(model, (160, 256))
+    assert at_size(model, 224).resized == {}
     sam = vit("samvit_base_patch16", img_size=128, window_size=3, global_attn_indexes=(1,))
     rows = 2 * 8 - 1
     embedding = {"pos_embed bicubic": 8 * 8 * 24}
-    assert fit_to(sam, 128).resized == {}
-    assert fit_to(sam, (160, 192)).resized == embedding | {"rel_pos_h linear": rows * 12, "rel_pos_w linear": rows * 12}
-    assert fit_to(sam, (160, 128)).resized == embedding | {"rel_pos_h linear": rows * 12}  # as wide as trained
-    windows = [(line.grid, line.window, line.padding) for line in fit_to(sam, (160, 192)).windows]
+    assert at_size(sam, 128).resized == {}
+    assert at_size(sam, (160, 192)).resized == embedding | {"rel_pos_h linear": rows * 12, "rel_pos_w linear": rows * 12}
+    assert at_size(sam, (160, 128)).resized == embedding | {"rel_pos_h linear": rows * 12}  # as wide as trained
+    windows = [(line.grid, line.window, line.padding) for line in at_size(sam, (160, 192)).windows]
     assert windows == [((10, 12), (3, 3), (2, 0)), ((10, 12), None, (0, 0))]
 
 
@@ -77,63 +77,63 @@ def test_interpolation_of_the_image_is_not_counted():
             x = F.interpolate(self.conv(image), scale_factor=2, mode="bilinear")
             return x + F.interpolate(self.pos_embed * 2, x.shape[2:], mode="bicubic")
 
-    assert fit_to(Enlarging(), 32).resized == {"pos_embed bicubic": 4 * 7 * 7}
+    assert at_size(Enlarging(), 32).resized == {"pos_embed bicubic": 4 * 7 * 7}
 
 
 def test_swin_windows_follow_the_image():
     model = timm.create_model(SWIN, **NARROW)
-    fitted = fit_to(model, (288, 352))
-    assert fitted.resized == {"relative_position_bias_table geometric": 13 * 13 * HEADS}
-    assert [line[1:5] for line in fitted.windows] == [
+    found = at_size(model, (288, 352))
+    assert found.resized == {"relative_position_bias_table geometric": 13 * 13 * HEADS}
+    assert [line[1:5] for line in found.windows] == [
         ((72, 88), (9, 11), (4, 5), (0, 0)),
         ((36, 44), (9, 11), (4, 5), (0, 0)),
         ((18, 22), (9, 11), (4, 5), (0, 0)),
         ((9, 11), (9, 11), (0, 0), (0, 0)),
     ]
-    assert runs(fitted.model, (288, 352)) and [line.blocks for line in fitted.windows] == [2, 2, 6, 2]
+    assert runs(found.model, (288, 352)) and [line.blocks for line in found.windows] == [2, 2, 6, 2]
 
 
 def test_windows_kept_by_a_dynamic_swin():
     model = timm.create_model(SWIN, dynamic_img_size=True, **NARROW)
-    fitted = fit_to(model, (320, 288))
-    assert fitted.model is model and fitted.resized == {}
-    last = fitted.windows[-1]
+    found = at_size(model, (320, 288))
+    assert found.model is model and found.resized == {}
+    last = found.windows[-1]
     assert last == StageWindows(2, (10, 9), (7, 7), (0, 0), (4, 5)) and last.padded_share == pytest.approx(1 - 90 / 196)
 
 
 def test_coordinates_that_change_their_meaning_are_counted():
     """Swin V2 normalises them by the window, unless that of its pretraining is given."""
     model = timm.create_model("swinv2_tiny_window8_256", **NARROW)
-    assert fit_to(model, 320).resized == {"relative_coords_table re-created": 12 * 15 * 15 * 2}
+    assert at_size(model, 320).resized == {"relative_coords_table re-created": 12 * 15 * 15 * 2}
     kept = timm.create_model("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8), **NARROW)
-    assert fit_to(kept, 320).resized == {}
+    assert at_size(kept, 320).resized == {}
 
 
 def test_a_bias_table_is_resampled_without_its_rows_for_the_class_token():
     model = vit("beit_base_patch16_224")
-    assert fit_to(model, (160, 256)).resized == {"relative_position_bias_table geometric": 2 * 27 * 27 * 2}
+    assert at_size(model, (160, 256)).resized == {"relative_position_bias_table geometric": 2 * 27 * 27 * 2}
     assert model.blocks[0].attn.relative_position_bias_table.shape == (27 * 27 + 3, 2)
 
 
 def test_evaluated_positions_are_not_counted():
     for name in ("vit_small_patch16_rope_224", "vit_relpos_small_patch16_224"):
-        fitted = fit_to(vit(name), (160, 256))
-        assert fitted.resized == {} and runs(fitted.model, (160, 256))
+        found = at_size(vit(name), (160, 256))
+        assert found.resized == {} and runs(found.model, (160, 256))
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_resnet", "pvt_v2_b0"])
 def test_models_that_take_any_size(name):
     model = timm.create_model(name).eval()
-    fitted = fit_to(model, (160, 224))
-    assert fitted.model is model and fitted.resized == {}
-    assert all(line.window is None for line in fitted.windows) and bool(fitted.windows) == (name == "pvt_v2_b0")
+    found = at_size(model, (160, 224))
+    assert found.model is model and found.resized == {}
+    assert all(line.window is None for line in found.windows) and bool(found.windows) == (name == "pvt_v2_b0")
 
 
 def test_layouts_and_strided_windows():
     """MaxViT: convolutions [B, C, h, w] around attention [B, h, w, C], every second one over the whole grid."""
-    fitted = fit_to(timm.create_model("test_maxvit"), 320)
-    assert [(*line[1:3], line.strided) for line in fitted.windows[:2]] == [((80, 80), (10, 10), s) for s in (False, True)]
-    assert {line.grid for line in fitted.windows} == {(80, 80), (40, 40), (20, 20), (10, 10)}
+    found = at_size(timm.create_model("test_maxvit"), 320)
+    assert [(*line[1:3], line.strided) for line in found.windows[:2]] == [((80, 80), (10, 10), s) for s in (False, True)]
+    assert {line.grid for line in found.windows} == {(80, 80), (40, 40), (20, 20), (10, 10)}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_refusals(make, size, text):
     model = make()
     model.train()
     with pytest.raises(ValueError, match=text):
-        fit_to(model, size)
+        at_size(model, size)
     assert all(module.training for module in model.modules()) and not any(m._forward_pre_hooks for m in model.modules())
 
 
@@ -173,11 +173,11 @@ def test_a_trace_leaves_shared_parts_as_they_were():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), shared, nn.Sequential(shared), nn.Conv2d(4, 4, 3))
     model[3].weight = shared.weight
     before = state_hash(model)
-    assert fit_to(model, 32).model is model and runs(model, (32, 32))
+    assert at_size(model, 32).model is model and runs(model, (32, 32))
     assert state_hash(model) == before and model[1].weight is model[3].weight is shared.weight
 
 
 def test_half_precision_and_other_channels():
     model = vit(in_chans=5).bfloat16()
-    assert fit_to(model, (160, 256)).resized == {"pos_embed bicubic": 14 * 14 * 24}
-    assert isinstance(fit_to(nn.Sequential(nn.Conv2d(3, 4, 3)), 64).model, nn.Sequential)
+    assert at_size(model, (160, 256)).resized == {"pos_embed bicubic": 14 * 14 * 24}
+    assert isinstance(at_size(nn.Sequential(nn.Conv2d(3, 4, 3)), 64).model, nn.Sequential)

@@ -10,7 +10,7 @@ from torch import nn
 
 import vitrel
 from vitrel.evaluate.metrics import state_hash
-from vitrel.inspect.any_model import fit_to
+from vitrel.inspect.any_model import at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.position_changes import own_bias_changes, timm_bias_changes
 
@@ -77,7 +77,7 @@ def test_set_input_size_resamples_and_changes_the_bias():
 def test_the_bias_of_swin_v2_changes_silently():
     """Against its formula: coordinates are divided by the window, so that an offset of 1 means less in a larger one."""
     model = swin("swinv2_tiny_window8_256")
-    fitted = fit_to(model, 512)
+    found = at_size(model, 512)
     attention = model.layers[0].blocks[0].attn
 
     def bias(window):
@@ -87,11 +87,11 @@ def test_the_bias_of_swin_v2_changes_silently():
 
     with torch.no_grad():
         first = float((bias(8) - bias(16)).abs().max() / bias(8).std(correction=0))
-    (change,) = timm_bias_changes(model, fitted.model, (64, 64), (128, 128), tables=True)
+    (change,) = timm_bias_changes(model, found.model, (64, 64), (128, 128), tables=True)
     assert change.what == "bias" and change.layers == 8 and change.largest >= first - 1e-4 > 0.1
-    assert fitted.resized == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
+    assert found.resized == {"relative_coords_table re-created": 8 * 15 * 15 * 2}
     kept = swin("swinv2_tiny_window8_256", pretrained_window_sizes=(8, 8, 8, 8))
-    assert timm_bias_changes(kept, fit_to(kept, 512).model, (64, 64), (128, 128), tables=True) == ()
+    assert timm_bias_changes(kept, at_size(kept, 512).model, (64, 64), (128, 128), tables=True) == ()
     assert vitrel.diagnose(model, 320).findings["set_input_size()"].keys() == {"interpolated", "bias"}
 
 

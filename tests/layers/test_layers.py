@@ -12,12 +12,13 @@ from timm.models.swin_transformer_v2 import PatchMerging as TimmPatchMergingV2
 from torch._dynamo.testing import CompileCounter
 
 import vitrel
-from vitrel import POSITIONS, Grid
+from helpers.variants import IN_ATTENTION as KEYS
+from helpers.variants import WAYS
+from vitrel import Grid
 from vitrel.layers import Attention, PatchMerging
 from vitrel.ops import attention
 from vitrel.position import Terms
 
-KEYS = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
 GRIDS = [(4, 5), (7, 3), (2, 2), (12, 12), (6, 10)]  # some below the window, some not divisible
 
 
@@ -38,7 +39,7 @@ class Layer(torch.nn.Module):
 
 
 CONFIGS = [dict(position=key, grid=(4, 5, 1)) for key in KEYS]
-CONFIGS += [dict(position=key, window=(4, 3), shift=(2, 1)) for key in KEYS]
+CONFIGS += [dict(position=key, window=(4, 3), shift=(2, 1)) for key in WAYS]
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(resize=r)) for r in ("clip", "bicubic")]
 CONFIGS += [dict(position="rope_mixed+table", cosine=True, **where) for where in (dict(grid=(4, 5)), dict(window=4, shift=2))]
 

@@ -17,7 +17,7 @@ WINDOWED = dict(class_token=False, global_pool="avg", position="absolute+decompo
 KINDS = {
     "scaled": dict(block_args=dict(init_values=0.5, norm_eps=1e-5), reg_tokens=2),
     "swiglu": dict(block_args=dict(mlp="swiglu"), position="absolute+rope_axial", mlp_ratio=8 / 3),
-    "swiglu_norm": dict(block_args=dict(mlp="swiglu_norm", init_values=0.5), position="rope_mixed"),
+    "swiglu_norm": dict(block_args=dict(mlp="swiglu", mlp_norm=True, init_values=0.5), position="rope_mixed"),
     "windows": dict(WINDOWED, block_args=dict(window=(3, 2), global_blocks=(1,))),
     "shared": dict(share_position=True, position="absolute+table", block_args=dict(init_values=0.5)),
 }
@@ -51,7 +51,7 @@ def test_forward_and_backward_at_any_size(kind):
 
 
 def test_where_the_options_go():
-    model = ViT(**SMALL, block_args=dict(init_values=0.25, mlp="swiglu_norm", norm_eps=1e-3), reg_tokens=1)
+    model = ViT(**SMALL, block_args=dict(init_values=0.25, mlp="swiglu", mlp_norm=True, norm_eps=1e-3), reg_tokens=1)
     assert {norm.eps for norm in model.modules() if isinstance(norm, nn.LayerNorm)} == {1e-3}
     scales = [scale for scale in model.modules() if isinstance(scale, LayerScale)]
     assert len(scales) == 6 and all((scale.gamma == 0.25).all() for scale in scales)
@@ -64,10 +64,10 @@ def test_where_the_options_go():
 
 def test_impossible_options():
     with pytest.raises(
-        TypeError, match=r"block_args has no option 'windows'; it takes init_values, mlp, norm_eps, window, glo"
+        TypeError, match=r"block_args has no option 'windows'; it takes init_values, mlp, mlp_norm, post_norm, "
     ):
         ViT(**SMALL, block_args=dict(windows=3))
-    with pytest.raises(ValueError, match="mlp='relu' is unknown; choose one of gelu, swiglu, swiglu_norm"):
+    with pytest.raises(ValueError, match="mlp='relu' is unknown; choose one of gelu, gelu_tanh, quick_gelu, swiglu"):
         ViT(**SMALL, block_args=dict(mlp="relu"))
     words = r"blocks with a window: class_token=False, reg_tokens=0, and an encoding each \(no share_position\)"
     for own in (dict(), dict(WINDOWED, reg_tokens=1), dict(WINDOWED, share_position=True)):

@@ -145,9 +145,9 @@ def test_dropout_of_a_vit_is_timms(rates):
     assert (outputs[0] - outputs[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("mlp", ["swiglu", "swiglu_norm"])
-def test_projection_dropout_of_swiglu(mlp):
-    model = build("vitrel_vit_n8_table", block_args=dict(mlp=mlp), proj_drop_rate=0.5)
+@pytest.mark.parametrize("mlp_norm", [False, True])
+def test_projection_dropout_of_swiglu(mlp_norm):
+    model = build("vitrel_vit_n8_table", block_args=dict(mlp="swiglu", mlp_norm=mlp_norm), proj_drop_rate=0.5)
     assert {(block.mlp.drop1.p, block.mlp.drop2.p) for block in model.blocks} == {(0.5, 0.5)}
     assert {block.attn.proj_drop.p for block in model.blocks} == {0.5}
 

@@ -23,7 +23,7 @@ def expected_names():
     vits = {f"vitrel_vit_{size}_{key}" for size in VIT_SIZES for key in [*POSITIONS, *composed]}
     swins = {f"vitrel_swin_{size}_{key}" for size in SWIN_SIZES for key in attention}
     plain = {f"vitrel_swin_{size}" for size in SWIN_SIZES} | {f"vitrel_swinv2_{size}" for size in SWINV2_SIZES}
-    return vits | swins | plain
+    return vits | swins | plain | {"vitrel_vit", "vitrel_swin"}
 
 
 def test_every_row_is_registered():
@@ -49,7 +49,11 @@ def test_forward_and_backward(name):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", NAMES)
+PUBLISHED = r"vitrel_(vit_\w+?_(absolute|table|rope_mixed)|swin_[a-z]|swinv2_[a-z])"  # every size; SMALL has every encoding
+EVERY = [*dict.fromkeys([*SMALL, *(name for name in NAMES if re.fullmatch(PUBLISHED, name))])]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_config_and_construction_on_meta(name):
     stages = 3 if re.match(r"vitrel_swin(v2)?_n", name) else 4
     model = timm.create_model(name, device="meta", **({"depth": 1} if "_vit_" in name else {"depths": (1,) * stages}))
@@ -66,11 +70,8 @@ def test_config_and_construction_on_meta(name):
     assert bool(model.position_parameters()) == learned
 
 
-PUBLISHED = r"vitrel_(vit_\w+?_(absolute|table|rope_mixed)|swin_[a-z]|swinv2_[a-z])"  # every size; SMALL has every encoding
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", dict.fromkeys([*SMALL, *(n for n in NAMES if re.fullmatch(PUBLISHED, n))]))
+@pytest.mark.parametrize("name", EVERY)
 def test_shapes_of_every_size_and_encoding(name):
     """On the meta device, at a size nothing was told about: logits, features, intermediates, the pyramid and its channels."""
     model = timm.create_model(name, device="meta").eval()
@@ -232,7 +233,7 @@ def test_rectangular_patches_and_other_depths():
         ),
         (dict(embed_dim=98), ValueError, "dim 98 is not divisible by num_heads 3"),
         (dict(class_token=False), ValueError, "global_pool='token' needs class_token=True; choose one of 'avg'"),
-        (dict(global_pool="map"), ValueError, "global_pool='map' is unknown; choose one of 'token', 'avg'"),
+        (dict(global_pool="prr"), ValueError, "global_pool='prr' is unknown; choose one of 'token', 'avg'"),
     ],
 )
 def test_construction_errors(keywords, error, text):

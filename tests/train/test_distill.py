@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from helpers.small_runs import SMALL, Tensors, fit, small
+from vitrel import save
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
-from vitrel.weights.load import save_pretrained
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
@@ -19,7 +19,7 @@ def weights(tmp_path_factory):
     """A vitrel teacher's file and a ResNet's, of 4 classes."""
     folder = tmp_path_factory.mktemp("teachers")
     torch.manual_seed(5)
-    save_pretrained(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=48, depth=1), folder / "vit.safetensors")
+    save(timm.create_model("vitrel_vit_n8_table", num_classes=4, img_size=48, depth=1), folder / "vit.safetensors")
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), folder / "resnet.pt")
     return folder
 
@@ -132,6 +132,10 @@ def test_settings_are_checked(how, text):
 def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
     with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot take .*resnet.pt: .*size mismatch for fc"):
         Teacher(resnet(weights), 5, MEAN, STD)
+    state = torch.load(weights / "resnet.pt", weights_only=True)
+    torch.save({f"model.{name}": value for name, value in state.items()} | {"loss.scale": torch.ones(1)}, weights / "more.pt")
+    with pytest.raises(ValueError, match=r"cannot take .*more.pt: it holds loss.scale beside the weights of a model"):
+        Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4, MEAN, STD)
     with pytest.raises(ValueError, match=r"unknown model 'resnet10'; nearest: .*resnet1"):
         Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4, MEAN, STD)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):

@@ -1,5 +1,6 @@
 import inspect
 import random
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.train import Classifier
 from vitrel.train.ema import Ema
 from vitrel.train.means import EpochMeans
+from vitrel.train.tuning import Tuning
 
 
 class At:
@@ -128,7 +130,7 @@ def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):
     checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
     assert checkpoint["vitrel"]["class_counts"] == [6, 6, 6, 6] and checkpoint["vitrel"]["ema"]
     held = checkpoint["hyper_parameters"]
-    assert held["tuning"] == {"init_from": None, "reset_head": False, "trainable": None}
+    assert held["tuning"] == asdict(Tuning())
     assert held["optim"]["schedule"]["sched"] == "cosine" and held["objective"]["loss"] == "ce"
     assert held["execution"]["compile"] is False and held["ema"]["decay"] == 0.9
     assert set(held) == set(inspect.signature(Classifier).parameters)

@@ -45,29 +45,85 @@ def test_a_folder_as_a_model_is_told_where_weights_go():
         small("local-dir:exported")
 
 
-def test_another_number_of_classes_needs_a_new_head(run):
-    with pytest.raises(
-        ValueError, match=r"init_from .*run.ckpt: .*head.weight: \(4, 32\) .* set model.tuning.reset_head: true"
-    ):
-        small(ABSOLUTE, 7, tuning=Tuning(str(run)))
-    module = small(ABSOLUTE, 7, tuning=Tuning(str(run), reset_head=True))
+def test_the_classifier_is_new_where_the_classes_differ(run, capsys):
+    module = small(ABSOLUTE, 7, tuning=Tuning(str(run)))
+    assert "run.ckpt: the classifier is new" in capsys.readouterr().out
     body = {n: v for n, v in average(run).items() if not n.startswith("head.")}
     assert all(torch.equal(module.model.state_dict()[n], v) for n, v in body.items())
+    with pytest.raises(ValueError, match=r"run.ckpt: .*head.weight: \(4, 32\) .* set model.tuning.reset_head to null"):
+        small(ABSOLUTE, 7, tuning=Tuning(str(run), reset_head=False))
     again = small(ABSOLUTE, tuning=Tuning(str(run), reset_head=True))
     assert not torch.equal(again.model.head.weight, average(run)["head.weight"])  # of as many, but not of these
 
 
-def test_other_classes_of_the_same_number_are_refused(run):
+def test_other_classes_of_the_same_number_get_a_new_classifier(run, capsys):
     other = Tensors()
     other.classes = ["c0", "c1", "c3", "c2"]
-    with pytest.raises(ValueError, match=r"tuning.init_from was trained on classes other .* set model.tuning.reset_head: true"):
-        fit(small(ABSOLUTE, tuning=Tuning(str(run))), other)
-    fit(small(ABSOLUTE, tuning=Tuning(str(run), reset_head=True)), other, max_epochs=1)
+    with pytest.raises(ValueError, match=r"of classes other than those .* set model.tuning.reset_head to null or true"):
+        fit(small(ABSOLUTE, tuning=Tuning(str(run), reset_head=False)), other)
+    module = small(ABSOLUTE, tuning=Tuning(str(run), trainable=["norm"]))
+    fit(module, other, max_epochs=1)
+    assert "in another order: the classifier is new" in capsys.readouterr().out
+    assert not module.model.head.weight.requires_grad  # `trainable` names what is trained, a new head too
+
+
+TIMM = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=6)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A timm ViT and its weights in a file."""
+    torch.manual_seed(3)
+    model = timm.create_model("vit_tiny_patch16_224", **TIMM).eval()
+    path = tmp_path_factory.mktemp("timm") / "model.safetensors"
+    vitrel.save(vitrel.from_timm(model), path)
+    return model, path
+
+
+@pytest.mark.parametrize("absolute", ["keep", "drop", "fade"])
+def test_a_timm_model_with_an_encoding_added(pretrained, absolute, tmp_path, capsys):
+    theirs, path = pretrained
+    how = {"tuning": Tuning(str(path), position="table", absolute=absolute), "optim": Optimisation(warmup_epochs=0.5)}
+    module = Classifier("vit_tiny_patch16_224", 4, (32, 32), {"drop_path_rate": 0.1}, **how)
+    printed = capsys.readouterr().out
+    assert "weights of 6 classes, data of 4: the classifier is new" in printed and "position: table is added" in printed
+    features = module.model.eval().forward_features(x := torch.randn(2, 3, 32, 32))
+    if absolute != "drop":
+        torch.testing.assert_close(features, theirs.forward_features(x), atol=1e-5, rtol=1e-5)
+    module.train()
+    trainer = fit(module)
+    updates = trainer.global_step
+    if absolute == "fade":
+        assert module.model.absolute_fade.fade_steps == updates // 2 and vitrel.convert.absolute_scale(module.model) == 0
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    again = vitrel.load(tmp_path / "run.ckpt")
+    assert torch.equal(again(x), module.model.eval()(x)) and again.arguments["drop_path_rate"] == 0.1
+    assert (again.pos_embed is None) == (absolute != "keep"), "what has faded is gone"
+    assert again.pretrained_cfg["label_names"] == ["c0", "c1", "c2", "c3"]
+    resumed = Classifier("vit_tiny_patch16_224", 4, (32, 32), {"drop_path_rate": 0.1}, **how)
+    fit(resumed, ckpt_path=tmp_path / "run.ckpt", max_epochs=3)
+    vitrel.save(again, tmp_path / "file.safetensors")
+    other = Classifier(str(tmp_path / "file.safetensors"), 4, (48, 40), tuning=Tuning(), optim=how["optim"])
+    assert other(torch.randn(1, 3, 48, 40)).shape == (1, 4) and torch.equal(other.model.head.weight, again.head.weight)
+
+
+def test_what_does_not_go_together_in_tuning(pretrained):
+    for how, text in (
+        (dict(pretrained=True, init_from="a.pth"), "exclude each other"),
+        (dict(absolute="fade"), "are of model.tuning.position"),
+        (dict(reset_head=True), "model.tuning.reset_head is of model.tuning.init_from"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Tuning(**how)
+    with pytest.raises(ValueError, match="is a file, and has its own weights"):
+        small(str(pretrained[1]), tuning=Tuning(str(pretrained[1])))
+    with pytest.raises(ValueError, match=r"resnet18 .* has no vitrel model"):
+        Classifier("resnet18", 4, 32, tuning=Tuning(position="table"))
 
 
 def test_any_file_of_weights(tmp_path):
     plain = timm.create_model("vitrel_vit_n8_none", num_classes=4, img_size=32, **SMALL)
-    vitrel.save_pretrained(plain, tmp_path / "plain.safetensors")
+    vitrel.save(plain, tmp_path / "plain.safetensors")
     module = small(tuning=Tuning(str(tmp_path / "plain.safetensors")))
     assert torch.equal(module.model.head.weight, plain.head.weight)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):
@@ -111,8 +167,3 @@ def test_names_are_whole_ones():
 def test_names_that_train_nothing_are_refused(trainable, text):
     with pytest.raises(ValueError, match=text):
         small(tuning=Tuning(trainable=trainable))
-
-
-def test_a_new_head_needs_a_file():
-    with pytest.raises(ValueError, match=r"model.tuning.reset_head is of model.tuning.init_from"):
-        Tuning(reset_head=True)

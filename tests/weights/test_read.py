@@ -13,7 +13,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from vitrel.weights.load import load_pretrained, save_pretrained
+from vitrel import save
+from vitrel.weights.load import load_pretrained
 from vitrel.weights.read import checksums, guarding, read_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*", "ignore:.*TorchScript.*", "ignore:Detected pickle protocol")
@@ -108,7 +109,7 @@ def test_a_tensor_that_was_changed_after_it_was_saved_is_named(tmp_path, stored)
 def test_damage_inside_a_tensor_that_save_pretrained_wrote(tmp_path, damage):
     path = tmp_path / "model.safetensors"
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3)
-    save_pretrained(model, path)
+    save(model, path)
     load_pretrained(timm.create_model("vitrel_vit_n8_table", num_classes=3), path)
     name = "blocks.1.mlp.fc1.weight"
     damage(path, place_of(path, model.state_dict()[name].detach()) + 100)

@@ -37,7 +37,7 @@ def test_eva02(kind, size):
         state = renamed(state, *EVA02_AUTHORS, (r"attn\.([qv])_proj\.bias", r"attn.\1_bias"))
         state |= {n: torch.ones(36, D) for n in ("rope.freqs_cos", "rope.freqs_sin", "blocks.1.attn.rope.freqs_cos")}
     own = dict(position_args=EVA, mlp_ratio=4 * 2 / 3, global_pool="avg")
-    model = ours("absolute+rope_axial", dict(mlp="swiglu" if tiny else "swiglu_norm"), **own)
+    model = ours("absolute+rope_axial", dict(mlp="swiglu", mlp_norm=not tiny), **own)
     same(vitrel.load_pretrained(model, state), peer, torch.randn(2, 3, *size), (True, False))
 
 

@@ -12,7 +12,6 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
 import vitrel
 from helpers.vit_peers import SCALED, SMALL, C, ours, perturb, renamed
-from vitrel.convert.relativize import relativize
 from vitrel.weights.load import plan_weights
 
 AVG = dict(global_pool="avg")
@@ -40,44 +39,56 @@ def refused(model, peer, error, *words, **options):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-BY_TIMM = "vitrel.relativize takes such a model as timm builds it"
-
-
 @pytest.mark.parametrize(
-    ("options", "own", "words"),
+    ("options", "own", "words", "way_out"),
     [
-        (dict(pre_norm=True), {}, "a norm before the blocks (CLIP)"),
-        (dict(class_token=False, global_pool="map"), NO_CLASS, "attention pooling"),
-        (dict(qk_norm=True), {}, "norms of queries and keys"),
-        (dict(scale_attn_norm=True), {}, "a norm inside attention"),
+        (dict(pre_norm=True), {}, "a norm before the blocks (CLIP) (build with pre_norm=True, patch_bias=False)",
+         dict(pre_norm=True, patch_bias=False)),
+        (dict(class_token=False, global_pool="map"), NO_CLASS, "attention pooling (build with global_pool='map')",
+         dict(global_pool="map")),
+        (dict(qk_norm=True), {}, "norms of queries and keys (build with qk_norm=True in block_args)",
+         dict(block_args=dict(qk_norm=True))),
+        (dict(scale_attn_norm=True), {}, "a norm inside attention (build with attn_norm=True in block_args)",
+         dict(block_args=dict(attn_norm=True))),
     ],
-)
-def test_other_trunks(options, own, words):
+)  # fmt: skip
+def test_other_trunks(options, own, words, way_out):
     """The way out that the error names is one."""
-    peer = VisionTransformer(**SMALL | options)
-    refused(ours("absolute", **own), peer, RuntimeError, f"What differs: {words} ({BY_TIMM}).")
-    assert relativize(peer, "table")(torch.randn(1, 3, 40, 64)).shape == (1, 5)
+    peer = VisionTransformer(**SMALL | options).eval()
+    refused(ours("absolute", **own), peer, RuntimeError, "What differs:", words)
+    model = vitrel.load_pretrained(ours("absolute", **own | way_out), peer.state_dict())
+    torch.testing.assert_close(model(x := torch.randn(1, 3, 48, 48)), peer(x))
 
 
 def test_distilled_deit():
     peer = VisionTransformerDistilled(**SMALL)
-    refused(ours("absolute"), peer, ValueError, "has a distillation token and a second head", "vitrel.relativize takes that")
-    assert relativize(peer, "table").eval()(torch.randn(1, 3, 40, 64)).shape == (1, 5)
+    refused(ours("absolute"), peer, ValueError, "a distilled DeiT", "build it with dist_token=True")
 
 
 def test_norm_and_gate_inside_attention_of_eva():
-    own = ours("absolute+rope_axial", dict(mlp="swiglu_norm"), position_args=dict(base=10000.0, reference=(16, 16)), **OF_EVA02)
+    own = ours(
+        "absolute+rope_axial",
+        dict(mlp="swiglu", mlp_norm=True),
+        position_args=dict(base=10000.0, reference=(16, 16)),
+        **OF_EVA02,
+    )
     peer = eva(**EVA02, scale_mlp=True, scale_attn_inner=True)
-    refused(own, peer, RuntimeError, "not in the model: blocks.0.attn.norm.weight", f"a norm inside attention ({BY_TIMM})")
+    refused(
+        own,
+        peer,
+        RuntimeError,
+        "not in the model: blocks.0.attn.norm.weight",
+        "a norm inside attention (build with attn_norm=True in block_args)",
+    )
     state = eva(**EVA02, scale_mlp=True).state_dict() | {"blocks.0.attn.gate.weight": torch.zeros(C, C)}
-    refused(own, state, RuntimeError, f"gated attention ({BY_TIMM})")
+    refused(own, state, RuntimeError, "gated attention (no trunk here has it)")
     authors = renamed(peer.state_dict(), (r"attn\.norm\.", "attn.inner_attn_ln."))
     refused(own, authors, RuntimeError, "not in the model: blocks.0.attn.inner_attn_ln.weight", "a norm inside attention")
 
 
 def test_bias_mlp_of_timm():
     peer = VisionTransformerRelPos(**SMALL, rel_pos_type="mlp", fc_norm=True, init_values=1.0)
-    words = "a bias MLP over log offsets (timm's vit_relpos) (no encoding here is that function)"
+    words = "a bias MLP over log offsets (timm's vit_relpos) (vitrel.from_timm makes a table of it)"
     refused(ours("table", SCALED, **NO_CLASS), peer, RuntimeError, "not in the model: blocks.0.attn.rel_pos.mlp.fc1", words)
 
 

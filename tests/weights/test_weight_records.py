@@ -5,7 +5,8 @@ import timm
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vitrel.weights.load import load_pretrained, plan_weights, read_file, save_pretrained
+from vitrel import save
+from vitrel.weights.load import load_pretrained, plan_weights, read_file
 from vitrel.weights.record import position_record
 
 
@@ -16,11 +17,11 @@ def build(name, **options):
 
 @pytest.fixture
 def saved(tmp_path):
-    def save(model):
-        save_pretrained(model, tmp_path / "model.safetensors")
+    def saved(model):
+        save(model, tmp_path / "model.safetensors")
         return tmp_path / "model.safetensors"
 
-    return save
+    return saved
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,8 @@ def test_policies_and_scaling_are_the_users_choice(saved):
 
 
 def test_saving(tmp_path):
-    with pytest.raises(ValueError, match=r"weights are saved as \.safetensors, not as model\.pth"):
-        save_pretrained(build("vit_n8_none"), tmp_path / "model.pth")
+    with pytest.raises(ValueError, match=r"models are saved as \.safetensors, not as model\.pth"):
+        save(build("vit_n8_none"), tmp_path / "model.pth")
     with pytest.raises((OSError, SafetensorError), match="No such file"):
-        save_pretrained(build("vit_n8_none"), tmp_path / "missing" / "model.safetensors")
+        save(build("vit_n8_none"), tmp_path / "missing" / "model.safetensors")
     assert list(tmp_path.iterdir()) == []

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import vitrel
+from vitrel.convert import relativize
 from vitrel.convert.absolute_to_relative import absolute_to_relative
-from vitrel.convert.relativize import relativize
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.metrics import Z95, t_interval, wilson
 from vitrel.evaluate.policies import policies_at, resize_policy

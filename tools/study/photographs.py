@@ -27,7 +27,7 @@ CURVES = {  # of README's table; all are in those of the page
     ("log_decay", "keep"): "log_decay",
     ("rope_mixed", "none"): "rope_mixed",
     ("rope_mixed+yarn", "none"): "rope_mixed, yarn",
-    ("swin", "keep"): "Swin, window kept",
+    ("swin", "fixed"): "Swin, window kept",
     ("swin", "rescale+geometric"): "Swin, window rescaled",
 }
 DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # as many as there are colours

@@ -13,14 +13,15 @@ from vitrel.exits import reported, terminable
 
 COMMANDS = {  # name: what it does, in the order of a project
     "doctor": "print what a bug report needs: versions, devices, attention backends, missing extras",
+    "list": "models by name: parameters, cost, what position does at other sizes, where weights come from",
     "diagnose": "what happens to position in any timm model at other image sizes; no data, no weights",
-    "train": "train a model on an image folder, from a YAML file",
+    "train": "train or fine-tune a model on an image folder",
     "evaluate": "accuracy of trained models at many resolutions: tables, plots, a report",
     "compare": "train several models, evaluate each at many resolutions, say what had to be resized",
     "report": "build report.html again from the files of an evaluation",
     "plot": "draw what position does in a model: by offset, along the axes, in the attention of an image",
     "explain": "attention with position taken apart into its steps, for a few tokens of a small grid",
-    "convert": "anyone's weights as those of a vitrel model, with a report of every tensor",
+    "convert": "a timm model or anyone's weights as a vitrel model, with relative position if asked, in one file",
     "export": "a trained model as a torch.export program, an ONNX graph, or a folder for timm",
     "pack": "an image folder as tar shards, which are read in order instead of file by file",
     "completion": "print the script that lets a shell complete this command",

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", type=Path, help=f"a YAML file, or the name of one that comes with vitrel: {inside}")
     add(
         "--out",
+        "-o",
         type=Path,
         default=Path("runs"),
         help="folder for the results, which get one of the comparison's name; default runs",

@@ -3,9 +3,9 @@
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
 
-Writes results.csv, per_class.csv, translation.csv (--shifts), bad_images.csv, table.md, plots/*.png and report.html into --out.
-The training size is always evaluated too. Rows that are there already are not made again: the same command goes on with what
-was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, data or settings are
+Writes results.csv, per_class.csv, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html into
+--out. The training size is always evaluated too. Rows that are there already are not made again: the same command goes on with
+what was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, data or settings are
 refused there; --replace moves them aside. --dry-run prints every row to come and what it costs.
 
 Several processes share the images, one GPU each where there are GPUs; the numbers are those of one process:
@@ -36,11 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, "the sizes to evaluate at", required=True)
     add = parser.add_argument
     add("--data", required=True, help='"shapes", a folder that holds val/<class>/, a folder of shards, or <set>:<root>')
-    add("--out", type=Path, default=Path("runs/evaluate"), help="folder; default %(default)s; rows are added to those it holds")
+    add(
+        "--out",
+        "-o",
+        type=Path,
+        default=Path("runs/evaluate"),
+        help="folder; default %(default)s; rows are added to those it holds",
+    )
     add("--protocols", nargs="+", help="scale (objects grow) and canvas (object size kept); default both")
-    add("--policies", nargs="+", help="policies of windows (keep, divisor, rescale) and of encodings; default all models have")
+    add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all models have")
     add("--crop-pct", type=float, nargs="+", help="shares that the centre crop keeps, each evaluated; default the model's own")
-    add("--shifts", type=int, nargs="+", default=[], help="pixels by which the content is moved at the training size")
+    add("--translations", type=int, nargs="+", default=[], help="pixels that the content is translated by at the training size")
     add("--attention-n", type=int, default=16, help="images that attention is measured on, 0 for none; default %(default)s")
     add("--no-border-leak", dest="border_leak", action="store_false", help="skip the test for attention across borders")
     add("--batch-size", type=int, default=128, help="halved when memory runs out, and recorded; default %(default)s")
@@ -53,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimize", action="store_true", help="run the models by vitrel.optimize, which is faster on many processors")
     add("--on-bad-image", choices=("raise", "count"), default="raise",
         help="an unreadable image ends the evaluation, or is left out, counted and named; default %(default)s")  # fmt: skip
+    add("--follow-links", action="store_true", help="look for images where links to folders inside class folders lead to, too")
     add("--replace", action="store_true",
         help="rows in --out that are not asked for now are first moved into a folder replaced-1, -2, ... there")  # fmt: skip
     add("--dry-run", action="store_true", help="print every row with its cost and what would be resized, and do nothing")
@@ -81,7 +88,7 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.processes import rank_and_world
     from vitrel.evaluate.report import summary
     from vitrel.evaluate.results import left_out_note
-    from vitrel.evaluate.run import describe_plan, evaluate_rows, run_sweep
+    from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import PROTOCOLS, Sweep
 
     sweep = Sweep(
@@ -96,8 +103,9 @@ def _run(args: argparse.Namespace) -> None:
         device=args.device,
         dtype=args.dtype,
         on_bad_image=args.on_bad_image,
+        follow_links=args.follow_links,
         crop_pct=args.crop_pct,
-        shifts=args.shifts,
+        translations=args.translations,
         attention_n=args.attention_n,
         border_leak=args.border_leak,
         compile=args.compile,
@@ -113,7 +121,7 @@ def _run(args: argparse.Namespace) -> None:
         )
     )
     if args.dry_run:
-        text = describe_plan(models, sweep, args.out, args.replace)
+        text = describe_tasks(models, sweep, args.out, args.replace)
         print(text if rank_and_world()[0] == 0 else "", end="")
         return
     if rank_and_world()[0] > 0:
@@ -121,7 +129,7 @@ def _run(args: argparse.Namespace) -> None:
             pass  # process 0 prints and writes
         return
     rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace)
-    files = ["results.csv", "per_class.csv", *(["translation.csv"] if args.shifts else []), "table.md", "plots/"]
+    files = ["results.csv", "per_class.csv", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.report:
         print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--format", choices=FORMATS, required=True)
     add("--dynamic-size", action="store_true", help="height and width stay free, not only the batch")
-    add("--out", type=Path, metavar="PATH", help="default: beside the checkpoint or the weights, .pt2, .onnx or a folder")
+    add("--out", "-o", type=Path, metavar="PATH", help="default: beside the checkpoint or the weights, .pt2, .onnx or a folder")
     add("--overwrite", action="store_true", help="replace an existing output")
 
 

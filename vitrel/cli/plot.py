@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser, many=True, random=True, needed=False)
     add_sizes(parser, "the size to draw at, default that of training", many=False)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("plots"), metavar="DIR", help="default %(default)s")
+    add("--out", "-o", type=Path, default=Path("plots"), metavar="DIR", help="default %(default)s")
     add("--layers", type=int, nargs="+", help="layers of attention, from 0 or from the end; the last one for attention.png")
     add("--heads", type=int, nargs="+", help="default all; in attention.png their mean")
     add("--image", type=Path, metavar="FILE", help="default scenes of the built-in set")
@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> None:
 
 def _pictures(args: argparse.Namespace) -> list[Path]:
     from vitrel.inspect import plot
-    from vitrel.inspect.any_model import fit_to
+    from vitrel.inspect.any_model import at_size
     from vitrel.inspect.attention import record
     from vitrel.models.backbone import Backbone
 
     [trained] = open_models(args, random=True)
     size = args.size or trained.img_size
-    model = fit_to(trained.model, size).model
+    model = at_size(trained.model, size).model
     images, shown = _images(trained, size, args.image)
     seen = record(model, images[:1])
     source, at = (model, size) if isinstance(model, Backbone) else (seen, None)

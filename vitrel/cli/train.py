@@ -1,25 +1,51 @@
-"""Train a model on an image folder, from a YAML file.
+"""Train or fine-tune a model on an image folder.
 
+    vitrel train --model vit_tiny_patch16_224 --pretrained --data flowers
+    vitrel train --model vit_tiny_patch16_224 --weights vit_tiny.pth --position table --absolute fade --data flowers
     vitrel train --config my_run.yaml
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
-`--ckpt_path auto` goes on with an interrupted run, `--KEY VALUE` overrides a key of the file.
+`--ckpt_path auto` goes on with an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
+those of vitrel/configs/train: finetune.yaml where weights are given, else scratch.yaml.
 """
 
 import os
+import re
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from vitrel.cli.options import check_data
 
-HELP = """usage: vitrel train [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
+SHORT = {  # what other subcommands call so: the key of a configuration
+    "--model": "--model.model",
+    "--model-args": "--model.model_args",
+    "--weights": "--model.tuning.init_from",
+    "--position": "--model.tuning.position",
+    "--position-args": "--model.tuning.position_args",
+    "--absolute": "--model.tuning.absolute",
+    "--data": "--data.data",
+    "--size": "--data.size",
+    "--epochs": "--trainer.max_epochs",
+    "--out": "--trainer.default_root_dir",
+    "-o": "--trainer.default_root_dir",
+}
+HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--config FILE]
+                    [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
-Train a model on an image folder. Every KEY can stand in the file too, as sections of YAML; later files and options win.
+Train or fine-tune a model on an image folder. Every KEY can stand in the file too, as sections of YAML; later files and
+options win. Without --config: a recipe for fine-tuning where weights are given, else one for training from scratch.
 
+  --data FOLDER                   train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
+  --model NAME|FILE               a name of timm's or ours (vitrel list), or a file that vitrel.load takes
+  --pretrained, --weights FILE    start from the weights that timm has for the name, or from these
+  --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the embedding beside it
+  --size N|HxW, --epochs N        pixels, and passes over the images
+  --out DIR                       folder of the run
   --config FILE                   a YAML file; several are laid over each other
   --ckpt_path auto|FILE           go on with the run in trainer.default_root_dir, or from a checkpoint
   --profile_data                  measure whether loading or training is the limit, and stop
@@ -27,8 +53,6 @@ Train a model on an image folder. Every KEY can stand in the file too, as sectio
   --print_config                  print the whole configuration and end
 
 data
-  --data.data WHERE               "shapes", a folder with train/<class>/ and val/<class>/, shards, or <set>:<folder>
-  --data.size N | '[H, W]'        pixels; the model is built for it
   --data.batch_size N             images per batch and device (64)
   --data.workers N                processes that load images (0: the training process)
   --data.augment YAML             {} for the defaults, null for none
@@ -37,9 +61,10 @@ data
   --data.repeats N, --data.reading YAML, --data.region YAML
 
 model
-  --model.model NAME              any of timm.list_models(), ours are vitrel_*
+  --model.model NAME|FILE         the same as --model; every short option above stands for a key
   --model.model_args YAML         keywords of timm.create_model, e.g. '{drop_path_rate: 0.1, pretrained: true}'
-  --model.tuning.init_from FILE   start from these weights; tuning.reset_head, tuning.trainable
+  --model.tuning YAML             {init_from: FILE, position: table, position_args: {}, absolute: fade, reset_head: true,
+                                  trainable: [norm, head]}
   --model.optim.lr X              peak learning rate (0.001); optim.name, weight_decay, warmup_epochs, layer_decay, ...
   --model.mixing YAML             {mixup: 0.8, cutmix: 1.0}
   --model.label_smoothing X       (0)
@@ -50,8 +75,6 @@ model
 run and trainer
   --run.save_every N              updates between two writes of last.ckpt (0: once an epoch)
   --run.predictions N             validation images shown with their answers in predictions.png
-  --trainer.default_root_dir DIR  folder of the run (runs/train)
-  --trainer.max_epochs N          (100)
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
 exit status: 0 done, 1 the run failed, 2 settings that are refused, 130 after ctrl-c and 143 after SIGTERM, which save first
@@ -61,7 +84,7 @@ vitrel train --help-all lists every key with its type and default.
 
 def run(argv: Sequence[str]) -> None:
     """Trains as the options say; SystemExit with one of the statuses above, and a message on stderr."""
-    argv = [*argv[1:]] if argv[:1] == ["fit"] else [*argv]
+    argv = expanded([*argv[1:]] if argv[:1] == ["fit"] else [*argv])
     if not argv or any(arg in ("-h", "--help") for arg in argv):
         print(HELP, end="", file=sys.stdout if argv else sys.stderr)
         sys.exit(0 if argv else 2)
@@ -79,6 +102,35 @@ def run(argv: Sequence[str]) -> None:
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError, ImportError) as error:  # of settings, data and files; no bug to trace
         sys.exit("".join(traceback.format_exception_only(error)).rstrip())
+
+
+def expanded(argv: list[str]) -> list[str]:
+    """The short options written out as keys; without --config behind the recipe that stands for one.
+
+    Keys alone are taken as they are, over the defaults of `--help-all`.
+    """
+    names = [arg.partition("=")[0] for arg in argv]
+    found = []
+    for arg, name in zip(argv, names, strict=True):
+        key = SHORT.get(name, name) + arg[len(name) :]
+        found.append("--model.tuning.pretrained=true" if name == "--pretrained" else key)
+    found = [_side(arg, before) for before, arg in zip(["", *found], found, strict=False)]
+    short = any(name in SHORT or name == "--pretrained" for name in names)
+    if not short or any(name in ("--config", "-c", "-h", "--help", "--help-all") for name in names):
+        return found
+    tuned = "--pretrained" in names or any(arg.startswith("--model.tuning.init_from") for arg in found)
+    recipe = "finetune" if tuned or any(Path(model).exists() for model in _values("--model.model", found)) else "scratch"
+    drawn = [*_values("--data.data", found), ""][0].startswith("shapes")  # which vary by themselves
+    config = f"--config={files('vitrel') / 'configs' / 'train' / recipe}.yaml"
+    return [config, *(["--data.augment=null"] if drawn else []), *found]
+
+
+def _side(arg: str, before: str) -> str:
+    """HEIGHTxWIDTH of --size as the list that a configuration has."""
+    name, equals, value = arg.partition("=") if arg.startswith("--data.size=") else ("", "", arg)
+    if (equals or before == "--data.size") and re.fullmatch(r"\d+x\d+", value):
+        return f"{name}{equals}[{value.replace('x', ', ')}]"
+    return arg
 
 
 def _check(argv: list[str]) -> None:

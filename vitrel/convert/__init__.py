@@ -1,11 +1,21 @@
-"""Conversion of a trained model with an absolute embedding to one with relative position.
+"""From anyone's model to a vitrel model, from an absolute embedding to relative position, and to a file and back.
 
-`relativize` rebuilds a timm model around our attention; `absolute_to_relative` fits a relative encoding to what the embedding
-adds to the attention logits.
+`from_timm` takes timm's models, `relativize` adds an encoding in attention, `absolute_to_relative` fits one to what the
+embedding adds to the attention logits, `save` and `load` keep every model that comes out.
 """
 
 from vitrel.convert.absolute_to_relative import ConversionReport, absolute_to_relative
-from vitrel.convert.fade import absolute_scale, drop_absolute
-from vitrel.convert.relativize import relativize
+from vitrel.convert.from_timm import from_timm
+from vitrel.convert.relativize import absolute_scale, drop_absolute, relativize
+from vitrel.convert.saving import load, save
 
-__all__ = ["ConversionReport", "absolute_scale", "absolute_to_relative", "drop_absolute", "relativize"]
+__all__ = [
+    "ConversionReport",
+    "absolute_scale",
+    "absolute_to_relative",
+    "drop_absolute",
+    "from_timm",
+    "load",
+    "relativize",
+    "save",
+]

@@ -10,19 +10,18 @@ solved anew, so that each block's output is closest to the original's.
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrel.convert.fit import ROTATIONS, TABLES, explained, fit_rotation, fit_tables, parts, refit_linear
 from vitrel.convert.observe import Observed, before_blocks, observe
+from vitrel.convert.recognise import as_vitrel
 from vitrel.convert.relativize import relativize
 from vitrel.grid import Grid
-from vitrel.layers import Block
+from vitrel.models.backbone import Backbone
 from vitrel.models.vit import ViT
-from vitrel.position import PositionEncoding
 from vitrel.position.absolute import Absolute
 from vitrel.position.terms import check_choice
 
@@ -65,8 +64,8 @@ def absolute_to_relative(
     fade_steps: int | None = None,
     refit: bool = True,
     ridge: float = 1.0,
-) -> nn.Module:
-    """A copy of `model` with relative position, fitted to `images`; its attribute `conversion` is the ConversionReport.
+) -> ViT:
+    """A vitrel ViT with relative position, fitted to `images`; its attribute `conversion` is the ConversionReport.
 
     model: what `relativize` takes, with a trained absolute embedding; it is left as it was.
     images: [B, C, height, width], prepared as in training, without labels; those the model is meant for, of as many kinds: some
@@ -86,15 +85,17 @@ def absolute_to_relative(
             "with absolute='keep' nothing is left to fit: relativize(model, position) does that, with tables of zeros"
         )
     check_choice("absolute_to_relative", "absolute", absolute, ("drop", "fade"))
-    original = relativize(copy.deepcopy(model), "none", grid=(1, 1)).eval()
+    original = copy.deepcopy(model) if isinstance(model, Backbone) else as_vitrel(model)
     _check(original, images, position)
-    grid, found = _grid(original, images), []
-    result = relativize(copy.deepcopy(model), position, position_args, absolute=absolute, fade_steps=fade_steps, grid=grid[:2])
+    original.eval()
+    grid, found = original.token_grid(tuple(images.shape[2:])), []
+    how = dict(position_args=position_args, img_size=tuple(images.shape[2:]))
+    result = relativize(original, position, absolute=absolute, fade_steps=fade_steps, **how)
     dropped = result
     if absolute == "fade":  # the tables are to serve once it has gone
-        dropped = relativize(copy.deepcopy(model), position, position_args, absolute="drop", grid=grid[:2])
+        dropped = relativize(original, position, absolute="drop", **how)
         refit = False
-    added = _embedding(original, grid)
+    added = original.pos_embed(grid).tokens  # type: ignore[misc]  # [N, C]; `_check` refuses a model without
     _fold(dropped, added, grid)
     with before_blocks(original.blocks, lambda i, block, args, kwargs: found.append((args, kwargs))):
         original(images)
@@ -111,7 +112,7 @@ def absolute_to_relative(
         _fold(result, added, grid)
         _unfold(result, added, grid)
         for block, fitted in zip(result.blocks, dropped.blocks, strict=True):
-            _encoding(block).load_state_dict(_encoding(fitted).state_dict())
+            block.position.load_state_dict(fitted.position.state_dict())
     report = ConversionReport(position, len(images), (grid.h, grid.w), *zip(*steps, strict=True))
     result.conversion = report  # type: ignore[assignment]
     return result.train(model.training)
@@ -125,7 +126,7 @@ class _Step(NamedTuple):
 
 def _convert_block(block: nn.Module, args: tuple, kwargs: dict, aim: Observed, grid: Grid, ridge: float | None) -> _Step:
     """Fit a block to what the original's computed; returns how close it is now."""
-    encoding = _encoding(block)
+    encoding = block.position
     rotations = parts(encoding, ROTATIONS)
     initial = [part.freqs.clone() for part in rotations]
     for part in rotations:
@@ -149,10 +150,8 @@ def _convert_block(block: nn.Module, args: tuple, kwargs: dict, aim: Observed, g
 def _refit_block(
     block: nn.Module, args: tuple, kwargs: dict, aim: Observed, seen: Observed, grid: Grid, ridge: float
 ) -> Observed:
-    if any(tokens is None for tokens in (seen.attended, seen.between, seen.hidden, aim.between)):
-        raise ValueError(
-            f"{type(block).__name__} has no attn.proj, norm2 and mlp.fc2 as a pre-norm block has: pass refit=False"
-        )
+    if seen.between is None or aim.between is None:
+        raise ValueError("the last linear layers can be refitted in pre-norm blocks only: pass refit=False")
     share = torch.full_like(aim.out[0, :, 0], 1 / (grid.h * grid.w))  # [N]
     share[: grid.prefix] = _PREFIX_SHARE / max(grid.prefix, 1)
     # A few tokens are ten or a hundred times as long as the others; the next norm makes them equal, so they count the same.
@@ -163,54 +162,36 @@ def _refit_block(
     return observe(block, args, kwargs)
 
 
-def _encoding(block: Any) -> PositionEncoding:
-    return block.position if isinstance(block, Block) else block.attn.position
-
-
 def _gain(block: nn.Module, branch: int) -> Tensor | float:
     """The layer scale of a residual branch, where it has one; 1 for a channel that is shut, whose weights do not matter."""
-    gain = getattr(getattr(block, f"ls{branch}", None), "gamma", getattr(block, f"gamma_{branch}", None))
+    gain = getattr(getattr(block, f"ls{branch}"), "gamma", None)
     return 1.0 if gain is None else torch.where(gain == 0, 1.0, gain)
 
 
-def _grid(model: nn.Module, images: Tensor) -> Grid:
-    h, w = (-(-n // p) for n, p in zip(images.shape[2:], model.patch_embed.patch_size, strict=True))
-    return Grid(h, w, model.num_prefix_tokens)
-
-
-def _embedding(model: nn.Module, grid: Grid) -> Tensor:
-    """What the absolute embedding of a relativized model adds to the tokens, [N, C]."""
-    if isinstance(model, ViT):
-        return model.pos_embed(grid).tokens  # type: ignore[misc]  # `_check` refuses a model without
-    rows = model._absolute(grid)[0]
-    return F.pad(rows, (0, 0, grid.tokens - len(rows), 0))  # in some families nothing to class and register tokens
-
-
-def _fold(model: nn.Module, added: Tensor, grid: Grid) -> None:
+def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
     """Add to the prefix tokens and to the bias of the patch embedding what needs no place."""
-    tokens = [getattr(model, name, None) for name in ("cls_token", "dist_token", "reg_token")]
-    tokens = [token for token in tokens if token is not None]
+    tokens = model.prefix_tokens
     for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
-        token += rows
-    embed = model.patch_embed
-    layer = embed.proj if isinstance(embed.norm, nn.Identity) else embed.norm
+        token.add_(rows)
+    layer = model.patch_embed.proj
     if layer.bias is None:
         layer.bias = nn.Parameter(added.new_zeros(added.shape[1]))
     layer.bias += added[grid.prefix :].mean(0)
 
 
-def _unfold(model: nn.Module, added: Tensor, grid: Grid) -> None:
+def _unfold(model: ViT, added: Tensor, grid: Grid) -> None:
     """Take from a learned embedding what `_fold` has put elsewhere."""
-    rows = model.pos_embed.pos_embed if isinstance(model, ViT) else model.pos_embed  # [1, P + h*w, C]
-    prefix = 0 if getattr(model, "no_embed_class", False) else grid.prefix
-    rows[:, :prefix] = 0
-    rows[:, prefix:] -= added[grid.prefix :].mean(0)
+    rows = model.pos_embed.pos_embed  # [1, P + h*w, C]
+    rows[:, : grid.prefix] = 0
+    rows[:, grid.prefix :] -= added[grid.prefix :].mean(0)
 
 
 def _check(model: nn.Module, images: Tensor, position: str) -> None:
+    if not isinstance(model, ViT):
+        raise ValueError(f"{type(model).__name__} attends in windows: its position is relative already")
     if model.pos_embed is None:
         raise ValueError("the model has no absolute embedding to convert from: use relativize for a fresh encoding")
-    if isinstance(model, ViT) and not isinstance(model.pos_embed, Absolute):
+    if not isinstance(model.pos_embed, Absolute):
         raise ValueError(f"the embedding is {type(model.pos_embed).__name__}, not one learned embedding: use relativize")
     if set(position.split("+")).isdisjoint(TABLES + ROTATIONS):
         raise ValueError(

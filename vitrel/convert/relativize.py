@@ -1,28 +1,18 @@
-"""relativize: give a timm ViT, DeiT or EVA (or a vitrel ViT) an encoding of its own in attention, and keep everything else.
-
-The model stays the same object, with its parameters, their names and the rest of timm's interface; every h x w works.
-"""
+"""relativize: a ViT with an encoding in attention that it did not have, everything else as it was."""
 
 import inspect
-import warnings
 from typing import Any
 
-from timm.layers import Attention, AttentionRope, Format
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva, EvaAttention
-from timm.models.vision_transformer import VisionTransformer
+import torch
+from timm.layers import to_2tuple
 from torch import nn
 
-from vitrel.convert.derived import GridRecord, RelativeBlock, RelativeForward, RelativeTrunk, derive
-from vitrel.convert.fade import Fade
-from vitrel.grid import Grid
+from vitrel.convert.recognise import as_vitrel
+from vitrel.models.backbone import Backbone
+from vitrel.models.config import config_of
 from vitrel.models.vit import ViT
-from vitrel.position import POSITIONS, PositionEncoding, create_position, split_position
-from vitrel.position.terms import check_choice
-
-_TRUNKS = (VisionTransformer, VisionTransformerDistilled, Eva)
-_ATTENTIONS = (Attention, EvaAttention, AttentionRope)
-_OWN_BIAS = ("relative_position_bias_table", "rel_pos", "shared_rel_pos", "rel_pos_h", "attention_biases")
+from vitrel.position import POSITIONS, PositionEncoding, key_of, split_position
+from vitrel.position.terms import check_choice, parts_of
 
 
 def relativize(
@@ -33,109 +23,79 @@ def relativize(
     absolute: str = "keep",
     fade_steps: int | None = None,
     rope: str = "keep",
-    grid: tuple[int, int] | None = None,
+    img_size: int | tuple[int, int] | None = None,
     zero_init: bool = True,
-) -> nn.Module:
-    """Put a fresh encoding `position` into every block of `model`, in place, and return it, able to run at any h x w.
+) -> ViT:
+    """A new vitrel ViT with the weights of `model` and a fresh encoding `position` in every block; `model` stays as it is.
 
-    model: timm's VisionTransformer, VisionTransformerDistilled or Eva (EVA-02, rope-vit, DINOv3), or a vitrel ViT without
-    position in attention. Its encodings are at `blocks[i].attn.position` (vitrel: `blocks[i].position`).
+    model: a vitrel ViT whose attention has no position or a rotation, or what `from_timm` takes.
     position: a key of POSITIONS that acts in attention, or several joined by '+'; position_args: their options.
-    grid: (h, w) in patches that learned encodings count as trained on; that of the model's own image size unless given.
+    absolute: "keep" the embedding, "drop" it, or "fade" it out over the first `fade_steps` training steps (vitrel.layers.Fade).
+    rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
+    img_size: the size in pixels that the new encodings are to be trained at, an int or (h, w), that of the model unless given.
+    The embedding is resampled to it once, which is what forward at that size would do.
     zero_init: learned rows (of encodings with the option `init_std`) start at 0, so that the logits do not change, and only
     learn; DeBERTa still scales content by 3**-0.5, and other encodings act from the start.
-    absolute: "keep" the embedding (timm interpolates it), "drop" it, or "fade" it out over the first `fade_steps` training
-    steps (vitrel.convert.fade). rope: "keep" or "drop" the model's own; a `position` that rotates replaces it in any case.
-    Image sides that patches do not divide are padded right and below, as by timm's dynamic_img_pad.
-    Raises ValueError, before anything has changed, for what it cannot do.
+    Raises ValueError for what it cannot do.
     """
-    args = dict(position_args or {})
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)
-    _check_position(position, args, zero_init)
-    _check_model(model)
-    if absolute == "fade" and model.pos_embed is None:
+    options = dict(position_args or {})
+    _check_position(position, options, zero_init)
+    model = as_vitrel(model)
+    own = _own_keys(model)
+    tokens, rotation = own
+    if absolute == "fade" and not tokens:
         raise ValueError("absolute='fade' needs an absolute embedding, and the model has none; use absolute='keep'")
     if absolute != "fade" and fade_steps is not None:
         raise ValueError(f"fade_steps={fade_steps!r} needs absolute='fade', not {absolute!r}")
-    fade = Fade(fade_steps, model.blocks[0].attn.proj.weight.device) if absolute == "fade" else None
-    trained = Grid(*_trained_grid(model, grid), model.num_prefix_tokens)
-    grids = [getattr(block, "window", None) or trained for block in model.blocks]  # SAM's windows, in a vitrel ViT
-    encodings = [_encoding(block.attn, position, g, args, zero_init) for block, g in zip(model.blocks, grids, strict=True)]
-    if isinstance(model, ViT):
-        for block, encoding in zip(model.blocks, encodings, strict=True):
-            block.position = encoding
-    else:
-        replaced = rope == "drop" or any(POSITIONS[key].rotates for key in position.split("+"))
-        _convert(model, encodings, replaced)
-    _set_absolute(model, absolute, fade)
+    if absolute == "fade" and fade_steps is None:
+        raise ValueError("absolute='fade' needs fade_steps, training steps from scale 1 to 0: half of those to come is a start")
+    replaced = rope == "drop" or any(POSITIONS[key].rotates for key in position.split("+"))
+    kept = [key for key in (tokens if absolute != "drop" else "", "" if replaced else rotation) if key]
+    added = [key for key in position.split("+") if key != "none"]
+    config = config_of(model)
+    weight = model.patch_embed.proj.weight
+    result: Any = config.build(
+        weight.device,
+        weight.dtype,
+        position="+".join(kept + added) or "none",
+        position_args=_options_of(kept, config.arguments["position_args"] or {}) | options or None,
+        absolute_fade=fade_steps if absolute == "fade" else None,
+        img_size=config.arguments["img_size"] if img_size is None else to_2tuple(img_size),
+    )
+    _copy(model, result)
+    if zero_init:
+        _zero(result, added)
+    return result.train(model.training)
+
+
+def absolute_scale(model: ViT) -> float:
+    """What the absolute embedding of a ViT is multiplied with now: 1 where it is kept, 0 where there is none."""
+    if _checked(model).pos_embed is None:
+        return 0.0
+    return 1.0 if model.absolute_fade is None else model.absolute_fade.scale().item()
+
+
+def drop_absolute(model: ViT, force: bool = False) -> ViT:
+    """Remove the absolute embedding of a ViT, in place, once it has faded: logits do not change.
+
+    force: remove it whatever its scale. Raises ValueError for one that still acts, and where there is none.
+    """
+    if _checked(model).pos_embed is None:
+        raise ValueError("the model has no absolute embedding (any more): there is nothing to drop")
+    if (scale := absolute_scale(model)) and not force:
+        raise ValueError(
+            f"the absolute embedding still acts, at scale {scale:.3g}: train on, or pass force=True to lose it now"
+        )
+    model.pos_embed = model.absolute_fade = None
     return model
 
 
-def _convert(model: Any, encodings: list[PositionEncoding], drop_rope: bool) -> None:
-    embed, record = model.patch_embed, GridRecord()
-    embed.strict_img_size, embed.flatten, embed.output_fmt, embed.dynamic_img_pad = False, False, Format.NHWC, True
-    model.dynamic_img_size = True
-    model._traits = dict(getattr(model, "_traits", {}), fixed_input_size=False)  # what timm's tools ask about the input
-    if getattr(model, "rope", None) is not None:
-        if drop_rope:
-            model.rope, model.rope_mixed = None, False
-        elif getattr(model.rope, "_use_cached_embed", False):  # else it would give its cache at every grid
-            model.rope._use_cached_embed, model.rope.feat_shape, model.rope.pos_embed = False, None, None
-    model.__class__, model.grid_record, model.absolute_fade = derive(RelativeTrunk, type(model)), record, None
-    for block, encoding in zip(model.blocks, encodings, strict=True):
-        block.grad_checkpointing = model.grad_checkpointing
-        block.__class__ = derive(RelativeBlock, type(block))
-        block.attn.__class__ = derive(RelativeForward, type(block.attn))
-        block.attn.position, block.attn.grid_record = encoding, record
-    model.grad_checkpointing = False
-
-
-def _set_absolute(model: Any, absolute: str, fade: Fade | None) -> None:
-    model.absolute_fade = fade
-    if absolute == "drop":
-        model.pos_embed = None
-    elif fade is not None:
-        fade.train(model.training)
-        if isinstance(model, ViT):
-            model.pos_embed.register_forward_hook(fade.fade_terms)
-
-
-def _encoding(attn: nn.Module, position: str, grid: Grid, args: dict, zero_init: bool) -> PositionEncoding:
-    weight = attn.proj.weight
-    encoding = create_position(position, grid, *_heads(attn), device=weight.device, dtype=weight.dtype, **args)
-    for part in encoding.modules() if zero_init else ():
-        if isinstance(part, PositionEncoding) and _learns_rows(type(part)):
-            for parameter in part.parameters(recurse=False):
-                nn.init.zeros_(parameter)
-    return encoding.train(attn.training)
-
-
-def _learns_rows(encoding: type[PositionEncoding]) -> bool:
-    return "init_std" in inspect.signature(encoding).parameters
-
-
-def _heads(attn: Any) -> tuple[int, int]:
-    width = attn.qkv.out_features // 3 if attn.qkv is not None else attn.q_proj.out_features
-    return attn.num_heads, width // attn.num_heads
-
-
-def _trained_grid(model: nn.Module, grid: tuple[int, int] | None) -> tuple[int, int]:
-    if grid is not None:
-        if len(grid) != 2 or min(grid) < 1:
-            raise ValueError(f"grid {grid} must be (h, w) in patches, both at least 1")
-        return grid
-    embed = model.patch_embed
-    if embed.img_size is None:
-        raise ValueError("the model names no image size: pass grid=(h, w) in patches, which the encodings count as trained on")
-    full = tuple(-(-n // p) for n, p in zip(embed.img_size, embed.feat_ratio(as_scalar=False), strict=True))
-    if full != tuple(embed.grid_size) and not embed.dynamic_img_pad:
-        warnings.warn(
-            f"images of {embed.img_size} pixels are not whole patches: they were cropped to {embed.grid_size} patches and are "
-            f"now padded to {full}: the logits change; resize images to whole patches to avoid it",
-            stacklevel=3,
-        )
-    return full
+def _checked(model: nn.Module) -> ViT:
+    if not isinstance(model, ViT):
+        raise ValueError(f"{type(model).__name__} is no vitrel ViT: pass the model that relativize returned, unwrapped")
+    return model
 
 
 def _check_position(position: str, args: dict, zero_init: bool) -> None:
@@ -149,60 +109,62 @@ def _check_position(position: str, args: dict, zero_init: bool) -> None:
         raise ValueError(f"init_std={args['init_std']} has no effect, learned rows start at 0; pass zero_init=False with it")
 
 
-def _check_model(model: nn.Module) -> None:
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"relativize takes a model object, not {name}; build it first, e.g. timm.create_model('deit_small_...')"
-        )
-    if isinstance(model, RelativeTrunk):
+def _own_keys(model: Backbone) -> tuple[str, str]:
+    """(keys that add to the tokens, key that rotates or "") of a model that can be relativized."""
+    if not isinstance(model, ViT):
+        raise ValueError(f"{type(model).__name__} attends in windows: its position is relative already")
+    tokens, attention = split_position(model.current_arguments()["position"])
+    keys = [key for key in attention.split("+") if key and key != "none"]
+    if other := [key for key in keys if not POSITIONS[key].rotates]:
         raise ValueError(
-            f"{name} is relativized already: build the model anew and name all encodings at once, position='a+b', with "
-            "position_args"
+            f"the model has {other[0]!r} in attention already: there is nothing to relativize; for another encoding build the "
+            "model with it, e.g. position='absolute+table'"
         )
-    if isinstance(model, ViT):
-        shared = model.shared_position is not None
-        if shared or any(not isinstance(block.position, POSITIONS["none"]) for block in model.blocks):
-            raise ValueError(
-                "this vitrel ViT has position in attention already: build it with the position wanted, e.g. "
-                "position='absolute+table'"
-            )
-        return
-    if getattr(model, "window_size", None) or any(hasattr(m, "shift_size") for m in model.modules()):
-        raise ValueError(f"{name} is already windowed: its position is relative; timm's Swin weights load into vitrel_swin_*")
-    if bias := next((n for m in model.modules() for n in _OWN_BIAS if hasattr(m, n)), ""):
-        raise ValueError(f"{name} already has a relative bias of its own ({bias}): there is nothing to relativize")
-    if not isinstance(model, VisionTransformer | Eva):
-        raise ValueError(
-            f"relativize takes timm's VisionTransformer, VisionTransformerDistilled and Eva and vitrel's ViT, not {name}: "
-            "load the weights into one of them, and unwrap a model that is compiled, parallel or a feature extractor"
-        )
-    if type(model)._pos_embed not in [trunk._pos_embed for trunk in _TRUNKS]:
-        raise ValueError(f"{name} has a _pos_embed of its own, which relativize would replace: use the class it derives from")
-    if getattr(model.patch_drop, "prob", 0):
-        raise ValueError(
-            f"{name} drops patches (patch_drop_rate={model.patch_drop.prob}), and what is left is no grid; build it with "
-            "patch_drop_rate=0"
-        )
-    if missing := [n for n in ("strict_img_size", "flatten", "output_fmt", "grid_size") if not hasattr(model.patch_embed, n)]:
-        embed = type(model.patch_embed).__name__
-        raise ValueError(f"patch_embed is a {embed} without {missing[0]}: use timm's PatchEmbed, which can give [B, h, w, C]")
-    for block in model.blocks:
-        _check_block(block)
+    if keys and model.shared_position is not None:
+        raise ValueError("the blocks share one rotation: build the model without share_position")
+    return tokens, keys[0] if keys else ""
 
 
-def _check_block(block: nn.Module) -> None:
-    name = type(block).__name__
-    if not hasattr(block, "attn"):
-        raise ValueError(f"{name} has no attention of its own (`attn`), as parallel blocks: use a model with sequential blocks")
-    kind = type(block.attn)
-    if kind.forward not in [known.forward for known in _ATTENTIONS]:
-        raise ValueError(
-            f"{kind.__name__} computes attention in a way of its own, which relativize would replace; it takes timm's "
-            f"{', '.join(known.__name__ for known in _ATTENTIONS)} only, so build the model with one of them"
-        )
-    if getattr(block.attn, "num_kv_groups", 1) > 1:
-        raise ValueError(
-            f"grouped-query attention ({block.attn.num_heads} heads share {block.attn.num_kv_heads} of keys and values) is not "
-            "supported; build the model with num_kv_heads=None"
-        )
+def _options_of(keys: list[str], options: dict) -> dict:
+    """Those of the model's options that the encodings which stay take."""
+    taken = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
+    common = {"resize", "logit_scale", "shift", "jitter", "rescale"} if keys else set()
+    return {name: value for name, value in options.items() if name in taken | common}
+
+
+def _encodings(encoding: PositionEncoding | None) -> dict[str, PositionEncoding]:
+    """{key: encoding} of one encoding, which may be composed."""
+    return {} if encoding is None else {key_of(part): part for part in parts_of(encoding)}
+
+
+@torch.no_grad()
+def _copy(model: ViT, result: ViT) -> None:
+    """The weights of `model`, those of its encodings by their keys."""
+    apart = (*model.position_parameters(), *result.position_parameters())
+    state = {name: value for name, value in model.state_dict().items() if name not in apart}
+    state.pop("absolute_fade.steps", None)
+    missing, unexpected = result.load_state_dict(state, strict=False)
+    assert not unexpected and {*missing} <= {*apart, "absolute_fade.steps"}, (missing, unexpected)
+    pairs = [(model.pos_embed, result.pos_embed), *zip(
+        [block.position for block in model.blocks], [block.position for block in result.blocks], strict=True
+    )]  # fmt: skip
+    for old, new in pairs:
+        theirs, ours = _encodings(old), _encodings(new)
+        for key in theirs.keys() & ours.keys():
+            if key == "absolute":
+                ours[key].pos_embed.copy_(theirs[key](ours[key].grid).tokens[None])  # resampled where the grid is another
+            else:
+                ours[key].load_state_dict(theirs[key].state_dict())
+
+
+@torch.no_grad()
+def _zero(result: ViT, added: list[str]) -> None:
+    for block in result.blocks:
+        for key, part in _encodings(block.position).items():
+            if key in added and _learns_rows(type(part)):
+                for parameter in part.parameters(recurse=False):
+                    nn.init.zeros_(parameter)
+
+
+def _learns_rows(encoding: type[PositionEncoding]) -> bool:
+    return "init_std" in inspect.signature(encoding).parameters

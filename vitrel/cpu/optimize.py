@@ -77,7 +77,7 @@ class FastLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if _off(self, x) or not _fits(self, x):
+        if _off(self, x) or not _takes_product(self, x):
             return super().forward(x)
         return (LinearFunction.apply if torch.is_grad_enabled() else product)(x, self.weight, self.bias)
 
@@ -87,7 +87,7 @@ class FastMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C']."""
-        if not _is_gelu_mlp(self) or _has_hooks(self) or _off(self, x) or not _fits(self.fc1, x):
+        if not _is_gelu_mlp(self) or _has_hooks(self) or _off(self, x) or not _takes_product(self.fc1, x):
             return super().forward(x)
         weights = self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
         run = MlpFunction.apply if torch.is_grad_enabled() else mlp
@@ -113,7 +113,7 @@ class FastBlock(Block):
         for few in images:
             own = tokens[few]
             qkv = attn.project(own if self.post_norm else self.norm1(own))
-            branch = attn.proj(attn.attend(qkv, terms, grid, backend=backend))
+            branch = attn.output(attn.attend(qkv, terms, grid, backend=backend))
             torch.add(own, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[few])
         rows = out.view(-1, x.shape[-1])
         for part in chunks(len(rows), 4 * x.shape[-1]):
@@ -139,7 +139,7 @@ def _off(module: nn.Module, x: Tensor) -> bool:
     )
 
 
-def _fits(linear: nn.Linear, x: Tensor) -> bool:
+def _takes_product(linear: nn.Linear, x: Tensor) -> bool:
     """Whether oneDNN takes the product of x with the layer's weight."""
     weight = linear.weight
     return type(weight) is nn.Parameter and weight.dtype == x.dtype and x.shape[-1] == weight.shape[1] and takes(x.dtype)

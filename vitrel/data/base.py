@@ -39,7 +39,7 @@ class ImageSet(Dataset, ABC):
         self.classes, self.prepare, self.augment, self.reading = classes, prepare, augment, reading
         self.bad = torch.zeros(n, dtype=torch.uint8).share_memory_()
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._kept: dict[int, tuple[Tensor, int]] = {}  # with reading.keep
+        self._cached: dict[int, tuple[Tensor, int]] = {}  # with reading.cached_side
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, int]:
@@ -63,8 +63,8 @@ class ImageSet(Dataset, ABC):
         self._epoch.fill_(epoch)
 
     def forget(self) -> None:
-        """Free the images kept in memory; they are decoded again when they are asked for."""
-        self._kept.clear()
+        """Free the cached images; they are decoded again when they are asked for."""
+        self._cached.clear()
 
     def __len__(self) -> int:
         return len(self.bad)
@@ -107,7 +107,7 @@ class ImageSet(Dataset, ABC):
         for step in range(self.reading.bad_limit):
             at = (index + step) % len(self)
             try:
-                return *(self.read(at) if self.reading.keep is None else self._once(at)), at
+                return *(self.read(at) if self.reading.cached_side is None else self._from_cache(at)), at
             except BadImage as error:
                 if self.reading.on_bad == "raise":
                     raise
@@ -117,15 +117,15 @@ class ImageSet(Dataset, ABC):
                 last = error
         raise bad_in_a_row(self.reading.bad_limit, last)
 
-    def _once(self, index: int) -> tuple[Tensor, int]:
-        """As `read`, reduced and from memory once it was asked for."""
-        if index not in self._kept:
+    def _from_cache(self, index: int) -> tuple[Tensor, int]:
+        """As `read`, reduced, and from the cache once it was asked for."""
+        if index not in self._cached:
             image, label = self.read(index)
-            if min(image.shape[-2:]) > self.reading.keep:
-                with names_image(lambda: f"{self._sized(image, index)} was reduced to keep it"):
-                    image = resize(image, [self.reading.keep], InterpolationMode.BICUBIC, antialias=True)
-            self._kept[index] = image, label
-        return self._kept[index]
+            if min(image.shape[-2:]) > self.reading.cached_side:
+                with names_image(lambda: f"{self._sized(image, index)} was reduced to be cached"):
+                    image = resize(image, [self.reading.cached_side], InterpolationMode.BICUBIC, antialias=True)
+            self._cached[index] = image, label
+        return self._cached[index]
 
     def _sized(self, image: Tensor, index: int) -> str:
         return f"{self.name(index)} ({image.shape[-2]}x{image.shape[-1]} pixels)"

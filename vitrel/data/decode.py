@@ -61,8 +61,8 @@ class Reading:
             gives zeros labelled -1, which metrics must leave out. The last two mark the image in `.bad`.
         bad_limit: "replace" stops after this many unreadable images in a row.
         bad_share: training stops when more than this share of its images turned out to be unreadable.
-        keep: shorter side, pixels, to which larger images are reduced once decoded (antialiased bicubic), and then kept in the
-            memory of every process that loads them: a small set is decoded once. In training alone. Null decodes every time.
+        cached_side: shorter side, pixels, to which larger images are reduced once decoded (antialiased bicubic), then cached in
+            the memory of every process that loads them: a small set is decoded once. In training alone. Null caches nothing.
         follow_links: look for images in folders that links inside class folders lead to. Class folders and image files may be
             links in any case, and one file counts once. Of an image folder alone.
 
@@ -75,7 +75,7 @@ class Reading:
     on_bad: OnBad = "raise"
     bad_limit: int = 100
     bad_share: float = 0.01
-    keep: int | None = None
+    cached_side: int | None = None
     follow_links: bool = False
 
     def __post_init__(self) -> None:
@@ -88,8 +88,8 @@ class Reading:
             raise ValueError(f"bad_limit is at least 1, not {self.bad_limit}")
         if not 0 <= self.bad_share <= 1:
             raise ValueError(f"bad_share lies between 0 and 1, not {self.bad_share}")
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is the shorter side of the images in memory, at least 1 pixel, not {self.keep}")
+        if self.cached_side is not None and self.cached_side < 1:
+            raise ValueError(f"cached_side is the shorter side of cached images, at least 1 pixel, not {self.cached_side}")
 
 
 def decode(

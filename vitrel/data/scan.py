@@ -147,7 +147,7 @@ class Scan:
             paths = ", ".join(map(shown, sorted(self._links)[:SHOWN])) + ", ..." * (len(self._links) > SHOWN)
             said.append(
                 f"{_number(len(self._links), 'folder link')} ({paths}), which Reading(follow_links=True) follows "
-                "(in training data.reading.follow_links, in vitrel pack --follow-links)"
+                "(in training data.reading.follow_links, in vitrel evaluate and vitrel pack --follow-links)"
             )
         if again:
             other = [pair for pair in again if pair[0].label != pair[1].label]

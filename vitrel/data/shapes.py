@@ -104,11 +104,11 @@ class Shapes(Dataset):
         if protocol == "scale":
             self.pixels = min(self.size) / FIELD  # per unit
             field = np.array([FIELD, FIELD])
-            self.shift = (np.array(self.size) / self.pixels - FIELD) / 2
+            self.margin = (np.array(self.size) / self.pixels - FIELD) / 2
         else:
             self.pixels = min(_pair(base, "base")) / FIELD
             field = np.array(self.size) / self.pixels
-            self.shift = np.zeros(2)
+            self.margin = np.zeros(2)
         self.low, self.high = _limits(region, field, f"the {protocol} protocol at {self.size[0]}x{self.size[1]} px")
 
     def __len__(self) -> int:
@@ -190,7 +190,7 @@ class Shapes(Dataset):
     def _draw(self, scenes: Scene) -> np.ndarray:
         """Images [B, 3, H, W], normalised: coverage of a pixel is 1/2 - signed distance of its centre, within 0 to 1."""
         h, w = self.size
-        centre = ((scenes.centre + self.shift) * self.pixels).astype(np.float32)
+        centre = ((scenes.centre + self.margin) * self.pixels).astype(np.float32)
         radius = (scenes.radius * self.pixels).astype(np.float32)
         colour = (scenes.colour.astype(np.float32) - self.mean) / self.std
         ground = (scenes.background.astype(np.float32)[:, None] - self.mean) / self.std

@@ -276,13 +276,13 @@ def _check_place(claim: Claim, found: Comparison, where: str) -> None:
         raise ValueError(f"{where}: {claim.img_size} in the {claim.protocol} protocol is left out by evaluate.skip")
     if claim.protocol not in sweep.protocols:
         raise ValueError(f"{where}: the protocol {claim.protocol!r} is not evaluated, only {', '.join(sweep.protocols)}")
-    if claim.shift is not None and (
-        claim.shift not in sweep.shifts or claim.img_size != trained or claim.protocol != sweep.protocols[0]
+    if claim.translation is not None and (
+        claim.translation not in sweep.translations or claim.img_size != trained or claim.protocol != sweep.protocols[0]
     ):
-        shifts = ", ".join(map(str, sweep.shifts)) or "none"
+        translations = ", ".join(map(str, sweep.translations)) or "none"
         raise ValueError(
-            f"{where}: content is shifted at {trained} in the {sweep.protocols[0]} protocol alone, "
-            f"by evaluate.shifts ({shifts})"
+            f"{where}: content is translated at {trained} in the {sweep.protocols[0]} protocol alone, "
+            f"by evaluate.translations ({translations})"
         )
 
 

@@ -73,9 +73,7 @@ class Images:
             self._decoded.clear()
             self.batch_size, self._caches = self.sweep.batch_size, True
         if asked not in self._datasets:
-            how = asked._asdict() | {"n": self.sweep.n, "seed": self.sweep.data_seed}
-            if self.sweep.on_bad_image == "count":
-                how["reading"] = Reading(on_bad="leave_out")
+            how = asked._asdict() | {"n": self.sweep.n, "seed": self.sweep.data_seed, "reading": reading_of(self.sweep)}
             size = how.pop("size")
             made = create_dataset(self.sweep.data, "val", size, **how) if self.source is None else self.source(size, **how)
             self._datasets[asked] = made
@@ -173,11 +171,17 @@ def source_of(data: Dataset | Callable[[Size], Dataset]) -> Source:
     return prepared if isinstance(data, Dataset) else given
 
 
+def reading_of(sweep: Sweep) -> Reading:
+    """How the images of an evaluation are read."""
+    return Reading(on_bad="leave_out" if sweep.on_bad_image == "count" else "raise", follow_links=sweep.follow_links)
+
+
 def check_data(sweep: Sweep, train_size: Size) -> None:
     """ValueError or OSError now, not after hours of training, when the data cannot be shown at some size and protocol."""
     for size in dict.fromkeys((train_size, *sweep.sizes)):
         for protocol in sweep.protocols:
             how = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "protocol": protocol, "base_size": train_size, "n": 1}
+            how["reading"] = reading_of(sweep)
             try:
                 create_dataset(sweep.data, "val", size, **how)
             except ValueError as error:

@@ -24,7 +24,7 @@ from vitrel.data import BadImage
 from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory, share_of
 from vitrel.evaluate.metrics import Tally, state_hash
 from vitrel.evaluate.models import Trained, class_outputs
-from vitrel.evaluate.policies import fitted, policies_at, policies_of
+from vitrel.evaluate.policies import at_size_with, policies_at, policies_of
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.files import shown
@@ -47,8 +47,8 @@ MIB = 2**20
 class Task:
     """What one row measures: a model at a size and protocol, with a policy in force.
 
-    policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps. shifts:
-    pixels that the content is moved by, each after the row itself.
+    policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps.
+    translations: pixels by which the content is translated, each after the row itself.
     """
 
     trained: Trained
@@ -56,7 +56,7 @@ class Task:
     protocol: str
     policy: str
     crop_pct: float
-    shifts: tuple[int, ...] = ()
+    translations: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -84,21 +84,21 @@ class Evaluated(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process measured: columns, what it counted, the same by shift, and the images it could not read."""
+    """What one process measured: columns, what it counted, the same by translation, and the images it could not read."""
 
     columns: Row
     tally: Tally
-    shifted: dict[int, Tally]
+    translated: dict[int, Tally]
     bad_images: tuple[str, ...] = ()
 
 
-def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
+def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
     """The tasks of a sweep: models at their training sizes first (retention refers to them), then size by size, so that models
     share images.
 
     The size a model was trained at is always evaluated, unless `skip` names it. Where a model can choose how to serve a size,
-    there is one task per policy (`policies_at`). Content is shifted at the training size, in the first protocol: both show the
-    same images there. ValueError for a policy that no model has.
+    there is one task per policy (`policies_at`). Content is translated at the training size, in the first protocol: both show
+    the same images there. ValueError for a policy that no model has.
     """
     offered = {policy for trained in models for policy in policies_of(trained.model)}
     if unknown := [policy for policy in sweep.policies or () if policy not in offered]:
@@ -114,9 +114,9 @@ def plan(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
         for protocol in (one for one in sweep.protocols if f"{format_size(size)} {one}" not in sweep.skip):
             for crop in crops:
                 for trained, names in zip(here, policies, strict=True):
-                    shifts = sweep.shifts if size == trained.img_size and protocol == sweep.protocols[0] else ()
+                    translations = sweep.translations if size == trained.img_size and protocol == sweep.protocols[0] else ()
                     if sweep.crop_pct or crop == trained.crop_pct:
-                        tasks += [Task(trained, size, protocol, policy, crop, shifts) for policy in names]
+                        tasks += [Task(trained, size, protocol, policy, crop, translations) for policy in names]
     return tasks
 
 
@@ -128,7 +128,7 @@ def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
         if model not in seen:
             classes_of(task, sweep, images)
         if (model, task.size) not in seen:
-            with fitted(task.trained.model, task.size, task.policy):
+            with at_size_with(task.trained.model, task.size, task.policy):
                 pass
         seen |= {model, (model, task.size)}
 
@@ -149,9 +149,9 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
     row["infer_samples_per_sec"] = round(row["infer_samples_per_sec"], 2)
     row |= tally.columns() | {"param_count": round(count / 1e6, 2), "params": count}
     about = line_columns(task, sweep)
-    shifted = {shift: _added([part.shifted[shift] for part in parts]).columns() for shift in task.shifts}
+    translated = {by: _added([part.translated[by] for part in parts]).columns() for by in task.translations}
     counted = ("n", "top1", "top1_low", "top1_high")
-    translation = [about | {"shift": shift} | {name: found[name] for name in counted} for shift, found in shifted.items()]
+    translation = [about | {"translation": by} | {name: found[name] for name in counted} for by, found in translated.items()]
     names = dict.fromkeys(name for part in parts for name in part.bad_images)
     return Evaluated(row, _per_class(about, tally, task, sweep, images), translation, tuple(names))
 
@@ -181,10 +181,10 @@ def classes_of(task: Task, sweep: Sweep, images: Images) -> tuple[list[str], tup
     return names, class_outputs(task.trained, names, sweep.data)
 
 
-def shift_content(pixels: Tensor, shift: int) -> Tensor:
-    """Images [B, C, H, W] whose content lies `shift` pixels further down and right; the upper and left edges are repeated."""
+def translate(pixels: Tensor, by: int) -> Tensor:
+    """Images [B, C, H, W] whose content lies `by` pixels further down and right; the upper and left edges are repeated."""
     height, width = pixels.shape[-2:]
-    down, right = (torch.arange(side, device=pixels.device).sub(shift).clamp(min=0) for side in (height, width))
+    down, right = (torch.arange(side, device=pixels.device).sub(by).clamp(min=0) for side in (height, width))
     return pixels[..., down[:, None], right]
 
 
@@ -292,8 +292,8 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
     _, outputs = classes_of(task, sweep, images)
     before = state_hash(trained.model)
     try:
-        with fitted(trained.model.to(device), task.size, task.policy) as fit:
-            model, parameters = fit.model.to(device), list(fit.model.parameters())
+        with at_size_with(trained.model.to(device), task.size, task.policy) as ready:
+            model, parameters = ready.model.to(device), list(ready.model.parameters())
             model = optimize(model) if sweep.optimize else model
             how = device, sweep.batch_size, sweep.dtype, sweep.compile
             runner, halvings = Runner(model, *how), images.halvings
@@ -308,17 +308,17 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
                 "batch_size": min(runner.batch_size, images.batch_size),
                 "oom": runner.oom + images.halvings - halvings,
             }
-            shifted = {}
-            for shift in task.shifts:
-                moving = Runner(model, *how, prepare=partial(shift_content, shift=shift))
-                shifted[shift], _ = _count(task, images, outputs, moving, advance)
+            translated = {}
+            for by in task.translations:
+                again = Runner(model, *how, prepare=partial(translate, by=by))
+                translated[by], _ = _count(task, images, outputs, again, advance)
             columns |= _attention(task, sweep, images, model)
             after = state_hash(model)
             same = [*map(id, parameters)] == [*map(id, model.parameters())]
     finally:
         restore(trained.model).cpu()
     columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
-    return Share(columns, tally, shifted, images.bad(task.preprocessing))
+    return Share(columns, tally, translated, images.bad(task.preprocessing))
 
 
 def _count(
@@ -326,7 +326,7 @@ def _count(
 ) -> tuple[Tally, int]:
     """Hits of this process's share of the images, and how many of them are left out, which are labelled -1."""
     tally, left_out, output_of = Tally(), 0, torch.tensor(outputs)
-    share = len(share_of(images.dataset(task.preprocessing), *rank_and_world())) * (1 + len(task.shifts))
+    share = len(share_of(images.dataset(task.preprocessing), *rank_and_world())) * (1 + len(task.translations))
     try:
         for pixels, labels in images.batches(task.preprocessing, *rank_and_world()):
             seen, read = len(labels), labels >= 0

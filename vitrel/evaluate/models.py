@@ -14,25 +14,20 @@ import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from timm.layers import to_2tuple
-from timm.models import clean_state_dict
 from timm.models import load_checkpoint as load_timm_checkpoint
 from torch import nn
 
+from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.files import shown
-from vitrel.inspect.any_model import model_name
+from vitrel.inspect.any_model import model_name, trained_size
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import check_model_name, create_model
 from vitrel.position import POSITIONS, key_of
 from vitrel.sizes import Size
 from vitrel.weights.build import model_for
-from vitrel.weights.load import apply_plan, plan_weights, read_file
+from vitrel.weights.load import apply_plan, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding
-
-# arguments of timm.create_model that say where weights come from and go to: a checkpoint holds its own weights
-_ELSEWHERE = {"pretrained", "checkpoint_path", "cache_dir", "device"}
-_ONE = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
-_SEVERAL = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
-_AVERAGED_FIRST = ("state_dict_ema", "model_ema", "state_dict", "model")  # as timm.models.load_state_dict
+from vitrel.weights.unwrap import unwrap
 
 
 @dataclass(frozen=True)
@@ -66,19 +61,19 @@ class Trained:
 
 
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
-    """Builds the model a checkpoint of `vitrel train` names and loads every weight of it, in eval mode on the CPU.
+    """The model of a checkpoint of `vitrel train`, or of a file that `vitrel.save` wrote, in eval mode on the CPU.
 
     Nothing but this file is read, whatever it says. Raises FileNotFoundError for a missing file and ValueError for one that is
     empty, cut off, not ours, damaged, does not fit its own model, or holds NaN; each message names the path and what is wrong.
     """
     path = Path(path)
-    stored = _read(path)
-    about = stored["vitrel"]
-    model = _build_from_checkpoint(about, path)
-    load = _load_own_state if isinstance(model, Backbone) else _load_timm_state
-    load(model, stored, path)
+    if path.suffix == ".safetensors":
+        model = load(path)
+        classes = tuple(model.pretrained_cfg.get("label_names") or ())
+        return replace(trained_model(model, label=label or path.stem, path=path), seed=seed, classes=classes)
+    model, about = read_checkpoint(path)
     return Trained(
-        model=model.eval(),
+        model=model,
         name=about["model"],
         label=label or about["model"],
         encoding=encoding_of(model),
@@ -121,7 +116,7 @@ def load_model(
             model = _create(name, arguments | {"pretrained": True})
         else:
             raise ValueError(f"{name} has no weights: give a file of them (--weights), or --pretrained for those that timm has")
-    if bad := _not_finite(model):
+    if bad := not_finite(model):
         raise ValueError(f"the weights of {name} hold NaN or infinity in {bad}")
     trained = trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
     return replace(trained, model_args=json.dumps(model_args, sort_keys=True, default=str)) if model_args else trained
@@ -163,14 +158,12 @@ def trained_model(
         if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
             above = " above 0" if key == "std" else ""
             raise ValueError(f"{key} is three numbers{above}, of red, green and blue, got {list(known[key])}")
-    built = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    height, width = to_2tuple(img_size or built or known["input_size"][-2:])
     return Trained(
         model=model,
         name=name,
         label=label or name,
         encoding=encoding_of(model),
-        img_size=(height, width),
+        img_size=to_2tuple(img_size or trained_size(model)),
         classes=(),
         mean=tuple(known["mean"]),
         std=tuple(known["std"]),
@@ -274,62 +267,6 @@ def _check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    stored = read_file(path)
-    if not isinstance(stored, dict) or not {"vitrel", "state_dict"} <= stored.keys() or not isinstance(stored["vitrel"], dict):
-        held = ", ".join(sorted(map(str, stored))[:6]) if isinstance(stored, dict) else type(stored).__name__
-        raise ValueError(f"{path} is not a checkpoint of vitrel train: it needs 'vitrel' and 'state_dict', it holds {held}")
-    _check_entry(stored["vitrel"], path)
-    return stored
-
-
-def _check_entry(about: dict[str, Any], path: Path) -> None:
-    for name, kind in (_ONE | _SEVERAL).items():
-        value = about.get(name)
-        parts = [value] if name in _ONE else value
-        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, kind) for part in parts):
-            raise ValueError(f"{path} is damaged: {name} in its 'vitrel' is {value!r:.60}; train or copy it again")
-
-
-def _build_from_checkpoint(about: dict[str, Any], path: Path) -> nn.Module:
-    if not timm.is_model(about["model"]):  # for hf-hub:... and local-dir:... timm would ask the network, or another file
-        raise ValueError(f"{path} asks for {about['model']!r}, which cannot be built: it is no model of vitrel's")
-    arguments = {key: value for key, value in about["model_args"].items() if key not in _ELSEWHERE}
-    arguments.update(num_classes=len(about["classes"]), img_size=tuple(about["img_size"]))
-    try:
-        return timm.create_model(about["model"], **arguments)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} asks for {about['model']} with {arguments}, which cannot be built: {error}") from error
-
-
-def _load_own_state(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
-    try:
-        plan = plan_weights(model, stored)
-        resized = [row for row in plan.rows if row.resized]
-        if resized:  # its own model has its very grids
-            raise ValueError(f"{resized[0].target} is of another grid ({resized[0].resized})")
-        apply_plan(model, plan)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} does not fit its model: {error}") from error
-    except (AttributeError, LookupError, TypeError) as error:  # of names and records that are none
-        raise ValueError(f"{path} is damaged: its weights or its record of positions are none ({error!r})") from error
-
-
-def _load_timm_state(model: nn.Module, stored: dict[str, Any], path: Path) -> None:
-    try:
-        model.load_state_dict({name.removeprefix("model."): value for name, value in stored["state_dict"].items()})
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} does not fit its model: {str(error)[:600]}") from error
-    if bad := _not_finite(model):
-        raise ValueError(f"{path} does not fit its model: the weights hold NaN or infinity in {bad}")
-
-
-def _not_finite(model: nn.Module) -> str:
-    """The first weights that hold NaN or infinity, "" where none does."""
-    state = model.state_dict().items()
-    return ", ".join([name for name, value in state if value.is_floating_point() and not value.isfinite().all()][:5])
-
-
 def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
     """The model with the file's weights, all of them; as many outputs as the file's classifier has."""
     try:
@@ -369,9 +306,11 @@ def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The weights that timm takes from a file: averaged ones first, names without the prefixes of DDP and torch.compile."""
+    """The weights in a file of timm's or of its train.py, averaged ones first; see `vitrel.weights.unwrap`."""
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""))
     loaded = read_file(path, allowed=(argparse.Namespace,))  # the settings in checkpoints of timm's train.py
-    found = [loaded[key] for key in _AVERAGED_FIRST if loaded.get(key) is not None] if isinstance(loaded, dict) else []
-    return clean_state_dict(found[0] if found else loaded)
+    found = unwrap(loaded, str(path))
+    if found.beside:
+        raise ValueError(f"{path} holds {', '.join(found.beside[:5])} beside the weights of a model")
+    return found.state

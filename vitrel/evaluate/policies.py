@@ -3,7 +3,7 @@
 A policy is written as the `policy` column has it: "none" where none makes a difference; else that of the windows where there
 is a choice, then one resize policy of each kind of encodings: "clip", "geometric+keep", "divisor", "rescale+geometric".
 
-Window policies say which windows a windowed model has at a new size. keep: they stay as trained, and grids that they do not
+Window policies say which windows a windowed model has at a new size. fixed: they stay as trained, and grids that they do not
 divide are padded and masked. divisor: in every stage and along each axis the largest window up to the trained one that divides
 the grid; its encoding reads the sub-table, exactly, and nothing is padded. rescale: the window grows and shrinks with the
 image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is read on it by its
@@ -12,7 +12,7 @@ resize policy.
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrel.evaluate.settings import Row
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import StageWindows, fit_to
+from vitrel.inspect.any_model import StageWindows, at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
@@ -34,7 +34,7 @@ from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
 from vitrel.sizes import Size
 
-WINDOW_POLICIES = ("keep", "divisor", "rescale")
+WINDOW_POLICIES = ("fixed", "divisor", "rescale")
 
 
 def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
 def in_force(model: nn.Module, policy: str, size: tuple[int, int]) -> Iterator[None]:
     """The model with `policy`, one that `policies_at(model, size)` lists, in force; afterwards its own are back."""
     window, _, rest = policy.partition("+")
-    if window_policies_at(model, size) and window in WINDOW_POLICIES:
+    if window in WINDOW_POLICIES:
         with window_policy(model, window, size), resize_policy(model, rest or "none"):
             yield
     else:
@@ -92,7 +92,7 @@ def resize_policy(model: nn.Module, policy: str) -> Iterator[None]:
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
-    """The window policies that differ at `size` (h, w) pixels, "keep" first; () where there is nothing to choose."""
+    """The window policies that differ at `size` (h, w) pixels, "fixed" first; () where there is nothing to choose."""
     layers = list(_windowed(model, size))
     divided = any(
         min(m, n) != d
@@ -101,7 +101,7 @@ def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ..
     )
     rescaled = any(tuple(attn.window) != _window_at(model, attn, grid, size, "rescale") for attn, grid in layers)
     others = [name for name, differs in (("divisor", divided), ("rescale", rescaled)) if differs]
-    return ("keep", *others) if others else ()
+    return ("fixed", *others) if others else ()
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def window_policy(model: nn.Module, policy: str, size: tuple[int, int]) -> Itera
     """
     if policy not in WINDOW_POLICIES:
         raise ValueError(f"unknown window policy {policy!r}; choose one of {', '.join(WINDOW_POLICIES)}")
-    layers = list(_windowed(model, size)) if policy != "keep" else []
+    layers = list(_windowed(model, size)) if policy != "fixed" else []
     before = [(attn, attn.window, attn.shift) for attn, _ in layers]
     try:
         for attn, grid in layers:
@@ -130,19 +130,12 @@ def join_policy(window: str, resize: str) -> str:
     return window if resize == "none" else f"{window}+{resize}"
 
 
-def policy_parts(policies: Iterable[str]) -> dict[str, frozenset[str]]:
-    """What each of a model's policies consists of, {} for "none"; a window policy as "window keep", since encodings may have
-    a policy "keep" too.
-    """
-    split = {policy: policy.split("+") for policy in policies}
-    windowed = any(names[0] in ("divisor", "rescale") for names in split.values())
-    for names in split.values():
-        if windowed and names[0] in WINDOW_POLICIES:
-            names[0] = f"window {names[0]}"
-    return {policy: frozenset(names) - {"none"} for policy, names in split.items()}
+def policy_parts(policy: str) -> frozenset[str]:
+    """The policies of windows and encodings that one consists of: {"rescale", "geometric"} of "rescale+geometric"."""
+    return frozenset(policy.split("+")) - {"none"}
 
 
-class Fit(NamedTuple):
+class ModelWithPolicy(NamedTuple):
     """A model ready for images of one size: `model` is the very one, or a changed copy; the rest says what that took.
 
     resized: number of values resampled, by rule. unseen, saturated: shares of offsets, see `resolution_report`.
@@ -157,31 +150,31 @@ class Fit(NamedTuple):
 
 
 @contextlib.contextmanager
-def fitted(model: nn.Module, size: Size, policy: str) -> Iterator[Fit]:
+def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWithPolicy]:
     """The model at `size` (h, w) pixels with `policy` in force; then it is as before. ValueError for a size it refuses."""
     if not isinstance(model, Backbone):
-        found = fit_to(model, size)
+        found = at_size(model, size)
         unknown = float("nan")
         h, w = found.windows[0].grid if found.windows else (unknown, 1)
-        yield Fit(found.model, found.resized, unknown, unknown, h * w, found.windows)
+        yield ModelWithPolicy(found.model, found.resized, unknown, unknown, h * w, found.windows)
         return
     grid = model.token_grid(size)
     with in_force(model, policy, size):
         report = resolution_report(model, size)
         own = report.resized, report.unseen, report.saturated
-        yield Fit(model, *own, grid.h * grid.w, report.stages)
+        yield ModelWithPolicy(model, *own, grid.h * grid.w, report.stages)
 
 
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
     """The columns that follow from architecture, size, policy and batch size alone, without an image; leak: with the
     border-leak test.
     """
-    with fitted(model, size, policy) as fit:
-        windows = any(stage.window is not None for stage in fit.stages)
-        seen = border_leak(fit.model, size) if leak and windows else None
+    with at_size_with(model, size, policy) as ready:
+        windows = any(stage.window is not None for stage in ready.stages)
+        seen = border_leak(ready.model, size) if leak and windows else None
         share = float("nan") if seen is None else round(seen, 4)
-        backend = _own_backend(model, size, batch) if isinstance(model, Backbone) else _foreign_backend(fit.model)
-        return _geometry(fit) | {"backend": backend, "gflops": round(gflops(fit.model, size), 4), "border_leak": share}
+        backend = _own_backend(model, size, batch) if isinstance(model, Backbone) else _foreign_backend(ready.model)
+        return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
 
 
 def gflops(model: nn.Module, size: Size) -> float:
@@ -241,16 +234,16 @@ def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attenti
         yield from ((block.attn, grid[:2]) for block in blocks if block.attn.window is not None)  # type: ignore[misc]
 
 
-def _geometry(fit: Fit) -> Row:
-    windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in fit.stages]
+def _geometry(ready: ModelWithPolicy) -> Row:
+    windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in ready.stages]
     return {
-        "tokens": fit.tokens,
+        "tokens": ready.tokens,
         "window": " ".join(windows),
-        "pad_fraction": " ".join(f"{stage.padded_share:.2g}" for stage in fit.stages),
-        "resized": " + ".join(fit.resized) or "nothing",
-        "resized_params": sum(fit.resized.values()),
-        "unseen": round(fit.unseen, 4),
-        "saturated": round(fit.saturated, 4),
+        "pad_fraction": " ".join(f"{stage.padded_share:.2g}" for stage in ready.stages),
+        "resized": " + ".join(ready.resized) or "nothing",
+        "resized_params": sum(ready.resized.values()),
+        "unseen": round(ready.unseen, 4),
+        "saturated": round(ready.saturated, 4),
     }
 
 

@@ -9,6 +9,7 @@ import fcntl
 import math
 import os
 import platform
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ import torchvision
 from vitrel.data import SHAPES, Reading
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import t_interval, wilson
-from vitrel.evaluate.policies import policy_parts
+from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.processes import rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.extras import optional_import
@@ -96,6 +97,7 @@ COLUMNS = {
     "compile": "whether by torch.compile",
     "optimize": "whether by vitrel.optimize",
     "data": "data evaluated on",
+    "links": "followed where images are looked for in linked folders too, else empty",
     "data_seed": "seed of generated or sampled images",
     "n_asked": "limit on the number of images, empty for all",
     "batch_asked": "batch size asked for",
@@ -110,13 +112,15 @@ COLUMNS = {
 ADDED = (
     "saturated", "left_out", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops", "attention_entropy",
     "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
-    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "python", "torchvision", "commit",
+    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python", "torchvision",
+    "commit",
 )  # fmt: skip
 TEXT = (
     "model",
     "model_args",
     "label",
     "data",
+    "links",
     "img_size",
     "train_size",
     "policy",
@@ -131,12 +135,12 @@ TEXT = (
 # by which lines of per_class.csv and translation.csv belong to a row
 LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
 PER_CLASS = (*LINE_KEY, "class", "n", "hits")
-TRANSLATION = (*LINE_KEY, "shift", "n", "top1", "top1_low", "top1_high")
+TRANSLATION = (*LINE_KEY, "translation", "n", "top1", "top1_low", "top1_high")
 # what must agree for a row to stand for another
 KEY = (
     "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean",
-    "std", "class_map", "data", "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device", "torch",
-    "torchvision", "timm", "vitrel", "state_hash_before",
+    "std", "class_map", "data", "links", "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device",
+    "torch", "torchvision", "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
 # what belongs to a model
 OF_MODEL = (
@@ -165,6 +169,7 @@ def settings_columns(task: Task, sweep: Sweep) -> Row:
         "model_args": trained.model_args,
         "encoding": trained.encoding,
         "train_size": format_size(trained.img_size),
+        "links": "followed" if sweep.follow_links else "",
         "data_seed": sweep.data_seed,
         "n_asked": sweep.n,
         "batch_asked": sweep.batch_size,
@@ -207,7 +212,7 @@ def device_name(device: torch.device) -> str:
 
 def row_key(row: Row) -> tuple[str, ...]:
     """What must agree for a row to stand for another: read back from CSV, a missing number is NaN, an absent one None."""
-    return tuple(_text(row[name]) for name in KEY)
+    return tuple(_key_text(row, name) for name in KEY)
 
 
 def line_key(row: Row) -> tuple[str, ...]:
@@ -216,19 +221,19 @@ def line_key(row: Row) -> tuple[str, ...]:
 
 
 def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> str:
-    """What differs in any rows as one text, at most so many of them; "" where the rows may stand with those planned."""
+    """What differs in any rows as one text, at most so many of them; "" where the rows may stand with those asked for."""
     found = [*dict.fromkeys(text for row in rows for text in _differences(row, keys))]
     return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
 
 
 def complete(found: Evaluated | None, task: Task, sweep: Sweep) -> bool:
-    """Whether there is a row and it holds all that is asked for now: images left out may be an error now, shifts and columns
-    may be new.
+    """Whether there is a row and it holds all that is asked for now: images left out may be an error now, translations and
+    columns may be new.
     """
     if found is None or (found.row["left_out"] and sweep.on_bad_image == "raise"):
         return False
-    shifts = {int(line["shift"]) for line in found.translation}
-    return bool(found.per_class) and found.row["ece"] == found.row["ece"] and set(task.shifts) <= shifts
+    there = {int(line["translation"]) for line in found.translation}
+    return bool(found.per_class) and found.row["ece"] == found.row["ece"] and set(task.translations) <= there
 
 
 class Tables:
@@ -344,7 +349,7 @@ def read_names(folder: Path) -> list[str]:
 
 
 def write_folder(done: Sequence[Evaluated], folder: Path) -> None:
-    """Writes all three; translation.csv only where content was shifted. Rows come last: a row there always has its lines."""
+    """Writes all three; translation.csv only where content was translated. Rows come last: a row there always has its lines."""
     for name, columns in LINES.items():
         lines = [line for one in done for line in getattr(one, name)]
         path = folder / f"{name}.csv"
@@ -461,18 +466,18 @@ def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """(label, policy, rows) of an aggregated table: one curve per policy a model was evaluated with.
 
     Sizes at which a policy makes no difference belong to every curve of their model: "none" to all, "keep" to
-    "geometric+keep" and "clip+keep"; and to "divisor" the sizes at which the kept window divides the grid.
+    "geometric+keep" and "clip+keep"; and to "divisor" the sizes at which the trained window divides the grid.
     """
     for label, group in table.groupby("label", sort=False):
-        parts = policy_parts(group["policy"].unique())
+        parts = {policy: policy_parts(policy) for policy in group["policy"].unique()}
         for policy, own in parts.items():
             if any(own < other for other in parts.values()):
                 continue
-            kept = {"window keep" if name.startswith("window ") else name for name in own}
+            fixed = {"fixed" if name in WINDOW_POLICIES else name for name in own}
             at = list(zip(group["protocol"], group["img_size"], strict=True))
             direct = [parts[name] <= own for name in group["policy"]]
             there = {place for place, is_there in zip(at, direct, strict=True) if is_there}
-            chosen = [d or (a not in there and parts[n] <= kept) for d, a, n in zip(direct, at, group["policy"], strict=True)]
+            chosen = [d or (a not in there and parts[n] <= fixed) for d, a, n in zip(direct, at, group["policy"], strict=True)]
             yield label, policy, group[chosen]
 
 
@@ -508,14 +513,14 @@ def curve_summary(curve: pd.DataFrame) -> Row:
 
 
 def _differences(row: Row, keys: Sequence[Row]) -> list[str]:
-    """Why a row may not stand in one table with those planned, whose `keys` these are: "dtype: float32 there, bfloat16 now".
+    """Why a row may not stand in one table with those asked for, whose `keys` these are: "dtype: float32 there, bfloat16 now".
 
-    Data, settings, devices and versions have to agree, and of a model that is planned too all that is its own: other weights
+    Data, settings, devices and versions have to agree, and of a model that is asked for too all that is its own: other weights
     under the same label would count as another seed of it.
     """
     own = [key for key in keys if key["label"] == row["label"]]
     names = OF_ALL + OF_MODEL if own else OF_ALL
-    found = [[name for name in names if _text(row[name]) != _text(key[name])] for key in own or keys]
+    found = [[name for name in names if _key_text(row, name) != _key_text(key, name)] for key in own or keys]
     least = min(found, key=len, default=[])
     if not least:
         return []
@@ -529,6 +534,14 @@ def _difference(name: str, row: Row, key: Row) -> str:
         return f"other weights of {row['label']} (SHA-256 {then:.8} there, {now:.8} now)"
     whose = f" of {row['label']}" if name in OF_MODEL else ""
     return f"{name}{whose}: {then} there, {now} now"
+
+
+def _key_text(row: Row, name: str) -> str:
+    """What `row_key` compares of a column: of the device all but the numbers of processes and threads, which change no figure
+    but speed and memory.
+    """
+    text = _text(row[name])
+    return re.sub(r"^\d+ x |, \d+ threads?$", "", text) if name == "device" else text
 
 
 def _text(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Runs an evaluation: every task of a sweep becomes a row, in a folder or as a DataFrame.
 
-`run_sweep` writes a folder, `describe_plan` says what that would do, `at_sizes` is for notebooks, and `evaluate_rows` is the
+`run_sweep` writes a folder, `describe_tasks` says what that would do, `at_sizes` is for notebooks, and `evaluate_rows` is the
 loop below them.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from vitrel.evaluate.images import Images, Source, check_data, out_of_memory, source_of
-from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, plan
+from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, tasks_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
 from vitrel.evaluate.policies import static_columns
@@ -98,8 +98,10 @@ def at_sizes(
     source = None if isinstance(data, (str, Path)) else source_of(data)
     if source is None:
         check_data(sweep, trained.img_size)
-    with _left_as_it_was(trained.model), progress(len(plan([trained], sweep)), "rows") as tell:
-        found = evaluate_rows([trained], sweep, (), lambda task, share: tell(share, task.name), source)
+    images = Images(sweep, source)
+    tasks = _keyed_tasks([trained], sweep, images)
+    with _left_as_it_was(trained.model), progress(len(tasks), "rows") as tell:
+        found = _measured(lambda: tasks, sweep, images, (), lambda task, share: tell(share, task.name))
         rows = with_curves([one.row for one in found])
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -113,8 +115,8 @@ def run_sweep(
     claims: Sequence[Claim] = (),
     replace: bool = False,
 ) -> list[Row]:
-    """Evaluates everything `plan(models, sweep)` lists and writes results.csv, per_class.csv, translation.csv (where content is
-    shifted), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
+    """Evaluates all of `tasks_of(models, sweep)` and writes results.csv, per_class.csv, translation.csv (where content is
+    translated), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
     `folder`; with `report`, pictures.json.gz and report.html too.
 
     No row is ever lost. Rows in `folder` that stem from the same weights, data and settings are not made again, and those at
@@ -128,12 +130,13 @@ def run_sweep(
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         images = Images(sweep)
-        planned = _planned(models, sweep, images)
-        tables = _opened([key for _, key in planned], folder, replace)
-        print(_header(models, sweep, planned, images, tables), flush=True)
+        tasks = _keyed_tasks(models, sweep, images)
+        tables = _opened([key for _, key in tasks], folder, replace)
+        print(_header(models, sweep, tasks, images, tables), flush=True)
         try:
-            with progress(len(planned), "rows") as tell:
-                for one in evaluate_rows(models, sweep, [*tables.rows.values()], lambda task, share: tell(share, task.name)):
+            with progress(len(tasks), "rows") as tell:
+                done = [*tables.rows.values()]
+                for one in _measured(lambda: tasks, sweep, images, done, lambda task, share: tell(share, task.name)):
                     tables.add(one)
             rows = with_curves([one.row for one in tables.rows.values()])
             tables.write(rows)
@@ -155,17 +158,17 @@ def run_sweep(
     return rows
 
 
-def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool = False) -> str:
-    """Every row of `plan(models, sweep)` as a Markdown table: what would be resized, what it costs, whether `folder` has it.
+def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool = False) -> str:
+    """The rows of `tasks_of(models, sweep)` as a Markdown table: what would be resized, what it costs, whether `folder` has it.
 
     Other rows there that would be refused or moved aside (`run_sweep`) are told. Raises as the evaluation would: ValueError
     for a size that a model cannot take, or for classes that do not fit.
     """
     done, images, known = read_folder(folder), Images(sweep), {}
-    found, keys = _known_rows(models, sweep, images, done)
+    found, tasks = _known_rows(lambda: _keyed_tasks(models, sweep, images), done)
     lines, ready, counts = [], 0, set()
-    check_tasks([task for task, _ in keys], sweep, images)
-    for task, key in keys:
+    check_tasks([task for task, _ in tasks], sweep, images)
+    for task, key in tasks:
         counts.add(len(images.dataset(task.preprocessing)))
         place = id(task.trained), task.size, task.policy
         if place not in known:
@@ -174,16 +177,17 @@ def describe_plan(models: Sequence[Trained], sweep: Sweep, folder: Path, replace
         ready += is_done
         lines.append(_line(task, known[place], is_done))
     number = " or ".join(f"{count:,}" for count in sorted(counts))
-    shifts = f", shifted by {', '.join(map(str, sweep.shifts))} px at the training size" if sweep.shifts else ""
-    others, differ = _not_asked(done, [key for _, key in keys])
+    pixels = ", ".join(map(str, sweep.translations))
+    translated = f", translated by {pixels} px at the training size" if pixels else ""
+    others, differ = _not_asked(done, [key for _, key in tasks])
     note = ""
     if others and replace:
         note = f"{len(others)} other rows there would be moved aside.\n"
     elif differ:
         note = f"Rows there may not stand in one table with these ({differ}): give another --out, or --replace.\n"
     return (
-        f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{shifts}; {ready} of them are in {folder} already. "
-        f"GFLOPs: 10^9 multiply-adds per image.\n{note}"
+        f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{translated}; {ready} of them are in {folder} "
+        f"already. GFLOPs: 10^9 multiply-adds per image.\n{note}"
     )
 
 
@@ -194,17 +198,28 @@ def evaluate_rows(
     advance: Callable[[Task, float], None] = lambda task, share: None,
     source: Source | None = None,
 ) -> Iterator[Evaluated]:
-    """Yields the rows of `plan(models, sweep)` in its order, each once its model has seen all images.
+    """Yields the rows of `tasks_of(models, sweep)` in its order, each once its model has seen all images.
 
     Rows in `done` (of process 0) that were made from the same weights, data and settings are passed on instead of being made
     again. `advance(task, share)` is called as images are seen; the shares of a task add up to 1. source: see `Images`.
     """
     images = Images(sweep, source)
-    kept, keys = _known_rows(models, sweep, images, done)
+    yield from _measured(lambda: _keyed_tasks(models, sweep, images), sweep, images, done, advance)
+
+
+def _measured(
+    keyed: Callable[[], list[tuple[Task, Row]]],
+    sweep: Sweep,
+    images: Images,
+    done: Iterable[Evaluated],
+    advance: Callable[[Task, float], None],
+) -> Iterator[Evaluated]:
+    """`evaluate_rows` of the tasks that `keyed` returns, see `_keyed_tasks`."""
+    kept, tasks = _known_rows(keyed, done)
     reference: dict[tuple[int, str, float], float] = {}
     static: dict[tuple, Row] = {}
-    check_tasks([task for task, _ in keys], sweep, images)
-    for task, key in keys:
+    check_tasks([task for task, _ in tasks], sweep, images)
+    for task, key in tasks:
         former = found = kept.get(row_key(key))
         if not complete(found, task, sweep):
             place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
@@ -214,7 +229,7 @@ def evaluate_rows(
                 own = rank_and_world()[0] == 0
                 static[place] = static_columns(task.trained.model, task.size, task.policy, *how) if own else {}
             found = measure(task, sweep, images, advance)
-            found = found._replace(row=key | static[place] | found.row, translation=_all_shifts(former, found))
+            found = found._replace(row=key | static[place] | found.row, translation=_all_translations(former, found))
         else:
             advance(task, 1.0)
         row, curve = found.row, (id(task.trained), task.protocol, task.crop_pct)
@@ -224,10 +239,10 @@ def evaluate_rows(
         yield found._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
 
 
-def _planned(models: Sequence[Trained], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
-    """Every task of the plan with the columns that are known before it runs."""
+def _keyed_tasks(models: Sequence[Trained], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
+    """Every task of a sweep with the columns that are known before it runs."""
     same, of_model = environment(sweep.data, images.source is not None), {}
-    tasks = plan(models, sweep)
+    tasks = tasks_of(models, sweep)
     for task in tasks:
         if id(task.trained) not in of_model:
             how = class_map(task.trained, class_names_of(task, images))
@@ -236,37 +251,35 @@ def _planned(models: Sequence[Trained], sweep: Sweep, images: Images) -> list[tu
 
 
 def _known_rows(
-    models: Sequence[Trained], sweep: Sweep, images: Images, done: Iterable[Evaluated]
+    keyed: Callable[[], list[tuple[Task, Row]]], done: Iterable[Evaluated]
 ) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Task, Row]]]:
-    """What process 0 has done already, by `row_key`, and `_planned`. ValueError where the processes hold different weights."""
-    keys: list[tuple[Task, Row]] = []
+    """What process 0 has done already, by `row_key`, and the tasks. ValueError where the processes hold different weights."""
+    tasks: list[tuple[Task, Row]] = []
 
     def own() -> tuple[list[Evaluated], list[str]]:
-        keys[:] = _planned(models, sweep, images)
-        return [*done], [key["state_hash_before"] for _, key in keys]
+        tasks[:] = keyed()
+        return [*done], [key["state_hash_before"] for _, key in tasks]
 
     (found, hashes), *others = on_all(own)
     if any(other != hashes for _, other in others):
         raise ValueError("the processes hold different weights: give all of them the same checkpoints")
-    return {row_key(one.row): one for one in found}, keys
+    return {row_key(one.row): one for one in found}, tasks
 
 
-def _all_shifts(former: Evaluated | None, found: Evaluated) -> list[Row]:
-    """The lines of translation.csv of a row that was made again for further shifts: of shifts not made now the former ones."""
-    made = {line["shift"] for line in found.translation}
-    kept = [line for line in former.translation if line["shift"] not in made] if former else []
-    return sorted([*kept, *found.translation], key=lambda line: line["shift"])
+def _all_translations(former: Evaluated | None, found: Evaluated) -> list[Row]:
+    """The lines of translation.csv of a row that was made again for further ones: of those not made now the former lines."""
+    made = {line["translation"] for line in found.translation}
+    kept = [line for line in former.translation if line["translation"] not in made] if former else []
+    return sorted([*kept, *found.translation], key=lambda line: line["translation"])
 
 
-def _header(
-    models: Sequence[Trained], sweep: Sweep, planned: Sequence[tuple[Task, Row]], images: Images, tables: Tables
-) -> str:
+def _header(models: Sequence[Trained], sweep: Sweep, keyed: Sequence[tuple[Task, Row]], images: Images, tables: Tables) -> str:
     """What is evaluated, on what, and where the results go, in three lines."""
-    tasks = [task for task, _ in planned]
+    tasks = [task for task, _ in keyed]
     named = [f"{one.label} ({one.model.num_classes} classes, trained at {format_size(one.img_size)} px)" for one in models]
     sizes = ", ".join(dict.fromkeys(format_size(task.size) for task in tasks))
     found = {row_key(one.row): one for one in tables.rows.values()}
-    ready = sum(complete(found.get(row_key(key)), task, sweep) for task, key in planned)
+    ready = sum(complete(found.get(row_key(key)), task, sweep) for task, key in keyed)
     count = f"{len(images.dataset(tasks[0].preprocessing)):,} " if tasks else ""
     return (
         f"evaluating {', '.join(dict.fromkeys(named))}\n"
@@ -299,7 +312,7 @@ def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
 
 
 def _not_asked(found: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list[Evaluated], str]:
-    """The rows of a folder that are not planned now, and why they may not stand in one table with those; "" where they may."""
+    """The rows of a folder not asked for now, and why they may not stand in one table with the others; "" where they may."""
     asked = {row_key(key) for key in keys}
     others = [one for one in found if row_key(one.row) not in asked]
     return others, not_comparable([one.row for one in others], keys)

@@ -21,11 +21,12 @@ class Sweep:
     data_seed: number of images (None: all) and the seed by which they are drawn. batch_size: halved where memory lacks.
     workers: processes that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16"
     (autocast). on_bad_image: an image that cannot be read ends the evaluation ("raise"), or is left out and counted
-    ("count"). crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the model's own).
-    shifts: pixels by which the content is moved down and right at the training size, each evaluated. attention_n: number of
-    images that the attention statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border
-    (models with windows; seconds per size). skip: places left out, such as "192x192 canvas". compile: by torch.compile.
-    optimize: by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
+    ("count"). follow_links: look for images where links to folders inside class folders lead to, too. crop_pct: shares of the
+    resized image that the centre crop keeps, each evaluated (None: the model's own). translations: pixels by which the content
+    is translated down and right at the training size, each evaluated. attention_n: number of images that the attention
+    statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border (models with windows;
+    seconds per size). skip: places left out, such as "192x192 canvas". compile: by torch.compile. optimize: by
+    vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
     """
 
     data: str
@@ -39,8 +40,9 @@ class Sweep:
     device: str = "auto"
     dtype: str = "float32"
     on_bad_image: str = "raise"
+    follow_links: bool = False
     crop_pct: tuple[float, ...] | None = None
-    shifts: tuple[int, ...] = ()
+    translations: tuple[int, ...] = ()
     attention_n: int = 16
     border_leak: bool = True
     skip: tuple[str, ...] = ()
@@ -72,7 +74,7 @@ class Sweep:
                 f"skip names {unknown[0]!r}, which is no size and protocol of this evaluation, as '192x192 canvas'"
             )
         self._several("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
-        self._several("shifts", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
+        self._several("translations", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
 
     def _check_device(self) -> None:
         try:

@@ -118,7 +118,7 @@ def _run_block(
         k, v = with_past((k, v), past, keys.prefix)
         last.extend(t[:, :, keys.tokens - remembered :] for t in (k, v))
         out = segment_attention(q, k, v, terms, keys, attn.dropout_p, attn.backend)
-        return attn.proj_drop(attn.proj(out.transpose(1, 2).flatten(2)))
+        return attn.output(out.transpose(1, 2).flatten(2))
 
     x = block.residuals(x, attend)
     k, v = last

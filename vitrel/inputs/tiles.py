@@ -62,7 +62,7 @@ def tiled_features(
     """
     last, maps = len(_stages(model)), {}
     if model.training:
-        raise ValueError("what training draws (dropout, shifted positions) would differ between tiles: call model.eval()")
+        raise ValueError("what training draws (dropout, perturbed positions) would differ between tiles: call model.eval()")
     check_image(torch.empty(tuple(image.shape), device="meta"), model.in_chans, model.patch_embed.patch_size)
     size, device = (int(image.shape[2]), int(image.shape[3])), torch.device(device or getattr(image, "device", "cpu"))
     rows, columns = _spans(model, size, to_2tuple(tile))

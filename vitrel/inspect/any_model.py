@@ -1,4 +1,4 @@
-"""Any model of ours or of timm, at any image size: what its forward pass meets there, and `fit_to`, which brings it to a size.
+"""Any model of ours or of timm, at any image size: what its forward pass meets there, and `at_size`, which brings it to a size.
 
 `trace` runs forward on the meta device, so it costs next to nothing at any size and needs no memory. Our models take every
 size. Of timm's some do, some resample an embedding inside forward (`dynamic_img_size`), some are changed for the size
@@ -78,7 +78,7 @@ class Trace(NamedTuple):
     resampled: dict[str, int]  # {rule: parameter values}, by our encodings or by interpolation inside forward
 
 
-class Fitted(NamedTuple):
+class ModelAtSize(NamedTuple):
     """A model at one image size."""
 
     model: nn.Module  # takes images of that size: the very model where nothing had to change, else a changed copy
@@ -159,7 +159,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
     return Trace(tuple(blocks), tuple(encodings), resampled)
 
 
-def fit_to(model: nn.Module, size: int | Size) -> Fitted:
+def at_size(model: nn.Module, size: int | Size) -> ModelAtSize:
     """`model` ready for images of `size` pixels, an int or (h, w), by what timm itself would do; the given one stays as it is.
 
     Ours, and models whose forward takes the size, come back unchanged (what forward resamples is counted); models with
@@ -169,18 +169,18 @@ def fit_to(model: nn.Module, size: int | Size) -> Fitted:
     if isinstance(model, Backbone):
         lines = resolution_report(model, size).stages
         stages = tuple(StageWindows(s.blocks, s.grid, s.window, s.shift, s.padding) for s in lines)
-        return Fitted(model, model.resized(size), stages)
+        return ModelAtSize(model, model.resized(size), stages)
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size"):
         found, replaced = _accepted(model, size), {}
     else:
-        fitted = copy.deepcopy(model)
+        changed = copy.deepcopy(model)
         try:
-            fitted.set_input_size(img_size=size)
+            changed.set_input_size(img_size=size)
         except REFUSALS as error:
             raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
-        found, replaced = _accepted(fitted, size), replaced_values(model, fitted)
-        model = fitted if _differs(model, fitted) or not _takes(model, size) else model
-    return Fitted(model, replaced | found.resampled, stage_windows(found.blocks))
+        found, replaced = _accepted(changed, size), replaced_values(model, changed)
+        model = changed if _differs(model, changed) or not _takes(model, size) else model
+    return ModelAtSize(model, replaced | found.resampled, stage_windows(found.blocks))
 
 
 def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:

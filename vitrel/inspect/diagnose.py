@@ -16,7 +16,7 @@ from vitrel.inspect.any_model import (
     StageWindows,
     Trace,
     TracedBlock,
-    fit_to,
+    at_size,
     model_name,
     patch_grid,
     reason,
@@ -159,7 +159,7 @@ def diagnose(
     """What position in `model` does at images of `size` pixels: what is interpolated, which tokens see which, what changes.
 
     model: a name for timm.create_model (random weights; every way in which timm can bring it to a size), or any model (in the
-    way it takes sizes itself, see `vitrel.inspect.any_model.fit_to`), which stays as it is. size: an int, (h, w), or a list.
+    way it takes sizes itself, see `vitrel.inspect.any_model.at_size`), which stays as it is. size: an int, (h, w), or a list.
     compile: count the graphs of torch.compile over the sizes too, which takes seconds a size and clears what it has cached.
     progress: called with a line before every step that can take seconds, such as "test_vit at 160x160, as built: forward".
     What cannot be examined is named in the result. Raises ValueError for an unknown name or an impossible size.
@@ -226,13 +226,13 @@ _Reference = Callable[[nn.Module], IndependentValues]  # those at the size a mod
 def _ways(model: str | nn.Module, base: nn.Module, step: _Step) -> Iterator[_Way]:
     """The ways in which timm brings this model to a size; of a model that is given, the one it takes by itself."""
     if getattr(base, "dynamic_img_size", False) or not hasattr(base, "set_input_size") or isinstance(base, Backbone):
-        yield _Way("as built", base, lambda size: fit_to(base, size).model, True)
+        yield _Way("as built", base, lambda size: at_size(base, size).model, True)
     else:
         if isinstance(model, str) and _accepts(model, dynamic_img_size=True):
             step(", dynamic_img_size=True: building")
             dynamic = _created(model, dynamic_img_size=True)
             yield _Way("dynamic_img_size=True", dynamic, lambda size: dynamic, True)
-        yield _Way("set_input_size()", base, lambda size: fit_to(base, size).model, True)
+        yield _Way("set_input_size()", base, lambda size: at_size(base, size).model, True)
     if isinstance(model, str) and not isinstance(base, Backbone) and _accepts(model, img_size=trained_size(base)):
         yield _Way("img_size=", base, lambda size: timm.create_model(model, img_size=size).eval(), False)
 

@@ -24,6 +24,8 @@ class Attention(nn.Module):
     Cosine (Swin V2, arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head, at most 100, and
     keys have no bias. All that position does to q and k (rotation, query and key tables, query_bias) meets k of unit length
     and q of length scale * sqrt(D), in place of the projected ones.
+    `q_norm`, `k_norm` (qk_norm) normalise q and k of every head before position meets them (arXiv 2302.05442, sec. 2); `norm`
+    (attn_norm) normalises what attention gives before `proj` (EVA-02's CLIP, BEiT-3). Identities unless asked for, as in timm.
     """
 
     def __init__(
@@ -37,11 +39,18 @@ class Attention(nn.Module):
         proj_drop: float = 0.0,
         backend: str = "auto",
         cosine: bool = False,
+        qk_norm: bool = False,
+        attn_norm: bool = False,
+        norm_eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """window, shift: (h, w) in tokens. Raises ValueError if num_heads does not divide dim or the window is impossible."""
+        """window, shift: (h, w) in tokens. norm_eps: of the norms that qk_norm and attn_norm add.
+        Raises ValueError if num_heads does not divide dim, the window is impossible, or qk_norm goes with cosine attention.
+        """
         super().__init__()
+        if cosine and qk_norm:
+            raise ValueError("cosine attention normalises q and k already: leave out qk_norm")
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
         if window is not None:
@@ -53,7 +62,13 @@ class Attention(nn.Module):
             for name in ("q_bias", "v_bias"):
                 bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if qkv_bias else None
                 self.register_parameter(name, bias)
+
+        def norm(width: int, wanted: bool) -> nn.Module:
+            return nn.LayerNorm(width, eps=norm_eps, device=device, dtype=dtype) if wanted else nn.Identity()
+
+        self.q_norm, self.k_norm = norm(dim // num_heads, qk_norm), norm(dim // num_heads, qk_norm)
         self.attn_drop = attn_drop
+        self.norm = norm(dim, attn_norm)
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
         self.reset_parameters()
@@ -70,10 +85,10 @@ class Attention(nn.Module):
         """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive."""
         if mask is not None and self.window is not None:
             raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
-        return self.proj_drop(self.proj(self.attend(self.project(x), terms, grid, mask)))
+        return self.output(self.attend(self.project(x), terms, grid, mask))
 
     def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
-        """What `project` returns -> what `proj` takes, [..., 3C] -> [..., C]; backend: in place of the layer's own."""
+        """What `project` returns -> what `output` takes, [..., 3C] -> [..., C]; backend: in place of the layer's own."""
         backend = self.backend if backend is None else backend
         if self.window is None:
             return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, backend).transpose(1, 2).flatten(2)
@@ -84,7 +99,16 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., 3C], q, k and v of all heads as they meet position and each other."""
         qkv = self.qkv(x)
-        return self._cosine(qkv) if self.cosine else qkv
+        if self.cosine:
+            return self._cosine(qkv)
+        if isinstance(self.q_norm, nn.Identity):
+            return qkv
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # [..., H, D] each
+        return torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), -3).flatten(-3)
+
+    def output(self, x: Tensor) -> Tensor:
+        """What `attend` returns -> the layer's output, [..., C] -> [..., C]."""
+        return self.proj_drop(self.proj(self.norm(x)))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N, 3C] -> q, k, v [B, H, N, D]."""

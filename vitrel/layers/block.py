@@ -5,13 +5,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, LayerScale, Mlp, SwiGLU
+from timm.layers import DropPath, GELUTanh, LayerScale, Mlp, QuickGELU, SwiGLU
 from torch import Tensor, nn
 
 from vitrel.constants import is_known
 from vitrel.grid import Grid
 from vitrel.layers.attention import Attention
 from vitrel.position import PositionEncoding, Terms
+from vitrel.position.terms import check_choice
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "gelu_tanh": GELUTanh, "quick_gelu": QuickGELU}
+MLPS = (*ACTIVATIONS, "swiglu")
 
 
 class Block(nn.Module):
@@ -19,7 +23,8 @@ class Block(nn.Module):
 
     With `post_norm` (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x + norm2(mlp(x)), where both norms start
     at zero, so that a new block changes nothing. `init_values`: layer scale (CaiT, arXiv 2103.17239), both branches times a
-    learned vector that starts there. `mlp`: "gelu", or EVA-02's "swiglu" and "swiglu_norm" (arXiv 2303.11331, sec. 2.1).
+    learned vector that starts there. `mlp`: "gelu", "gelu_tanh" (SigLIP's), "quick_gelu" (CLIP's), or EVA-02's "swiglu"
+    (arXiv 2303.11331, sec. 2.1); `mlp_norm`: a norm of its hidden layer.
     `mlp_drop`: dropout inside and after the MLP; that after attention's projection is `attn`'s.
     `position` is the block's own encoding, which the block asks for its terms, so that sharding, checkpointing, pruning, layer
     decay and checkpoint names work block by block.
@@ -36,14 +41,14 @@ class Block(nn.Module):
         post_norm: bool = False,
         init_values: float | None = None,
         mlp: str = "gelu",
+        mlp_norm: bool = False,
         mlp_drop: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         """Raises ValueError for an unknown `mlp`, or for layer scale beside `post_norm`, whose norms scale the branches."""
         super().__init__()
-        if mlp not in ("gelu", "swiglu", "swiglu_norm"):
-            raise ValueError(f"mlp={mlp!r} is unknown; choose one of gelu, swiglu, swiglu_norm")
+        check_choice("Block", "mlp", mlp, MLPS)
         if post_norm and init_values is not None:
             raise ValueError(f"init_values={init_values} (layer scale) and post-norm blocks exclude each other; pass None")
         factory = dict(device=device, dtype=dtype)
@@ -59,8 +64,8 @@ class Block(nn.Module):
         self.ls1 = scale()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, eps=norm_eps, **factory)
-        inner = partial(nn.LayerNorm, eps=norm_eps) if mlp == "swiglu_norm" else None
-        kind = Mlp if mlp == "gelu" else SwiGLU
+        inner = partial(nn.LayerNorm, eps=norm_eps) if mlp_norm else None
+        kind = SwiGLU if mlp == "swiglu" else partial(Mlp, act_layer=ACTIVATIONS[mlp])
         self.mlp = kind(dim, int(dim * mlp_ratio), norm_layer=inner, drop=mlp_drop, **factory)
         self.ls2 = scale()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()

@@ -1,8 +1,12 @@
 """What both trunks share: the input, and every question one can ask about position without running the model."""
 
 import abc
+import copy
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.fx
@@ -10,15 +14,34 @@ from timm.layers import PatchEmbed, to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.position import PositionEncoding
+from vitrel.position import PositionEncoding, split_position
 from vitrel.position.terms import sum_counts
 
 LARGE = (1 << 20, 1 << 20)  # pixels; larger than any training image, so a window is all that keeps its grid
 
 
-class Backbone(nn.Module, abc.ABC):
-    """Abstract. A trunk has `patch_embed` (timm's, NHWC), `pos_embed` (an encoding or None) and `num_prefix_tokens`."""
+def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorator of a trunk's constructor: leaves its arguments, defaults included, in `self.arguments`."""
+    signature = inspect.signature(init)
 
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        init(self, *args, **kwargs)
+        own = {name: value for name, value in given.arguments.items() if name not in ("self", "device", "dtype")}
+        self.arguments = copy.deepcopy(own)
+
+    return wrapped
+
+
+class Backbone(nn.Module, abc.ABC):
+    """Abstract. A trunk has `patch_embed` (timm's, NHWC), `pos_embed` (an encoding or None) and `num_prefix_tokens`.
+
+    `arguments`: those of its constructor, as given; `current_arguments` follows what was changed since.
+    """
+
+    arguments: dict[str, Any]
     patch_embed: PatchEmbed
     pos_embed: PositionEncoding | None
     num_prefix_tokens: int
@@ -32,6 +55,21 @@ class Backbone(nn.Module, abc.ABC):
 
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
+
+    def current_arguments(self) -> dict[str, Any]:
+        """Arguments that build this model anew as it is now: with another head, pruned, its embedding taken away."""
+        _, attention = split_position(self.arguments["position"])
+        position = (attention or "none") if self.pos_embed is None else self.arguments["position"]
+        return self.arguments | dict(num_classes=self.num_classes, global_pool=self.global_pool, position=position)
+
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        """What timm's save_for_hf writes for the model to be built anew; timm records what its factory was given only."""
+        return {name: value for name, value in self.current_arguments().items() if value is not None}
+
+    @_model_args.setter
+    def _model_args(self, given: dict[str, Any]) -> None:
+        """Nothing: timm's factory sets it."""
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
         """Tokens after patch embedding of an image of `size` (h, w) pixels; a last partial patch counts."""
@@ -64,15 +102,14 @@ class Backbone(nn.Module, abc.ABC):
         return tuple(dict.fromkeys(policy for part in met for policy in part.policies))
 
     def set_resize_policy(self, policy: str) -> None:
-        """Switch every encoding that has a choice to `policy`, from now on; `position_args=dict(resize=...)` is what lasts
-        through saving and rebuilding. Raises ValueError for one that no encoding here has.
-        """
+        """Switch every encoding that has a choice to `policy`. Raises ValueError for one that no encoding here has."""
         if policy not in self.resize_policies:
             known = ", ".join(self.resize_policies) or "none, since nothing is resized"
             raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
         for part in self.modules():
             if isinstance(part, PositionEncoding) and policy in part.policies:
                 part.resize = policy
+        self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, resize=policy)
 
     def resized(self, size: tuple[int, int]) -> dict[str, int]:
         """What forward at `size` (h, w) pixels resamples: {rule: number of parameter values}, empty for nothing."""
@@ -93,7 +130,7 @@ class Backbone(nn.Module, abc.ABC):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters to keep out of weight decay: position, class and register tokens, cosine scales."""
-        other = ("cls_token", "reg_token", "logit_scale")
+        other = ("cls_token", "dist_token", "reg_token", "logit_scale")
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in other}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -135,11 +172,12 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
         raise ValueError(f"image of {size} pixels is smaller than one patch of {patch[0]}x{patch[1]}; enlarge it")
 
 
-def check_pool(global_pool: str, class_token: bool) -> None:
-    """ValueError unless a trunk with or without a class token can pool its features by `global_pool`."""
-    known = ("token", "avg", "max", "avgmax", "") if class_token else ("avg", "max", "avgmax", "")
+def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False) -> None:
+    """ValueError unless a trunk with or without a class token and attention pooling can pool by `global_pool`."""
+    known = (*(["token"] if class_token else []), "avg", "max", "avgmax", *(["map"] if attention_pool else []), "")
     if global_pool not in known:
         hint = "needs class_token=True" if global_pool == "token" else "is unknown"
+        hint = "needs a model built with global_pool='map'" if global_pool == "map" else hint
         raise ValueError(f"global_pool={global_pool!r} {hint}; choose one of {', '.join(map(repr, known))}")
 
 

@@ -8,6 +8,9 @@ from torch import nn
 from vitrel.names import nearest
 from vitrel.weights.folder import from_folder
 
+# arguments of timm.create_model that say where weights come from: a checkpoint holds its own
+WEIGHT_ARGUMENTS = frozenset({"pretrained", "checkpoint_path", "cache_dir"})
+
 
 def create_model(name: str, **kwargs) -> nn.Module:
     """timm.create_model, after this package has registered its models.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block, PatchMerging
-from vitrel.models.backbone import Backbone, check_pool, init_linear
+from vitrel.models.backbone import Backbone, check_pool, init_linear, records_arguments
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
@@ -45,6 +45,7 @@ class Stage(nn.Module):
 class Swin(Backbone):
     """[B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch, non-square too."""
 
+    @records_arguments
     def __init__(
         self,
         img_size: int | tuple[int, int] = 224,
@@ -67,6 +68,7 @@ class Swin(Backbone):
         init_gain: float | None = None,
         version: int = 1,
         norm_eps: float = 1e-5,
+        final_norm: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -74,7 +76,7 @@ class Swin(Backbone):
         position: a key of POSITIONS or several joined by '+'; position_args: their options (pretrained_window: one for all
         stages or one number for each, see `_stage_args`). init_gain: see `init_linear`.
         version 2: cosine attention, residual post-norm and norms after merging, as Swin V2, whose own position is "cpb".
-        Raises ValueError for an impossible combination.
+        final_norm: a norm after the last stage. Raises ValueError for an impossible combination.
         """
         super().__init__()
         check_options(position, position_args or {})
@@ -117,7 +119,7 @@ class Swin(Backbone):
             dict(num_chs=embed_dim * 2**i, reduction=max(self.patch_embed.patch_size) * 2**i, module=f"layers.{i}")
             for i in range(len(depths))
         ]
-        self.norm: nn.Module = nn.LayerNorm(self.num_features, eps=norm_eps, **factory)
+        self.norm: nn.Module = nn.LayerNorm(self.num_features, eps=norm_eps, **factory) if final_norm else nn.Identity()
         self.head = ClassifierHead(self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **factory)
         self.head_hidden_size = self.head.num_features
         self.init_weights(needs_reset=False)
@@ -194,6 +196,17 @@ class Swin(Backbone):
         fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^pos_embed|^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
 
+    def current_arguments(self) -> dict[str, Any]:
+        stages, depths = len(self.layers), self.arguments["depths"]
+        blocks, kept = sum(depths), sum(depths[:stages])
+        rate = self.arguments["drop_path_rate"]
+        return super().current_arguments() | dict(
+            depths=depths[:stages],
+            num_heads=self.arguments["num_heads"][:stages],
+            drop_path_rate=rate if kept == blocks else rate * (kept - 1) / (blocks - 1),
+            final_norm=not isinstance(self.norm, nn.Identity),
+        )
+
     def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
         if self.pos_embed is not None:
             yield self.pos_embed, self.token_grid(size)
@@ -248,4 +261,8 @@ _ROWS = {f"vitrel_swin_{size}": (row, _CFGS[size]) for size, row in _SIZES.items
 _ROWS |= {
     f"vitrel_swinv2_{size}": (dict(img_size=256, window_size=8) | _SIZES[size] | _V2, cfg) for size, cfg in _CFGS_V2.items()
 }
+_ROWS["vitrel_swin"] = (
+    dict(depths=(2, 2, 6, 2)),
+    _CFGS["t"],
+)  # any Swin by its arguments: what vitrel.from_timm and vitrel.load build
 default_cfgs = register_family(Swin, _ROWS, _WEIGHTS, globals())

@@ -1,21 +1,22 @@
 """Vision transformer (arXiv 2010.11929) with any position encoding: one trunk, so that only the encoding differs.
 
 Class token, pooling and head are timm's `VisionTransformer`, its weights load unchanged into the `absolute` models.
-`block_args` and `share_position` make it the trunk of DeiT III, BEiT, EVA-02, DINOv3 and SAM, whose weights load too.
+The other arguments make it the trunk of DeiT, BEiT, EVA-02, CLIP, SigLIP, DINOv3 and SAM; `vitrel.from_timm` sets them.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from timm.layers import PatchEmbed, calculate_drop_path_rates, global_pool_nlc, to_2tuple
+from timm.layers import AttentionPoolLatent, PatchEmbed, calculate_drop_path_rates, global_pool_nlc, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.layers import Attention, Block
-from vitrel.models.backbone import Backbone, check_pool, init_linear
+from vitrel.layers import ACTIVATIONS, Attention, Block, Fade
+from vitrel.models.backbone import Backbone, check_pool, init_linear, records_arguments
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
@@ -27,6 +28,7 @@ _EPS = 1e-6
 class ViT(Backbone):
     """[B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch, non-square too."""
 
+    @records_arguments
     def __init__(
         self,
         img_size: int | tuple[int, int] = 224,
@@ -40,9 +42,11 @@ class ViT(Backbone):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         class_token: bool = True,
+        dist_token: bool = False,
         reg_tokens: int = 0,
         position: str = "absolute",
         position_args: dict | None = None,
+        absolute_fade: int | None = None,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
@@ -50,6 +54,12 @@ class ViT(Backbone):
         drop_path_rate: float = 0.0,
         init_gain: float | None = None,
         share_position: bool = False,
+        pre_norm: bool = False,
+        final_norm: bool | None = None,
+        fc_norm: bool | None = None,
+        final_norm_eps: float | None = None,
+        patch_bias: bool = True,
+        pool_args: dict | None = None,
         block_args: dict | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,26 +67,38 @@ class ViT(Backbone):
         """Arguments as in timm. img_size: the size learned encodings are trained at, in pixels.
         pos_drop_rate: dropout of the tokens before the first block, also where no encoding adds to them.
         position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
+        absolute_fade: training steps over which what position adds to the tokens fades out (see `vitrel.layers.Fade`).
+        dist_token: DeiT's distillation token and its head; logits are the mean of both heads.
         share_position: one encoding in attention for all blocks (BEiT) instead of one each.
-        block_args: init_values and mlp (see `Block`), norm_eps of every norm, and window, an int or (h, w) in tokens, which
-        confines attention in all blocks but the global_blocks (indices) as in ViTDet and SAM; without prefix tokens only.
+        pre_norm: a norm before the first block (CLIP). final_norm, fc_norm: a norm after the last block, and one of the pooled
+        features; unless given the second where features are averaged, else the first. final_norm_eps: of the first, where it is
+        not that of block_args (SAM). patch_bias: whether the patch embedding has a bias.
+        global_pool "map": attention pooling (SigLIP), with pool_args num_heads, mlp_ratio and include_prefix, whether it sees
+        the prefix tokens.
+        block_args: init_values, mlp, mlp_norm and post_norm (see `Block`), qk_norm and attn_norm (see `Attention`), norm_eps of
+        every norm, and window, an int or (h, w) in tokens, which confines attention in all blocks but the global_blocks
+        (indices) as in ViTDet and SAM; without prefix tokens only.
         Raises ValueError for an impossible combination, TypeError for an unknown option.
         """
         super().__init__()
         check_options(position, position_args or {})
-        inside, window, global_blocks = _block_args(block_args or {}, depth)
-        check_pool(global_pool, class_token)
+        inside, in_attn, window, global_blocks = _block_args(block_args or {}, depth)
+        check_pool(global_pool, class_token, attention_pool=True)
+        if dist_token and (not class_token or global_pool not in ("token", "")):
+            raise ValueError("dist_token needs class_token=True and global_pool='token': its head reads those two tokens")
         factory = dict(device=device, dtype=dtype)
         self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
-        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.num_prefix_tokens = int(class_token) + int(dist_token) + reg_tokens
         self.img_size = to_2tuple(img_size)
-        self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory
-        )
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
+        how = dict(strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", bias=patch_bias, **factory)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **how)
+
+        def tokens(count: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(1, count, embed_dim, **factory)) if count else None
+
+        self.cls_token, self.dist_token, self.reg_token = tokens(int(class_token)), tokens(int(dist_token)), tokens(reg_tokens)
 
         on_tokens, in_attention = split_position(position)
         grid, eps = self.token_grid(self.img_size), inside["norm_eps"]
@@ -89,30 +111,53 @@ class ViT(Backbone):
 
         def block(index: int, drop_path: float) -> Block:
             own = None if index in global_blocks else window
-            attn = Attention(embed_dim, num_heads, own, (0, 0), qkv_bias, attn_drop_rate, proj_drop_rate, **factory)
+            drops = dict(attn_drop=attn_drop_rate, proj_drop=proj_drop_rate)
+            attn = Attention(embed_dim, num_heads, own, (0, 0), qkv_bias, **drops, norm_eps=eps, **in_attn, **factory)
             position = encoding("none" if share_position else in_attention or "none", Grid(*own) if own else grid)
             return Block(embed_dim, attn, position, mlp_ratio, drop_path, mlp_drop=proj_drop_rate, **inside, **factory)
 
+        def norm(wanted: bool, eps: float = eps) -> nn.Module:
+            return nn.LayerNorm(embed_dim, eps=eps, **factory) if wanted else nn.Identity()
+
+        def classifier() -> nn.Module:
+            return nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
+
         self.pos_embed = encoding(on_tokens, grid) if on_tokens else None
+        if absolute_fade is not None and self.pos_embed is None:
+            raise ValueError(f"absolute_fade={absolute_fade} needs a position that adds to the tokens; {position!r} does not")
+        self.absolute_fade = None if absolute_fade is None else Fade(absolute_fade, device)
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = norm(pre_norm)
         self.shared_position = encoding(in_attention or "none", grid) if share_position else None
         self.blocks = nn.Sequential(*(block(i, p) for i, p in enumerate(calculate_drop_path_rates(drop_path_rate, depth))))
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=max(self.patch_embed.patch_size)) for i in range(depth)
         ]
-        norm_pooled = global_pool in ("avg", "avgmax", "max")
-        self.norm = nn.Identity() if norm_pooled else nn.LayerNorm(embed_dim, eps=eps, **factory)
-        self.fc_norm = nn.LayerNorm(embed_dim, eps=eps, **factory) if norm_pooled else nn.Identity()
+        norm_pooled = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm
+        self.norm = norm(not norm_pooled if final_norm is None else final_norm, final_norm_eps or eps)
+        self.attn_pool, self.pool_include_prefix = None, False
+        if global_pool == "map":
+            pool = dict(num_heads=num_heads, mlp_ratio=mlp_ratio, include_prefix=False) | (pool_args or {})
+            self.pool_include_prefix = pool.pop("include_prefix")
+            act = ACTIVATIONS.get(inside["mlp"], nn.GELU)
+            self.attn_pool = AttentionPoolLatent(
+                embed_dim, norm_layer=partial(nn.LayerNorm, eps=eps), act_layer=act, **pool, **factory
+            )
+        elif pool_args:
+            raise ValueError(f"pool_args={pool_args} are of attention pooling, global_pool='map', not of {global_pool!r}")
+        self.fc_norm = norm(norm_pooled)
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
+        self.head = classifier()
+        self.head_dist = classifier() if dist_token else None
         self.init_weights(needs_reset=False)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialise all parameters and buffers; needs_reset False: the layers have done their part at construction."""
         super().init_weights(needs_reset)
-        for token in (self.cls_token, self.reg_token):
-            if token is not None:
-                nn.init.normal_(token, std=1e-6)
+        for token in self.prefix_tokens:
+            nn.init.normal_(token, std=1e-6)
+        if self.attn_pool is not None:
+            self.attn_pool.init_weights()
 
     def forward_features(self, image: Tensor) -> Tensor:
         """[B, in_chans, height, width] -> tokens after the last norm, [B, N, C], prefix tokens first."""
@@ -127,15 +172,29 @@ class ViT(Backbone):
 
     def add_tokens(self, x: Tensor, tokens: Tensor | None) -> Tensor:
         """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C], plus those of the absolute encoding [N, C], if any."""
-        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
         if tokens is not None:
+            tokens = tokens if self.absolute_fade is None else self.absolute_fade(tokens)
             x = x + tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
-        return self.pos_drop(x)
+        return self.norm_pre(self.pos_drop(x))
+
+    @property
+    def prefix_tokens(self) -> list[nn.Parameter]:
+        """The learned tokens before the patches, [1, n, C] each: class, distillation and register tokens."""
+        return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, N, C] -> logits, or the pooled features [B, C] before the classifier."""
-        x = global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
+        if self.head_dist is not None and self.global_pool:
+            pooled = self.head_drop(self.fc_norm(x[:, :2]))  # of the class and the distillation token
+            if pre_logits:
+                return pooled.mean(1)
+            return (self.head(pooled[:, 0]) + self.head_dist(pooled[:, 1])) / 2
+        if self.attn_pool is not None:
+            x = self.attn_pool(x if self.pool_include_prefix else x[:, self.num_prefix_tokens :])
+        else:
+            x = global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
         x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
 
@@ -197,24 +256,49 @@ class ViT(Backbone):
             self.reset_classifier(0, "")
         return take
 
-    def get_classifier(self) -> nn.Module:
-        return self.head
+    def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
+        """The last linear layer; with a distillation token those of both heads, as in timm."""
+        return self.head if self.head_dist is None else (self.head, self.head_dist)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
         if global_pool is not None:
-            check_pool(global_pool, self.cls_token is not None)
+            check_pool(global_pool, self.cls_token is not None, self.attn_pool is not None)
+            if self.head_dist is not None and global_pool not in ("token", ""):
+                raise ValueError(f"a distilled model pools its class and distillation token, not {global_pool!r}")
             self.global_pool = global_pool
+            self.attn_pool = self.attn_pool if global_pool == "map" else None
         self.num_classes = num_classes
         weight = self.patch_embed.proj.weight
         factory = dict(device=weight.device, dtype=weight.dtype)
-        new = nn.Linear(self.embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
-        self.head = new.apply(self.init_linear)
+
+        def classifier() -> nn.Module:
+            new = nn.Linear(self.embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
+            return new.apply(self.init_linear)
+
+        self.head = classifier()
+        self.head_dist = None if self.head_dist is None else classifier()
 
     def group_matcher(self, coarse: bool = False) -> dict:
         return dict(
-            stem=r"^cls_token|^reg_token|^pos_embed|^patch_embed|^shared_position",
+            stem=r"^cls_token|^dist_token|^reg_token|^pos_embed|^patch_embed|^norm_pre|^shared_position",
             blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        )
+
+    def current_arguments(self) -> dict[str, Any]:
+        depth, block_args = len(self.blocks), dict(self.arguments["block_args"] or {})
+        if "global_blocks" in block_args:
+            block_args["global_blocks"] = [i for i in block_args["global_blocks"] if i < depth]
+        rate = self.arguments["drop_path_rate"] * (depth - 1) / max(self.arguments["depth"] - 1, 1)
+        return super().current_arguments() | dict(
+            depth=depth,
+            drop_path_rate=self.arguments["drop_path_rate"] if depth == self.arguments["depth"] else rate,
+            absolute_fade=None if self.absolute_fade is None else self.absolute_fade.fade_steps,
+            final_norm=not isinstance(self.norm, nn.Identity),
+            fc_norm=not isinstance(self.fc_norm, nn.Identity),
+            patch_bias=self.patch_embed.proj.bias is not None,
+            pool_args=None if self.attn_pool is None else self.arguments["pool_args"],
+            block_args=block_args or None,
         )
 
     def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
@@ -239,16 +323,17 @@ class ViT(Backbone):
         return x, found
 
 
-def _block_args(block_args: dict, depth: int) -> tuple[dict, tuple[int, int] | None, tuple[int, ...]]:
-    """Options of every `Block`, the window of those that have one, and the indices of those that do not."""
-    known = ("init_values", "mlp", "norm_eps", "window", "global_blocks")
+def _block_args(block_args: dict, depth: int) -> tuple[dict, dict, tuple[int, int] | None, tuple[int, ...]]:
+    """Options of every `Block`, of its `Attention`, the window of the blocks that have one, and the indices of the others."""
+    known = ("init_values", "mlp", "mlp_norm", "post_norm", "norm_eps", "qk_norm", "attn_norm", "window", "global_blocks")
     if unknown := [name for name in block_args if name not in known]:
         raise TypeError(f"block_args has no option {unknown[0]!r}; it takes {', '.join(known)}")
-    inside = dict(norm_eps=_EPS) | block_args
+    inside = dict(norm_eps=_EPS, mlp="gelu") | block_args
+    in_attn = {name: inside.pop(name) for name in ("qk_norm", "attn_norm") if name in inside}
     window, global_blocks = inside.pop("window", None), tuple(inside.pop("global_blocks", ()))
     if wrong := [i for i in global_blocks if window is None or not 0 <= i < depth]:
         raise ValueError(f"global_blocks names block {wrong[0]}: it needs a window and indices from 0 to {depth - 1}")
-    return inside, None if window is None else to_2tuple(window), global_blocks
+    return inside, in_attn, None if window is None else to_2tuple(window), global_blocks
 
 
 def _cfg(**own) -> dict:
@@ -275,4 +360,5 @@ _ROWS = {
     for size, row in _SIZES.items()
     for key in (*POSITIONS, *COMPOSITIONS)
 }
+_ROWS["vitrel_vit"] = (dict(depth=12), _cfg())  # any ViT by its arguments: what vitrel.from_timm and vitrel.load build
 default_cfgs = register_family(ViT, _ROWS, _WEIGHTS, globals())

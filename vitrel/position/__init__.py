@@ -141,13 +141,17 @@ def check_options(position: str, options: dict) -> None:
     for name, value in options.items():
         if name not in taken:
             raise TypeError(f"position {position!r} has no option {name!r}; it takes {', '.join(sorted(taken))}")
-        numbers = value if isinstance(value, tuple | list) else (value,)
-        if name in _POSITIVE and any(n is not None and not n > 0 for n in numbers):
+        if name in _POSITIVE and any(n is not None and not n > 0 for n in _numbers(value)):
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
         if name in STRENGTHS and value is not None and not STRENGTHS[name] <= value < float("inf"):
             raise ValueError(f"{position} needs {name} of at least {STRENGTHS[name]}, or None for none, not {value}")
         if name == "resize" and value not in policies:
             raise ValueError(f"resize policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
+
+
+def _numbers(value: object) -> list:
+    """The numbers in nested tuples and lists, as of windows of several stages."""
+    return [n for part in value for n in _numbers(part)] if isinstance(value, tuple | list) else [value]
 
 
 def _keys(position: str) -> list[str]:

@@ -1,5 +1,6 @@
-"""Coordinates perturbed in training: shift, jitter and rescale of DINOv3 (arXiv 2508.10104, its code). ComRoPE (arXiv
-2506.03737) perturbs those of RoPE and of absolute embeddings too.
+"""Coordinates perturbed in training: shift, jitter and rescale of DINOv3 (arXiv 2508.10104), which keep the names of its code
+and timm's (`shift_coords`, ...): here `shift` moves coordinates, no windows. ComRoPE (arXiv 2506.03737) perturbs those of RoPE
+and of absolute embeddings too.
 
 Each forward in training draws once from torch's generator, for the whole batch: layers with an encoding each draw apart, one
 for all (`share_position`) draws once. The unit is the encoding's: patches, or half of the grid in rope_normalised. A rotation

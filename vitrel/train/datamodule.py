@@ -75,7 +75,7 @@ class ImageData(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Build both data sets with the preprocessing of the model's cfg, and the plan of an epoch."""
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
-        strict = replace(self.reading, on_bad="raise", keep=None)  # evaluation sees the images as they are
+        strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation sees the images as they are
         self.train_set, self._listing = self._train_set(module.preprocessing), None
         self.val_set = create_dataset(self.data, "val", self.size, **module.preprocessing, n=self.n_val, reading=strict)
         n, even = len(self.train_set), module.mixup is not None
@@ -83,8 +83,8 @@ class ImageData(LightningDataModule):
         if isinstance(self.train_set, Shards):
             if self.repeats > 1:
                 raise ValueError("shards are streamed: data.repeats needs images that can be read in any order, a folder")
-            if self.reading.keep is not None:
-                raise ValueError("shards are streamed, not kept: leave data.reading.keep out, or train on a folder")
+            if self.reading.cached_side is not None:
+                raise ValueError("shards are streamed, not cached: leave data.reading.cached_side out, or train on a folder")
             self.order: EpochOrder | ShardBatches = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
         else:
             self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
@@ -99,7 +99,7 @@ class ImageData(LightningDataModule):
         return create_shapes("train", self.n_train, self.seed, **how)
 
     def teardown(self, stage: str) -> None:
-        """Free the kept images: Lightning's trainers of former runs stay in memory, and all they refer to."""
+        """Free the cached images: Lightning's trainers of former runs stay in memory, and all they refer to."""
         if isinstance(getattr(self, "train_set", None), ImageSet):
             self.train_set.forget()
 

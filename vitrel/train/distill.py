@@ -8,7 +8,6 @@ from typing import Any, Literal, Self
 import timm
 import torch
 from timm.layers import to_2tuple
-from timm.models import load_state_dict
 from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from vitrel.train.tuning import check_registered
 from vitrel.weights.load import load_pretrained, read_file
 from vitrel.weights.read import checksums
+from vitrel.weights.unwrap import unwrap
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
         if hasattr(model, "position_parameters"):
             load_pretrained(model, loaded)
             return
-        state = load_state_dict(settings.checkpoint)
-        if all(name.startswith("model.") for name in state):  # as vitrel train saves
-            state = {name.removeprefix("model."): value for name, value in state.items()}
-        model.load_state_dict(state)
+        found = unwrap(loaded, str(settings.checkpoint))
+        if found.beside:
+            raise ValueError(f"it holds {', '.join(found.beside[:5])} beside the weights of a model")
+        model.load_state_dict(found.state)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"distillation teacher {settings.teacher} cannot take {settings.checkpoint}: {reason}") from error

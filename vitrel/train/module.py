@@ -25,7 +25,6 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import numpy as np
-import timm
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -46,8 +45,7 @@ from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
 from vitrel.train.sharding import check_strategy, shard
-from vitrel.train.tuning import Tuning, check_registered
-from vitrel.weights.read import guarding
+from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record
 
 
@@ -93,10 +91,10 @@ class Classifier(LightningModule):
         self.model_args = dict(model_args or {})
         self.optim, self.mixing, self.objective = optim, mixing, objective
         self.tuning, self.ema, self.execution = tuning, ema, execution
-        self.model = _create(model, num_classes, self.img_size, self.model_args)
-        self.start_classes = tuning.load(self.model)
+        self.model, self.start_classes = tuning.build(model, num_classes, self.img_size, self.model_args)
         tuning.freeze(self.model)
-        self.position = position_record(self.model)  # of the encodings' own classes, before a strategy wraps them
+        # of the modules' own classes, before a strategy wraps them
+        self.position, self.stored = position_record(self.model), tuning.stored(self.model, model, self.model_args)
         execution.apply(self.model)
         self.mixup = mixing.build(num_classes, label_smoothing)
         self.loss = objective.build(label_smoothing)
@@ -137,13 +135,17 @@ class Classifier(LightningModule):
         self.class_counts = data.train_set.class_counts() if hasattr(data, "train_set") else None
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
+        if self.start_classes is not None and list(self.start_classes) != list(data.classes):
+            why = f"the weights are of classes other than those of {data.data}, or in another order"
+            self.tuning.reset(self.model, self.num_classes, why)
+            self.tuning.freeze(self.model)
+            self.start_classes = None
         teacher = None if self.teacher is None else self.teacher.classes
-        for origin, classes, way in (
-            ("model.tuning.init_from was trained on", self.start_classes, "set model.tuning.reset_head: true"),
-            ("distillation.checkpoint was trained on", teacher, "take a teacher of the same classes"),
-        ):
-            if classes is not None and list(classes) != list(data.classes):
-                raise ValueError(f"{origin} classes other than those of {data.data}, or in another order: {way}")
+        if teacher is not None and list(teacher) != list(data.classes):
+            raise ValueError(
+                f"distillation.checkpoint was trained on classes other than those of {data.data}, or in another order: "
+                "take a teacher of the same classes"
+            )
         check_strategy(self.trainer.strategy)
         if self.tuning.trainable is not None:  # on purpose
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
@@ -171,6 +173,7 @@ class Classifier(LightningModule):
         images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
         optimizer = create_optimizer(self.model, self.optim, images)
         per_epoch, total = self.updates_per_epoch(), self.updates()
+        self.stored[1].update(self.tuning.fade_over(self.model, total * self.trainer.accumulate_grad_batches))
         if total <= 0:
             raise ValueError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
         factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
@@ -184,7 +187,9 @@ class Classifier(LightningModule):
     ) -> None:
         """Clip as `optim.clip_mode` says, by trainer.gradient_clip_val."""
         if gradient_clip_val and self.optim.clip_mode == "agc":
-            head = set(self.model.get_classifier().parameters())  # arXiv 2102.06171 leaves it out
+            heads = self.model.get_classifier()  # arXiv 2102.06171 leaves it out
+            heads = torch.nn.ModuleList(heads if isinstance(heads, tuple) else (heads,))
+            head = set(heads.parameters())
             dispatch_clip_grad([p for p in self.model.parameters() if p not in head], gradient_clip_val, mode="agc")
         else:
             self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
@@ -253,11 +258,11 @@ class Classifier(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to rebuild and evaluate the model without this class."""
         data = self.trainer.datamodule
-        kept = {k: v for k, v in self.model_args.items() if k not in ("pretrained", "checkpoint_path")}
         how = {k: list(v) if isinstance(v, tuple) else v for k, v in self.preprocessing.items()}
+        name, arguments = self.stored
         checkpoint["vitrel"] = {
-            "model": self.name,
-            "model_args": kept,
+            "model": name,
+            "model_args": arguments,
             "classes": list(data.classes),
             "img_size": list(self.img_size),
             "position": self.position,
@@ -283,19 +288,10 @@ class Classifier(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """ValueError when the run to resume was of another model, other classes or other data, or trained otherwise."""
         saved = {"ema": False} | checkpoint.get("vitrel", {})
-        mine = {"model": self.name, "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
+        mine = {"model": self.stored[0], "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
         for key, value in mine.items():
             if (was := saved.get(key)) != value:
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {was!s:.200}, this run's is {value!s:.200}")
         check_same_run(self.trainer, checkpoint)
         if "epoch_means" in checkpoint:
             self.means.restore(checkpoint["epoch_means"], self.global_rank)
-
-
-def _create(name: str, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]) -> torch.nn.Module:
-    decided = sorted({"num_classes", "img_size"} & model_args.keys())
-    if decided:
-        raise ValueError(f"model_args must not set {' and '.join(decided)}: the data decides (data.data, data.size)")
-    check_registered(name)
-    with guarding(name, model_args):
-        return timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)

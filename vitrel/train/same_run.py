@@ -18,11 +18,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from vitrel.data import SHAPES
+from vitrel.models.create import WEIGHT_ARGUMENTS
 
 _READERS = {"devices", "loader processes"}  # an epoch of shards is divided between them
 _FILES = "training files"
 _SHOWN = 3  # names of files in a message
-_ELSEWHERE = {"pretrained", "checkpoint_path", "cache_dir"}  # of weights, which those of the checkpoint replace
 
 
 class Listing(NamedTuple):
@@ -51,7 +51,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "data.size": data.size,
         "data.augment": None if data.augment is None else asdict(data.augment),
         "data.region": data.region,
-        "data.reading.keep": data.reading.keep,
+        "data.reading.cached_side": data.reading.cached_side,
         "preprocessing": module.preprocessing,
         "images per batch of all devices": data.batch_size * trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -60,7 +60,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "updates per epoch": module.updates_per_epoch(),
         "train_sizes": data.train_sizes or [],
         "repeats": data.repeats,
-        "model_args": {name: value for name, value in model["model_args"].items() if name not in _ELSEWHERE},
+        "model_args": {name: value for name, value in model["model_args"].items() if name not in WEIGHT_ARGUMENTS},
         "tuning.trainable": model["tuning"]["trainable"],
     }
     found |= {name: model[name] for name in ("mixing", "label_smoothing", "objective", "ema")}

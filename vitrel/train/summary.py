@@ -117,8 +117,8 @@ class Predictions(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.seen, self.passed = [], 0
-        # what the evaluation computes is kept: one more forward pass of one rank alone would hang a sharded model
-        self.hook = module.register_forward_hook(self.keep)
+        # what the evaluation computes is recorded: one more forward pass of one rank alone would hang a sharded model
+        self.hook = module.register_forward_hook(self.record_logits)
         batches = int(sum(trainer.num_val_batches))
         images = (batches - 1) * trainer.datamodule.batch_size + 1  # at least: the last batch may be short
         self.wanted = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
@@ -146,8 +146,8 @@ class Predictions(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.hook.remove()
 
-    def keep(self, module: LightningModule, inputs: Any, output: Any) -> None:
-        """The last logits [B, num_classes]; a strategy may call the module for its validation step, which returns none."""
+    def record_logits(self, module: LightningModule, inputs: Any, output: Any) -> None:
+        """Records the last logits [B, num_classes]; a validation step that a strategy runs through the module returns none."""
         if isinstance(output, Tensor):
             self.logits = output.detach()
 

@@ -7,15 +7,14 @@ from torch import nn
 
 _REGISTERS = "register tokens"
 _BESIDE = "parts beside the image encoder (SAM, ViTDet)"
-_RELATIVIZE = "vitrel.relativize takes such a model as timm builds it"
 # (where: "unused" in the file or "unset" in the model, pattern, what it is, way out)
 _TELLING = (
     ("unused", r"blocks\.\d+\.ls[12]\.gamma", "layer scale", "build with block_args=dict(init_values=1e-5)"),
     ("unset", r"blocks\.\d+\.ls[12]\.gamma", "the file has no layer scale", "build without init_values"),
     ("unused", r".*mlp\.fc1_[gx]\.weight", "SwiGLU", "build with block_args=dict(mlp='swiglu')"),
     ("unset", r".*mlp\.fc1_[gx]\.weight", "the file has no SwiGLU", "build without mlp in block_args"),
-    ("unused", r".*mlp\.norm\.weight", "a norm inside SwiGLU", "build with block_args=dict(mlp='swiglu_norm')"),
-    ("unset", r".*mlp\.norm\.weight", "the file has no norm inside SwiGLU", "build with block_args=dict(mlp='swiglu')"),
+    ("unused", r".*mlp\.norm\.weight", "a norm inside the MLP", "build with mlp_norm=True in block_args"),
+    ("unset", r".*mlp\.norm\.weight", "the file has no norm inside the MLP", "build without mlp_norm in block_args"),
     ("unset", r".*attn\.qkv\.bias", "the file has no bias in qkv", "build with qkv_bias=False"),
     ("unused", r".*attn\.qkv\.bias", "a bias in qkv", "build with qkv_bias=True"),
     ("unset", r"cls_token", "the file has no class token", "build with class_token=False and another global_pool"),
@@ -40,12 +39,12 @@ _TELLING = (
     ("unused", r".*cpb_mlp.*", "Swin V2's continuous bias", "build with version=2 and 'cpb' in position"),
     ("unused", r".*attn\.logit_scale", "Swin V2's cosine attention", "build with version=2"),
     ("unset", r".*attn\.logit_scale", "the file has no cosine attention", "build with version=1"),
-    ("unused", r".*(q|k)_norm\..*", "norms of queries and keys", _RELATIVIZE),
-    ("unused", r".*attn\.norm\..*", "a norm inside attention", _RELATIVIZE),
-    ("unused", r".*attn\.gate\..*", "gated attention", _RELATIVIZE),
-    ("unused", r"norm_pre\..*", "a norm before the blocks (CLIP)", _RELATIVIZE),
-    ("unused", r"attn_pool\..*", "attention pooling", _RELATIVIZE),
-    ("unused", r"absolute_fade\..*", "an embedding that fades", "save it after vitrel.convert.drop_absolute"),
+    ("unused", r".*(q|k)_norm\..*", "norms of queries and keys", "build with qk_norm=True in block_args"),
+    ("unused", r".*attn\.norm\..*", "a norm inside attention", "build with attn_norm=True in block_args"),
+    ("unused", r".*attn\.gate\..*", "gated attention", "no trunk here has it"),
+    ("unused", r"norm_pre\..*", "a norm before the blocks (CLIP)", "build with pre_norm=True, patch_bias=False"),
+    ("unused", r"attn_pool\..*", "attention pooling", "build with global_pool='map'"),
+    ("unused", r"absolute_fade\..*", "an embedding that fades", "build with absolute_fade"),
     ("unused", r"neck\..*", "a neck in place of the last norm (SAM)", "allow_unused=['*neck.*'], allow_unset=['norm.*']"),
     (
         "unused",
@@ -55,7 +54,12 @@ _TELLING = (
     ),
     ("unused", r"mask_token|(lm_head|local_cls_norm)\..*", "parts used in pretraining only", "name them in allow_unused"),
     ("unused", r".*attn\.(pool|norm)_[qkv]\..*", "pooling attention (MViT)", "no trunk here has it"),
-    ("unused", r".*rel_pos\.mlp\..*", "a bias MLP over log offsets (timm's vit_relpos)", "no encoding here is that function"),
+    (
+        "unused",
+        r".*rel_pos\.mlp\..*",
+        "a bias MLP over log offsets (timm's vit_relpos)",
+        "vitrel.from_timm makes a table of it",
+    ),
 )
 
 
@@ -69,7 +73,6 @@ def differences(unset: Iterable[str], unused: Iterable[str], differ: dict) -> li
     if bare := [name for name in names["unset"] if name.endswith(">")]:
         key = bare[0].partition("<")[2].rstrip(">")
         found.append(f"the file was trained without {key} (choose its own position, or allow_unset=['*position*'])")
-    found = [phrase for phrase in found if _RELATIVIZE in phrase] or found  # no way of building the model would help
     return found + [f"{name}: {' '.join(_shapes(*shapes))}" for name, shapes in differ.items() if name in _SIZES]
 
 

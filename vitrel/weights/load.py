@@ -1,24 +1,22 @@
 """One loader for anyone's weights: read a file, rearrange it for a model, refuse what does not fit, report every step."""
 
-import json
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from vitrel.files import atomic_write
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family
 from vitrel.weights.draft import Draft, Row
 from vitrel.weights.place import fit, place
-from vitrel.weights.read import checksums, read_file
-from vitrel.weights.record import check_record, position_record
+from vitrel.weights.read import read_file
+from vitrel.weights.record import check_record
+from vitrel.weights.rotate import Rotation
 from vitrel.weights.swin_names import read_swin
 from vitrel.weights.unwrap import Unwrapped, unwrap
 from vitrel.weights.vit_names import read_vit
@@ -57,7 +55,7 @@ def load_pretrained(
 
     source: .safetensors, or anything torch.load reads with weights_only=True; a dictionary with the weights under "model" or
     "state_dict" is unwrapped, averaged ones ("state_dict_ema", "model_ema", "ema", "teacher") before others, and so are names
-    with the prefixes of a training module (see `unwrap`). What `save_pretrained` and vitrel train save tells the training
+    with the prefixes of a training module (see `unwrap`). What `vitrel.save` and vitrel train write tells the training
     grids of its encodings too, so that no other function is read from the same numbers. Tensors of float16, bfloat16 and
     float64 are cast to the model's type, quantised ones and other integers refused.
     Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
@@ -88,7 +86,8 @@ def apply_plan(
     if any(left):
         raise RuntimeError(_mismatch(plan, own, left))
     new = {n: value for n, value in plan.state.items() if n in own and n not in plan.differ}
-    if bad := [n for n, value in new.items() if value.is_floating_point() and not value.isfinite().all()]:
+    floats = {n: value for n, value in new.items() if value.is_floating_point() and not value.is_meta}
+    if bad := [n for n, value in floats.items() if not value.isfinite().all()]:
         raise RuntimeError(f"the weights hold NaN or infinity in {', '.join(bad[:5])}; nothing was loaded")
     model.load_state_dict(own | new)
     return model
@@ -105,17 +104,23 @@ def plan_weights(
     source: str | Path | dict[str, Tensor],
     source_grid: tuple[int, int] | None = None,
     key_minus_query: bool = False,
+    rotation: Rotation | None = None,
 ) -> WeightPlan:
-    """What `load_pretrained` would do, tensor by tensor, without doing it; arguments as there. print() gives a table."""
+    """What `load_pretrained` would do, tensor by tensor, without doing it; arguments as there. print() gives a table.
+
+    rotation: how the rotary encoding of the file's model lies in memory, where it is known; else the names have to tell.
+    """
     if not hasattr(model, "patch_embed") or not hasattr(model, "position_parameters"):
-        raise ValueError(f"weights are loaded into a vitrel backbone, not into {type(model).__name__}; see vitrel.relativize")
+        raise ValueError(
+            f"weights are loaded into a vitrel backbone, not into {type(model).__name__}; vitrel.from_timm makes one of timm's"
+        )
     loaded = source if isinstance(source, dict) else read_file(source)
     record = _record(loaded)
     found = unwrap(loaded, "the state dict" if isinstance(source, dict) else str(source))
     draft, own = Draft(found.state), model.state_dict()
     check_record(model, record)
     try:
-        (read_swin if hasattr(model, "layers") else read_vit)(draft, model)
+        read_swin(draft, model) if hasattr(model, "layers") else read_vit(draft, model, rotation)
         place(draft, model)
         _check_dtypes(draft, found.state, own)
         fit(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
@@ -152,22 +157,6 @@ def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, T
     if any(left):
         raise RuntimeError(_mismatch(plan, model.state_dict(), left))
     return plan.state
-
-
-def save_pretrained(model: nn.Module, path: str | Path) -> None:
-    """Save a vitrel model's weights as .safetensors, with the training grids and options of its encodings in the metadata.
-
-    Beside these lies a checksum of every tensor, which `load_pretrained` compares: the format has none. The file appears whole
-    or not at all. ValueError for another suffix.
-    """
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"weights are saved as .safetensors, not as {path.name}")
-    state = {name: value.contiguous() for name, value in model.state_dict().items()}
-    about = {"position": position_record(model), "checksums": checksums({"state_dict": state})}
-    about = {"format": "pt", "vitrel": json.dumps(about)}
-    with atomic_write(path) as part:
-        part.write_bytes(save(state, metadata=about))  # save_file would make a file that only its owner can read
 
 
 def _record(loaded: object) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What a state dict does not hold: the grid an encoding was trained on, and the options its function depends on.
 
-Kept in the metadata of the files that `save_pretrained` writes and in training checkpoints. With it, non-square tables need no
+Kept in the metadata of the files that `vitrel.save` writes and in training checkpoints. With it, non-square tables need no
 `source_grid`, and weights are refused where the same numbers would mean another function.
 """
 

@@ -39,18 +39,24 @@ def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
         if match[0] in own and own[match[0]].shape == draft[match[0]].shape:  # any other will be refused by name
             heads = model.get_submodule(match[1]).num_heads
             draft.change(match[0], permute_rows(draft[match[0]], heads, rotation), f"q and k rows permuted: {order}")
+    for match in draft.find(r".*\.attn\.[qk]_norm\.(weight|bias)"):
+        draft.change(match[0], draft[match[0]][_order(draft[match[0]], rotation)], f"permuted: {order}")
 
 
 def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:
     """[3C] or [3C, C] with q and k in the order of `rotation` -> the same in ours."""
     rows = qkv.unflatten(0, (3, heads, -1))  # [3, H, D, ...]
-    width = rows.shape[2]
-    order = torch.arange(width, device=qkv.device)
+    return torch.cat((rows[:2].index_select(2, _order(rows[0, 0], rotation)), rows[2:])).flatten(0, 2)
+
+
+def _order(head: Tensor, rotation: Rotation) -> Tensor:
+    """Where each channel of ours lies among the D channels of a head in the order of `rotation`; head: [D, ...]."""
+    order = torch.arange(len(head), device=head.device)
     if rotation.interleaved:
         order = order.view(-1, 2).T.flatten()
     if rotation.x_first:
         order = order.view(2, 2, -1).flip(1).flatten()
-    return torch.cat((rows[:2].index_select(2, order), rows[2:])).flatten(0, 2)
+    return order
 
 
 def _check_encoding(model: nn.Module, rotation: Rotation) -> None:

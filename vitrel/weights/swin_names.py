@@ -4,7 +4,9 @@ What they differ in, beside names: timm and we downsample at the start of a stag
 and v may be apart; torchvision's V2 has one bias for q, k and v, the keys' part of which it zeroes.
 """
 
+import math
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,13 +59,7 @@ _TRANSFORMERS = (
 
 def read_swin(draft: Draft, model: nn.Module) -> None:
     """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
-    draft.leave_out(_BUFFERS)
-    if "features.0.0.weight" in draft:
-        draft.rename(*_TORCHVISION)
-    elif draft.has(r".*embeddings\.patch_embeddings\.projection\.weight"):
-        draft.rename(*_TRANSFORMERS)
-    elif draft.has(r"layers\.0\.downsample\.reduction\.weight|.*\.attn\.rope_freqs"):
-        draft.rename((r"^absolute_pos_embed$", "pos_embed"), *_MICROSOFT)
+    rename_swin(draft)
     _check_window(draft, model)
     if draft.has(r".*\.attn\.logit_scale"):
         _split_bias(draft)
@@ -72,6 +68,45 @@ def read_swin(draft: Draft, model: nn.Module) -> None:
     for pattern, key in (("pos_embed", "absolute"), (r".*\.attn\.relative.*", "table"), (r".*\.attn\.cpb_mlp\..*", "cpb")):
         if draft.has(pattern):
             draft.implied.add(key)
+
+
+def rename_swin(draft: Draft) -> None:
+    """Names as ours, as far as they do not depend on a model."""
+    draft.leave_out(_BUFFERS)
+    if "features.0.0.weight" in draft:
+        draft.rename(*_TORCHVISION)
+    elif draft.has(r".*embeddings\.patch_embeddings\.projection\.weight"):
+        draft.rename(*_TRANSFORMERS)
+    elif draft.has(r"layers\.0\.downsample\.reduction\.weight|.*\.attn\.rope_freqs"):
+        draft.rename((r"^absolute_pos_embed$", "pos_embed"), *_MICROSOFT)
+
+
+def swin_arguments(draft: Draft) -> dict[str, Any]:
+    """Arguments of a Swin that the shapes of a renamed draft tell: all of version 1, but the image size and another eps.
+
+    Of version 2, the windows: from a buffer of their coordinates, where the file has one.
+    """
+    patch, v2 = draft["patch_embed.proj.weight"], draft.has(r".*\.attn\.logit_scale")
+    places = [(int(match[1]), int(match[2])) for match in draft.find(r"layers\.(\d+)\.blocks\.(\d+)\.norm1\.weight")]
+    stages = 1 + max(stage for stage, _ in places)
+    table, coordinates = "layers.{}.blocks.0.attn.relative_position_bias_table", "layers.0.blocks.0.attn.relative_coords_table"
+    found = dict(
+        patch_size=tuple(patch.shape[2:]), in_chans=patch.shape[1], embed_dim=len(patch), version=2 if v2 else 1,
+        depths=tuple(sum(stage == own for own, _ in places) for stage in range(stages)),
+        num_classes=len(draft["head.fc.weight"]) if "head.fc.weight" in draft else 0,
+        final_norm="norm.weight" in draft, position="cpb" if v2 else "table",
+    )  # fmt: skip
+    if v2:
+        found["num_heads"] = tuple(len(draft[f"layers.{i}.blocks.0.attn.logit_scale"]) for i in range(stages))
+        if coordinates in draft:
+            found["window_size"] = tuple((n + 1) // 2 for n in draft[coordinates].shape[1:3])
+            trained = [draft[coordinates.replace("0", str(i), 1)] for i in range(stages)]
+            found["position_args"] = {"pretrained_window": [_trained_window(own) for own in trained]}
+    elif table.format(0) in draft:
+        found["num_heads"] = tuple(draft[table.format(i)].shape[1] for i in range(stages))
+        side = (1 + math.isqrt(len(draft[table.format(0)]))) // 2
+        found["window_size"] = (side, side)
+    return found
 
 
 def _check_window(draft: Draft, model: nn.Module) -> None:

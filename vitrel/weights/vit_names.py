@@ -8,6 +8,7 @@ or for none; how rotary pairs lie in memory.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,27 +33,23 @@ _NAMES = (
     (r"\.mlp\.ffn_ln\.", ".mlp.norm."),
     (r"^(shared_rel_pos|rel_pos_bias)\.", "shared_position."),
     (r"\.attn\.rel_pos\.relative_position_bias_table$", ".attn.relative_position_bias_table"),
+    (r"^neck\.(weight|bias)$", r"norm.\1"),  # of timm's SAM without a neck of convolutions
+    (r"^head\.fc\.", "head."),
 )
 
 
-def read_vit(draft: Draft, model: nn.Module) -> None:
-    """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
+def read_vit(draft: Draft, model: nn.Module, rotation: Rotation | None = None) -> None:
+    """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings.
+
+    rotation: of the file's model, where it is known; else the names have to tell.
+    """
     own = draft.has(r".*position\..*|pos_embed\.pos_embed")
     foreign = draft.has(r".*(\.gamma_1|\.q_bias|\.[qkv]_proj\.weight|storage_tokens|image_encoder\..*)")
-    storage = draft.has("storage_tokens")
-    draft.rename(*_NAMES)
-    draft.leave_out(_BUFFERS)
+    storage, separate = draft.has("storage_tokens"), draft.has(r".*\.attn\.q_(proj\..*|bias)")
+    rename_vit(draft)
     _check_prefix_tokens(draft, model)
-    separate = draft.has(r".*\.attn\.q_proj\..*")
-    _mask_key_bias(draft)
-    fuse_qkv(draft)
-    _split_swiglu(draft)
-    for match in draft.find(r".*relative_position_bias_table"):
-        if draft[match[0]].dim() == 3:  # [H, 2h-1, 2w-1] in MaxViT
-            draft.change(match[0], draft[match[0]].flatten(1).mT, "heads last")
-    if "pos_embed" in draft and draft["pos_embed"].dim() == 4:  # SAM's keeps the grid
-        draft.change("pos_embed", draft["pos_embed"].flatten(1, 2), "flattened")
-    rotation = _rotation(draft, model, separate, storage) if foreign or draft.has(r"freqs|rope\.freqs") else None
+    if rotation is None and (foreign or draft.has(r"freqs|rope\.freqs")):
+        rotation = _rotation(draft, model, separate, storage)
     if rotation is not None:
         unrotate_layout(draft, model, rotation)
         _check_eps(model, rotation)
@@ -68,12 +65,59 @@ def read_vit(draft: Draft, model: nn.Module) -> None:
             draft.implied.add(key)
 
 
+def rename_vit(draft: Draft) -> None:
+    """Names and layouts as ours, as far as they do not depend on a model."""
+    draft.rename(*_NAMES)
+    draft.leave_out(_BUFFERS)
+    _mask_key_bias(draft)
+    fuse_qkv(draft)
+    _split_swiglu(draft)
+    for match in draft.find(r".*relative_position_bias_table"):
+        if draft[match[0]].dim() == 3:  # [H, 2h-1, 2w-1] in MaxViT
+            draft.change(match[0], draft[match[0]].flatten(1).mT, "heads last")
+    if "pos_embed" in draft and draft["pos_embed"].dim() == 4:  # SAM's keeps the grid
+        draft.change("pos_embed", draft["pos_embed"].flatten(1, 2), "flattened")
+
+
+def vit_arguments(draft: Draft) -> dict[str, Any]:
+    """Arguments of a ViT that the shapes of a renamed draft tell: not its activation, eps, pooling and fixed rotation.
+
+    The number of heads is there only where a table has a column for each, and the image size where it is square.
+    """
+    patch, table = draft["patch_embed.proj.weight"], next(draft.find(r".*relative_position_bias_table"), None)
+    width, heads, first = len(patch), None if table is None else draft[table[0]].shape[1], "blocks.0"
+    prefix = int("cls_token" in draft), int("dist_token" in draft), draft["reg_token"].shape[1] if "reg_token" in draft else 0
+    swiglu = f"{first}.mlp.fc1_g.weight" in draft
+    hidden = draft[f"{first}.mlp.fc2.weight"].shape[1]
+    found = dict(
+        patch_size=tuple(patch.shape[2:]), in_chans=patch.shape[1], embed_dim=width,
+        depth=1 + max(int(match[1]) for match in draft.find(r"blocks\.(\d+)\.norm1\.weight")),
+        class_token=bool(prefix[0]), dist_token=bool(prefix[1]), reg_tokens=prefix[2],
+        num_classes=len(draft["head.weight"]) if "head.weight" in draft else 0,
+        qkv_bias=f"{first}.attn.qkv.bias" in draft, mlp_ratio=(hidden + 0.5) / width if hidden % width else hidden / width,
+        pre_norm="norm_pre.weight" in draft, final_norm="norm.weight" in draft, fc_norm="fc_norm.weight" in draft,
+        patch_bias="patch_embed.proj.bias" in draft,
+    )  # fmt: skip
+    told = {"init_values": "ls1.gamma", "mlp_norm": "mlp.norm.weight", "attn_norm": "attn.norm.weight",
+            "qk_norm": "attn.q_norm.weight"}  # fmt: skip
+    block_args = {name: 1e-5 if name == "init_values" else True for name, key in told.items() if f"{first}.{key}" in draft}
+    found["block_args"] = block_args | ({"mlp": "swiglu"} if swiglu else {})
+    side = 0
+    if "pos_embed" in draft:
+        rows = draft["pos_embed"].shape[1]
+        side = next((math.isqrt(n) for n in (rows - sum(prefix), rows, rows - 1) if math.isqrt(n) ** 2 == n), 0)
+    elif table is not None:
+        side = (1 + math.isqrt(len(draft[table[0]]))) // 2
+    if side:
+        found["img_size"] = (side * patch.shape[2], side * patch.shape[3])
+    return found | ({"num_heads": heads} if heads else {})
+
+
 def _check_prefix_tokens(draft: Draft, model: nn.Module) -> None:
     """ValueError where the file's embedding may have rows for tokens that the model lacks: they would be taken for patches."""
-    if "dist_token" in draft:
+    if "dist_token" in draft and model.dist_token is None:
         raise ValueError(
-            "the weights are of a distilled DeiT, which has a distillation token and a second head, and no trunk here has "
-            "them: vitrel.relativize takes that model as timm builds it"
+            "the weights are of a distilled DeiT, the model has no distillation token: build it with dist_token=True"
         )
     count = draft["reg_token"].shape[1] if "reg_token" in draft else 0
     has = 0 if model.reg_token is None else model.reg_token.shape[1]

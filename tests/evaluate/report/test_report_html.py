@@ -144,9 +144,9 @@ def test_classes_add_up_over_seeds(folder):
 
 def test_translation_is_averaged_over_seeds(folder):
     for top1 in (80.0, 90.0):
-        lines(folder, "translation", TRANSLATION, shift=[4], n=[100], top1=[top1], top1_low=[0.0], top1_high=[0.0])
+        lines(folder, "translation", TRANSLATION, translation=[4], n=[100], top1=[top1], top1_low=[0.0], top1_high=[0.0])
     (found,) = contents(read_csv(folder / "results.csv"), folder, "")["translation"]
-    assert (found["shift"], found["top1"], found["seeds"], found["n"]) == (4, 85.0, 2, 100)
+    assert (found["translation"], found["top1"], found["seeds"], found["n"]) == (4, 85.0, 2, 100)
     assert found["low"] == pytest.approx(85 - 12.7062 * 5, abs=0.01) and found["high"] == 100.0
 
 

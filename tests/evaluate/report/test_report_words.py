@@ -13,7 +13,7 @@ def test_a_rescaled_window_is_told_in_the_table(windowed):
     given = [dict(row, resized="table clip", resized_params=0) if "rescale" in row["policy"] else row for row in windowed]
     text = accuracy_tables(aggregate(given))
     assert (
-        "| window rescaled, table clip: 0 of " in text and "| nothing (divisor+keep) " in text and "| nothing (keep) " in text
+        "| window rescaled, table clip: 0 of " in text and "| nothing (divisor+keep) " in text and "| nothing (fixed) " in text
     )
 
 
@@ -240,12 +240,12 @@ def test_seeds_are_averaged_and_labels_kept_in_order(seeds):
 
 
 def test_policies_of_windows_are_told_apart():
-    rows = [row(), row(size="128x128", policy="keep"), row(size="128x128", policy="divisor", top1=62.0)]
+    rows = [row(), row(size="128x128", policy="fixed"), row(size="128x128", policy="divisor", top1=62.0)]
     rows.append(table("128x128", "geometric", 0.4) | {"policy": "rescale+geometric", "top1": 70.0})
     assert verdicts(rows) == [
-        "m: the policy of windows decides at 128x128 (state dict bit-identical): divisor or keep: nothing interpolated; "
+        "m: the policy of windows decides at 128x128 (state dict bit-identical): divisor or fixed: nothing interpolated; "
         "rescale+geometric: 2,700 of 452,068 parameters interpolated; "
-        "top-1 97.1 % at 64x64 -> divisor 62.0 %, keep 61.0 %, rescale+geometric 70.0 % at 128x128 (scale) (n = 500)."
+        "top-1 97.1 % at 64x64 -> divisor 62.0 %, fixed 61.0 %, rescale+geometric 70.0 % at 128x128 (scale) (n = 500)."
     ]
     assert verdicts(rows[:2])[0].startswith("m: nothing interpolated, re-created or touched at any of 2 sizes")
 
@@ -326,12 +326,14 @@ def test_what_was_not_learned_is_left_out_and_said():
     assert "This is not shown (0 of 0 pairs" in text
 
 
-def test_shifted_content_is_judged_from_its_own_rows():
-    shifted = [row | {"img_size": "64x64", "shift": 16, "top1": top1} for label, top1 in (("a", 90), ("b", 60))
+def test_translated_content_is_judged_from_its_own_rows():
+    translated = [row | {"img_size": "64x64", "translation": 16, "top1": top1} for label, top1 in (("a", 90), ("b", 60))
                for row in claim_rows(label, [0])[:1]]  # fmt: skip
-    unshifted = [row | {"shift": 0, "top1": 0.0} for row in shifted]
-    (text,) = judge([claim(img_size=64, shift=16)], claim_rows("a", [80]) + claim_rows("b", [81]), [*unshifted, *shifted])
-    assert "64x64 canvas, shifted by 16 px" in text and "Ahead: a +30.0" in text
+    as_they_are = [row | {"translation": 0, "top1": 0.0} for row in translated]
+    (text,) = judge(
+        [claim(img_size=64, translation=16)], claim_rows("a", [80]) + claim_rows("b", [81]), [*as_they_are, *translated]
+    )
+    assert "64x64 canvas, translated by 16 px" in text and "Ahead: a +30.0" in text
 
 
 def test_what_is_no_claim_is_refused_by_name():

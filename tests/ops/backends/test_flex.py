@@ -44,9 +44,14 @@ def agree(terms, grid, queries=None, mask=None, dtype=double, atol=1e-12):
     return out
 
 
-@pytest.mark.parametrize(("grid", "queries"), [(Grid(2, 5), 10), (Grid(3, 2, 1), 7), (Grid(2, 4, 3), 4)], ids=str)
-@pytest.mark.parametrize("key", KEYS)
-def test_equals_the_reference(key, grid, queries):
+SIZES = [(Grid(2, 5), 10), (Grid(3, 2, 1), 7), (Grid(2, 4, 3), 4)]
+
+
+@pytest.mark.parametrize(
+    ("key", "size"), [*zip(KEYS, SIZES * 3, strict=True), ("table", SIZES[1]), ("table", SIZES[2])], ids=str
+)
+def test_equals_the_reference(key, size):
+    grid, queries = size
     terms = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double))(grid)
     assert not flex.refuses(call(terms, dtype=double))
     agree(terms, grid, queries)

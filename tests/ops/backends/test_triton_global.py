@@ -107,9 +107,9 @@ CASES = [
     (Grid(17, 1, 1), {}),
     (Grid(17, 1), dict(axes=("h", "w"))),
     (Grid(2, 33), dict(axes=("h", "w"))),
-    (Grid(3, 70), dict(queries=70, axes=("w",))),
-    (Grid(2, 70, 1), dict(batch=2)),
-    (Grid(14, 14), dict(width=32)),
+    (Grid(2, 70), dict(queries=70, axes=("w",))),
+    (Grid(2, 70, 1), {}),
+    (Grid(10, 14), dict(width=32)),
     (Grid(14, 14), dict(axes=("h", "w"), queries=28)),
 ]
 
@@ -125,6 +125,8 @@ def test_outputs_and_gradients(grid, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("grid", "options"), CASES, ids=str)
 def test_outputs_and_gradients_of_more(grid, options, dtype):
+    if INTERPRETED and dtype != torch.float32 and grid.tokens > 66:
+        pytest.skip("in the interpreter large grids in float32 alone")
     check(*inputs(grid, dtype, **options), grid, options.get("axes", ()))
 
 
@@ -192,7 +194,7 @@ def test_memory_grows_as_the_tokens():
 @on_kernels
 @pytest.mark.slow
 def test_the_same_bits_again():
-    grid = Grid(5, 7, 1)
+    grid = Grid(3, 7, 1)
     leaves, grad = inputs(grid, torch.float32, batch=2)
     first, second = (results(leaves, grad, grid, (), 0.3)[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -103,18 +103,18 @@ def test_every_combination_of_terms(bias, rotary):
 @runs
 @pytest.mark.parametrize(
     ("grid", "window", "shift"),
-    [((9, 10), (8, 9), (4, 5)), ((12, 25), (12, 12), (6, 6)), ((17, 16), (16, 16), (8, 8))],
+    [((9, 10), (8, 9), (4, 5)), ((5, 13), (12, 12), (6, 6)), ((17, 3), (16, 16), (8, 8))],
 )
 def test_windows_of_more_than_one_tile(grid, window, shift):
-    check(grid, window, shift, width=16, heads=1, rotary=1)
-    check(grid, window, shift, width=32, heads=1)
+    """With a shift along both axes, along one, and images that leave most of a window empty."""
+    check(grid, window, shift, width=16 if window[0] > 8 else 32, heads=1, rotary=1)
 
 
 @runs
 @pytest.mark.parametrize("shift", [(0, 0), (3, 3), (0, 6)])
 @pytest.mark.parametrize("h", [1, 6, 7, 8, 11, 14, 15])
 def test_every_border(h, shift):
-    for w in (1, 6, 8):
+    for w in (1, 8) if h < 14 else (6,):
         check((h, w), (7, 7), shift, heads=1)
 
 
@@ -159,8 +159,9 @@ def test_half_precision(dtype):
 @runs
 @pytest.mark.parametrize("window", [(4, 4), (9, 8)])
 def test_two_runs_agree_to_the_bit(window):
-    inputs, grad_out = make((9, 9), window, rotary=2)
-    first, second = (ours(inputs, grad_out, window, (2, 2), 2) for _ in range(2))
+    grid, heads = ((9, 9), 2) if window == (4, 4) else ((3, 9), 1)
+    inputs, grad_out = make(grid, window, heads, rotary=heads)
+    first, second = (ours(inputs, grad_out, window, (2, 2), heads) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

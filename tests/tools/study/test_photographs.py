@@ -80,7 +80,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     ]
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]
     config |= {"data": str(photographs(tmp_path / "photographs")), "seeds": [0]}
-    config["claims"] = [{"text": "Larger.", "better": ["rope_mixed", "swin-table/keep"], "than": "absolute", "img_size": "64"}]
+    config["claims"] = [{"text": "Larger.", "better": ["rope_mixed", "swin-table/fixed"], "than": "absolute", "img_size": "64"}]
     config["train"]["trainer"] |= {"max_epochs": 1, "accelerator": "cpu", "precision": "32-true", "enable_progress_bar": False}
     config["train"]["data"] |= {"size": 32, "batch_size": 4, "workers": 0}
     config["train"]["model"]["optim"]["warmup_epochs"] = 0.5

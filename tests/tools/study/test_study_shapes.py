@@ -50,8 +50,8 @@ def test_three_models_of_the_study_from_training_to_the_report(tmp_path, capsys)
         assert rows["unchanged"].all() and (folder / "report.html").stat().st_size > 1_000_000
         assert "pairs; " in (folder / "claims.md").read_text("utf-8")
     windows = pd.read_csv(tmp_path / "study_shapes" / "shapes" / "results.csv").query("label == 'swin-table'")
-    assert {"keep", "divisor", "rescale+geometric"} <= set(windows["policy"])
-    shifted = pd.read_csv(tmp_path / "study_shapes" / "shapes-corner" / "translation.csv")
-    assert set(shifted["shift"]) == {0, 4, 8, 12, 16} and set(shifted["label"]) == set(rows["label"])
+    assert {"fixed", "divisor", "rescale+geometric"} <= set(windows["policy"])
+    translated = pd.read_csv(tmp_path / "study_shapes" / "shapes-corner" / "translation.csv")
+    assert set(translated["translation"]) == {0, 4, 8, 12, 16} and set(translated["label"]) == set(rows["label"])
     command("compare").main(arguments)
     assert "claims of the configuration:\n- **Where objects keep their size" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vitrel.evaluate.metrics import Z95, t_interval
-from vitrel.evaluate.policies import policy_parts
+from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
@@ -136,7 +136,7 @@ class Claim:
     """Each of `better` has a higher top-1 than each of `than` at `img_size` ("128" or "64x96", pixels) and `protocol`.
 
     better, than: labels, with a policy "label/policy", or "label" for the first in the rows; `than` may be a number, percent.
-    shift: under a shift of the images' content by so many pixels (translation.csv) instead of as they are.
+    translation: with the images' content translated by so many pixels (translation.csv) instead of as they are.
     learned: labels below this top-1 at the training size are left out, and said so: what was not learned cannot transfer.
     """
 
@@ -145,7 +145,7 @@ class Claim:
     than: tuple[str, ...] | float
     img_size: str
     protocol: str = "scale"
-    shift: int | None = None
+    translation: int | None = None
     learned: float = 0.0
 
     def labels(self) -> set[str]:
@@ -158,7 +158,7 @@ def read_claim(given: Any) -> Claim:
     known = [field.name for field in fields(Claim)]
     if not isinstance(given, Mapping) or not {"text", "better", "than", "img_size"} <= given.keys() <= {*known}:
         raise ValueError(
-            f"a claim has text, better, than and img_size, and may have protocol, shift and learned, got {given!r:.80}"
+            f"a claim has text, better, than and img_size, and may have protocol, translation and learned, got {given!r:.80}"
         )
     given = dict(given) | {"img_size": format_size(parse_size(given["img_size"]))}
     for side in ("better", "than"):
@@ -168,14 +168,14 @@ def read_claim(given: Any) -> Claim:
     return Claim(**given)
 
 
-def judge(claims: Sequence[Claim], rows: Sequence[Row], shifted: Sequence[Row] = ()) -> list[str]:
+def judge(claims: Sequence[Claim], rows: Sequence[Row], translated: Sequence[Row] = ()) -> list[str]:
     """One Markdown paragraph per claim: its verdict and, for every pair, the mean difference in points with its 95 % interval.
 
     Differences are taken seed by seed. The interval is Student's over seeds, and never narrower than that over images of two
     independent samples (Agresti and Caffo 2000: normal, with one hit and one miss more in each, so that it has a width at 0 and
     100 % too): conservative, since both models saw the same. ValueError for a label without such rows.
     """
-    return [_judged(claim, rows, shifted) for claim in claims]
+    return [_judged(claim, rows, translated) for claim in claims]
 
 
 def _resampled(curve: pd.DataFrame, policy: str) -> str:
@@ -207,8 +207,8 @@ def _resized(table: pd.DataFrame) -> str:
         for policy, rows in tried:
             alike.setdefault(_interpolated(rows) + _never_trained(rows), []).append(policy)
         each = [f"{' or '.join(policies)}: {text}" for text, policies in alike.items()]
-        parts = policy_parts(table["policy"].unique()).values()
-        kind = "policy of windows" if any(name.startswith("window ") for names in parts for name in names) else "resize policy"
+        windows = frozenset().union(*map(policy_parts, table["policy"])) & {*WINDOW_POLICIES}
+        kind = "policy of windows" if len(windows) > 1 else "resize policy"
         return f"the {kind} decides at {where}{same}: {'; '.join(each)}"
     resized = table[table["resized"] != "nothing"]
     rules = " or ".join(resized["resized"].unique())
@@ -286,11 +286,11 @@ def _list(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _judged(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row]) -> str:
+def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row]) -> str:
     known = {label: _top1_trained(rows, label) for label in claim.better}
     kept = [label for label in claim.better if known[label] >= claim.learned]
     others = claim.than if isinstance(claim.than, tuple) else (claim.than,)
-    pairs = [(label, other, *_difference(claim, rows, shifted, label, other)) for label in kept for other in others]
+    pairs = [(label, other, *_difference(claim, rows, translated, label, other)) for label in kept for other in others]
     held = [pair for pair in pairs if pair[2] - pair[3] > 0]
     against = [pair for pair in pairs if pair[2] + pair[3] < 0]
     open_ = [pair for pair in pairs if pair not in held and pair not in against]
@@ -306,9 +306,9 @@ def _judged(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row]) -> str:
 
 
 def _place(claim: Claim) -> str:
-    shift = "" if claim.shift is None else f", shifted by {claim.shift} px"
+    translated = "" if claim.translation is None else f", translated by {claim.translation} px"
     than = f"against {', '.join(claim.than)}" if isinstance(claim.than, tuple) else f"against {claim.than:g} %"
-    return f"{claim.img_size} {claim.protocol}{shift}, points of top-1 {than}"
+    return f"{claim.img_size} {claim.protocol}{translated}, points of top-1 {than}"
 
 
 def _top1_trained(rows: Sequence[Row], label: str) -> float:
@@ -320,12 +320,12 @@ def _top1_trained(rows: Sequence[Row], label: str) -> float:
 
 
 def _difference(
-    claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str, other: str | float
+    claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str, other: str | float
 ) -> tuple[float, float]:
     """(mean, half width of the 95 % interval) of the difference in top-1, points."""
-    ours = _accuracies(claim, rows, shifted, label)
+    ours = _accuracies(claim, rows, translated, label)
     if isinstance(other, str):
-        theirs = _accuracies(claim, rows, shifted, other)
+        theirs = _accuracies(claim, rows, translated, other)
         seeds = sorted(ours.keys() & theirs.keys())
         differences = [ours[seed][0] - theirs[seed][0] for seed in seeds]
         means = [sum(side[seed][0] for seed in seeds) / len(seeds) for side in (ours, theirs)]
@@ -340,12 +340,12 @@ def _difference(
     return sum(differences) / len(differences), half
 
 
-def _accuracies(claim: Claim, rows: Sequence[Row], shifted: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
+def _accuracies(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
     """{seed: (top-1, number of images)} of one label at the claim's place."""
     name, _, policy = label.partition("/")
     at: Row = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
-    at |= {} if claim.shift is None else {"shift": claim.shift}
-    found = rows if claim.shift is None else shifted
+    at |= {} if claim.translation is None else {"translation": claim.translation}
+    found = rows if claim.translation is None else translated
     own = [row for row in found if all(row[key] == value for key, value in at.items())]
     own = [row for row in own if row["policy"] == (policy or own[0]["policy"])]
     if not own:

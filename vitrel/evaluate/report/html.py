@@ -21,10 +21,10 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from vitrel.evaluate.images import Images
-from vitrel.evaluate.measure import Task, plan
+from vitrel.evaluate.measure import Task, tasks_of
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.models import Trained
-from vitrel.evaluate.policies import fitted
+from vitrel.evaluate.policies import at_size_with
 from vitrel.evaluate.report import DETAILS, verdicts
 from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, read_csv, read_lines, top1_interval
 from vitrel.evaluate.settings import Row, Sweep
@@ -181,16 +181,16 @@ def _classes(lines: Sequence[Row], crops: bool) -> dict[str, Any] | None:
 
 
 def _translation(lines: Sequence[Row], crops: bool) -> list[Row]:
-    """Top-1 by shift, averaged over seeds, with its interval as `aggregate` makes it."""
+    """Top-1 by translation, averaged over seeds, with its interval as `aggregate` makes it."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for line in lines:
-        groups[(*_place(line, crops), int(line["shift"]))].append(line)
+        groups[(*_place(line, crops), int(line["translation"]))].append(line)
     found = []
-    for (*key, shift), own in groups.items():
+    for (*key, by), own in groups.items():
         top1, n = sum(line["top1"] for line in own) / len(own), int(own[0]["n"])
         low, high, _ = top1_interval([line["top1"] for line in own], n)
         found.append(
-            _named(key) | {"shift": shift, "n": n, "seeds": len(own), "top1": round(top1, 4), "low": low, "high": high}
+            _named(key) | {"translation": by, "n": n, "seeds": len(own), "top1": round(top1, 4), "low": low, "high": high}
         )
     return found
 
@@ -321,7 +321,7 @@ def _recorded_tasks(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
     """One per model, size and policy, in the scale protocol where it is evaluated, and at the first crop."""
     protocol = "scale" if "scale" in sweep.protocols else sweep.protocols[0]
     found: dict[tuple, Task] = {}
-    for task in plan(models, sweep):
+    for task in tasks_of(models, sweep):
         if task.protocol == protocol:
             found.setdefault((id(task.trained), task.size, task.policy), task)
     return list(found.values())
@@ -352,13 +352,13 @@ def _record_model(
             continue
         one["layers"] = layers
         about: Item = {"size": size, "policy": task.policy}
-        spent += _keep(one, "lattices", found.lattices, about, share)
+        spent += _append_within(one, "lattices", found.lattices, about, share)
         if first:
             known, before, all_maps = len("".join(pictures.values())), len(one["maps"]), len(layers) * len(names)
             about["pictures"] = [_picture(task, image, pixels[image], pictures) for image in range(len(names))]
             drawn = len("".join(pictures.values())) - known
             spent += drawn
-            spent += _keep(one, "maps", found.maps, about, share - drawn)
+            spent += _append_within(one, "maps", found.maps, about, share - drawn)
             if lost := all_maps - (len(one["maps"]) - before):
                 one["left_out"].append(f"{trained.label} at {size}: attention of {lost} of {all_maps} layers and images")
     return one, spent
@@ -381,10 +381,10 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, share: in
             found.maps.append({"layer": len(names) - 1, "image": image} | item)
 
     try:
-        with fitted(task.trained.model.to(device), task.size, task.policy) as fit:
-            if fit.tokens > LARGEST:
+        with at_size_with(task.trained.model.to(device), task.size, task.policy) as ready:
+            if ready.tokens > LARGEST:
                 return None, found
-            for_each_layer(fit.model.to(device), pixels.to(device), use)
+            for_each_layer(ready.model.to(device), pixels.to(device), use)
     finally:
         task.trained.model.cpu()
     wanted = [len(names) - 1, 0, len(names) // 2]
@@ -417,8 +417,8 @@ def _picture(task: Task, image: int, pixels: Tensor, pictures: dict[str, str]) -
     return key
 
 
-def _keep(one: Item, name: str, items: Sequence[Item], about: Item, room: int) -> int:
-    """Enters the items for which there is room; the bytes that they take."""
+def _append_within(one: Item, name: str, items: Sequence[Item], about: Item, room: int) -> int:
+    """Appends to `one[name]` the items that take at most `room` bytes together; the bytes they take."""
     spent = 0
     for item in items:
         item = about | item

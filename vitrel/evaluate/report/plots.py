@@ -74,10 +74,10 @@ def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
         name = label if policy == "none" else f"{label}, {policy}"
         # intervals at one size stay apart, and those of two sizes do not mix
         step = min(0.012, 0.15 / len(drawn))
-        shift = 2 ** (step * (place - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
-        _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, shift, {**style, **line, "label": name})
+        dodge = 2 ** (step * (place - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
+        _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, dodge, {**style, **line, "label": name})
         for shape, fill in FILLS.items():
-            _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, shift, {**style, "linestyle": "none", **fill})
+            _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, dodge, {**style, "linestyle": "none", **fill})
     for size in table["train_size"].unique():
         axes.axvline(_side(size), color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
@@ -87,9 +87,9 @@ def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
     _sizes_axis(axes, list(table["img_size"].unique()))
 
 
-def _errorbar(axes: Axes, rows: pd.DataFrame, column: str, shift: float, style: dict) -> None:
+def _errorbar(axes: Axes, rows: pd.DataFrame, column: str, dodge: float, style: dict) -> None:
     rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
-    at = rows["img_size"].map(_side) * shift
+    at = rows["img_size"].map(_side) * dodge
     spread = [rows[column] - rows["low"], rows["high"] - rows[column]] if column == "top1" else None
     axes.errorbar(at, rows[column], yerr=spread, elinewidth=0.8, **style)
 

@@ -54,7 +54,7 @@ def _(
     return torch.empty_like(qkv, memory_format=torch.contiguous_format), _like(bias, qkv), dcos, dsin
 
 
-def _keep_window(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_window_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.sizes = inputs[4:]
 
@@ -66,7 +66,7 @@ def _window_gradients(ctx: Any, grad: Tensor) -> tuple:
     return (*_asked(found, inputs, ctx.needs_input_grad), None, None, None, None)
 
 
-window_op.register_autograd(_window_gradients, setup_context=_keep_window)
+window_op.register_autograd(_window_gradients, setup_context=_setup_window_context)
 
 
 @torch.library.custom_op("vitrel::biased_attention", mutates_args=())
@@ -104,7 +104,7 @@ def _(
     return dq, dk, dv, _like(bias if bias_grad else None, q), _like(rows, q), _like(columns, q)
 
 
-def _keep_biased(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_biased_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.sizes = inputs[6:]
 
@@ -115,7 +115,7 @@ def _biased_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
     return (*_asked(found, saved, ctx.needs_input_grad), None, None, None, None)
 
 
-biased_op.register_autograd(_biased_gradients, setup_context=_keep_biased)
+biased_op.register_autograd(_biased_gradients, setup_context=_setup_biased_context)
 
 
 def _asked(found: Sequence[Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -78,13 +78,13 @@ function says(row, curve, metric) {
   ].join("<br>");
 }
 
-function curveTraces(at, protocol, metric, shift) {
+function curveTraces(at, protocol, metric, dodge) {
   const curve = DATA.curves[at], look = chosen.has(at) ? style(chosen.get(at)) : null;
   const rows = rowsOf(at, protocol).filter((row) => row[metric.key] !== null && row[metric.key] !== undefined);
   const trace = (part, kind) => {
     const bars = part.map((row) => row.intervals[metric.key] || [row[metric.key], row[metric.key]]);
     const base = {
-      type: "scatter", name: curve.name, x: part.map((row) => side(row.img_size) * (look ? shift : 1)), y: part.map((row) => row[metric.key]),
+      type: "scatter", name: curve.name, x: part.map((row) => side(row.img_size) * (look ? dodge : 1)), y: part.map((row) => row[metric.key]),
       hovertext: part.map((row) => says(row, curve, metric)), hoverinfo: "text", meta: { curve: at, protocol, kind },
     };
     if (!look) return { ...base, mode: kind === "square" ? "lines" : "markers", line: { color: colours().line, width: 1 }, marker: { color: colours().line, size: 4 } };
@@ -145,8 +145,8 @@ function drawCurves() {
     panel.whole.hidden = !shown.has(protocol);
     if (panel.whole.hidden) continue;
     panel.caption.textContent = `${protocol} protocol: ${metric.name}`;
-    const shift = (i) => 2 ** (0.01 * (i - (order.length - 1) / 2));
-    const traces = [...grey.flatMap((curve) => curveTraces(curve, protocol, metric, 1)), ...order.flatMap((curve, i) => curveTraces(curve, protocol, metric, order.length > 10 ? 1 : shift(i)))];
+    const dodge = (i) => 2 ** (0.01 * (i - (order.length - 1) / 2));
+    const traces = [...grey.flatMap((curve) => curveTraces(curve, protocol, metric, 1)), ...order.flatMap((curve, i) => curveTraces(curve, protocol, metric, order.length > 10 ? 1 : dodge(i)))];
     draw(panel.plot, traces, resolutionLayout(metric));
   }
   for (const follow of followers) follow();

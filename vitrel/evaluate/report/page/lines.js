@@ -52,21 +52,21 @@ function drawTranslation() {
   const [size, protocol] = JSON.parse($("translation-at").value), metric = { key: "top1", name: "top-1 (%)" };
   const traces = [...chosen].flatMap(([at, place]) => {
     const row = rowsOf(at, protocol).find((one) => one.img_size === size), look = style(place), name = DATA.curves[at].name;
-    const own = row ? DATA.translation.filter((line) => line.label === row.label && line.policy === row.policy && line.img_size === size && line.protocol === protocol).sort((a, b) => a.shift - b.shift) : [];
+    const own = row ? DATA.translation.filter((line) => line.label === row.label && line.policy === row.policy && line.img_size === size && line.protocol === protocol).sort((a, b) => a.translation - b.translation) : [];
     return own.length ? [{
-      type: "scatter", mode: "lines+markers", name, x: own.map((line) => line.shift), y: own.map((line) => line.top1), hoverinfo: "text", meta: { curve: at, lines: own },
-      hovertext: own.map((line) => `<b>${plain(name)}</b><br>${line.shift} px: ${metric.name} ${number(line.top1)}<br>95 %: ${number(line.low)} to ${number(line.high)}<br>n = ${number(line.n)}, ${line.seeds} seed${line.seeds > 1 ? "s" : ""}`),
+      type: "scatter", mode: "lines+markers", name, x: own.map((line) => line.translation), y: own.map((line) => line.top1), hoverinfo: "text", meta: { curve: at, lines: own },
+      hovertext: own.map((line) => `<b>${plain(name)}</b><br>${line.translation} px: ${metric.name} ${number(line.top1)}<br>95 %: ${number(line.low)} to ${number(line.high)}<br>n = ${number(line.n)}, ${line.seeds} seed${line.seeds > 1 ? "s" : ""}`),
       line: { color: look.colour, dash: look.dash, width: 1.8 }, marker: { symbol: look.symbol, size: 8, color: look.colour },
       error_y: { type: "data", symmetric: false, thickness: 1, width: 2, color: look.colour, array: own.map((line) => line.high - line.top1), arrayminus: own.map((line) => line.top1 - line.low) },
     }] : [];
   });
-  translationFigure.caption.textContent = `Content moved, ${size}, ${protocol} protocol`;
-  draw(translationFigure.plot, traces, layout({ height: 360, xaxis: { title: { text: "moved down and right, px" } }, yaxis: { title: { text: metric.name } } }));
+  translationFigure.caption.textContent = `Content translated, ${size}, ${protocol} protocol`;
+  draw(translationFigure.plot, traces, layout({ height: 360, xaxis: { title: { text: "translated down and right, px" } }, yaxis: { title: { text: metric.name } } }));
 }
 
 function translationCsv() {
   const lines = translationFigure.plot.data.flatMap((trace) => trace.meta.lines);
-  const keys = ["label", "policy", "protocol", "img_size", "shift", "top1", "low", "high", "n", "seeds"];
+  const keys = ["label", "policy", "protocol", "img_size", "translation", "top1", "low", "high", "n", "seeds"];
   return [keys, ...lines.map((line) => keys.map((key) => line[key]))];
 }
 

@@ -1,4 +1,4 @@
-"""Reading(keep=...): images reduced once, kept in memory, and never changed by what is drawn from them."""
+"""Reading(cached_side=...): images reduced once, cached in memory, and never changed by what is drawn from them."""
 
 import json
 import pickle
@@ -16,8 +16,8 @@ HALF = (0.5, 0.5, 0.5)
 LIBRARIES = ("albumentations", "torchvision", "timm")
 CROPS = ("random_resized", "simple", "center")
 EVERYTHING = {"policy": "rand-m9-mstd0.5-inc1", "jitter": 0.4, "vflip": True, "erase": 0.5, "gray_prob": 0.2, "blur_prob": 0.3}
-KEEP = 24
-SHAPES = [(24, 24), (24, 40), (20, 64), (48, 48), (48, 96), (96, 48)]  # the first three are not larger than KEEP
+SIDE = 24
+SHAPES = [(24, 24), (24, 40), (20, 64), (48, 48), (48, 96), (96, 48)]  # the first three are not larger than SIDE
 KEPT = [(24, 24), (24, 40), (20, 64), (24, 24), (24, 48), (48, 24)]
 
 
@@ -50,17 +50,17 @@ def files(root):
     return sorted((root / "train").rglob("*.png"))
 
 
-def kept(root, keep=KEEP, **how):
-    return Folder(root, "train", identity, reading=Reading(keep=keep, **how))
+def cached(root, side=SIDE, **how):
+    return Folder(root, "train", identity, reading=Reading(cached_side=side, **how))
 
 
-def augmented(root, size, keep=KEEP, crop_pct=1.0, **settings):
+def augmented(root, size, side=SIDE, crop_pct=1.0, **settings):
     augment = Augmenter(Augmentation(**settings), size, HALF, HALF, 3, crop_pct)
-    return Folder(root, "train", Prepare(size, HALF, HALF), augment, reading=Reading(keep=keep))
+    return Folder(root, "train", Prepare(size, HALF, HALF), augment, reading=Reading(cached_side=side))
 
 
 def test_the_shorter_side_is_reduced_and_small_images_stay_as_decoded(root):
-    plain, data = Folder(root, "train", identity), kept(root)
+    plain, data = Folder(root, "train", identity), cached(root)
     for i, (shape, expected) in enumerate(zip(SHAPES, KEPT, strict=True)):
         image, label = data[i]
         assert image.shape == (3, *expected) and image.dtype == torch.uint8 and label == i // 3
@@ -72,9 +72,9 @@ def test_the_shorter_side_is_reduced_and_small_images_stay_as_decoded(root):
 def test_the_reduction_is_antialiased_bicubic(root, h, w):
     array = picture(h, w)
     Image.fromarray(array).save(files(root)[0])
-    image, _ = kept(root)[0]
+    image, _ = cached(root)[0]
     height, width = image.shape[1:]
-    assert min(height, width) == KEEP and abs(max(height, width) - KEEP * max(h, w) / min(h, w)) < 1
+    assert min(height, width) == SIDE and abs(max(height, width) - SIDE * max(h, w) / min(h, w)) < 1
     pil = tensor(np.asarray(Image.fromarray(array).resize((width, height), Image.BICUBIC)))
     difference = (image.int() - pil.int()).abs()
     assert difference.max() <= 2 and difference.float().mean() < 0.25
@@ -83,14 +83,14 @@ def test_the_reduction_is_antialiased_bicubic(root, h, w):
 
 
 def test_only_the_reduced_pixels_are_held(root):
-    data = kept(root)
+    data = cached(root)
     for i, (h, w) in enumerate(KEPT):
         assert data[i][0].untyped_storage().nbytes() == 3 * h * w
 
 
 def test_each_file_is_decoded_once(root):
     """Later draws need no file, whatever becomes of it, and other images are decoded when they are asked for."""
-    data, fresh = kept(root), kept(root)
+    data, fresh = cached(root), cached(root)
     first = [data[i][0].clone() for i in range(5)]
     for path in files(root)[:5]:
         path.unlink()
@@ -102,9 +102,9 @@ def test_each_file_is_decoded_once(root):
         fresh[0]  # a data set has its own
 
 
-def test_without_keep_every_image_is_decoded_anew(root):
-    assert Reading().keep is None
-    for reading in (Reading(), Reading(keep=None)):
+def test_without_a_cache_every_image_is_decoded_anew(root):
+    assert Reading().cached_side is None
+    for reading in (Reading(), Reading(cached_side=None)):
         data = Folder(root, "train", identity, reading=reading)
         assert data[5][0].shape == (3, 96, 48)
         for seed in (11, 12):
@@ -113,18 +113,18 @@ def test_without_keep_every_image_is_decoded_anew(root):
             assert torch.equal(data[5][0], tensor(array))
 
 
-@pytest.mark.parametrize("keep", [0, -8])
-def test_keep_is_at_least_one_pixel(keep):
-    with pytest.raises(ValueError, match=rf"keep .*{keep}"):
-        Reading(keep=keep)
-    assert Reading(keep=1).keep == 1
+@pytest.mark.parametrize("side", [0, -8])
+def test_the_side_is_at_least_one_pixel(side):
+    with pytest.raises(ValueError, match=rf"cached_side .*{side}"):
+        Reading(cached_side=side)
+    assert Reading(cached_side=1).cached_side == 1
 
 
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("size", [(24, 24), (24, 48), (16, 20)])
 def test_an_item_drawn_again_is_the_same(root, size, library, crop):
-    """At the first sizes some kept images fit as they are, and nothing resizes them into new memory."""
+    """At the first sizes some cached images fit as they are, and nothing resizes them into new memory."""
     for settings in ({"jitter": 0.4}, {"jitter": 0.4, "flip": False, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}, EVERYTHING):
         settings = settings | {"library": library, "crop": crop}
         data = augmented(root, size, **settings)
@@ -139,14 +139,14 @@ def test_an_item_drawn_again_is_the_same(root, size, library, crop):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_centre_crop_of_evaluation_leaves_the_kept_image_alone(root, library):
+def test_the_centre_crop_of_evaluation_leaves_the_cached_image_alone(root, library):
     data = augmented(root, (24, 24), crop_pct=0.875, library=library, crop="center", jitter=0.4)
     first = [data[i][0].clone() for i in range(6)]
     assert all(torch.equal(data[i][0], first[i]) for i in range(6))
 
 
 def test_an_item_that_is_changed_does_not_change_the_next(root):
-    prepared = Folder(root, "train", Prepare((24, 24), HALF, HALF), reading=Reading(keep=KEEP))
+    prepared = Folder(root, "train", Prepare((24, 24), HALF, HALF), reading=Reading(cached_side=SIDE))
     for data in (prepared, augmented(root, (24, 24), crop="center", jitter=0.0, flip=False)):
         first = [data[i][0].clone() for i in range(6)]
         for i in range(6):
@@ -157,22 +157,22 @@ def test_an_item_that_is_changed_does_not_change_the_next(root):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("crop", CROPS)
 def test_drawn_as_from_files_that_were_reduced_before(root, tmp_path, library, crop):
-    """Nothing but the reduction differs: the images kept, written to files, are drawn the same without keep."""
+    """Nothing but the reduction differs: the images cached, written to files, are drawn the same without a cache."""
     for source, i in zip(files(root), range(6), strict=True):
         path = tmp_path / "reduced" / source.relative_to(root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(kept(root)[i][0].permute(1, 2, 0).numpy()).save(path)
+        Image.fromarray(cached(root)[i][0].permute(1, 2, 0).numpy()).save(path)
     settings = EVERYTHING | {"library": library, "crop": crop}
-    data, other = augmented(root, (20, 28), **settings), augmented(tmp_path / "reduced", (20, 28), keep=None, **settings)
+    data, other = augmented(root, (20, 28), **settings), augmented(tmp_path / "reduced", (20, 28), side=None, **settings)
     for epoch in (0, 1):
         data.set_epoch(epoch)
         other.set_epoch(epoch)
         assert all(torch.equal(data[i][0], other[i][0]) and data[i][1] == other[i][1] for i in range(6))
 
 
-@pytest.mark.parametrize("keep", [96, 1000])
-def test_images_that_are_small_enough_are_drawn_as_without(root, keep):
-    data, other = augmented(root, (24, 24), keep=keep, **EVERYTHING), augmented(root, (24, 24), keep=None, **EVERYTHING)
+@pytest.mark.parametrize("side", [96, 1000])
+def test_images_that_are_small_enough_are_drawn_as_without(root, side):
+    data, other = augmented(root, (24, 24), side=side, **EVERYTHING), augmented(root, (24, 24), side=None, **EVERYTHING)
     for epoch in (0, 1):
         data.set_epoch(epoch)
         other.set_epoch(epoch)
@@ -215,7 +215,7 @@ def damaged(root):
 
 
 def test_an_unreadable_image_stops_every_time(damaged):
-    data = kept(damaged)
+    data = cached(damaged)
     for _ in range(2):
         data[0]
         with pytest.raises(BadImage, match=r"cannot decode .*train/cat/1.png: the file is empty; repair or remove it"):
@@ -224,20 +224,20 @@ def test_an_unreadable_image_stops_every_time(damaged):
 
 
 def test_an_unreadable_image_is_replaced_every_time(damaged):
-    data = kept(damaged, on_bad="replace")
+    data = cached(damaged, on_bad="replace")
     for _ in range(2):
         for index in (1, 2):
             image, label = data[index]
             assert label == 1 and torch.equal(image, data[3][0]) and image.shape == (3, 24, 24)
     assert data.bad_indices() == [1, 2]
-    strict = kept(damaged, on_bad="replace", bad_limit=2)
+    strict = cached(damaged, on_bad="replace", bad_limit=2)
     for _ in range(2):
         with pytest.raises(BadImage, match=r"2 images in a row cannot be read"):
             strict[1]
 
 
 def test_an_unreadable_image_is_left_out_every_time(damaged):
-    data = Folder(damaged, "train", Prepare((8, 12), HALF, HALF), reading=Reading(keep=KEEP, on_bad="leave_out"))
+    data = Folder(damaged, "train", Prepare((8, 12), HALF, HALF), reading=Reading(cached_side=SIDE, on_bad="leave_out"))
     for _ in range(2):
         assert [data[i][1] for i in range(6)] == [0, -1, -1, 1, 1, 1]
         assert not data[1][0].any() and data[1][0].shape == (3, 8, 12)
@@ -245,13 +245,13 @@ def test_an_unreadable_image_is_left_out_every_time(damaged):
 
 
 def test_the_limit_of_pixels_is_that_of_the_file(root):
-    data = kept(root, max_pixels=48 * 48)
+    data = cached(root, max_pixels=48 * 48)
     assert data[3][0].shape == (3, 24, 24)
     with pytest.raises(BadImage, match=r"4.png has 48x96 \(H x W\) pixels, more than max_pixels=2,304"):
         data[4]
 
 
-def test_sets_by_name_are_kept_too(tmp_path):
+def test_sets_by_name_are_cached_too(tmp_path):
     base = tmp_path / "food-101"
     (base / "meta").mkdir(parents=True)
     for split, number in (("train", 0), ("test", 1)):
@@ -259,7 +259,7 @@ def test_sets_by_name_are_kept_too(tmp_path):
         path = base / "images" / "waffles" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture(40, 60)).save(path, quality=95)
-    how = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "reading": Reading(keep=10)}
+    how = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "reading": Reading(cached_side=10)}
     data = create_dataset(f"food101:{tmp_path}", "train", (10, 15), **how)
     seen = []
     data.prepare = lambda image: seen.append(image) or image

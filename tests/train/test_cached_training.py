@@ -1,4 +1,4 @@
-"""Training on images that are kept in memory: the same batches from any number of loader processes, evaluation untouched."""
+"""Training on images that are cached in memory: the same batches from any number of loader processes, evaluation untouched."""
 
 from types import SimpleNamespace
 
@@ -42,9 +42,9 @@ class Module:
 class Data:
     """The loaders of `ImageData` outside a run, epoch by epoch."""
 
-    def __init__(self, root, keep, on_bad="replace", **how):
+    def __init__(self, root, side, on_bad="replace", **how):
         how = {"batch_size": 4, "augment": EVERYTHING, "seed": 5} | how
-        self.data = ImageData(str(root), (24, 32), reading=Reading(keep=keep, on_bad=on_bad), **how)
+        self.data = ImageData(str(root), (24, 32), reading=Reading(cached_side=side, on_bad=on_bad), **how)
         epochs, batches = SimpleNamespace(ready=0, processed=0), SimpleNamespace(ready=0)
         inner = SimpleNamespace(batch_progress=SimpleNamespace(current=batches))
         loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=epochs), epoch_loop=inner)
@@ -82,25 +82,25 @@ def test_two_trainings_of_one_data_module_are_the_same(photos):
     assert_equal(data.train(), first)  # from memory
 
 
-@pytest.mark.parametrize("keep", [48, 500])
-def test_images_that_are_small_enough_make_the_batches_of_before(photos, keep):
-    assert_equal(Data(photos, keep).train(), Data(photos, None).train())
+@pytest.mark.parametrize("side", [48, 500])
+def test_images_that_are_small_enough_make_the_batches_of_before(photos, side):
+    assert_equal(Data(photos, side).train(), Data(photos, None).train())
 
 
 def test_larger_images_make_other_batches_in_the_same_order(photos):
-    kept, plain = Data(photos, 24), Data(photos, None)
-    pairs = [*zip(kept.train(), plain.train(), strict=True)]
+    cached, plain = Data(photos, 24), Data(photos, None)
+    pairs = [*zip(cached.train(), plain.train(), strict=True)]
     assert all(torch.equal(a[1], b[1]) for a, b in pairs) and not any(torch.equal(a[0], b[0]) for a, b in pairs)
-    assert kept.data.names(1, 2) == plain.data.names(1, 2)
+    assert cached.data.names(1, 2) == plain.data.names(1, 2)
 
 
 def test_only_the_reduction_differs(photos, tmp_path):
-    """The kept images, written to files, are the same training without keep."""
-    kept = Folder(photos, "train", lambda image: image, reading=Reading(keep=24))
+    """The cached images, written to files, are the same training without a cache."""
+    cached = Folder(photos, "train", lambda image: image, reading=Reading(cached_side=24))
     for i in range(12):
         path = tmp_path / "train" / ("cat", "dog")[i // 6] / f"{i:02d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        image = kept[i][0]
+        image = cached[i][0]
         assert image.shape == (3, 24, 32)
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
     (tmp_path / "val").symlink_to(photos / "val")
@@ -113,11 +113,11 @@ def test_evaluation_images_are_those_without(photos):
     assert_equal(data.evaluation(), Data(photos, None).evaluation())
     blurred = data.train(1)[0][0]
     assert blurred.shape == (4, 3, 24, 32)
-    plain = [Data(photos, keep, augment=None).data.train_set[0][0] for keep in (8, None)]
+    plain = [Data(photos, side, augment=None).data.train_set[0][0] for side in (8, None)]
     assert not torch.equal(*plain)  # while training images are reduced, without augmentation too
 
 
-def test_streamed_shards_keep_nothing(photos, tmp_path):
+def test_streamed_shards_cache_nothing(photos, tmp_path):
     pack(photos, tmp_path / "shards")
     assert len(Data(tmp_path / "shards", None).train(1)) == 3
     with pytest.raises(ValueError, match="shards are streamed"):
@@ -125,13 +125,13 @@ def test_streamed_shards_keep_nothing(photos, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [32, 16])
-def test_a_run_differs_by_the_reduction_alone(command, tmp_path, keep):
-    """Images of 32 pixels: kept as they are, the runs are the same to the last bit; reduced, they are not."""
+@pytest.mark.parametrize("side", [32, 16])
+def test_a_run_differs_by_the_reduction_alone(command, tmp_path, side):
+    """Images of 32 pixels: cached as they are, the runs are the same to the last bit; reduced, they are not."""
     flags = ["--data.augment={flip: true, jitter: 0.3}", "--trainer.limit_val_batches=1"]
-    done = run(command("kept", *flags, f"--data.reading.keep={keep}", epochs=2))
-    assert not done.datamodule.train_set._kept  # nothing stays in memory from one run to the next
+    done = run(command("cached", *flags, f"--data.reading.cached_side={side}", epochs=2))
+    assert not done.datamodule.train_set._cached  # nothing stays in memory from one run to the next
     run(command("plain", *flags, epochs=2))
-    one, two = (read(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("kept", "plain"))
+    one, two = (read(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("cached", "plain"))
     assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one) == (keep == 32)
+    assert all(torch.equal(one[name], two[name]) for name in one) == (side == 32)

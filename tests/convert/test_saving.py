@@ -1,0 +1,460 @@
+"""save and load: every vitrel model is the same after them, anyone's weights become one, what cannot be kept is refused."""
+
+import json
+import re
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from torch import nn
+
+import vitrel
+from helpers.small_runs import fit, small
+from helpers.timm_peers import WINDOWS, apart, peer, scattered
+from helpers.variants import SMALL as FEW
+from helpers.variants import VARIANTS
+from vitrel.convert import absolute_to_relative, drop_absolute
+from vitrel.cpu.optimize import restore
+from vitrel.models.swin import Swin
+from vitrel.models.vit import ViT
+from vitrel.position import POSITIONS
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5)
+THEIRS = dict(depth=2, embed_dim=64, num_heads=1, img_size=48, num_classes=5)
+
+
+OPTIONS = [(key, options) for key, options in VARIANTS if options or POSITIONS[key].policies]  # the rows have the others
+
+
+def scatter(model):
+    """Every parameter far from its initialisation."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model.eval()
+
+
+def images(model):
+    like, (h, w) = model.patch_embed.proj.weight, model.img_size
+    return [torch.randn(1, like.shape[1], *size).to(like.dtype) for size in ((h, w), (h // 2 + 3, w + 9))]
+
+
+@torch.no_grad()
+def assert_equal(again, model):
+    """Bit by bit, at the native size and at one that is not square."""
+    assert type(again) is type(model) and not again.training
+    ours, theirs = model.state_dict(), again.state_dict()
+    assert [*ours] == [*theirs] and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True)
+    )
+    assert again.img_size == model.img_size
+    for image in images(model):
+        assert torch.equal(again(image), model(image))
+
+
+def round_trip(model, tmp_path):
+    vitrel.save(model, tmp_path / "model.safetensors")
+    again = vitrel.load(tmp_path / "model.safetensors")
+    assert_equal(again, model.eval())
+    return again
+
+
+@pytest.mark.parametrize("name", [n for n in timm.list_models("vitrel_*") if re.match(r"vitrel_\w+?_n8?(_|$)", n)])
+def test_every_row(name, tmp_path):
+    again = round_trip(scatter(timm.create_model(name, num_classes=3)), tmp_path)
+    assert again.pretrained_cfg["architecture"] == name
+
+
+@pytest.mark.parametrize("trunk", [ViT, pytest.param(Swin, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("key", "options"), OPTIONS, ids=[f"{key}-{options or ''}" for key, options in OPTIONS])
+def test_every_encoding(key, options, trunk, tmp_path):
+    position_args = FEW.get(key, {}) | options
+    if POSITIONS[key].site == "attention" and POSITIONS[key].policies:
+        position_args |= dict(resize=POSITIONS[key].policies[-1]) if "resize" not in options else {}
+    sizes = VIT | dict(img_size=(32, 48)) if trunk is ViT else SWIN
+    round_trip(scatter(trunk(**sizes, position=key, position_args=position_args or None)), tmp_path)
+
+
+def ours(name="vitrel_vit_n8_table", **options):
+    return scatter(timm.create_model(name, **dict(num_classes=5) | options))
+
+
+def small_peer(name, **own):
+    return peer(name, **THEIRS | own)
+
+
+def called(model, method, *args, **options):
+    getattr(model, method)(*args, **options)
+    return model
+
+
+def faded(steps):
+    model = vitrel.relativize(small_peer("vit_base_patch16_224"), absolute="fade", fade_steps=4).train()
+    for _ in range(steps):
+        model(torch.randn(1, 3, 48, 48))
+    return drop_absolute(model) if steps == 4 else model
+
+
+ROUTES = {
+    **{name: (lambda name=name: vitrel.from_timm(small_peer(name))) for name in (
+        "vit_base_patch16_224", "deit_tiny_distilled_patch16_224", "vit_base_patch16_siglip_224",
+            "eva02_base_patch16_clip_224",
+        "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_ape_224", "vit_relpos_medium_patch16_cls_224",
+        "vit_base_patch16_clip_quickgelu_224", "beit3_base_patch16_224", "vit_little_patch16_reg4_gap_256")},
+    "beit": lambda: vitrel.from_timm(small_peer("beit_base_patch16_224", use_rel_pos_bias=False,
+        use_shared_rel_pos_bias=True)),
+    "sam": lambda: vitrel.from_timm(small_peer("samvit_base_patch16_224", global_attn_indexes=(1,), window_size=3)),
+    "swin": lambda: vitrel.from_timm(peer("swin_tiny_patch4_window7_224")),
+    "swinv2": lambda: vitrel.from_timm(peer("swinv2_base_window12to16_192to256")),
+    "relativize keep": lambda: scatter(vitrel.relativize(small_peer("vit_base_patch16_224"), "table+shaw", img_size=(48, 80))),
+    "relativize drop": lambda: scatter(vitrel.relativize(small_peer("eva02_base_patch14_224", img_size=42),
+        absolute="drop", rope="drop")),
+    "relativize rope kept": lambda: scatter(vitrel.relativize(small_peer("vit_small_patch16_rope_ape_224"), "t5",
+        dict(num_buckets=8))),
+    "fade begun": lambda: faded(1), "faded": lambda: faded(4),
+    "drop_absolute": lambda: drop_absolute(vitrel.relativize(small_peer("vit_base_patch16_224")), force=True),
+    "absolute_to_relative": lambda: absolute_to_relative(scatter(ViT(**VIT)), torch.randn(4, 3, 32, 32)),
+    "absolute_to_relative fade": lambda: absolute_to_relative(scatter(ViT(**VIT)), torch.randn(4, 3, 32, 32),
+        absolute="fade", fade_steps=3),
+    "pruned": lambda: called(ours(drop_path_rate=0.2), "prune_intermediate_layers", [0], prune_norm=True, prune_head=True),
+    "pruned, head kept": lambda: called(ours(), "prune_intermediate_layers", [0], prune_norm=False, prune_head=False),
+    "pruned, norm alone": lambda: called(ours(global_pool="avg"), "prune_intermediate_layers", [0], prune_norm=True,
+        prune_head=False),
+    "pruned Swin": lambda: called(ours("vitrel_swin_n"), "prune_intermediate_layers", [0], prune_norm=True, prune_head=True),
+    "pruned Swin, all stages": lambda: called(ours("vitrel_swin_n"), "prune_intermediate_layers", [2], prune_norm=True,
+        prune_head=False),
+    "pruned from timm": lambda: called(vitrel.from_timm(peer("beit_base_patch16_224", **THEIRS)),
+        "prune_intermediate_layers", [0]),
+    "other head": lambda: called(ours(), "reset_classifier", 9, "avg"),
+    "other head, Swin": lambda: called(ours("vitrel_swinv2_n"), "reset_classifier", 9, "max"),
+    "norm and pooling": lambda: called(ours(global_pool="avg"), "reset_classifier", 9, "token"),
+    "map to token": lambda: called(ours(global_pool="map"), "reset_classifier", 2, "token"),
+    "distilled, no head": lambda: called(vitrel.from_timm(small_peer("deit_tiny_distilled_patch16_224")),
+        "reset_classifier", 0, ""),
+    "no classes": lambda: ours(num_classes=0), "no head": lambda: called(ours(), "reset_classifier", 0, ""),
+    "no head, Swin": lambda: called(ours("vitrel_swin_n"), "reset_classifier", 0, ""),
+    "half": lambda: ours().half(), "bfloat16": lambda: ours("vitrel_swin_n").bfloat16(), "double": lambda: ours().double(),
+    "input size": lambda: called(ours(), "set_input_size", (96, 40)),
+    "resize policy": lambda: called(ours(), "set_resize_policy", "clip"),
+    "checkpointing": lambda: called(ours("vitrel_swin_n"), "set_grad_checkpointing"),
+    "shared": lambda: ours(share_position=True), "one channel": lambda: ours(in_chans=1),
+    "windows": lambda: scatter(timm.create_model("vitrel_vit", **VIT, class_token=False, global_pool="avg",
+        position="decomposed", block_args=dict(window=3, global_blocks=(1,)))),
+    "perturbed": lambda: ours("vitrel_vit_n8_rope_axial", position_args=dict(shift=0.1, jitter=1.1, rescale=1.2)),
+    "log_n": lambda: ours("vitrel_vit_n8_rope_axial", position_args=dict(logit_scale="log_n")),
+    "Swin options": lambda: ours("vitrel_swinv2_n", position_args=dict(pretrained_window=(2, 3, 4)), window_size=(4, 6),
+        drop_path_rate=0.3),
+    "everything": lambda: scatter(timm.create_model("vitrel_vit", **VIT | dict(mlp_ratio=3.3), reg_tokens=2,
+        position="absolute+rope_mixed+table", init_gain=1.0, drop_rate=0.1,
+        attn_drop_rate=0.2, block_args=dict(init_values=0.1, mlp="swiglu", mlp_norm=True, qk_norm=True, attn_norm=True,
+            norm_eps=1e-3))),
+    "names of classes": lambda: ours(pretrained_cfg_overlay=dict(mean=(0.1, 0.2, 0.3), label_names=["a", "b", "c", "d", "e"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route(route, tmp_path):
+    model = ROUTES[route]()
+    again = round_trip(model, tmp_path)
+    kept = [
+        [x.pretrained_cfg.get(name) for name in ("mean", "std", "crop_pct", "interpolation", "label_names")]
+        for x in (model, again)
+    ]
+    assert json.dumps(kept[0]) == json.dumps(kept[1])
+    drops = [[getattr(m, "p", 0) for m in x.modules() if isinstance(m, nn.Dropout)] for x in (model, again)]
+    assert drops[0] == drops[1]
+    assert again.current_arguments() == model.current_arguments()
+    (tmp_path / "twice").mkdir()
+    round_trip(again, tmp_path / "twice")
+
+
+def test_mixed_types(tmp_path):
+    model = ours().bfloat16()
+    model.head.float()
+    vitrel.save(model, tmp_path / "model.safetensors")
+    again, image = vitrel.load(tmp_path / "model.safetensors"), images(model)[1].float()
+    assert [p.dtype for p in again.parameters()] == [p.dtype for p in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(image), again(image))
+
+
+@pytest.mark.filterwarnings("ignore:oneDNN is no faster")
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])
+def test_after_optimize(name, tmp_path):
+    """The file is that of the model before, and so is what is loaded."""
+    model = ours(name)
+    vitrel.save(model, tmp_path / "before.safetensors")
+    vitrel.save(vitrel.optimize(model, linears="torch"), tmp_path / "after.safetensors")
+    assert meta_of(tmp_path / "after.safetensors") == meta_of(tmp_path / "before.safetensors")
+    restore(model)
+    for file in ("after", "before"):
+        assert_equal(vitrel.load(tmp_path / f"{file}.safetensors"), model)
+
+
+THROUGH_TIMM = ["vit_base_patch16_224", "beit", "deit_tiny_distilled_patch16_224", "sam", "swinv2", "relativize keep",
+    "fade begun",
+                "drop_absolute", "pruned", "pruned Swin", "pruned Swin, all stages", "other head", "other head, Swin",
+                    "no classes",
+                "no head, Swin", "windows", "perturbed", "everything", "input size", "resize policy"]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", THROUGH_TIMM)
+def test_through_timms_folder(route, tmp_path):
+    model = ROUTES[route]().eval()
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    for again in (timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval(), vitrel.load(tmp_path)):
+        for image in images(model):
+            assert torch.equal(again(image), model(image))
+
+
+@pytest.mark.parametrize(
+    "name", ["beitv2_base_patch16_224", "eva02_base_patch14_224", "vit_small_patch16_dinov3", "swin_tiny_patch4_window7_224"]
+)
+def test_files_of_timm(name, tmp_path):
+    """A folder of timm's, and a .pth beside its config.json."""
+    theirs = peer(name, **(dict(num_classes=5) if "swin" in name else THEIRS | dict(img_size=56 if "14" in name else 48)))
+    save_for_hf(theirs, tmp_path, safe_serialization=True)
+    image = torch.randn(1, 3, *theirs.patch_embed.img_size)
+    again = vitrel.load(tmp_path)
+    assert isinstance(again, ViT | Swin) and apart(again(image), theirs(image)) <= 2e-6
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "any.pth")
+    assert torch.equal(vitrel.load(tmp_path / "any.pth")(image), again(image))
+    round_trip(again, tmp_path)
+
+
+TI, S = "vit_tiny_patch16_224", dict(depth=2, img_size=64)
+BARE = {  # (name of the file's model, its options, like)
+    "itself": (TI, S, TI), "depth, width, classes": (TI, S | dict(depth=3, embed_dim=96, num_classes=4), TI),
+    "registers": (TI, S | dict(reg_tokens=4), TI), "layer scale": (TI, S | dict(init_values=0.1), TI),
+    "norms of q and k": (TI, S | dict(qk_norm=True), TI), "no bias": (TI, S | dict(qkv_bias=False), TI),
+    "other patches": (TI, S | dict(patch_size=8, in_chans=1), TI), "MLP": (TI, S | dict(mlp_ratio=3.3), TI),
+    "no class token": (TI, S | dict(class_token=False, global_pool="avg", num_heads=8), "vit_medium_patch16_gap_240"),
+    "without layer scale": ("deit_small_patch16_224", S | dict(embed_dim=96), "deit3_small_patch16_224"),
+    "without registers": ("vit_small_patch14_dinov2", S | dict(img_size=70, embed_dim=96), "vit_small_patch14_reg4_dinov2"),
+    "distilled": ("deit_tiny_distilled_patch16_224", S, "deit_tiny_distilled_patch16_224"),
+    "distilled like plain": ("deit_tiny_distilled_patch16_224", S, "deit_tiny_patch16_224"),
+    "clip": ("vit_base_patch16_clip_quickgelu_224", S | dict(embed_dim=96), "vit_base_patch16_clip_quickgelu_224"),
+    "siglip": ("vit_base_patch16_siglip_224", S | dict(embed_dim=96), "vit_base_patch16_siglip_224"),
+    "beit": ("beit_base_patch16_224", S | dict(embed_dim=96), "beit_base_patch16_224"),
+    "beit of another width": ("beit_base_patch16_224", S | dict(embed_dim=96, num_heads=4), "beit_base_patch16_224"),
+    "eva02": ("eva02_tiny_patch14_224", dict(depth=2), "eva02_tiny_patch14_224"),
+    "dinov3": ("vit_small_patch16_dinov3", dict(depth=2, embed_dim=96), "vit_small_patch16_dinov3"),
+    "rope mixed": ("vit_small_patch16_rope_mixed_224", dict(depth=2, embed_dim=96), "vit_small_patch16_rope_mixed_224"),
+    "Swin": ("swin_tiny_patch4_window7_224", WINDOWS, None),
+    "Swin, window 12": ("swin_base_patch4_window12_384", dict(WINDOWS, depths=(2, 2), num_heads=(1, 2), img_size=96), None),
+    "Swin like": ("swin_tiny_patch4_window7_224", WINDOWS, "swin_small_patch4_window7_224"),
+    "Swin V2": ("swinv2_tiny_window8_256", dict(depths=(2, 2, 2, 2), embed_dim=24), "swinv2_tiny_window8_256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BARE)
+def test_bare_weights(case, tmp_path):
+    """Where the file and the model named differ, the file's shapes win."""
+    name, options, like = BARE[case]
+    theirs = scattered(timm.create_model(name, **dict(num_classes=7) | options))
+    save_file(theirs.state_dict(), tmp_path / "bare.safetensors")
+    torch.save({"epoch": 3, "model": theirs.state_dict()}, tmp_path / "bare.pth")
+    again, other = (vitrel.load(tmp_path / f"bare.{suffix}", like=like) for suffix in ("safetensors", "pth"))
+    image = torch.randn(1, theirs.patch_embed.proj.in_channels, *theirs.patch_embed.img_size)
+    expected = theirs(image)
+    assert torch.equal(again(image), other(image)) and apart(again(image), expected) <= 2e-6
+    if like is not None and "img_size" in options:
+        assert again.img_size == theirs.patch_embed.img_size
+
+
+def test_bare_weights_of_ours(tmp_path):
+    for name in ("vitrel_vit_n8_rope_mixed", "vitrel_swin_n"):
+        model = ours(name)
+        save_file(model.state_dict(), tmp_path / "bare.safetensors")
+        assert_equal(vitrel.load(tmp_path / "bare.safetensors", like=name), model)
+
+
+def test_bare_weights_need_a_name(tmp_path):
+    save_file(small_peer(TI, depth=3, embed_dim=96, num_heads=3).state_dict(), path := tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match=r"bare\.safetensors .*width 96, 3 blocks, patches of 16x16.*like="):
+        vitrel.load(path)
+    with pytest.raises(ValueError, match=r"unknown model 'vit_tiny'"):
+        vitrel.load(path, like="vit_tiny")
+    save_file(small_peer(TI, class_token=False, global_pool="avg", embed_dim=96, num_heads=3).state_dict(), path)
+    with pytest.raises(ValueError, match=r"bare\.safetensors gives no model like vit_tiny.*global_pool"):
+        vitrel.load(path, like=TI)
+    assert vitrel.load(path, like=TI, global_pool="avg").global_pool == "avg"
+    with pytest.raises(ValueError, match=r"plain ViT.*swin_tiny_patch4_window7_224 is not"):
+        vitrel.load(path, like="swin_tiny_patch4_window7_224")
+    save_file({"a": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=r"bare\.safetensors"):
+        vitrel.load(path, like=TI)
+
+
+def test_runs(tmp_path):
+    """A checkpoint of vitrel train, and the folder of the run."""
+    (tmp_path / "checkpoints").mkdir()
+    run = small("vitrel_vit_n8_table")
+    fit(run, max_epochs=1).save_checkpoint(path := tmp_path / "checkpoints" / "last.ckpt")
+    for source in (path, tmp_path):
+        assert_equal(vitrel.load(source), run.model.eval())
+    round_trip(vitrel.load(path), tmp_path)
+    changed = vitrel.load(tmp_path, num_classes=9, drop_path_rate=0.1)
+    assert changed.head.out_features == 9 and torch.equal(changed.blocks[1].mlp.fc1.weight, run.model.blocks[1].mlp.fc1.weight)
+
+
+def test_changes(tmp_path):
+    model = ours("vitrel_vit_n8_absolute_rope_mixed", num_classes=5)
+    vitrel.save(model, path := tmp_path / "model.safetensors")
+    new = vitrel.load(path, num_classes=8)
+    assert new.num_classes == 8 and new(torch.randn(1, 3, 64, 64)).shape == (1, 8)
+    assert torch.equal(new.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
+    larger, image = vitrel.load(path, img_size=(96, 48)), torch.randn(1, 3, 96, 48)
+    assert larger.img_size == (96, 48) and larger.pos_embed.pos_embed.shape[1] == 1 + 12 * 6
+    assert apart(larger(image), model(image)) <= 2e-6  # which resamples at forward
+    dropped = vitrel.load(path, drop_path_rate=0.4, drop_rate=0.2)
+    assert dropped.head_drop.p == 0.2 and dropped.blocks[-1].drop_path1.drop_prob == pytest.approx(0.4)
+    assert torch.equal(dropped(image), model(image))
+    round_trip(new, tmp_path), round_trip(dropped, tmp_path)
+    with pytest.raises((TypeError, ValueError), match="nothing_of_ours"):
+        vitrel.load(path, nothing_of_ours=3)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        vitrel.load(path, mlp_ratio=2.0)
+
+
+def altered(change, name="vitrel_vit_n8_absolute_rope_mixed", **options):
+    model = ours(name, **options)
+    return change(model) or model
+
+
+SITE = "vitrel_vit_n8_rope_axial"
+LOST = {  # what a file would not give back: (model, words)
+    "head": (lambda: altered(lambda m: setattr(m, "head", nn.Sequential(nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 5)))),
+        "head"),
+    "head, other width": (lambda: altered(lambda m: setattr(m, "head", nn.Linear(m.embed_dim, 11))), "head"),
+    "head without bias": (lambda: altered(lambda m: setattr(m, "head", nn.Linear(m.embed_dim, 5, bias=False))), "head"),
+    "MLP": (lambda: altered(lambda m: setattr(m.blocks[1], "mlp", nn.Identity())), r"blocks\.1\.mlp"),
+    "activation": (lambda: altered(lambda m: setattr(m.blocks[1].mlp, "act", nn.ReLU())), r"blocks\.1\.mlp\.act"),
+    "eps": (lambda: altered(lambda m: setattr(m.norm, "eps", 1e-3)), r"norm"),
+    "forward hook": (lambda: altered(lambda m: void(m.blocks[0].register_forward_hook(lambda *a: None))), r"blocks\.0.* hook"),
+    "pre-hook": (lambda: altered(lambda m: void(m.norm.register_forward_pre_hook(lambda *a: None))), "norm.* hook"),
+    "hook of the model": (lambda: altered(lambda m: void(m.register_forward_hook(lambda *a: None))), "hook"),
+    "forward": (lambda: altered(lambda m: setattr(m.blocks[0], "forward", lambda x, grid: x)), r"blocks\.0.*forward"),
+    "temperature": (lambda: altered(lambda m: setattr(m.blocks[0].position, "logit_scale", "log_n"), SITE),
+        r"blocks\.0\.position.*logit_scale"),
+    "base": (lambda: altered(lambda m: setattr(m.blocks[0].position, "base", 7.0), SITE), r"blocks\.0\.position.*base"),
+    "shift": (lambda: altered(lambda m: setattr(m.layers[0].blocks[1].attn, "shift", (0, 0)), "vitrel_swin_n"),
+        r"layers\.0\.blocks\.1\.attn.*shift"),
+    "resize": (lambda: altered(lambda m: setattr(m.blocks[1].position, "resize", "clip"), "vitrel_vit_n8_table"),
+        r"blocks\.1\.position.*resize"),
+    "encoding": (lambda: altered(lambda m: setattr(m.blocks[0], "position", m.blocks[0].position.__class__((4, 4, 1), 4,
+        16)), SITE), r"blocks\.0"),
+    "block": (lambda: altered(lambda m: void(m.blocks.append(m.blocks[0]))), r"blocks"),
+    "parameter": (lambda: altered(lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1)))), "gain"),
+    "parametrised": (lambda: altered(lambda m: void(nn.utils.parametrizations.weight_norm(m.blocks[0].attn.proj))),
+        r"blocks\.0\.attn\.proj"),
+    "quantised": (lambda: torch.ao.quantization.quantize_dynamic(ours(), {nn.Linear}), r"attn|head|mlp"),
+    "compiled": (lambda: torch.compile(ours()), "OptimizedModule"), "parallel": (lambda: nn.DataParallel(ours()),
+        "DataParallel"),
+    "of timm": (lambda: small_peer(TI, num_heads=1), "VisionTransformer.*from_timm"), "no model": (lambda: nn.Linear(2,
+        2), "Linear"),
+}  # fmt: skip
+
+
+def void(_):
+    """For calls that return something where a change returns None."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", LOST)
+def test_what_cannot_be_kept_is_refused(case, tmp_path):
+    build, words = LOST[case]
+    with pytest.raises(ValueError, match=words):
+        vitrel.save(build(), tmp_path / "model.safetensors")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_names_of_files(tmp_path):
+    for name in ("model.pth", "model", "model.safetensors.gz"):
+        with pytest.raises(ValueError, match=rf"saved as \.safetensors, not as {re.escape(name)}"):
+            vitrel.save(ours(), tmp_path / name)
+    with pytest.raises(OSError, match="No such file"):
+        vitrel.save(ours(), tmp_path / "missing" / "model.safetensors")
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
+        vitrel.load(tmp_path / "none.safetensors")
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path))):
+        vitrel.load(tmp_path)
+
+
+def told(change):
+    """A damage: what the metadata tell is changed, the tensors stay."""
+
+    def damage(path):
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["vitrel"])
+        about = change(about) or about
+        save_file(load_file(path), path, metadata={"vitrel": about if isinstance(about, str) else json.dumps(about)})
+
+    return damage
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
+
+
+def without(path):
+    save_file({name: value for name, value in load_file(path).items() if name != "norm.weight"}, path, metadata=meta_of(path))
+
+
+def meta_of(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+DAMAGES = {
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-50]), ""),
+        "header": (lambda path: path.write_bytes(path.read_bytes()[:40]), ""),
+    "empty": (lambda path: path.write_bytes(b""), "empty"), "no file of ours": (lambda path: path.write_text("<html>"), ""),
+    "flipped": (flip, "damaged"), "newer": (told(lambda a: a.update(format=99)), "format 99.*upgrade"),
+    "older": (told(lambda a: void(a.pop("model")) or a.update(format=1)), "like="),
+        "no configuration": (told(lambda a: void(a.pop("model"))), "like="),
+    "cut JSON": (told(lambda a: json.dumps(a)[:-9]), ""), "a list": (told(lambda a: "[1, 2]"), ""),
+        "a number": (told(lambda a: "3"), ""),
+    "model is a list": (told(lambda a: a.update(model=[1])), ""),
+        "no arguments": (told(lambda a: void(a["model"].pop("arguments"))), ""),
+    "null arguments": (told(lambda a: a["model"].update(arguments=None)), ""),
+        "format is text": (told(lambda a: a.update(format="x")), ""),
+    "another name": (told(lambda a: a["model"].update(architecture="resnet18")), ""),
+    "unknown name": (told(lambda a: a["model"].update(architecture="vitrel_x")), ""),
+    "a name elsewhere": (told(lambda a: a["model"].update(architecture="hf-hub:x/y")), ""),
+    "unknown argument": (told(lambda a: a["model"]["arguments"].update(colour=3)), ""),
+    "text for a number": (told(lambda a: a["model"]["arguments"].update(depth="two")), ""),
+    "impossible": (told(lambda a: a["model"]["arguments"].update(num_heads=7)), ""),
+    "other depth": (told(lambda a: a["model"]["arguments"].update(depth=3)), ""),
+    "unknown encoding": (told(lambda a: a["model"]["arguments"].update(position="tabel")), ""),
+    "size of one number": (told(lambda a: a["model"].update(input_size=[64])), ""),
+    "preparation is text": (told(lambda a: a["model"].update(preparation="x")), ""),
+    "no img_size": (told(lambda a: void(a["model"]["arguments"].pop("img_size"))), ""),
+    "a tensor is missing": (without, "norm.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files(damage, tmp_path):
+    vitrel.save(ours(), path := tmp_path / "model.safetensors")
+    change, words = DAMAGES[damage]
+    change(path)
+    for options in ({}, dict(num_classes=3)):
+        with pytest.raises(ValueError, match=rf"(?s)model\.safetensors.*{words}"):
+            vitrel.load(path, **options)
+
+
+def test_bare_weights_are_prepared_as_the_model_they_are_like(tmp_path):
+    theirs = timm.create_model("deit_tiny_patch16_224", depth=1, num_classes=3, img_size=32)
+    torch.save(theirs.state_dict(), tmp_path / "deit.pth")
+    cfg = vitrel.load(tmp_path / "deit.pth", like="deit_tiny_patch16_224").pretrained_cfg
+    assert (cfg["mean"], cfg["crop_pct"]) == (theirs.pretrained_cfg["mean"], theirs.pretrained_cfg["crop_pct"])
+    assert cfg["input_size"] == (3, 32, 32)

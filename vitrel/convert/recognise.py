@@ -1,0 +1,422 @@
+"""What a timm model is in our terms: trunk, constructor arguments, weights under names that our loader reads.
+
+Everything is read from the module itself, so a model with changed options, another head or another image size is recognised as
+it is. What has no counterpart here is refused, with one line that says what it is.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from timm import layers
+from timm.layers import (
+    AttentionPoolLatent,
+    GluMlp,
+    Mlp,
+    PatchEmbed,
+    RelPosMlp,
+    RotaryEmbeddingCat,
+    RotaryEmbeddingDinoV3,
+    RotaryEmbeddingMixed,
+    SwiGLU,
+)
+from timm.models import beit, eva, vision_transformer, vision_transformer_relpos, vision_transformer_sam
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+from torch import Tensor, nn
+
+from vitrel.models.backbone import Backbone
+from vitrel.models.config import Config, preparation_of
+from vitrel.weights.load import apply_plan, plan_weights
+from vitrel.weights.rotate import Rotation
+
+_VITS = (
+    vision_transformer.VisionTransformer,
+    eva.Eva,
+    beit.Beit,
+    vision_transformer_relpos.VisionTransformerRelPos,
+    vision_transformer_sam.VisionTransformerSAM,
+)
+_KNOWN = (
+    "timm's VisionTransformer (ViT, DeiT, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3, RoPE-ViT), Beit, relpos ViT, SAM and Swin"
+)
+_PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block, vision_transformer_relpos.RelPosBlock)
+_POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm, vision_transformer_relpos.ResPostRelPosBlock)
+_ATTENTION = (
+    vision_transformer.Attention,
+    eva.EvaAttention,
+    eva.AttentionRope,
+    beit.Attention,
+    vision_transformer_relpos.RelPosAttention,
+    vision_transformer_sam.Attention,
+)
+_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+
+
+class Recognised(NamedTuple):
+    """A timm model in our terms."""
+
+    architecture: str  # "vitrel_vit" or "vitrel_swin"
+    arguments: dict[str, Any]  # of the trunk's constructor
+    state: dict[str, Tensor]  # its weights, as `vitrel.weights` reads them
+    rotation: Rotation | None  # how its rotary encoding lies in memory; None without one
+
+
+def recognise(model: nn.Module) -> Recognised:
+    """The model in our terms; ValueError with the reason for one that has no counterpart here."""
+    if isinstance(model, SwinTransformer | SwinTransformerV2):
+        return _swin(model)
+    if not isinstance(model, _VITS) or (type(model).forward_features not in [known.forward_features for known in _VITS]):
+        raise refusal(model, f"this takes {_KNOWN}; load the weights into one of them, and unwrap a compiled or parallel model")
+    return _vit(model)
+
+
+def as_vitrel(model: nn.Module) -> Backbone:
+    """A vitrel model with the function of a timm model; one of ours itself. Errors as `from_timm`."""
+    if isinstance(model, Backbone):
+        return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected a timm or vitrel model, not {type(model).__name__}: build it first, or pass a name to from_timm"
+        )
+    found = recognise(model)
+    weight: Any = model.patch_embed.proj.weight
+    preparation = preparation_of(getattr(model, "pretrained_cfg", None) or {})
+    preparation["input_size"] = (found.arguments["in_chans"], *found.arguments["img_size"])
+    config = Config(found.architecture, found.arguments, found.arguments["img_size"], preparation)
+    ours = config.build(weight.device, weight.dtype)
+    try:
+        apply_plan(ours, plan_weights(ours, found.state, rotation=found.rotation))
+    except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantised
+        raise refusal(model, f"its weights are not those of {type(model).__name__}: {error}") from error
+    return ours.train(model.training)
+
+
+def refusal(model: nn.Module, reason: str) -> ValueError:
+    """The error that says why a model has no counterpart here."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    name = cfg.get("architecture") or ""
+    return ValueError(f"{f'{name} ({type(model).__name__})' if name else type(model).__name__} has no vitrel model: {reason}")
+
+
+# ------------------------------------------------------------------------------------------------------------ plain ViTs
+
+
+def _vit(model: Any) -> Recognised:
+    for reason in _unlike(model):
+        raise refusal(model, reason)
+    blocks = [*model.blocks]
+    position, options, rotation, state = _position(model)
+    mlp, attn, width = blocks[0].mlp, blocks[0].attn, model.embed_dim
+    distilled, windows = isinstance(model, VisionTransformerDistilled), [getattr(b, "window_size", 0) for b in blocks]
+    block_args: dict[str, Any] = dict(norm_eps=blocks[0].norm1.eps, **_mlp_kind(mlp))
+    if _present(blocks[0], "ls1", "gamma_1"):
+        block_args["init_values"] = 1e-5
+    block_args |= {name: True for name, there in (
+        ("mlp_norm", _is_norm(getattr(mlp, "norm", None))),
+        ("post_norm", isinstance(blocks[0], _POST_NORM)),
+        ("qk_norm", _is_norm(getattr(attn, "q_norm", None))),
+        ("attn_norm", _is_norm(getattr(attn, "norm", None))),
+    ) if there}  # fmt: skip
+    if isinstance(model, vision_transformer_sam.VisionTransformerSAM) and any(windows):
+        block_args |= dict(window=max(windows), global_blocks=tuple(i for i, window in enumerate(windows) if not window))
+    final = _final_norm(model)
+    arguments = dict(
+        # in whole patches: the grid of its embedding and tables
+        img_size=tuple(n * p for n, p in zip(model.patch_embed.grid_size, model.patch_embed.patch_size, strict=True)),
+        patch_size=tuple(model.patch_embed.patch_size),
+        in_chans=model.patch_embed.proj.in_channels,
+        num_classes=model.num_classes,
+        global_pool=model.global_pool,
+        embed_dim=width,
+        depth=len(blocks),
+        num_heads=attn.num_heads,
+        mlp_ratio=_ratio(mlp.fc2.in_features, width),
+        qkv_bias=_has_qkv_bias(attn),
+        class_token=getattr(model, "cls_token", None) is not None,
+        dist_token=distilled,
+        reg_tokens=0 if getattr(model, "reg_token", None) is None else model.reg_token.shape[1],
+        position=position,
+        position_args=options or None,
+        share_position=_shared(model) is not None,
+        pre_norm=_is_norm(getattr(model, "norm_pre", None)),
+        final_norm=final is not None,
+        fc_norm=_is_norm(getattr(model, "fc_norm", None)),
+        final_norm_eps=None if final is None or final.eps == blocks[0].norm1.eps else final.eps,
+        patch_bias=model.patch_embed.proj.bias is not None,
+        pool_args=_pool_args(model),
+        block_args=block_args,
+        **_drop_rates(model),
+    )
+    return Recognised("vitrel_vit", arguments, state, rotation)
+
+
+def _unlike(model: Any) -> Iterator[str]:
+    """Reasons why a plain ViT of timm has no counterpart."""
+    if type(model.patch_embed) is not PatchEmbed:
+        yield f"its patches come from {type(model.patch_embed).__name__}, not from one convolution"
+    elif _is_norm(model.patch_embed.norm) or not isinstance(model.patch_embed.norm, nn.Identity):
+        yield "it normalises its patch embeddings"
+    if getattr(getattr(model, "patch_drop", None), "prob", 0):
+        yield "it drops patches in training, and what is left is no grid: build it with patch_drop_rate=0"
+    if model.global_pool not in ("token", "avg", "max", "avgmax", "map", "") or (
+        getattr(model, "pool_include_prefix", False) and model.global_pool != "map"
+    ):
+        yield f"it pools by {model.global_pool!r} over class and register tokens too"
+    if isinstance(model, VisionTransformerDistilled) and model.no_embed_class:
+        yield "its distillation token has no embedding"
+    blocks = [*model.blocks]
+    if not blocks or any(type(block) not in (*_PRE_NORM, *_POST_NORM, vision_transformer_sam.Block) for block in blocks):
+        yield f"its blocks are {type(blocks[0]).__name__ if blocks else 'missing'}, not attention and then an MLP"
+        return
+    kinds = {type(part).__name__ for block in blocks for part in (block, block.norm1, getattr(block, "mlp", None)) if part}
+    if any(type(block.attn) not in _ATTENTION for block in blocks):
+        yield f"its attention is {type(blocks[0].attn).__name__}"
+    if any(not isinstance(part, nn.LayerNorm) for block in blocks for part in (block.norm1, block.norm2)):
+        yield f"it normalises by {type(blocks[0].norm1).__name__}, where ours is LayerNorm ({', '.join(sorted(kinds))})"
+    if any(type(block.mlp) not in (Mlp, GluMlp, SwiGLU) or not _mlp_kind(block.mlp) for block in blocks):
+        yield f"its MLP is {type(blocks[0].mlp).__name__} with {type(getattr(blocks[0].mlp, 'act', None)).__name__}"
+    yield from _unlike_the_first(blocks)
+    attn = blocks[0].attn
+    if getattr(attn, "gate", None) is not None:
+        yield "its attention is gated"
+    if getattr(attn, "num_kv_groups", 1) > 1:
+        yield "its heads share keys and values (grouped-query attention)"
+    if attn.proj.bias is None or getattr(blocks[0].mlp.fc2, "bias", None) is None:
+        yield "its linear layers have no bias"
+    if attn.proj.in_features != model.embed_dim:
+        yield "its attention is of another width than its tokens"
+    if _present(blocks[0], "ls1", "gamma_1") != _present(blocks[0], "ls2", "gamma_2"):
+        yield "its layer scale is of the attention branch alone"
+    rope = getattr(model, "rope", None)
+    if rope is not None and not isinstance(rope, RotaryEmbeddingCat | RotaryEmbeddingMixed | RotaryEmbeddingDinoV3):
+        yield f"its rotary encoding is {type(rope).__name__}"
+    if getattr(rope, "grid_offset", 0):
+        yield f"its rotary encoding counts positions from {rope.grid_offset:g}, ours from 0, which class tokens would see"
+    if getattr(model, "rope_global", None) is not None or getattr(rope, "in_pixels", False):
+        yield "its rotary encoding is one for windows, or in pixels"
+    if isinstance(rope, RotaryEmbeddingDinoV3) and (rope.min_period is not None or rope.normalize_coords != "separate"):
+        yield f"its rotary encoding normalises coordinates by {rope.normalize_coords!r}"
+    if isinstance(model, vision_transformer_sam.VisionTransformerSAM):
+        if isinstance(model.neck, nn.Sequential):
+            yield "its neck of convolutions is no part of the trunk: build it with neck_chans=0 for the encoder alone"
+        if type(model.head).__name__ != "ClassifierHead":
+            yield f"its head is {type(model.head).__name__}"
+    yield from _altered(model)
+    epsilons = {
+        part.eps for name, part in model.named_modules() if isinstance(part, nn.LayerNorm) and name not in ("norm", "neck")
+    }
+    if len(epsilons) > 1:
+        yield f"its norms have several eps ({', '.join(f'{eps:g}' for eps in sorted(epsilons))})"
+
+
+def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[str, Tensor]]:
+    """Its encodings as keys of POSITIONS joined by '+', their options, the rotary layout, and the state dict."""
+    keys: list[str] = []
+    options: dict[str, Any] = {}
+    rotation, state = None, dict(model.state_dict())
+    if getattr(model, "pos_embed", None) is not None:
+        keys.append("absolute")
+    rope = getattr(model, "rope", None)
+    if rope is not None:
+        half = getattr(model.blocks[0].attn, "rotate_half", False)
+        x_first = rope.grid_indexing == "xy"
+        if isinstance(rope, RotaryEmbeddingMixed):
+            rotation = Rotation("a timm model", "rope_mixed", {}, interleaved=not half, x_first=False)  # freqs are swapped
+            if not x_first:  # the loader takes them for columns before rows
+                state["rope.freqs"] = state["rope.freqs"].flip(0)
+        elif isinstance(rope, RotaryEmbeddingDinoV3):
+            options["base"] = rope.temperature
+            rotation = Rotation("a timm model", "rope_normalised", {}, interleaved=not half, x_first=x_first)
+        else:
+            options |= dict(base=rope.temperature, reference=rope.ref_feat_shape and tuple(rope.ref_feat_shape))
+            rotation = Rotation("a timm model", "rope_axial", {}, interleaved=not half, x_first=x_first)
+        keys.append(rotation.key)
+    biases = [("shared_rel_pos", _shared(model))] if _shared(model) is not None else [
+        (f"blocks.{i}.attn.rel_pos", getattr(block.attn, "rel_pos", None)) for i, block in enumerate(model.blocks)
+    ]  # fmt: skip
+    for name, bias in biases:
+        if isinstance(bias, RelPosMlp):
+            state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
+            state[f"{name}.relative_position_bias_table"] = _table_of_mlp(bias)
+    if any(name.endswith("relative_position_bias_table") for name in state):
+        keys.append("table")
+    if any(name.endswith("rel_pos_h") for name in state):
+        keys.append("decomposed")
+    return "+".join(keys) or "none", options, rotation, state
+
+
+@torch.no_grad()
+def _table_of_mlp(bias: RelPosMlp) -> Tensor:
+    """timm's MLP over log offsets as the table it is on its own grid, [(2h-1)(2w-1), H], with zeros for prefix tokens."""
+    mlp = copy.deepcopy(bias.mlp).eval()  # it has dropout
+    rows = bias.bias_act(mlp(bias.rel_coords_log)).flatten(0, 1) * (bias.bias_gain or 1.0)
+    return torch.cat((rows, rows.new_zeros(3, rows.shape[1]))) if bias.prefix_tokens else rows
+
+
+def _shared(model: Any) -> nn.Module | None:
+    """The bias that all blocks share, if any."""
+    found = [getattr(model, name, None) for name in ("shared_rel_pos", "rel_pos_bias")]
+    return next((bias for bias in found if bias is not None), None)
+
+
+def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
+    """Its key in `block_args`, {} for another activation."""
+    act = type(getattr(mlp, "act", None)).__name__
+    if isinstance(mlp, Mlp):
+        tanh = getattr(mlp.act, "approximate", "none") == "tanh"
+        return {} if act not in _ACTIVATIONS else dict(mlp="gelu_tanh" if tanh else _ACTIVATIONS[act])
+    gated = isinstance(mlp, SwiGLU) or not getattr(mlp, "gate_last", True)
+    return dict(mlp="swiglu") if gated and act == "SiLU" else {}
+
+
+def _pool_args(model: Any) -> dict[str, Any] | None:
+    pool = getattr(model, "attn_pool", None)
+    if pool is None:
+        return None
+    if not isinstance(pool, AttentionPoolLatent) or pool.latent_len != 1 or pool.pos_embed is not None or pool.mlp is None:
+        raise refusal(model, f"its pooling is a {type(pool).__name__} of another kind than SigLIP's")
+    included = getattr(model, "pool_include_prefix", isinstance(model, eva.Eva))
+    ratio = _ratio(pool.mlp.fc1.out_features, model.embed_dim)
+    return dict(num_heads=pool.num_heads, mlp_ratio=ratio, include_prefix=included)
+
+
+def _drop_rates(model: Any) -> dict[str, float]:
+    last, first = model.blocks[-1], model.blocks[0]
+    drop_path = getattr(last.drop_path1, "drop_prob", 0.0) or 0.0
+    return dict(
+        drop_rate=_p(getattr(model, "head_drop", None) or getattr(model.head, "drop", None)),
+        pos_drop_rate=_p(getattr(model, "pos_drop", None)),
+        proj_drop_rate=_p(first.attn.proj_drop),
+        attn_drop_rate=_p(first.attn.attn_drop),
+        drop_path_rate=drop_path,
+    )
+
+
+def _final_norm(model: Any) -> nn.LayerNorm | None:
+    found = [getattr(model, name, None) for name in ("norm", "neck")]
+    return next((norm for norm in found if _is_norm(norm)), None)
+
+
+# ------------------------------------------------------------------------------------------------------------------- Swin
+
+
+def _swin(model: Any) -> Recognised:
+    v2, stages = isinstance(model, SwinTransformerV2), [*model.layers]
+    blocks = [[*stage.blocks] for stage in stages]
+    flat = [block for stage in blocks for block in stage]
+    for reason in _unlike_swin(model, flat):
+        raise refusal(model, reason)
+    windows = [tuple(stage[0].attn.window_size) for stage in blocks]
+    window = windows[0]
+    options: dict[str, Any] = {}
+    if v2:
+        trained = [tuple(stage[0].attn.pretrained_window_size) for stage in blocks]
+        trained = [pretrained if all(pretrained) else own for pretrained, own in zip(trained, windows, strict=True)]
+        if len(trained) == 2 and trained[0] != trained[1]:
+            raise refusal(model, f"its two stages were pretrained in windows of {trained[0]} and {trained[1]}")
+        options["pretrained_window"] = tuple(trained) if len(trained) != 2 else trained[0]
+    mlp = flat[0].mlp
+    arguments = dict(
+        img_size=tuple(model.patch_embed.img_size),
+        patch_size=tuple(model.patch_embed.patch_size),
+        in_chans=model.patch_embed.proj.in_channels,
+        num_classes=model.num_classes,
+        global_pool=model.head.global_pool.pool_type,
+        embed_dim=model.embed_dim if isinstance(model.embed_dim, int) else model.embed_dim[0],
+        depths=tuple(map(len, blocks)),
+        num_heads=tuple(stage[0].attn.num_heads for stage in blocks),
+        window_size=window,
+        mlp_ratio=_ratio(mlp.fc2.in_features, mlp.fc2.out_features),
+        qkv_bias=flat[0].attn.qkv.bias is not None or getattr(flat[0].attn, "q_bias", None) is not None,
+        position="cpb" if v2 else "table",
+        position_args=options or None,
+        version=2 if v2 else 1,
+        norm_eps=flat[0].norm1.eps,
+        final_norm=_is_norm(model.norm),
+        drop_rate=_p(model.head.drop),
+        proj_drop_rate=_p(flat[0].attn.proj_drop),
+        attn_drop_rate=_p(flat[0].attn.attn_drop),
+        drop_path_rate=getattr(flat[-1].drop_path1, "drop_prob", 0.0) or 0.0,
+    )
+    return Recognised("vitrel_swin", arguments, dict(model.state_dict()), None)
+
+
+def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
+    if type(model.patch_embed) is not PatchEmbed or not _is_norm(model.patch_embed.norm):
+        yield f"its patches come from {type(model.patch_embed).__name__}, or are not normalised"
+    if not isinstance(blocks[0].norm1, nn.LayerNorm) or _mlp_kind(blocks[0].mlp).get("mlp") != "gelu":
+        yield f"it has {type(blocks[0].norm1).__name__} and {type(blocks[0].mlp.act).__name__}; ours LayerNorm and GELU"
+    yield from _unlike_the_first(blocks)
+    if any(block.attn.proj.in_features != block.attn.proj.out_features for block in blocks):
+        yield "its attention is of another width than its tokens"
+    yield from _altered(model)
+    windows = [tuple(block.attn.window_size) for block in blocks]
+    grids = [tuple(block.input_resolution) for block in blocks]
+    whole = [windows[0] == window or (isinstance(model, SwinTransformerV2) and window == grid)
+             for window, grid in zip(windows, grids, strict=True)]  # fmt: skip
+    if not all(whole):
+        other = windows[whole.index(False)]
+        yield f"its windows are {windows[0]} in one stage and {other} in another, ours the same in all"
+
+
+# ------------------------------------------------------------------------------------------------------------------- parts
+
+
+def _altered(model: nn.Module) -> Iterator[str]:
+    """What changes a model's function and is no part of its class."""
+    for name, part in model.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+            yield f"{name or 'it'} has a hook, or another forward than its class"
+    kinds = (nn.LayerNorm, nn.Identity, nn.Linear, layers.ClassifierHead)
+    for name in ("norm_pre", "norm", "fc_norm", "head", "head_dist"):
+        part = getattr(model, name, None)
+        if part is not None and type(part) not in kinds and (not _is_norm(part) or "head" in name):
+            yield f"its {name} is {type(part).__name__}"
+    if model.patch_embed.proj.stride != model.patch_embed.proj.kernel_size or any(model.patch_embed.proj.padding):
+        yield "its patches overlap"
+
+
+def _unlike_the_first(blocks: list[Any]) -> Iterator[str]:
+    """The blocks are described by the first one."""
+
+    def parts(block: nn.Module) -> dict[str, tuple]:
+        kept = {
+            name: part
+            for name, part in block.named_modules()
+            if not isinstance(part, nn.Identity | nn.Dropout | layers.DropPath)
+        }
+        return {name: (type(p), getattr(p, "eps", 0), getattr(p, "approximate", "")) for name, p in kept.items()}
+
+    first = parts(blocks[0])
+    for i, own in enumerate(map(parts, blocks)):
+        for name in dict.fromkeys((*first, *own)):
+            if first.get(name) != own.get(name):
+                yield f"block {i} differs from block 0 in its {name or 'kind'}"
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.LayerNorm)
+
+
+def _present(block: nn.Module, *names: str) -> bool:
+    """Whether one of these parts is there and no identity."""
+    parts = (getattr(block, name, None) for name in names)
+    return any(part is not None and not isinstance(part, nn.Identity) for part in parts)
+
+
+def _has_qkv_bias(attn: Any) -> bool:
+    if getattr(attn, "q_bias", None) is not None:
+        return True
+    return (attn.q_proj if attn.qkv is None else attn.qkv).bias is not None
+
+
+def _ratio(hidden: int, width: int) -> float:
+    """r with int(width * r) == hidden."""
+    return hidden / width if int(width * (hidden / width)) == hidden else (hidden + 0.5) / width
+
+
+def _p(module: nn.Module | None) -> float:
+    return float(getattr(module, "p", 0.0))
