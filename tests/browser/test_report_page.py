@@ -14,10 +14,12 @@ import torch
 import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
 from helpers.explorer_page import driven, until
+from helpers.predictions import predicted
 from vitrel.data import Shapes
 from vitrel.evaluate.models import Trained
+from vitrel.evaluate.predictions import write_predictions
 from vitrel.evaluate.report.html import collect_pictures, write_html
-from vitrel.evaluate.results import PER_CLASS, TRANSLATION, aggregate, read_csv
+from vitrel.evaluate.results import TRANSLATION, aggregate, line_key, read_csv
 from vitrel.evaluate.settings import Sweep
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
@@ -59,10 +61,10 @@ def folder(tmp_path_factory):
     frame = pd.read_csv(ROOT / "results" / "quickstart" / "results.csv", keep_default_na=False)
     frame["label"] = frame["label"].replace("vitrel_vit_n8_rope_mixed", EVIL)
     frame.to_csv(folder / "results.csv", index=False)
-    classes = {"label": [SWIN] * 4, "class": ["up", EVIL] * 2, "n": [10] * 4, "hits": [9, 8, 4, 10]}
-    classes["img_size"] = ["64x64", "64x64", "128x128", "128x128"]
-    classes["policy"] = ["none"] * 2 + ["fixed"] * 2
-    lines(PER_CLASS, **classes).to_csv(folder / "per_class.csv", index=False)
+    hits = {("64x64", "none"): [9, 8], ("128x128", "fixed"): [4, 10]}
+    own = [row for row in read_csv(folder / "results.csv") if (row["label"], row["protocol"]) == (SWIN, "scale")]
+    keys = {(row["img_size"], row["policy"]): line_key(row) for row in own}
+    write_predictions({keys[place]: predicted(["up", EVIL], hits[place]) for place in hits}, folder)
     translated = {
         "label": [SWIN] * 2,
         "translation": [0, 8],
@@ -315,5 +317,5 @@ def test_a_folder_with_results_alone(browser, tmp_path):
     hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")
     assert hidden == ["claims", "lattices", "attention", "classes", "translation"]
     said = browser.execute_script("return document.getElementById('left-out').textContent")
-    assert all(name in said for name in ("pictures.json.gz", "per_class.csv", "translation.csv"))
+    assert all(name in said for name in ("pictures.json.gz", "predictions.npz", "translation.csv"))
     assert browser.get_log("browser") == []

@@ -11,6 +11,7 @@ from PIL import Image
 from helpers import command
 from vitrel.data import class_names
 from vitrel.evaluate import run
+from vitrel.evaluate.predictions import read_predictions
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 
@@ -73,8 +74,8 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_eval
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
     assert frame["unchanged"].all() and (frame["n"] == 8).all()
     assert (out / "table.md").read_text("utf-8").startswith("# shapes\n")
-    classes = pd.read_csv(out / "per_class.csv")
-    assert len(classes) == 4 * len(frame) and classes.groupby("img_size")["n"].sum().tolist() == [4 * 8] * 3
+    predictions = read_predictions(out)
+    assert len(predictions.rows) == len(frame) and len(predictions.names) == 8 and len(predictions.classes) == 4
     assert not (out / "translation.csv").exists() and frame["best_size"].notna().any()
     assert (out / "plots" / "accuracy.png").exists() and (out / "plots" / "throughput.png").exists()
 
@@ -97,7 +98,7 @@ def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path,
     ]
     tool.main([*paths, *arguments, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "results.csv, per_class.csv, table.md, plots/\n" in printed and "report.html in a browser" in printed
+    assert "results.csv, predictions.npz, table.md, plots/\n" in printed and "report.html in a browser" in printed
     assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
     assert all(f"- vitrel_vit_n8_none ({path}): " in printed for path in paths)
 
@@ -218,7 +219,7 @@ def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, wor
     assert pd.read_csv(out / "bad_images.csv")["image"].tolist() == names
     assert all(name in printed for name in names[:8]) and names[8] not in printed
     assert "9 of the images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
-    assert "café" in set(pd.read_csv(out / "per_class.csv")["class"])
+    assert "café" in read_predictions(out).classes
     # nothing is made again, and what is known stays known
     tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--out", str(out)])
     assert names[0] in capsys.readouterr().out and len(pd.read_csv(out / "bad_images.csv")) == 9
@@ -319,7 +320,8 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     assert "1 file of kinds that are not decoded: 1 .tiff" in text
     frame = pd.read_csv(tmp_path / "out" / "results.csv")
     assert set(frame["n"]) == {12} and set(frame["left_out"]) == {2}
-    assert set(pd.read_csv(tmp_path / "out" / "per_class.csv")["n"]) == {6}
+    for row in read_predictions(tmp_path / "out").rows.values():
+        assert row.class_counts()[0].tolist() == [6, 6]
     with pytest.raises(SystemExit, match=r"apple/loop.png: Too many levels"):
         tool.main(given)
     (val / "apple" / "loop.png").unlink()

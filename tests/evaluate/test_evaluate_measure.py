@@ -12,7 +12,7 @@ from vitrel.cpu.optimize import FastBlock
 from vitrel.evaluate import images, measure
 from vitrel.evaluate.images import out_of_memory
 from vitrel.evaluate.measure import Runner, peak_mb, reset_peak, tasks_of, translate
-from vitrel.evaluate.results import COLUMNS, line_key
+from vitrel.evaluate.results import COLUMNS
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 from vitrel.inspect.attention import attention_statistics_of
@@ -189,10 +189,8 @@ def test_classes_add_up_to_the_row(trained, noise):
     with torch.no_grad():
         guess = model.model(torch.stack([noise((32, 32))[i][0] for i in range(11)])).argmax(1)
     hits = [sum(int(guess[i] == label) for i in range(11) if i % 3 == label) for label in range(3)]
-    assert [(line["class"], line["n"], line["hits"]) for line in one.per_class] == list(
-        zip(("left", "right", "above"), (4, 4, 3), hits, strict=True)
-    )
-    assert {line_key(line) for line in one.per_class} == {line_key(one.row)}
+    assert one.predicted.predicted.tolist() == guess.tolist() and one.predicted.images.classes == ["left", "right", "above"]
+    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[4, 4, 3], hits]
     assert one.row["top1"] == pytest.approx(100 * sum(hits) / 11, abs=1e-3)
 
 

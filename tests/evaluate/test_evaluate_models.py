@@ -25,6 +25,7 @@ from vitrel.evaluate.models import (
     read_class_indices,
     trained_model,
 )
+from vitrel.evaluate.predictions import NO_CLASS
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 
@@ -493,11 +494,8 @@ def test_classes_are_counted_at_their_outputs(noise):
     trained = trained_model(model, outputs={"left": 4, "right": 2, "above": 0})
     [one] = evaluate_rows([trained], Sweep("noise", ((32, 32),), ("scale",), device="cpu", attention_n=0))
     assert one.row["top1"] == pytest.approx(100 / 3, abs=1e-3)
-    assert [(line["class"], line["n"], line["hits"]) for line in one.per_class] == [
-        ("left", 4, 0),
-        ("right", 4, 4),
-        ("above", 4, 0),
-    ]
+    assert one.predicted.predicted.tolist() == [1] * 12
+    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[4, 4, 4], [0, 4, 0]]
 
 
 def test_only_the_classes_of_the_data_compete_where_asked(noise):
@@ -512,7 +510,8 @@ def test_only_the_classes_of_the_data_compete_where_asked(noise):
     for restrict in (False, True):
         [one] = evaluate_rows([trained_model(model, outputs=outputs, restrict=restrict)], sweep)
         rows[restrict] = one.row
-        assert sum(line["hits"] for line in one.per_class) == round(12 * one.row["top1"] / 100)
+        assert one.predicted.right.sum() == round(12 * one.row["top1"] / 100)
+        assert (one.predicted.predicted == NO_CLASS).all() != restrict
     assert rows[False]["top1"] == 0
     hits = (logits[:, [5, 0, 7]].argmax(1) == torch.arange(12) % 3).double().mean()
     assert rows[True]["top1"] == pytest.approx(100 * hits.item(), abs=1e-3) and hits > 0

@@ -113,17 +113,15 @@ def test_measurements_of_processes_are_combined(trained, noise, pretend_world, m
             "infer_samples_per_sec": part["speed"], "peak_memory_mb": part["peak"], "memory_kind": "process resident",
             "batch_size": part["batch"], "oom": part["oom"],
         }  # fmt: skip
-        return measure.Share(columns, tally, {})
+        answers = [np.array([0, part["label"]]), np.array([0, 0]), np.array([0.5, 0.5]), np.array([True, True])]
+        return measure.Share(columns, tally, answers, {})
 
     pretend_world(2)
     monkeypatch.setattr(measure, "_measure_share", share)
     [one] = evaluate_rows([trained("vitrel_vit_n8_none")], sweep(sizes=((32, 32),), protocols=("scale",)))
     row = one.row
-    assert [(line["class"], line["n"], line["hits"]) for line in one.per_class] == [
-        ("left", 2, 2),
-        ("right", 1, 0),
-        ("above", 1, 0),
-    ]
+    assert one.predicted.labels.tolist() == [0, 0, 1, 2]  # images 0 and 2, then 1 and 3
+    assert [counts.tolist() for counts in one.predicted.class_counts()] == [[2, 1, 1], [2, 0, 0]]
     assert (row["infer_samples_per_sec"], row["peak_memory_mb"], row["batch_size"], row["oom"]) == (40.25, 7.0, 2, 1)
     assert (row["n"], row["top1"], row["left_out"], row["unchanged"]) == (4, 50.0, 2, False)
     confidence = math.e / (math.e + 2)
@@ -189,7 +187,7 @@ def test_a_row_with_images_left_out_does_not_stand_for_all(trained, noise, unrea
 
 
 def test_processes_with_other_weights_are_refused(trained, noise, monkeypatch, rows_of):
-    monkeypatch.setattr(run, "on_all", lambda work: [work(), ([], ["another hash"])])
+    monkeypatch.setattr(run, "on_all", lambda work: [work(), ([], ["another hash"], work()[2])])
     with pytest.raises(ValueError, match="the processes hold different weights: give all of them the same checkpoints"):
         rows_of([trained("vitrel_vit_n8_none")], sweep())
 

@@ -7,7 +7,6 @@ from vitrel.evaluate.report import accuracy_tables, curves_table, details_table
 from vitrel.evaluate.results import (
     ADDED,
     COLUMNS,
-    PER_CLASS,
     TRANSLATION,
     aggregate,
     curve_summary,
@@ -37,19 +36,16 @@ def test_files_come_back_with_the_lines_of_every_row(trained, noise, tmp_path):
     back = read_folder(tmp_path)
     assert [line_key(one.row) for one in back] == [line_key(one.row) for one in done]
     for one, other in zip(back, done, strict=True):
-        assert [(line["class"], line["hits"]) for line in one.per_class] == [
-            (line["class"], line["hits"]) for line in other.per_class
-        ]
+        assert one.predicted.predicted.tolist() == other.predicted.predicted.tolist()
         assert [(line["translation"], line["top1"]) for line in one.translation] == [
             (line["translation"], line["top1"]) for line in other.translation
         ]
-    assert tuple(read_lines(tmp_path, "per_class")[0]) == PER_CLASS
     assert tuple(read_lines(tmp_path, "translation")[0]) == TRANSLATION
     before = noise.decoded
     again = list(evaluate_rows(models, sweep(sizes=((32, 48),), translations=(0, 2), crop_pct=(1.0, 0.5)), back))
     assert noise.decoded == before and len(again) == len(done)
-    (tmp_path / "per_class.csv").write_text("label,n\na,1\n")
-    with pytest.raises(ValueError, match=r"per_class\.csv has no column 'seed': move it away and run again"):
+    (tmp_path / "translation.csv").write_text("label,n\na,1\n")
+    with pytest.raises(ValueError, match=r"translation\.csv has no column 'seed': move it away and run again"):
         read_folder(tmp_path)
 
 

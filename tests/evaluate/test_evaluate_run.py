@@ -19,6 +19,7 @@ import vitrel.evaluate
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, results, run
 from vitrel.evaluate.models import trained_model
+from vitrel.evaluate.predictions import read_predictions
 from vitrel.evaluate.report import details_table, summary
 from vitrel.evaluate.results import (
     COLUMNS,
@@ -61,7 +62,8 @@ def test_rows_of_the_same_weights_are_not_made_again(trained, noise, tmp_path):
     shares = []
     again = list(evaluate_rows([model], small_sweep(), done, lambda task, share: shares.append(share)))
     assert noise.decoded == before and [row_key(one.row) for one in again] == [row_key(one.row) for one in done]
-    assert [one.per_class for one in again] == [one.per_class for one in first]
+    for one, other in zip(again, first, strict=True):
+        assert one.predicted.predicted.tolist() == other.predicted.predicted.tolist()
     assert sum(shares) == len(again) == 6
     model.model.head.bias.data[0] += 1
     list(evaluate_rows([model], small_sweep(), done))
@@ -78,13 +80,13 @@ def test_rows_are_told_apart_by_long_seeds_labels_that_are_numbers_and_the_train
     done, before = read_folder(tmp_path), noise.decoded
     again = [row_key(found.row) for found in evaluate_rows(models, small_sweep(**one), done)]
     assert noise.decoded == before and len(set(again)) == 6
-    assert len({line_key(found.row) for found in done}) == 6 and all(len(found.per_class) == 3 for found in done)
+    assert len({line_key(found.row) for found in done}) == 6 and all(len(found.predicted.labels) == 12 for found in done)
     # the same weights said to be trained at another size: objects are then shown in another size
     list(evaluate_rows([replace(model, img_size=(64, 64)) for model in models], small_sweep(**one), done))
     assert noise.decoded > before
 
 
-@pytest.mark.parametrize("lacking", ["ece", "per_class", "translations"])
+@pytest.mark.parametrize("lacking", ["ece", "predictions", "translations"])
 def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, lacking):
     """As a file of an earlier version has it, one whose lines were lost, or one whose content was not translated as far."""
     models, one = [trained("vitrel_vit_n8_none")], dict(sizes=((32, 32),), protocols=("scale",))
@@ -94,8 +96,8 @@ def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, la
     assert noise.decoded == before
     if lacking == "ece":
         done.row["ece"] = math.nan
-    elif lacking == "per_class":
-        done = done._replace(per_class=[])
+    elif lacking == "predictions":
+        done = done._replace(predicted=None)
     list(evaluate_rows(models, small_sweep(**one, translations=(4, 8) if lacking == "translations" else (4,)), [done]))
     assert noise.decoded > before
 
@@ -132,7 +134,7 @@ def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
     assert noise.decoded == 2 * 12  # what was there is not made again
     assert sizes_of(tmp_path) == {"32x32", "48x48", "64x64", "24x24"} == {row["img_size"] for row in rows}
     found = {line_key(one.row): one for one in read_folder(tmp_path)}
-    assert len(found) == 4 and all(len(one.per_class) == 3 for one in found.values())
+    assert len(found) == 4 and all(one.predicted is not None for one in found.values())
     for row in first:
         assert found[line_key(row)].row["nll"] == row["nll"]
     assert [line["translation"] for line in read_lines(tmp_path, "translation")] == [0, 4]
@@ -176,7 +178,6 @@ def other_weights(model):
         (lambda model: model, {"n": 7}, "n_asked: none there, 7 now"),
         (lambda model: model, {"data": "others"}, "data: noise there, others now"),
         (lambda model: model, {"data_seed": 2}, "data_seed: 0 there, 2 now"),
-        (lambda model: model, {"batch_size": 4}, "batch_asked: 5 there, 4 now"),
         (lambda model: replace(other_weights(model), label="new"), {"n": 7}, "n_asked: none there, 7 now"),
     ],
 )
@@ -188,6 +189,55 @@ def test_what_may_not_stand_in_one_table_is_refused_before_anything_runs(model, 
     assert told in str(caught.value) and str(tmp_path) in str(caught.value) and "Nothing was computed" in str(caught.value)
     assert noise.decoded == 0 and files_of(tmp_path) == before
     assert told in describe_tasks([change(model)], sweep(24, **given), tmp_path)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of 3 classes with 2 images each."""
+    for label, name in enumerate(("above", "left", "right")):
+        (tmp_path / "data" / "val" / name).mkdir(parents=True)
+        for i in range(2):
+            pixels = np.full((40, 48, 3), 80 * label + 10 * i, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / "val" / name / f"{i}.png")
+    return tmp_path / "data"
+
+
+def test_data_that_changed_are_noticed(trained, pictures, tmp_path):
+    """A changed file, another one, another label; where the folder lies and how many images a batch has are no matter."""
+    model, out = trained("vitrel_vit_n8_none", classes=("above", "left", "right")), tmp_path / "out"
+    first = run_sweep([model], sweep(48, data=str(pictures)), out)
+    predictions = read_predictions(out)
+    assert predictions.names[:3] == ["above/0.png", "above/1.png", "left/0.png"]
+    assert predictions.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert {len(row["images"]) for row in first} == {64}
+    moved = pictures.rename(tmp_path / "moved")
+    same = run_sweep([model], sweep(48, data=str(moved), batch_size=2), out)
+    assert [row["infer_samples_per_sec"] for row in same] == [row["infer_samples_per_sec"] for row in first]
+    moved.rename(pictures)
+    file, asked = pictures / "val" / "left" / "0.png", sweep(48, 24, data=str(pictures))
+    before = file.read_bytes()
+
+    def told():
+        with pytest.raises(ValueError, match=f"the data changed: {pictures} holds other") as caught:
+            run_sweep([model], asked, out)
+        return "Nothing was computed" in str(caught.value)
+
+    Image.fromarray(np.full((40, 48, 3), 81, np.uint8)).save(file)
+    assert file.stat().st_size == len(before) and told()  # a file of the same size
+    file.rename(pictures / "val" / "right" / "9.png")
+    assert told()
+    (pictures / "val" / "right" / "9.png").unlink()
+    file.write_bytes(before)
+    assert len(run_sweep([model], asked, out)) == 3
+
+
+def test_attention_of_other_numbers_of_images_is_made_again(trained, noise):
+    model, one = trained("vitrel_vit_n8_table"), dict(sizes=((32, 32),), protocols=("scale",))
+    [done] = evaluate_rows([model], small_sweep(**one, attention_n=2))
+    for asked, times in ((0, 0), (2, 0), (3, 12 + 3)):
+        noise.decoded = 0
+        list(evaluate_rows([model], small_sweep(**one, attention_n=asked), [done]))
+        assert noise.decoded == times, asked
 
 
 def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
@@ -210,7 +260,8 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     assert len(rows) == 2 and {row["n"] for row in rows} == {7} and sizes_of(tmp_path) == {"32x32", "48x48"}
     aside = tmp_path / "replaced-1"
     assert [row["nll"] for row in read_csv(aside / "results.csv")] == [row["nll"] for row in first]
-    assert len(read_lines(aside, "per_class")) == 9 and len(read_lines(aside, "translation")) == 1
+    assert len(read_predictions(aside).rows) == 3 and len(read_lines(aside, "translation")) == 1
+    assert len(read_predictions(tmp_path).names) == 7 and len(read_predictions(tmp_path).rows) == 2
     assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists() and (aside / "claims.md").exists()
     assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()
     noise.decoded = 0
@@ -272,7 +323,7 @@ def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, noise,
 
 
 def test_a_full_disk_names_the_file_and_keeps_the_rows_before(model, noise, tmp_path, monkeypatch):
-    write, left = pd.DataFrame.to_csv, [5]
+    write, left = pd.DataFrame.to_csv, [2]
 
     def full(self, path, **how):
         left[0] -= 1
@@ -294,7 +345,7 @@ def test_labels_that_a_spreadsheet_would_run_come_back(model, noise, tmp_path, m
     monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=12, classes=list("=-@")))
     formula = replace(formula, classes=tuple("=-@"))
     run_sweep([formula], sweep(48, translations=(0,)), tmp_path)
-    for name in ("results", "per_class", "translation"):
+    for name in ("results", "translation"):
         frame = pd.read_csv(tmp_path / f"{name}.csv", dtype=str, keep_default_na=False)
         assert set(frame["label"]) == {"'" + formula.label}
         cells = [cell for column in frame for cell in frame[column]]
@@ -302,7 +353,7 @@ def test_labels_that_a_spreadsheet_would_run_come_back(model, noise, tmp_path, m
     noise.decoded = 0
     rows = run_sweep([formula], sweep(48, translations=(0,)), tmp_path)
     assert noise.decoded == 0 and {row["label"] for row in rows} == {formula.label}
-    assert {line["class"] for line in read_lines(tmp_path, "per_class")} == set("=-@")
+    assert set(read_predictions(tmp_path).classes) == set("=-@")
 
 
 def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monkeypatch):
@@ -311,7 +362,7 @@ def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monk
     monkeypatch.setattr(noise, "__init__", lambda self, size, n=None: vars(self).update(size=size, n=12, classes=names))
     named = replace(model, label=f"model ({bad})", classes=tuple(names))
     run_sweep([named], sweep(48, data=bad), tmp_path / bad, bad, report=True)
-    assert "caf\\xe9" in {line["class"] for line in read_lines(tmp_path / bad, "per_class")}
+    assert "caf\\xe9" in read_predictions(tmp_path / bad).classes
     assert "caf\\xe9" in (tmp_path / bad / "table.md").read_text("utf-8")
     noise.decoded = 0
     rows = run_sweep([named], sweep(48, 24, data=bad), tmp_path / bad, bad)

@@ -3,10 +3,10 @@
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
 
-Writes results.csv, per_class.csv, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html into
---out. The training size is always evaluated too. Rows that are there already are not made again: the same command goes on with
-what was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, data or settings are
-refused there; --replace moves them aside. --dry-run prints every row to come and what it costs.
+Writes results.csv, predictions.npz, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html
+into --out. The training size is always evaluated too. Rows that are there already are not made again: the same command goes on
+with what was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, images or
+settings are refused there; --replace moves them aside. --dry-run prints every row to come and what it costs.
 
 Several processes share the images, one GPU each where there are GPUs; the numbers are those of one process:
 
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> None:
             pass  # process 0 prints and writes
         return
     rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace)
-    files = ["results.csv", "per_class.csv", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
+    files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.report:
         print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")

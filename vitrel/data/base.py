@@ -1,7 +1,11 @@
 """What all data sets that read images have in common: epoch, preparation, unreadable images."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -98,6 +102,21 @@ class ImageSet(Dataset, ABC):
         """What the set holds, wherever it lies: of each image in order the name below the set's folder, a tab and the label."""
         return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
 
+    def names(self) -> list[str]:
+        """The name of each image in order, wherever the set lies."""
+        return [line.rpartition("\t")[0] for line in self.contents()]
+
+    def checksums(self) -> Iterable[str]:
+        """SHA-256 of the bytes of the images; none where `contents` has them."""
+        return ()
+
+    def digest(self) -> str:
+        """SHA-256 of the whole set, wherever it lies: classes, `contents` and `checksums`. It reads every file once."""
+        digest = hashlib.sha256(json.dumps([self.classes, len(self), self.contents()]).encode())
+        for checksum in self.checksums():
+            digest.update(checksum.encode())
+        return digest.hexdigest()
+
     def bad_indices(self) -> list[int]:
         """Images that were asked for and could not be read so far, by any process."""
         return self.bad.nonzero().flatten().tolist()
@@ -134,6 +153,25 @@ class ImageSet(Dataset, ABC):
 def bad_in_a_row(count: int, last: BadImage) -> BadImage:
     """The error where too many images in a row are unreadable."""
     return BadImage(f"{count} images in a row cannot be read, so the data as a whole seems damaged; the last: {last}")
+
+
+def sha256(path: str | Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:
+    """`sha256` of each file in order, "" for one that cannot be opened; several are read at once."""
+
+    def checksum(path: str | Path) -> str:
+        try:
+            return sha256(path)
+        except OSError:
+            return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        yield from pool.map(checksum, paths)
 
 
 def subset(total: int, n: int | None, seed: int, where: str) -> list[int]:

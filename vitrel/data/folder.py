@@ -5,7 +5,7 @@ files count.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import floor
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
-from vitrel.data.base import ImageSet, subset
+from vitrel.data.base import ImageSet, file_checksums, subset
 from vitrel.data.decode import Reading, decode
 from vitrel.data.scan import Scan, class_folders, tell_once
 from vitrel.files import shown
@@ -147,6 +147,10 @@ class Folder(ImageSet):
     def contents(self) -> list[str]:
         """Of each image in order its path below the split's folder, a tab and its label."""
         return [f"{below(path, self.folder)}\t{label}" for path, label in self.samples]
+
+    def checksums(self) -> Iterator[str]:
+        """SHA-256 of each file in order, "" for one that cannot be opened."""
+        return file_checksums(path for path, _ in self.samples)
 
 
 def below(path: str | Path, folder: str | Path) -> str:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import resize, to_pil_image
 
+from vitrel.data.base import sha256
 from vitrel.data.decode import MAX_PIXELS, BadImage, Reading, decode, open_image
 from vitrel.data.folder import INTERPOLATIONS, Folder
 from vitrel.data.memory import names_image
-from vitrel.data.shards import FORMAT, INDEX, sha256
+from vitrel.data.shards import FORMAT, INDEX
 from vitrel.extras import optional_import
 from vitrel.files import atomic_write, shown
 

@@ -5,17 +5,19 @@ test split. Left out: CIFAR, which torchvision unpickles; Oxford-IIIT Pet, which
 a test split. They can be read as folders.
 """
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torchvision
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from vitrel.data.base import ImageSet, subset
+from vitrel.data.base import ImageSet, file_checksums, subset
 from vitrel.data.decode import Reading, decode
 from vitrel.data.folder import Split, below
 from vitrel.files import shown
@@ -96,6 +98,12 @@ class TorchvisionSet(ImageSet):
         if not self.files:
             return [f"{self.chosen[i]}\t{self.label(i)}" for i in range(len(self))]
         return [f"{below(path, self.root)}\t{label}" for path, label in (self.source[i] for i in self.chosen)]
+
+    def checksums(self) -> Iterable[str]:
+        """SHA-256 of each file in order, or of the array of all images, those of the set that are not taken too."""
+        if self.files:
+            return file_checksums(self.source[i][0] for i in self.chosen)
+        return [hashlib.sha256(np.ascontiguousarray(self.source.data)).hexdigest()]
 
     def name(self, index: int) -> str:
         """The path of an image, or its number where a set is one array."""

@@ -4,7 +4,6 @@ A sample is `<key>.jpg` (or another of `SUFFIXES`) and `<key>.cls`, the label as
 over. Nothing is ever extracted or unpickled: a member's name is a name in messages and no path.
 """
 
-import hashlib
 import json
 import re
 import tarfile
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vitrel.data.base import ImageSet, subset
+from vitrel.data.base import ImageSet, sha256, subset
 from vitrel.data.decode import SUFFIXES, Reading, decode
 from vitrel.data.folder import Split
 from vitrel.extras import optional_import
@@ -106,6 +105,14 @@ class Shards(ImageSet):
         """Of each shard in order its name, a tab and the SHA-256 that it was packed with; which images are taken is `n`'s."""
         return [f"{shard['name']}\t{shard.get('sha256')}" for shard in self.shards]
 
+    def names(self) -> list[str]:
+        """The shard and the key of each image, found by a scan of all headers."""
+        return [self.name(i) for i in range(len(self))]
+
+    def checksums(self) -> list[str]:
+        """Which images are taken: their bytes are in the SHA-256 of their shards, as these were packed."""
+        return [str(self.chosen)]
+
     def path(self, shard: int) -> Path:
         """The file of a shard."""
         return self.folder / self.shards[shard]["name"]
@@ -181,12 +188,6 @@ def _check_index(index: dict[str, Any], path: Path) -> None:
                 raise ValueError(f"{path} names a shard {shard['name']!r}; shards are called 00000.tar, 00001.tar, ...")
             if shard["images"] * SAMPLE_BYTES > shard["bytes"]:
                 raise ValueError(f"{path}: {shard['name']} is too small for {shard['images']:,} images; {REPACK}")
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_size(path: Path, size: int) -> None:

@@ -1,5 +1,7 @@
 """The images of an evaluation: decoded and prepared for one size and protocol, once for all models that take the same."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from vitrel.data import ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
 from vitrel.evaluate.settings import Sweep
+from vitrel.files import shown
 from vitrel.sizes import Size, format_size
 
 CACHE_BYTES = 2 << 30
@@ -48,6 +51,13 @@ class Preprocessing(NamedTuple):
     base_size: Size
 
 
+class ImageList(NamedTuple):
+    """The images of an evaluation by name: below the folder of the data, in its order; and the classes, by label."""
+
+    names: list[str]
+    classes: list[str]
+
+
 class Images:
     """The images of the current size, protocol and crop, decoded once for all models that ask with the same preprocessing.
 
@@ -60,6 +70,7 @@ class Images:
         self.sweep, self.source = sweep, source
         self.batch_size, self.halvings = sweep.batch_size, 0
         self._at: tuple | None = None
+        self._listed: ImageList | None = None
         self._datasets: dict[Preprocessing, Dataset] = {}
         self._decoded: dict[Preprocessing, list[tuple[Tensor, Tensor]]] = {}
         self._growing: list[tuple[Tensor, Tensor]] | None = None  # of `_decoded`, while they are read
@@ -78,6 +89,24 @@ class Images:
             made = create_dataset(self.sweep.data, "val", size, **how) if self.source is None else self.source(size, **how)
             self._datasets[asked] = made
         return self._datasets[asked]
+
+    def listed(self, asked: Preprocessing) -> ImageList:
+        """The names of all images, made once; numbers where the data set has none."""
+        dataset = self.dataset(asked)
+        if self._listed is None or len(self._listed.names) != len(dataset):
+            own = dataset.names() if isinstance(dataset, ImageSet) else map(getattr(dataset, "name", str), range(len(dataset)))
+            self._listed = ImageList([*map(shown, own)], [*map(shown, getattr(dataset, "classes", None) or ())])
+        return self._listed
+
+    def digest(self, asked: Preprocessing) -> str:
+        """Tells other images, labels and contents of files apart: the data set's own digest; of images that are drawn, and of
+        the user's own data set, the settings, number and classes alone.
+        """
+        dataset = self.dataset(asked)
+        if isinstance(dataset, ImageSet):
+            return dataset.digest()
+        known = self.sweep.data, self.sweep.data_seed, len(dataset), getattr(dataset, "classes", None)
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def batches(self, asked: Preprocessing, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of `share_of(dataset, rank, world)`: pixels [B, 3, H, W] and labels [B], -1 for images left out.

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory,
 from vitrel.evaluate.metrics import Tally, state_hash
 from vitrel.evaluate.models import Trained, class_outputs
 from vitrel.evaluate.policies import at_size_with, policies_at, policies_of
+from vitrel.evaluate.predictions import Answers, Predicted, class_of_output, predicted_by
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.files import shown
@@ -73,21 +75,24 @@ class Task:
 
 
 class Evaluated(NamedTuple):
-    """A task that was measured: its row of results.csv, its lines of per_class.csv and translation.csv, and the names of the
-    images that cannot be read.
+    """A task that was measured: its row of results.csv, its lines of translation.csv, what it predicts for every image (None
+    where that is not known), and the names of the images that cannot be read.
     """
 
     row: Row
-    per_class: list[Row]
     translation: list[Row]
+    predicted: Predicted | None
     bad_images: tuple[str, ...] = ()
 
 
 class Share(NamedTuple):
-    """What one process measured: columns, what it counted, the same by translation, and the images it could not read."""
+    """What one process measured: columns, what it counted, what it predicts, the count by translation, and the images it could
+    not read.
+    """
 
     columns: Row
     tally: Tally
+    answers: list[np.ndarray]
     translated: dict[int, Tally]
     bad_images: tuple[str, ...] = ()
 
@@ -148,16 +153,17 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
     count = sum(parameter.numel() for parameter in task.trained.model.parameters())
     row["infer_samples_per_sec"] = round(row["infer_samples_per_sec"], 2)
     row |= tally.columns() | {"param_count": round(count / 1e6, 2), "params": count}
-    about = line_columns(task, sweep)
+    about = line_columns(task)
     translated = {by: _added([part.translated[by] for part in parts]).columns() for by in task.translations}
     counted = ("n", "top1", "top1_low", "top1_high")
     translation = [about | {"translation": by} | {name: found[name] for name in counted} for by, found in translated.items()]
     names = dict.fromkeys(name for part in parts for name in part.bad_images)
-    return Evaluated(row, _per_class(about, tally, task, sweep, images), translation, tuple(names))
+    predicted = predicted_by([part.answers for part in parts], images.listed(task.preprocessing))
+    return Evaluated(row, translation, predicted, tuple(names))
 
 
-def line_columns(task: Task, sweep: Sweep) -> Row:
-    """The columns by which lines of per_class.csv and translation.csv belong to a row."""
+def line_columns(task: Task) -> Row:
+    """The columns by which lines of translation.csv and predictions belong to a row."""
     return {
         "label": shown(task.trained.label),
         "seed": task.trained.seed,
@@ -165,7 +171,6 @@ def line_columns(task: Task, sweep: Sweep) -> Row:
         "protocol": task.protocol,
         "policy": task.policy,
         "crop_pct": task.crop_pct,
-        "data": shown(sweep.data),
     }
 
 
@@ -298,7 +303,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
             how = device, sweep.batch_size, sweep.dtype, sweep.compile
             runner, halvings = Runner(model, *how), images.halvings
             reset_peak(device)
-            tally, left_out = _count(task, images, outputs, runner, advance)
+            tally, answers, left_out = _count(task, images, outputs, runner, advance)
             peak, kind = peak_mb(device)
             columns = {
                 "left_out": left_out,
@@ -311,38 +316,41 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
             translated = {}
             for by in task.translations:
                 again = Runner(model, *how, prepare=partial(translate, by=by))
-                translated[by], _ = _count(task, images, outputs, again, advance)
+                translated[by], *_ = _count(task, images, outputs, again, advance)
             columns |= _attention(task, sweep, images, model)
             after = state_hash(model)
             same = [*map(id, parameters)] == [*map(id, model.parameters())]
     finally:
         restore(trained.model).cpu()
     columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
-    return Share(columns, tally, translated, images.bad(task.preprocessing))
+    return Share(columns, tally, answers.arrays(), translated, images.bad(task.preprocessing))
 
 
 def _count(
     task: Task, images: Images, outputs: Sequence[int], runner: Runner, advance: Callable[[Task, float], None]
-) -> tuple[Tally, int]:
-    """Hits of this process's share of the images, and how many of them are left out, which are labelled -1."""
-    tally, left_out, output_of = Tally(), 0, torch.tensor(outputs)
+) -> tuple[Tally, Answers, int]:
+    """Hits and predictions of this process's share of the images, and how many of them are left out, which are labelled -1."""
+    tally, answers, left_out, output_of = Tally(), Answers(), 0, torch.tensor(outputs)
     share = len(share_of(images.dataset(task.preprocessing), *rank_and_world())) * (1 + len(task.translations))
     try:
         for pixels, labels in images.batches(task.preprocessing, *rank_and_world()):
-            seen, read = len(labels), labels >= 0
+            given, read = labels, labels >= 0
             if not read.all():  # else no copy
                 left_out += int((~read).sum())
                 pixels, labels = pixels[read], labels[read]
             if len(labels):
                 logits = runner(pixels)
                 if task.trained.restrict:
-                    tally.update(logits[:, output_of], labels)
+                    answers.add(given, *tally.update(logits[:, output_of], labels))
                 else:
-                    tally.update(logits, output_of[labels])
-            advance(task, seen / share)
+                    best, *rest = tally.update(logits, output_of[labels])
+                    answers.add(given, class_of_output(best, labels, output_of), *rest)
+            else:
+                answers.add(given)
+            advance(task, len(given) / share)
     except (FloatingPointError, MemoryError) as error:
         raise type(error)(f"{task.name}: {error}") from error
-    return tally, left_out
+    return tally, answers, left_out
 
 
 def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Row:
@@ -367,15 +375,6 @@ def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Ro
         mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
         row |= {name: round(value, 4) for name, value in mean.items()}
     return row
-
-
-def _per_class(about: Row, tally: Tally, task: Task, sweep: Sweep, images: Images) -> list[Row]:
-    names, outputs = classes_of(task, sweep, images)
-    counted = range(len(names)) if task.trained.restrict else outputs
-    return [
-        about | {"class": shown(name), "n": tally.class_n[output], "hits": tally.class_hits[output]}
-        for name, output in zip(names, counted, strict=True)
-    ]
 
 
 def _added(tallies: Sequence[Tally]) -> Tally:

@@ -42,21 +42,58 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
+def paired_interval(n: int, only_a: int, only_b: int) -> tuple[float, float]:
+    """95 % score interval of the difference of two accuracies on the same n images, in percentage points.
+
+    Tango 1998 (Statistics in Medicine 17, 891-908): all differences that the score test of paired proportions does not reject.
+    only_a, only_b: number of images that one of the two alone gets right; nothing else counts.
+    """
+    if min(only_a, only_b) < 0 or only_a + only_b > n or n == 0:
+        raise ValueError(f"paired_interval needs n > 0 and counts of some of n, got {n=}, {only_a=}, {only_b=}")
+    estimate = (only_a - only_b) / n
+
+    def rejected(difference: float) -> bool:
+        # q: maximum-likelihood share of images that b alone gets right, given the difference
+        b = -only_a - only_b + (2 * n - only_a + only_b) * difference
+        c = -only_b * difference * (1 - difference)
+        q = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)
+        variance = n * (2 * q + difference * (1 - difference))
+        return (only_a - only_b - n * difference) ** 2 > Z95 * Z95 * max(variance, 0.0)
+
+    ends = []
+    for outside in (-1.0, 1.0):
+        inside = estimate
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            inside, outside = (inside, middle) if rejected(middle) else (middle, outside)
+        ends.append(100 * inside)
+    return ends[0], ends[1]
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """Two-sided p-value of McNemar's exact test that two models are right equally often: of the images that one of them alone
+    gets right, each is a's with probability 1/2 (binomial).
+    """
+    n = only_a + only_b
+    logs = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(min(only_a, only_b) + 1)]
+    return min(1.0, 2 * math.fsum(math.exp(log - n * math.log(2)) for log in logs))
+
+
 class Tally:
     """Running top-1, top-5, negative log-likelihood and calibration over batches of logits [B, K] and labels [B].
 
-    With K < 5 classes top-5 is top-K, which is 100 %, as in timm. `class_n` and `class_hits` count images and hits by label.
+    With K < 5 classes top-5 is top-K, which is 100 %, as in timm.
     """
 
     def __init__(self) -> None:
         self.n = self.hits1 = self.hits5 = 0
         self.nll_sum = 0.0
-        self.class_n: Counter[int] = Counter()
-        self.class_hits: Counter[int] = Counter()
         self.bin_gap: Counter[int] = Counter()  # hits minus confidence, by bin of the confidence
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds one batch; raises FloatingPointError when a logit is not finite, since every rank would be arbitrary."""
+    def update(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds one batch, and returns of each image [B] the output of the highest logit, its probability, and whether the label
+        is among the 5 highest. FloatingPointError when a logit is not finite, since every rank would be arbitrary.
+        """
         logits = logits.double()
         if not torch.isfinite(logits).all():
             raise FloatingPointError("the logits hold NaN or infinity")
@@ -66,12 +103,11 @@ class Tally:
         self.hits1 += int(right[:, 0].sum())
         self.hits5 += int(right.sum())
         self.nll_sum += F.cross_entropy(logits, labels, reduction="sum").item()
-        self.class_n.update(labels.tolist())
-        self.class_hits.update(labels[right[:, 0]].tolist())
         confidence = logits.softmax(-1).amax(-1)  # [B]
         bins = (confidence * ECE_BINS).ceil().long() - 1  # (0, 1/15], (1/15, 2/15], ...
         for place, gap in zip(bins.tolist(), (right[:, 0].double() - confidence).tolist(), strict=True):
             self.bin_gap[place] += gap
+        return ranked[:, 0], confidence, right.any(1)
 
     def add(self, other: "Tally") -> None:
         """Adds what another one counted on other images."""

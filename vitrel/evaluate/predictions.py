@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from vitrel.evaluate.images import ImageList
+from vitrel.evaluate.metrics import mcnemar, paired_interval
 from vitrel.files import atomic_write
 
 FILE = "predictions.npz"
@@ -26,14 +30,32 @@ Key = tuple[str, ...]
 class Predicted:
     """What one row predicts for every image, in the order of the data.
 
-    predicted: int32 [n], index of the class; LEFT_OUT where the image could not be read, NO_CLASS where the highest logit is
-    that of an output that stands for none of the classes. confidence: float32 [n], the highest probability, stored as float16;
-    0 where left out. top5: bool [n], whether the label is among the 5 highest logits.
+    images: their names, and those of the classes. labels: int32 [n], LEFT_OUT where the image could not be read. predicted:
+    int32 [n], index of the class; LEFT_OUT where the image could not be read, NO_CLASS where the highest logit is that of an
+    output that stands for none of the classes. confidence: float32 [n], the highest probability, stored as float16; 0 where
+    left out. top5: bool [n], whether the label is among the 5 highest logits.
     """
 
+    images: ImageList
+    labels: np.ndarray
     predicted: np.ndarray
     confidence: np.ndarray
     top5: np.ndarray
+
+    @property
+    def seen(self) -> np.ndarray:
+        """Whether each image was read, bool [n]."""
+        return self.predicted != LEFT_OUT
+
+    @property
+    def right(self) -> np.ndarray:
+        """Whether the label of each image is predicted, bool [n]; False where the image was left out."""
+        return (self.predicted == self.labels) & self.seen
+
+    def class_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Number of images of each class that were read, and of those that are predicted right, int64 [classes] each."""
+        n, hits = (np.bincount(self.labels[i], minlength=len(self.images.classes)) for i in (self.seen, self.right))
+        return n, hits
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +71,98 @@ class Predictions:
     classes: list[str]
     rows: Mapping[Key, Predicted]
 
-    def right(self, key: Key) -> np.ndarray:
-        """Whether the row `key` predicts the label of each image, bool [n]; False where the image was left out."""
-        predicted = self.rows[key].predicted
-        return (predicted == self.labels) & (predicted >= 0)
 
-    def class_counts(self, key: Key) -> tuple[np.ndarray, np.ndarray]:
-        """Number of images that the row `key` saw of each class, and of those that it got right, int64 [classes] each."""
-        seen, right = self.rows[key].predicted != LEFT_OUT, self.right(key)
-        n, hits = (np.bincount(self.labels[which], minlength=len(self.classes)) for which in (seen, right))
-        return n, hits
+@dataclass(frozen=True)
+class Pair:
+    """Two rows, a and b, on the images that both could read: how many of n both, one alone, or none of them gets right.
+
+    difference: a minus b, percentage points, with the ends of its 95 % interval (`paired_interval`). p: two-sided, of McNemar's
+    exact test (`mcnemar`).
+    """
+
+    n: int
+    both: int
+    only_a: int
+    only_b: int
+    neither: int
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+def compare_pairs(a: Predicted, b: Predicted) -> Pair:
+    """Two models, sizes or protocols compared image by image. ValueError where they were not evaluated on the same images."""
+    check_same_images(a, b)
+    read = a.seen & b.seen
+    if not read.any():
+        raise ValueError("no image was read by both rows: there is nothing to compare")
+    n, one, other = int(read.sum()), a.right[read], b.right[read]
+    both, only_a, only_b = (int(which.sum()) for which in (one & other, one & ~other, other & ~one))
+    interval = paired_interval(n, only_a, only_b)
+    neither = n - both - only_a - only_b
+    return Pair(n, both, only_a, only_b, neither, 100 * (only_a - only_b) / n, *interval, mcnemar(only_a, only_b))
+
+
+def check_same_images(a: Predicted, b: Predicted) -> None:
+    """ValueError that names the first difference where images, their order, classes or labels differ."""
+    first, second = a.images, b.images
+    if first.names != second.names:
+        alone = sorted({*first.names} ^ {*second.names})
+        which = f"{len(alone)} are in one of them alone, such as {alone[0]!r}" if alone else "they come in another order"
+        raise ValueError(f"the images differ ({len(first.names)} and {len(second.names)}): {which}. Evaluate on the same data")
+    if first.classes != second.classes:
+        raise ValueError(f"the classes differ: {first.classes[:5]}... and {second.classes[:5]}...; evaluate on the same data")
+    other = (a.labels != b.labels) & (a.labels != LEFT_OUT) & (b.labels != LEFT_OUT)
+    if other.any():
+        at = int(other.argmax())
+        raise ValueError(
+            f"{int(other.sum())} images have other labels, such as {first.names[at]!r} ({a.labels[at]} and {b.labels[at]}): "
+            "evaluate on the same data"
+        )
+
+
+class Answers:
+    """What a model predicts for the images of one process, batch by batch."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Tensor, ...]] = []
+
+    def add(
+        self, labels: Tensor, predicted: Tensor | None = None, confidence: Tensor | None = None, top5: Tensor | None = None
+    ) -> None:
+        """Adds a batch: labels [B], LEFT_OUT for images that could not be read, and of the others what `Predicted` holds."""
+        read = labels >= 0
+        whole = labels.int(), torch.full_like(labels, LEFT_OUT).int(), torch.zeros(len(labels)), torch.zeros_like(read)
+        for values, own in zip(whole[1:], (predicted, confidence, top5), strict=True):
+            if own is not None:
+                values[read] = own.to(values.dtype)
+        self._batches.append(whole)
+
+    def arrays(self) -> list[np.ndarray]:
+        """labels, predicted, confidence, top5 of all images, [n] each."""
+        return [torch.cat(parts).numpy() for parts in zip(*self._batches, strict=True)]
+
+
+def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
+    """The class that each output in `best` [B] stands for, NO_CLASS for none; the label [B] itself where several share it.
+
+    outputs: of each class, [classes].
+    """
+    classes = torch.full((int(torch.cat((best, outputs)).max()) + 1,), NO_CLASS)
+    classes[outputs] = torch.arange(len(outputs))
+    return torch.where(best == outputs[labels], labels, classes[best])
+
+
+def predicted_by(shares: Sequence[Sequence[np.ndarray]], images: ImageList) -> Predicted:
+    """One row of what the processes predict, `Answers.arrays` of each: process r of w has the images r, r + w, r + 2 w, ..."""
+    whole = []
+    for parts in zip(*(share for share in shares if share), strict=True):
+        values = np.empty(sum(map(len, parts)), parts[0].dtype)
+        for rank, part in enumerate(parts):
+            values[rank :: len(shares)] = part
+        whole.append(values)
+    return Predicted(images, *whole)
 
 
 def read_predictions(folder: str | Path) -> Predictions | None:
@@ -76,26 +180,31 @@ def read_predictions(folder: str | Path) -> Predictions | None:
         confidence = stored["confidence"].astype(np.float32)
         if not labels.shape == (n,) or not predicted.shape == confidence.shape == top5.shape == (len(keys), n):
             raise ValueError("shapes")
-        rows = {tuple(key): Predicted(*row) for key, *row in zip(keys, predicted, confidence, top5, strict=True)}
+        images = ImageList(names, classes)
+        rows = {
+            tuple(key): Predicted(images, labels, *row) for key, *row in zip(keys, predicted, confidence, top5, strict=True)
+        }
     except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: delete it, and its rows are made again by the same evaluation") from error
     return Predictions(names, labels, classes, rows)
 
 
-def write_predictions(predictions: Predictions, folder: str | Path) -> None:
-    """Writes predictions.npz, whole or not at all; the file is removed where there are no rows."""
-    path, rows = Path(folder) / FILE, [*predictions.rows.values()]
+def write_predictions(found: Mapping[Key, Predicted], folder: str | Path) -> None:
+    """Writes the rows, all of the same images, whole or not at all; the file is removed where there are none."""
+    path, rows = Path(folder) / FILE, [*found.values()]
     if not rows:
         path.unlink(missing_ok=True)
         return
-    smallest = np.uint16 if len(predictions.classes) - NO_CLASS <= np.iinfo(np.uint16).max else np.uint32
+    images, labels = rows[0].images, np.max([row.labels for row in rows], axis=0)  # one row may have read what another left out
+    largest = max(len(images.classes), *(row.predicted.max() for row in rows)) - NO_CLASS
+    smallest = np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32
     with atomic_write(path) as part, part.open("wb") as file:
         np.savez(
             file,
-            names=_packed(predictions.names),
-            classes=_packed(predictions.classes),
-            keys=_packed([*predictions.rows]),
-            labels=predictions.labels.astype(np.int32),
+            names=_packed(images.names),
+            classes=_packed(images.classes),
+            keys=_packed([*found]),
+            labels=labels.astype(np.int32),
             predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(smallest),
             confidence=np.stack([row.confidence for row in rows]).astype(np.float16),
             top5=np.packbits(np.stack([row.top5 for row in rows]), axis=1),

@@ -1,8 +1,8 @@
 """The results of an evaluation: the columns of its rows, the files of its folder, and its rows as one table.
 
-results.csv, per_class.csv and translation.csv grow with every row; bad_images.csv names images that cannot be read. A row that
-is there stands for one asked for now where weights, data and settings agree (`row_key`), and rows that disagree in what all
-rows share may not stand in one table (`not_comparable`). `aggregate` makes one row of several seeds, with an interval.
+results.csv, predictions.npz and translation.csv grow with every row; bad_images.csv names images that cannot be read. A row
+that is there stands for one asked for now where weights, images and settings agree (`row_key`), and rows that disagree in what
+all rows share may not stand in one table (`not_comparable`). `aggregate` makes one row of several seeds, with an interval.
 """
 
 import fcntl
@@ -27,6 +27,8 @@ from vitrel.data import SHAPES, Reading
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import t_interval, wilson
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
+from vitrel.evaluate.predictions import FILE as PREDICTIONS
+from vitrel.evaluate.predictions import read_predictions, write_predictions
 from vitrel.evaluate.processes import rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.extras import optional_import
@@ -97,6 +99,7 @@ COLUMNS = {
     "compile": "whether by torch.compile",
     "optimize": "whether by vitrel.optimize",
     "data": "data evaluated on",
+    "images": "digest of the images: names, labels and contents of files; of drawn ones and own data sets, of the settings",
     "links": "followed where images are looked for in linked folders too, else empty",
     "data_seed": "seed of generated or sampled images",
     "n_asked": "limit on the number of images, empty for all",
@@ -112,14 +115,15 @@ COLUMNS = {
 ADDED = (
     "saturated", "left_out", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops", "attention_entropy",
     "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
-    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python", "torchvision",
-    "commit",
+    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "images", "python",
+    "torchvision", "commit",
 )  # fmt: skip
 TEXT = (
     "model",
     "model_args",
     "label",
     "data",
+    "images",
     "links",
     "img_size",
     "train_size",
@@ -132,26 +136,27 @@ TEXT = (
     "torch",
     "commit",
 )
-# by which lines of per_class.csv and translation.csv belong to a row
-LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
-PER_CLASS = (*LINE_KEY, "class", "n", "hits")
+# by which predictions and lines of translation.csv belong to a row
+LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct")
 TRANSLATION = (*LINE_KEY, "translation", "n", "top1", "top1_low", "top1_high")
-# what must agree for a row to stand for another
+# what must agree for a row to stand for another: all that its figures depend on, but for speed and memory. Which images there
+# are, `images` says, wherever they lie and however they were chosen; batches and threads change the last bits of logits alone
 KEY = (
     "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean",
-    "std", "class_map", "data", "links", "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device",
-    "torch", "torchvision", "timm", "vitrel", "state_hash_before",
+    "std", "class_map", "images", "decoder", "compile", "dtype", "device", "torch", "torchvision", "timm", "vitrel",
+    "state_hash_before",
 )  # fmt: skip
 # what belongs to a model
 OF_MODEL = (
     "model", "model_args", "seed", "train_size", "interpolation", "mean", "std", "class_map", "state_hash_before",
 )  # fmt: skip
 # rows of one table agree in them, whatever the model and the place
-OF_ALL = ("data", *(name for name in KEY if name not in LINE_KEY + OF_MODEL))
-LINES = {"per_class": PER_CLASS, "translation": TRANSLATION}
+OF_ALL = tuple(name for name in KEY if name not in LINE_KEY + OF_MODEL)
+CHOICE = ("data", "links", "data_seed", "n_asked")  # by which images are chosen
+LINES = {"translation": TRANSLATION}
 BAD_IMAGES = "bad_images.csv"
 PAGES = ("table.md", "claims.md", "plots", "pictures.json.gz", "report.html")
-FILES = ("results.csv", *(f"{name}.csv" for name in LINES), BAD_IMAGES, *PAGES)  # all that an evaluation writes
+FILES = ("results.csv", PREDICTIONS, *(f"{name}.csv" for name in LINES), BAD_IMAGES, *PAGES)  # all that an evaluation writes
 WRITE_PAUSE = 10.0  # times as long as writing took, for which nothing is written again
 LOCK_PATIENCE = 10.0  # seconds for another evaluation to let go: loader processes outlive one that was killed by a few
 CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
@@ -164,7 +169,8 @@ MEANS = [
 def settings_columns(task: Task, sweep: Sweep) -> Row:
     """The columns that say what was asked for, of which model and on which device."""
     trained = task.trained
-    return line_columns(task, sweep) | {
+    return line_columns(task) | {
+        "data": shown(sweep.data),
         "model": trained.name,
         "model_args": trained.model_args,
         "encoding": trained.encoding,
@@ -216,7 +222,7 @@ def row_key(row: Row) -> tuple[str, ...]:
 
 
 def line_key(row: Row) -> tuple[str, ...]:
-    """By which lines of per_class.csv and translation.csv belong to a row of results.csv."""
+    """By which predictions and lines of translation.csv belong to a row of results.csv."""
     return tuple(_text(row[name]) for name in LINE_KEY)
 
 
@@ -227,13 +233,15 @@ def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> s
 
 
 def complete(found: Evaluated | None, task: Task, sweep: Sweep) -> bool:
-    """Whether there is a row and it holds all that is asked for now: images left out may be an error now, translations and
-    columns may be new.
+    """Whether there is a row and it holds all that is asked for now: images left out may be an error now, translations,
+    attention of another number of images and columns may be new.
     """
     if found is None or (found.row["left_out"] and sweep.on_bad_image == "raise"):
         return False
+    if found.predicted is None or found.row["ece"] != found.row["ece"]:
+        return False
     there = {int(line["translation"]) for line in found.translation}
-    return bool(found.per_class) and found.row["ece"] == found.row["ece"] and set(task.translations) <= there
+    return sweep.attention_n in (0, found.row["attention_n"]) and set(task.translations) <= there
 
 
 class Tables:
@@ -256,7 +264,7 @@ class Tables:
         """
         known = self.rows.get(line_key(one.row))
         self.rows[line_key(one.row)] = one
-        if known is not None and known.per_class is one.per_class:  # it was there
+        if known is not None and known.predicted is one.predicted:  # it was there
             return
         self.bad_images |= dict.fromkeys(one.bad_images)
         self._unwritten = True
@@ -320,24 +328,20 @@ def set_aside(folder: Path) -> Path:
 
 
 def read_folder(folder: Path) -> list[Evaluated]:
-    """The rows of a folder with their lines; a line belongs to the row of its model, size, protocol, crop and policy."""
-    rows = read_csv(folder / "results.csv")
-    lines: dict[str, dict[tuple, list[Row]]] = {name: defaultdict(list) for name in LINES}
-    for name, found in lines.items():
-        for line in read_lines(folder, name):
-            found[line_key(line)].append(line)
-    return [Evaluated(row, *(found[line_key(row)] for found in lines.values())) for row in rows]
+    """The rows of a folder with their predictions and lines, which belong to the row of their `line_key`."""
+    predictions, lines = read_predictions(folder), defaultdict(list)
+    for line in read_lines(folder, "translation"):
+        lines[line_key(line)].append(line)
+    known = predictions.rows if predictions else {}
+    return [Evaluated(row, lines[line_key(row)], known.get(line_key(row))) for row in read_csv(folder / "results.csv")]
 
 
 def read_lines(folder: Path, name: str) -> list[Row]:
-    """The lines of `<name>.csv`, "per_class" or "translation"; none where there is no such file.
-
-    ValueError where columns are missing.
-    """
+    """The lines of `<name>.csv`, "translation"; none where there is no such file. ValueError where columns are missing."""
     path = folder / f"{name}.csv"
     if not path.exists():
         return []
-    frame = read_frame(path, ("class", "label", "data"))
+    frame = read_frame(path, ("label",))
     if lacking := [column for column in LINES[name] if column not in frame]:
         raise ValueError(f"{path} has no column {lacking[0]!r}: move it away and run again")
     return frame.to_dict("records")
@@ -350,6 +354,7 @@ def read_names(folder: Path) -> list[str]:
 
 def write_folder(done: Sequence[Evaluated], folder: Path) -> None:
     """Writes all three; translation.csv only where content was translated. Rows come last: a row there always has its lines."""
+    write_predictions({line_key(one.row): one.predicted for one in done if one.predicted is not None}, folder)
     for name, columns in LINES.items():
         lines = [line for one in done for line in getattr(one, name)]
         path = folder / f"{name}.csv"
@@ -529,6 +534,13 @@ def _differences(row: Row, keys: Sequence[Row]) -> list[str]:
 
 
 def _difference(name: str, row: Row, key: Row) -> str:
+    if name == "images":
+        chosen = [_difference(one, row, key) for one in CHOICE if _text(row[one]) != _text(key[one])]
+        if not _text(row[name]):
+            chosen.append("rows of an earlier version, which does not tell by which images they were made")
+        if chosen:
+            return f"other images ({', '.join(chosen)})"
+        return f"the data changed: {key['data']} holds other images, labels or contents of files now"
     then, now = (_text(value) or "none" for value in (row[name], key[name]))
     if name == "state_hash_before":
         return f"other weights of {row['label']} (SHA-256 {then:.8} there, {now:.8} now)"

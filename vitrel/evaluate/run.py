@@ -115,7 +115,7 @@ def run_sweep(
     claims: Sequence[Claim] = (),
     replace: bool = False,
 ) -> list[Row]:
-    """Evaluates all of `tasks_of(models, sweep)` and writes results.csv, per_class.csv, translation.csv (where content is
+    """Evaluates all of `tasks_of(models, sweep)` and writes results.csv, predictions.npz, translation.csv (where content is
     translated), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
     `folder`; with `report`, pictures.json.gz and report.html too.
 
@@ -247,6 +247,7 @@ def _keyed_tasks(models: Sequence[Trained], sweep: Sweep, images: Images) -> lis
         if id(task.trained) not in of_model:
             how = class_map(task.trained, class_names_of(task, images))
             of_model[id(task.trained)] = {"class_map": how, "state_hash_before": state_hash(task.trained.model)}
+    same |= {"images": images.digest(tasks[0].preprocessing)} if tasks else {}
     return [(task, settings_columns(task, sweep) | same | of_model[id(task.trained)]) for task in tasks]
 
 
@@ -256,13 +257,15 @@ def _known_rows(
     """What process 0 has done already, by `row_key`, and the tasks. ValueError where the processes hold different weights."""
     tasks: list[tuple[Task, Row]] = []
 
-    def own() -> tuple[list[Evaluated], list[str]]:
+    def own() -> tuple[list[Evaluated], list[str], list[str]]:
         tasks[:] = keyed()
-        return [*done], [key["state_hash_before"] for _, key in tasks]
+        return [*done], [key["state_hash_before"] for _, key in tasks], [key["images"] for _, key in tasks]
 
-    (found, hashes), *others = on_all(own)
-    if any(other != hashes for _, other in others):
+    (found, hashes, digests), *others = on_all(own)
+    if any(other != hashes for _, other, _ in others):
         raise ValueError("the processes hold different weights: give all of them the same checkpoints")
+    if any(other != digests for *_, other in others):
+        raise ValueError("the processes see different images: give all of them the same data")
     return {row_key(one.row): one for one in found}, tasks
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from helpers import ROOT, command
+from helpers.predictions import predicted
+from vitrel.evaluate.predictions import write_predictions
 from vitrel.evaluate.report.html import (
     QUERIES,
     REACH,
@@ -25,7 +27,7 @@ from vitrel.evaluate.report.html import (
     encode_map,
     write_html,
 )
-from vitrel.evaluate.results import PER_CLASS, TRANSLATION, aggregate, curves, read_csv
+from vitrel.evaluate.results import TRANSLATION, aggregate, curves, line_key, read_csv
 from vitrel.evaluate.settings import Sweep
 from vitrel.files import guarded
 from vitrel.grid import Grid
@@ -122,7 +124,8 @@ def test_unknown_columns_are_no_matter(folder):
 
 def test_names_from_files_are_text(folder):
     edit(folder, lambda frame: frame.assign(label=frame["label"].replace("vitrel_swin_n", EVIL)))
-    lines(folder, "per_class", PER_CLASS, label=EVIL, **{"class": [EVIL], "n": [2], "hits": [1]})
+    row = next(row for row in read_csv(folder / "results.csv") if row["label"] == EVIL)
+    write_predictions({line_key(row): predicted([EVIL], [1], 2)}, folder)
     page = write_html(folder, f"<b>{EVIL}").read_text("utf-8")
     assert EVIL not in page and "<b>" not in re.search(r"<title>(.*?)</title>", page)[1]
     assert page.count("</script>") == 4
@@ -131,14 +134,17 @@ def test_names_from_files_are_text(folder):
 
 
 def test_classes_add_up_over_seeds(folder):
-    lines(folder, "per_class", PER_CLASS, **{"class": ["a", "nan"], "n": [10, 5], "hits": [9, 1]})
-    lines(folder, "per_class", PER_CLASS, **{"class": ["nan", "a"], "n": [5, 10], "hits": [2, 8]})
-    lines(folder, "per_class", PER_CLASS, size="96x96", **{"class": ["a"], "n": [10], "hits": [4]})
-    found = contents(read_csv(folder / "results.csv"), folder, "")["classes"]
+    edit(folder, lambda frame: pd.concat([frame, frame.assign(seed=1)]))
+    rows = [row for row in read_csv(folder / "results.csv") if (row["label"], row["protocol"]) == ("vitrel_swin_n", "scale")]
+    places = [(row["img_size"], row["seed"]) for row in rows]
+    hits = {("64x64", 0): [9, 1], ("64x64", 1): [8, 2], ("96x96", 0): [4, 0]}
+    keys = {place: line_key(rows[places.index(place)]) for place in hits}
+    write_predictions({keys[place]: predicted(["a", "nan"], hits[place]) for place in hits}, folder)
+    found = contents(rows, folder, "")["classes"]
     assert found["names"] == ["a", "nan"]
     assert [(row["img_size"], row["n"], row["hits"]) for row in found["rows"]] == [
-        ("64x64", [20, 10], [17, 3]),
-        ("96x96", [10, 0], [4, 0]),
+        ("64x64", [20, 20], [17, 3]),
+        ("96x96", [10, 10], [4, 0]),
     ]
 
 

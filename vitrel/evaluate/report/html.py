@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
@@ -25,8 +26,9 @@ from vitrel.evaluate.measure import Task, tasks_of
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.models import Trained
 from vitrel.evaluate.policies import at_size_with
+from vitrel.evaluate.predictions import read_predictions
 from vitrel.evaluate.report import DETAILS, verdicts
-from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, read_csv, read_lines, top1_interval
+from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, line_key, read_csv, read_lines, top1_interval
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.extras import optional_import
 from vitrel.files import atomic_write, one_page, shown
@@ -73,7 +75,7 @@ Item = dict[str, Any]
 
 
 def write_html(folder: Path, title: str = "") -> Path:
-    """Writes `folder`/report.html from results.csv, and claims.md, per_class.csv, translation.csv, pictures.json.gz if there.
+    """Writes `folder`/report.html from results.csv, and claims.md, predictions.npz, translation.csv, pictures.json.gz if there.
 
     Returns its path. FileNotFoundError where there is no results.csv, ValueError where it holds no row or lacks columns.
     """
@@ -133,7 +135,7 @@ def contents(rows: Sequence[Row], folder: Path, title: str) -> dict[str, Any]:
         ],
         "verdicts": verdicts(rows),
         "claims": _claims(folder),
-        "classes": _classes(read_lines(folder, "per_class"), crops),
+        "classes": _classes(rows, folder, crops),
         "translation": _translation(read_lines(folder, "translation"), crops),
     }
 
@@ -168,16 +170,18 @@ def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[
     return found
 
 
-def _classes(lines: Sequence[Row], crops: bool) -> dict[str, Any] | None:
+def _classes(rows: Sequence[Row], folder: Path, crops: bool) -> dict[str, Any] | None:
     """Images and hits of every class, seeds added up: class names, and lists in their order for every evaluation."""
-    names = list(dict.fromkeys(line["class"] for line in lines))
-    place = {name: at for at, name in enumerate(names)}
-    found: dict[tuple, dict[str, list[int]]] = {}
-    for line in lines:
-        counts = found.setdefault(_place(line, crops), {"n": [0] * len(names), "hits": [0] * len(names)})
-        for what, count in counts.items():
-            count[place[line["class"]]] += int(line[what])
-    return {"names": names, "rows": [_named(key) | counts for key, counts in found.items()]} if lines else None
+    predictions = read_predictions(folder)
+    if predictions is None:
+        return None
+    found: dict[tuple, np.ndarray] = {}
+    for row in rows:
+        if line_key(row) in predictions.rows:
+            place, counts = _place(row, crops), np.stack(predictions.rows[line_key(row)].class_counts())
+            found[place] = found.get(place, 0) + counts
+    counted = [_named(place) | {"n": n.tolist(), "hits": hits.tolist()} for place, (n, hits) in found.items()]
+    return {"names": predictions.classes, "rows": counted} if counted else None
 
 
 def _translation(lines: Sequence[Row], crops: bool) -> list[Row]:

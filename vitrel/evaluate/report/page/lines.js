@@ -1,4 +1,4 @@
-// What per_class.csv and translation.csv hold.
+// What predictions.npz holds by class, and translation.csv.
 const SHOWN_CLASSES = 30;
 let classFigure = null, classesDrawn = [], translationFigure = null;
 

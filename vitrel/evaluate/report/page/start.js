@@ -50,7 +50,7 @@ async function startPage() {
     hide("attention");
     missing.push("the maps by offset and the attention on images: this folder has no pictures.json.gz");
   }
-  if (!DATA.classes) missing.push("the change class by class: this folder has no per_class.csv");
+  if (!DATA.classes) missing.push("the change class by class: this folder has no predictions.npz");
   if (!DATA.translation.length) missing.push("the curve over translated content: this folder has no translation.csv");
   $("left-out").replaceChildren(...(missing.length ? missing : ["nothing"]).map((text) => make("li", { textContent: text })));
   contentsList();
