@@ -50,7 +50,7 @@ def compare_folders(a: str | Path, b: str | Path) -> list[dict[str, Any]]:
     both = [label for label in labels[0] if label in labels[1]]
     pairs = [(label, label) for label in both]
     if all(len(own) == 1 for own in labels):
-        pairs = [(*labels[0], *labels[1])]
+        pairs = [(next(iter(labels[0])), next(iter(labels[1])))]
     lines = []
     for one, other in pairs:
         ours, theirs = _by(labels[0][one], *PLACE[:2]), _by(labels[1][other], *PLACE[:2])
@@ -139,7 +139,7 @@ def _lines(about: dict[str, Any], a: _Found, b: _Found) -> list[dict[str, Any]]:
     common = [seed for seed in seeds[0] if seed in seeds[1]]
     chosen = [(seed, seed) for seed in common]
     if not common and len(seeds[0]) == len(seeds[1]) == 1:
-        chosen = [(*seeds[0], *seeds[1])]
+        chosen = [(next(iter(seeds[0])), next(iter(seeds[1])))]
     pairs = [compare_pairs(seeds[0][one], seeds[1][other]) for one, other in chosen]
     named = [one if one == other else f"{one or 'none'} / {other or 'none'}" for one, other in chosen]
     lines = [about | {"seed": seed} | asdict(pair) for seed, pair in zip(named, pairs, strict=True)]
