@@ -214,8 +214,8 @@ def _answer(label: str, protocols: Mapping[str, Mapping[str, Mapping[str, Place]
         *([] if protocol.startswith("scale") else [f"{_in(protocol)}:"]),
         _sentence(_use(curve)) + _losses(curve),
         *map(_sentence, advice[1:]),
-        _best(curve, cost),
-        *([resampled] if curve.learned else []),
+        *([_best(curve, cost)] if curve.learned else []),
+        resampled,
         *(elsewhere.values() if curve.learned else ()),
     ]
     return Answer(
