@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,8 @@ class Predictions(Callback):
         self.seen, self.passed = [], 0
         # what the evaluation computes is recorded: one more forward pass of one rank alone would hang a sharded model
         self.hook = module.register_forward_hook(self.record_logits)
-        batches = int(sum(trainer.num_val_batches))
-        images = (batches - 1) * trainer.datamodule.batch_size + 1  # at least: the last batch may be short
+        batches = islice(trainer.val_dataloaders.batch_sampler, int(sum(trainer.num_val_batches)))
+        images = sum(map(len, batches))
         self.wanted = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
 
     def on_validation_batch_end(
