@@ -4,14 +4,12 @@ import itertools
 import shutil
 import signal
 from math import log
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
+from helpers import shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
 from vitrel.data import Augmentation, BadImage, create_dataset
 from vitrel.data.pack import pack
@@ -20,7 +18,6 @@ from vitrel.train import run
 from vitrel.train.datamodule import ImageData
 from vitrel.train.native import Filled, NativeOrder, native_shares
 
-FLOWERS = Path("/work/shared/data/flowers256")
 PATCH = (8, 8)
 SIZES = [(height, width) for height in range(40, 80) for width in (40, 60, 90)]  # 120 images
 
@@ -129,38 +126,23 @@ def test_evaluation_sees_every_image_once_at_its_own_size(world):
     assert all(draw.size == native_size(*SIZES[draw.index], 36, PATCH) for draw in real)
 
 
-@pytest.fixture(scope="session")
-def shapes_folder(tmp_path_factory):
-    """As `folder`, with images of several aspect ratios, in number no multiple of a batch: 23 to train, 7 to evaluate each."""
-    root = tmp_path_factory.mktemp("native")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 23), ("val", 7)):
-        for label, name in enumerate(("grey", "red", "green", "blue")):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                array = rng.integers(0, 100, (*[(32, 32), (24, 48), (50, 20), (30, 40)][i % 4], 3))
-                array[..., label - 1 : label] += 120  # nothing for label 0
-                Image.fromarray(array.astype(np.uint8)).save(root / split / name / f"{i}.png")
-    return root
-
-
 NATIVE = ("--data.shape=native", "--data.tokens=16")
 
 
 @pytest.fixture
-def native(shapes_folder):
-    return f"--data.data={shapes_folder}", *NATIVE
+def native(native_folder):
+    return f"--data.data={native_folder}", *NATIVE
 
 
-def test_batches_are_the_same_for_any_number_of_loader_processes(shapes_folder):
-    data = create_dataset(str(shapes_folder), "train", (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, augment=Augmentation())
+def test_batches_are_the_same_for_any_number_of_loader_processes(native_folder):
+    data = create_dataset(str(native_folder), "train", (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, augment=Augmentation())
     made = order(data.image_sizes(), 16, 16)
     alone, two = (list(DataLoader(data, batch_sampler=made, num_workers=workers)) for workers in (0, 2))
     assert all(torch.equal(a, b) and torch.equal(x, y) for (a, x), (b, y) in zip(alone, two, strict=True))
 
 
-def test_filled_images_count_nowhere(shapes_folder):
-    data = create_dataset(str(shapes_folder), "val", (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, protocol="native")
+def test_filled_images_count_nowhere(native_folder):
+    data = create_dataset(str(native_folder), "val", (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, protocol="native")
     for rank in range(3):
         shares = native_shares(data.image_sizes(), 4, 16, PATCH, rank, 3)
         for (images, labels), draws in zip(DataLoader(Filled(data), batch_sampler=shares), shares, strict=True):
@@ -188,19 +170,19 @@ def test_a_run_evaluates_every_image_and_is_resumed_at_its_shape_alone(command, 
             run([*resumed(args, tmp_path / "run"), change])
 
 
-def test_settings_without_a_native_shape_are_refused(shapes_folder):
+def test_settings_without_a_native_shape_are_refused(native_folder):
     with pytest.raises(ValueError, match=r"data.shape is fixed or native, not 'own'"):
-        ImageData(str(shapes_folder), 32, shape="own")
+        ImageData(str(native_folder), 32, shape="own")
     with pytest.raises(ValueError, match=r"data.tokens \(16\) .* data.shape native alone"):
-        ImageData(str(shapes_folder), 32, tokens=16)
+        ImageData(str(native_folder), 32, tokens=16)
     with pytest.raises(ValueError, match=r"data.tokens \(0\) is at least 1"):
-        ImageData(str(shapes_folder), 32, shape="native", tokens=0)
+        ImageData(str(native_folder), 32, shape="native", tokens=0)
     with pytest.raises(ValueError, match="shapes are drawn at any size"):
         ImageData("shapes", 32, shape="native")
 
 
-def test_shards_and_models_of_one_size_are_refused(command, native, shapes_folder, tmp_path):
-    pack(shapes_folder, tmp_path / "shards")
+def test_shards_and_models_of_one_size_are_refused(command, native, native_folder, tmp_path):
+    pack(native_folder, tmp_path / "shards")
     with pytest.raises(ValueError, match=r"shards are streamed .* native needs a folder"):
         run(command("run", *native, f"--data.data={tmp_path / 'shards'}"))
     fixed = "--model.model_args={embed_dim: 32, depth: 1, num_heads: 2}"
@@ -208,18 +190,18 @@ def test_shards_and_models_of_one_size_are_refused(command, native, shapes_folde
         run(command("run", *native, "--model.model=vit_tiny_patch16_224", fixed))
 
 
-def test_an_evaluation_image_without_a_header_stops_the_run_before_it_begins(command, shapes_folder, tmp_path):
-    shutil.copytree(shapes_folder, tmp_path / "data")
+def test_an_evaluation_image_without_a_header_stops_the_run_before_it_begins(command, native_folder, tmp_path):
+    shutil.copytree(native_folder, tmp_path / "data")
     (tmp_path / "data" / "val" / "red" / "3.png").write_bytes(b"")
     with pytest.raises(BadImage, match=r"red/3\.png"):
         run(command("run", f"--data.data={tmp_path / 'data'}", *NATIVE))
 
 
-@pytest.mark.skipif(not FLOWERS.is_dir(), reason=f"needs the photographs in {FLOWERS}")
 def test_all_tokens_of_photographs_are_image():
     """Every patch of every batch, augmented and evaluated, holds pixels of its image: padding would be exactly 0."""
+    flowers = str(shared("data/flowers256"))
     data = {
-        split: create_dataset(str(FLOWERS), split, (224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, protocol="native", **how)
+        split: create_dataset(flowers, split, (224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, protocol="native", **how)
         for split, how in (("train", {"augment": Augmentation(scale=(0.08, 1.0))}), ("val", {}))
     }
     sizes = {split: images.image_sizes() for split, images in data.items()}

@@ -61,7 +61,7 @@ data
   --data.augment YAML             {} for the defaults, null for none
   --data.n_train N, --data.n_val N    a subset; default all
   --data.train_sizes YAML         sizes that batches take turns at, e.g. '[80, 96, [96, 128]]'
-  --data.repeats N, --data.reading YAML, --data.region YAML
+  --data.repeats N, --data.reading YAML, --data.region YAML, --data.shape, --data.tokens
 
 model
   --model.model NAME|FILE         the same as --model; every short option above stands for a key

@@ -235,6 +235,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "positions": sorted({part["key"] for part in module.position.values()}),
         "parameters": sum(p.numel() for p in module.model.parameters()),  # type: ignore[misc]
         "img_size": list(module.img_size),
+        "tokens": data.budget if data.shape == "native" else None,
         "data": data.data,
         "classes": len(data.classes),
         "train_images": len(data.train_set),
@@ -245,9 +246,10 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 def _header(about: dict[str, Any], folder: Path) -> str:
     """What is trained, on what and where it goes, in two lines."""
-    size = format_size(about["img_size"])
+    tokens = about["tokens"]
+    size = f"{format_size(about['img_size'])} px" if tokens is None else f"native shape, {tokens} tokens at most"
     return (
-        f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size} px\n"
+        f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size}\n"
         f"{about['train_images']:,} training and {about['val_images']:,} evaluation images of {about['data']}; "
         f"{about['max_epochs']} epochs, written to {folder}"
     )
