@@ -30,7 +30,8 @@ class ImageData(LightningDataModule):
         data: what `vitrel.data.create_dataset` takes: "shapes", a folder that holds `train/<class>/` and `val/<class>/`, a
             folder of shards, or "<set>:<folder>".
         size: image side or [H, W], pixels; the model is built for it.
-        batch_size: images per batch and device, in training and evaluation; an incomplete last training batch is left out.
+        batch_size: images per batch and device, in training and evaluation; what fills no last training batch is left out,
+            or makes smaller ones at native shape.
         workers: loader processes of a device; 0 loads in the training process.
         augment: what is drawn for each training image; null for none, {} for the defaults.
         n_train: number of training images; for `shapes` 10,000 by default, otherwise all.
@@ -166,7 +167,7 @@ class ImageData(LightningDataModule):
         return [self.train_set.name(index) for index in indices]
 
     def train_dataloader(self) -> DataLoader:
-        """Complete batches in the order of (seed, epoch), from where the run stands."""
+        """Batches in the order of (seed, epoch), from where the run stands."""
         if self.streamed:
             return self._loader(EpochLoader, self.order, place=self._place, batch_size=None)
         return self._loader(EpochLoader, self.train_set, place=self._place, batch_sampler=self.order)
