@@ -24,7 +24,8 @@ class NativeOrder(Order):
     fill the last batch, it shares them with the one before, both smaller than the others. All ranks see the same size at a
     time, and the shares of a batch differ by one image at most.
 
-    Where images are mixed, a share of odd length lacks one image in that epoch.
+    Two kinds of images are left out of an epoch, others each time: of a share of odd length one, where images are mixed, and
+    a last batch that has no image for some rank, which takes fewer than two images per batch and rank.
 
     Args:
         sizes: (height, width) of every image in its file, pixels.
