@@ -252,8 +252,12 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, t
 
     monkeypatch.setattr(run, "measure", stopped)
     asked = [path, "--data", "shapes", "--device", "cpu", "--n", "4", "--size", "80", "96", "--out", str(out)]
-    with pytest.raises(SystemExit) as caught:
-        tool.main([*asked, "--attention-n", "0"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts processes in the background without it
+    try:
+        with pytest.raises(SystemExit) as caught:
+            tool.main([*asked, "--attention-n", "0"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]
     assert caught.value.code == code
     assert f"2 rows saved in {out / 'results.csv'}" in said and "the same command" in said
