@@ -18,6 +18,8 @@ from vitrel.data.decode import BadImage, Reading
 from vitrel.data.draw import Draw
 from vitrel.data.memory import names_image
 
+HEADER_READERS = 16  # threads: on a network disk they wait
+
 
 class ImageSet(Dataset, ABC):
     """Items are (float32 [3, H, W] normalised, class index), asked for by index or `Draw`.
@@ -44,10 +46,15 @@ class ImageSet(Dataset, ABC):
         self.bad = torch.zeros(n, dtype=torch.uint8).share_memory_()
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
         self._cached: dict[int, tuple[Tensor, int]] = {}  # with reading.cached_side
+        self._sizes: list[tuple[int, int]] | None = None
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, int]:
         """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
+
+    @abstractmethod
+    def image_size(self, index: int) -> tuple[int, int]:
+        """(height, width) of an image in its file, pixels, without decoding it; `BadImage` where its header cannot be read."""
 
     @abstractmethod
     def label(self, index: int) -> int:
@@ -116,6 +123,22 @@ class ImageSet(Dataset, ABC):
         for checksum in self.checksums():
             digest.update(checksum.encode())
         return digest.hexdigest()
+
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of every image in its file, pixels; (1, 1) of unreadable headers unless `on_bad` is "raise"."""
+
+        def size(index: int) -> tuple[int, int]:
+            try:
+                return self.image_size(index)
+            except BadImage:
+                if self.reading.on_bad == "raise":
+                    raise
+                return 1, 1
+
+        if self._sizes is None:
+            with ThreadPoolExecutor(HEADER_READERS) as readers:
+                self._sizes = list(readers.map(size, range(len(self))))
+        return self._sizes
 
     def bad_indices(self) -> list[int]:
         """Images that were asked for and could not be read so far, by any process."""
