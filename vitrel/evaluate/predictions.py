@@ -139,9 +139,10 @@ class Answers:
                 values[read] = own.to(values.dtype)
         self._batches.append(whole)
 
-    def arrays(self) -> list[np.ndarray]:
-        """labels, predicted, confidence, top5 of all images, [n] each."""
-        return [torch.cat(parts).numpy() for parts in zip(*self._batches, strict=True)]
+    def arrays(self, order: Sequence[int]) -> list[np.ndarray]:
+        """labels, predicted, confidence, top5 of all images in the order of the data, [n] each; order: theirs in the batches."""
+        in_data = np.argsort(np.asarray(order))
+        return [torch.cat(parts).numpy()[in_data] for parts in zip(*self._batches, strict=True)]
 
 
 def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
