@@ -140,7 +140,7 @@ class Answers:
         self._batches.append(whole)
 
     def arrays(self, order: Sequence[int]) -> list[np.ndarray]:
-        """labels, predicted, confidence, top5 of all images in the order of the data, [n] each; order: theirs in the batches."""
+        """labels, predicted, confidence, top5 of all images in the order of the data, [n] each; order: theirs here."""
         in_data = np.argsort(np.asarray(order))
         return [torch.cat(parts).numpy()[in_data] for parts in zip(*self._batches, strict=True)]
 
