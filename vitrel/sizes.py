@@ -1,10 +1,21 @@
-"""Heights and widths as text, height first: of images in pixels, of grids in tokens."""
+"""Heights and widths as text, height first: of images in pixels, of grids in tokens; and budgets of tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import isqrt, log, sqrt
 
 Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Patch tokens of an image at most, in the place of a size in pixels; as text "196t"."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}t"
 
 
 def parse_size(text: str | int) -> Size:
@@ -15,9 +26,25 @@ def parse_size(text: str | int) -> Size:
     return int(parts[0]), int(parts[-1])
 
 
-def format_size(size: Sequence[int]) -> str:
-    """(160, 224) -> "160x224", height first."""
-    return f"{size[0]}x{size[1]}"
+def parse_size_or_budget(text: str | int) -> Size | Budget:
+    """As `parse_size`, and "196t" -> Budget(196). ValueError for anything else, with a valid example."""
+    number = str(text).lower().removesuffix("t")
+    if str(text).lower().endswith("t") and number.isascii() and number.isdigit() and int(number):
+        return Budget(int(number))
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a budget of patch tokens as 196t") from None
+
+
+def format_size(size: Sequence[int] | Budget) -> str:
+    """(160, 224) -> "160x224", height first; Budget(196) -> "196t"."""
+    return str(size) if isinstance(size, Budget) else f"{size[0]}x{size[1]}"
+
+
+def token_count(size: Size, patch: Size) -> int:
+    """Patch tokens of an image of `size` (h, w) pixels; a last partial patch counts."""
+    return -(-size[0] // patch[0]) * -(-size[1] // patch[1])
 
 
 def native_size(height: int, width: int, budget: int, patch: tuple[int, int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch.utils.data import Dataset
 
-from vitrel.evaluate import images
+from vitrel.evaluate import images, measure, processes, results, run
 from vitrel.evaluate.models import Trained, encoding_of
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
@@ -110,3 +110,25 @@ def checkpoint(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def pretend_world(monkeypatch):
+    """pretend_world(world): the evaluation runs as if in that many processes, one after the other."""
+
+    def pretend(world):
+        def on_all(work):
+            found = []
+            for rank in range(world):
+                for part in (processes, measure, results):
+                    monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
+                found.append(work())
+            return found
+
+        monkeypatch.setattr(run, "on_all", on_all)
+        monkeypatch.setattr(measure, "on_all", on_all)
+        monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
+        for part in (processes, measure, results):
+            monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
+
+    return pretend

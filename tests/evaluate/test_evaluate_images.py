@@ -92,6 +92,6 @@ def test_a_loader_process_that_the_system_kills_halves_the_batch(trained, noise,
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("n", [0, 1, 4, 7, 11])
 def test_every_image_is_in_one_share(n, world):
-    shares = [list(images.share_of(list(range(n)), rank, world)) for rank in range(world)]
+    shares = [list(images.share_of(n, rank, world)) for rank in range(world)]
     assert sorted(image for share in shares for image in share) == list(range(n))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

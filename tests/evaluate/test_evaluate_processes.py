@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from vitrel.data import Reading
-from vitrel.evaluate import images, measure, processes, results, run
+from vitrel.evaluate import measure, processes, run
 from vitrel.evaluate.metrics import Tally
 from vitrel.evaluate.results import COLUMNS, row_key
 from vitrel.evaluate.run import evaluate_rows
@@ -36,28 +36,6 @@ def same_rows(rows, others):
                 assert row[name] == pytest.approx(other[name], abs=2e-6, nan_ok=True), name
             else:
                 assert row[name] == other[name], name
-
-
-@pytest.fixture
-def pretend_world(monkeypatch):
-    """pretend_world(world): the evaluation runs as if in that many processes, one after the other."""
-
-    def pretend(world):
-        def on_all(work):
-            found = []
-            for rank in range(world):
-                for part in (processes, measure, results):
-                    monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
-                found.append(work())
-            return found
-
-        monkeypatch.setattr(run, "on_all", on_all)
-        monkeypatch.setattr(measure, "on_all", on_all)
-        monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
-        for part in (processes, measure, results):
-            monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
-
-    return pretend
 
 
 @pytest.fixture

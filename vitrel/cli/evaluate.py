@@ -2,6 +2,7 @@
 
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
+    vitrel evaluate runs/a --data photographs --size 100t 196t --protocols scale native
 
 Writes results.csv, per_class.csv, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html into
 --out. The training size is always evaluated too. Rows that are there already are not made again: the same command goes on with
@@ -33,7 +34,7 @@ GO_ON = "the same command goes on from here"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel evaluate`."""
     add_models(parser, many=True)
-    add_sizes(parser, "the sizes to evaluate at", required=True)
+    add_sizes(parser, "the sizes to evaluate at", required=True, budgets=True)
     add = parser.add_argument
     add("--data", required=True, help='"shapes", a folder that holds val/<class>/, a folder of shards, or <set>:<root>')
     add(
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("runs/evaluate"),
         help="folder; default %(default)s; rows are added to those it holds",
     )
-    add("--protocols", nargs="+", help="scale (objects grow) and canvas (object size kept); default both")
+    add("--protocols", nargs="+",
+        help="scale (objects grow), canvas (object size kept), native (whole images at their own aspect ratios, with at most "
+        "the patch tokens of a size); default scale canvas")  # fmt: skip
     add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all models have")
     add("--crop-pct", type=float, nargs="+", help="shares that the centre crop keeps, each evaluated; default the model's own")
     add("--translations", type=int, nargs="+", default=[], help="pixels that the content is translated by at the training size")
@@ -89,12 +92,12 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.report import summary
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
-    from vitrel.evaluate.settings import PROTOCOLS, Sweep
+    from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep
 
     sweep = Sweep(
         data=args.data,
         sizes=tuple(args.size),
-        protocols=tuple(args.protocols or PROTOCOLS),
+        protocols=tuple(args.protocols or DEFAULT_PROTOCOLS),
         policies=tuple(args.policies) if args.policies else None,
         n=args.n,
         data_seed=args.data_seed,

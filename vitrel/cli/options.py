@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.sizes import Size, parse_size
+from vitrel.sizes import Size, parse_size, parse_size_or_budget
 
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
@@ -41,6 +41,7 @@ def _count(text: str) -> int:
 
 
 size, grid, count = checked(parse_size), checked(_grid), checked(_count)  # (h, w) in pixels, (h, w) in tokens, from 1 on
+size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget of tokens
 
 
 def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
@@ -107,10 +108,13 @@ def check_data(place: str) -> None:
         )
 
 
-def add_sizes(parser: argparse.ArgumentParser, what: str, many: bool = True, required: bool = False) -> None:
-    """--size: pixels, one number or height x width; several where `many`."""
-    parser.add_argument("--size", type=size, nargs="+" if many else None, required=required, metavar="SIZE",
-                        help=f"{what}: pixels, 224, or height x width as 160x224")  # fmt: skip
+def add_sizes(
+    parser: argparse.ArgumentParser, what: str, many: bool = True, required: bool = False, budgets: bool = False
+) -> None:
+    """--size: pixels, one number or height x width, or where `budgets` patch tokens; several where `many`."""
+    tokens = ", or patch tokens at most as 196t" if budgets else ""
+    parser.add_argument("--size", type=size_or_budget if budgets else size, nargs="+" if many else None, required=required,
+                        metavar="SIZE", help=f"{what}: pixels, 224, or height x width as 160x224{tokens}")  # fmt: skip
 
 
 def mapping(text: str) -> dict[str, Any]:

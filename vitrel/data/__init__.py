@@ -83,8 +83,8 @@ def create_dataset(
         reading: decoder, pixel limit, what happens to unreadable images, and whether links to folders are followed.
         download: let torchvision fetch a set that is not at its root; nothing uses the network otherwise.
         view: `crop_pct` and `interpolation` from the model's `pretrained_cfg`, `protocol` ("scale": the same field of view at
-            every size, or "canvas": objects keep their pixels) and `base_size`, (H, W) of training, which `canvas` needs; as
-            `Prepare` takes them.
+            every size, "canvas": objects keep their pixels, or "native": the whole image, at the size that a `Draw` gives) and
+            `base_size`, (H, W) of training, which `canvas` needs; as `Prepare` takes them.
 
     Raises:
         ValueError: for an unknown split, data of another layout or from elsewhere, or settings that do not apply to `data`.
@@ -97,7 +97,8 @@ def create_dataset(
         if augment is not None:
             raise ValueError("shapes vary in place, size and colour by themselves, and mirroring changes the label: no augment")
         how = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, protocol=prepare.protocol, **how)
+        how["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # drawn square, so that native is scale
+        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **how)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, view.get("crop_pct", 1.0))

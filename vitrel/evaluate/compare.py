@@ -17,7 +17,7 @@ from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 from vitrel.names import nearest
 from vitrel.plain_yaml import read_yaml
-from vitrel.sizes import Size, format_size, parse_size
+from vitrel.sizes import Budget, Size, format_size, parse_size_or_budget
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)
@@ -270,7 +270,7 @@ def _check_place(claim: Claim, found: Comparison, where: str) -> None:
     """ValueError now, not after hours of training, where a claim is about what is not evaluated."""
     sweep, trained = found.sweep, format_size(found.train_size)
     sizes = [trained, *map(format_size, sweep.sizes)]
-    if claim.img_size not in sizes:
+    if claim.img_size not in sizes and not any(isinstance(size, Budget) for size in sweep.sizes):  # whose pixels models decide
         raise ValueError(f"{where}: {claim.img_size} is not evaluated, only {', '.join(dict.fromkeys(sizes))}")
     if f"{claim.img_size} {claim.protocol}" in sweep.skip:
         raise ValueError(f"{where}: {claim.img_size} in the {claim.protocol} protocol is left out by evaluate.skip")
@@ -320,7 +320,7 @@ def _sweep(given: dict[str, Any], data: str, path: Path) -> Sweep:
         if isinstance(given.get(key), list):
             given[key] = tuple(given[key])
     try:
-        return Sweep(data=data, **given | {"sizes": tuple(parse_size(size) for size in given["sizes"])})
+        return Sweep(data=data, **given | {"sizes": tuple(parse_size_or_budget(size) for size in given["sizes"])})
     except ValueError as error:
         raise ValueError(f"{path}, evaluate: {error}") from error
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,20 @@ from vitrel.data import BadImage
 from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory, share_of
 from vitrel.evaluate.metrics import Tally, state_hash
 from vitrel.evaluate.models import Trained, class_outputs
-from vitrel.evaluate.policies import at_size_with, policies_at, policies_of
+from vitrel.evaluate.policies import (
+    at_size_with,
+    brought_to,
+    native_columns,
+    policies_at,
+    policies_of,
+    static_columns,
+    telling_shapes,
+)
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.files import shown
 from vitrel.inspect.attention import attention_statistics_of
-from vitrel.sizes import Size, format_size
+from vitrel.sizes import Budget, Size, format_size
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 _COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # over processes
@@ -48,7 +57,8 @@ class Task:
     """What one row measures: a model at a size and protocol, with a policy in force.
 
     policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps.
-    translations: pixels by which the content is translated, each after the row itself.
+    translations: pixels by which the content is translated, each after the row itself. budget: of the protocol "native", patch
+    tokens of an image at most; `size` is then the square or rectangle of that budget that was asked for.
     """
 
     trained: Trained
@@ -57,11 +67,14 @@ class Task:
     policy: str
     crop_pct: float
     translations: tuple[int, ...] = ()
+    budget: int | None = None
 
     @property
     def name(self) -> str:
         """Model, size, protocol and policy in words, for progress and errors."""
         what = f"{self.trained.label} at {format_size(self.size)} ({self.protocol}"
+        if self.budget is not None:
+            what += f", at most {self.budget} tokens"
         return f"{what})" if self.policy == "none" else f"{what}, {self.policy})"
 
     @property
@@ -69,7 +82,8 @@ class Task:
         """How its images are prepared."""
         trained = self.trained
         learned = trained.mean, trained.std, trained.interpolation, trained.img_size
-        return Preprocessing(self.size, self.protocol, self.crop_pct, *learned)
+        shape = (None, None) if self.budget is None else (self.budget, trained.patch)
+        return Preprocessing(self.size, self.protocol, self.crop_pct, *learned, *shape)
 
 
 class Evaluated(NamedTuple):
@@ -97,27 +111,48 @@ def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
     share images.
 
     The size a model was trained at is always evaluated, unless `skip` names it. Where a model can choose how to serve a size,
-    there is one task per policy (`policies_at`). Content is translated at the training size, in the first protocol: both show
-    the same images there. ValueError for a policy that no model has.
+    there is one task per policy (`policies_at`). Content is translated at the training size, in the first protocol: scale and
+    canvas show the same images there. At native shape nothing is cropped, and every budget of tokens of a size has its task.
+    ValueError for a policy that no model has, and for a budget of a model without patches.
     """
     offered = {policy for trained in models for policy in policies_of(trained.model)}
     if unknown := [policy for policy in sweep.policies or () if policy not in offered]:
         had = ", ".join(sorted(offered)) or "none: they resize nothing"
         raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are {had}")
+    asked = [(trained, _asked_of(trained, sweep)) for trained in models]
     first = dict.fromkeys(trained.img_size for trained in models)
-    places = [(size, [trained for trained in models if trained.img_size == size]) for size in first]
-    places += [(size, [trained for trained in models if trained.img_size != size]) for size in dict.fromkeys(sweep.sizes)]
+    places = [(size, [one for one in asked if one[0].img_size == size]) for size in first]
+    others = dict.fromkeys(size for at in zip(*(sizes_of(trained, sweep) for trained in models), strict=True) for size in at)
+    places += [(size, [one for one in asked if size in one[1] and one[0].img_size != size]) for size in others]
     tasks = []
     for size, here in places:
-        policies = [policies_at(trained.model, size, sweep.policies) for trained in here]
-        crops = dict.fromkeys(crop for trained in here for crop in sweep.crop_pct or (trained.crop_pct,))
-        for protocol in (one for one in sweep.protocols if f"{format_size(size)} {one}" not in sweep.skip):
-            for crop in crops:
-                for trained, names in zip(here, policies, strict=True):
+        policies = [policies_at(trained.model, size, sweep.policies) for trained, _ in here]
+        own_crops = dict.fromkeys(crop for trained, _ in here for crop in sweep.crop_pct or (trained.crop_pct,))
+        for protocol in sweep.protocols:
+            native = protocol == "native"
+            for crop in (1.0,) if native else own_crops:
+                for (trained, sizes), names in zip(here, policies, strict=True):
+                    if not (native or sweep.crop_pct or crop == trained.crop_pct):
+                        continue
                     translations = sweep.translations if size == trained.img_size and protocol == sweep.protocols[0] else ()
-                    if sweep.crop_pct or crop == trained.crop_pct:
-                        tasks += [Task(trained, size, protocol, policy, crop, translations) for policy in names]
+                    wanted = [one for one in sizes[size] if f"{format_size(one)} {protocol}" not in sweep.skip]
+                    budgets = dict.fromkeys(trained.budget_of(one) if native else None for one in wanted)
+                    for budget, policy in product(budgets, names):
+                        tasks.append(Task(trained, size, protocol, policy, crop, translations, budget))
     return tasks
+
+
+def sizes_of(trained: Trained, sweep: Sweep) -> tuple[Size, ...]:
+    """The sizes of a sweep in pixels, which for budgets of tokens depend on the model."""
+    return tuple(map(trained.size_of, sweep.sizes))
+
+
+def _asked_of(trained: Trained, sweep: Sweep) -> dict[Size, list[Size | Budget]]:
+    """By size in pixels, the training size first, what is asked for there: the size itself, and budgets that stand for it."""
+    found: dict[Size, list[Size | Budget]] = {trained.img_size: [trained.img_size]}
+    for asked, size in zip(sweep.sizes, sizes_of(trained, sweep), strict=True):
+        found.setdefault(size, []).append(asked)
+    return found
 
 
 def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
@@ -127,10 +162,34 @@ def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
         model = id(task.trained)
         if model not in seen:
             classes_of(task, sweep, images)
-        if (model, task.size) not in seen:
+        if (model, task.size, task.budget) not in seen:
             with at_size_with(task.trained.model, task.size, task.policy):
                 pass
-        seen |= {model, (model, task.size)}
+            if task.budget is not None:
+                _check_shapes(task, images)
+        seen |= {model, (model, task.size, task.budget)}
+
+
+def _check_shapes(task: Task, images: Images) -> None:
+    try:
+        for size in telling_shapes(images.shapes(task.preprocessing)):
+            with at_size_with(task.trained.model, size, task.policy):
+                pass
+    except BadImage:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; native shows every image in a shape of its own, others do not: --protocols scale canvas"
+        ) from error
+
+
+def static_columns_of(task: Task, images: Images, leak: bool = False, batch: int = 1) -> Row:
+    """`static_columns` of a task; at native shape those of the images, and of the size asked for what no image changes."""
+    model, patch = task.trained.model, task.trained.patch
+    found = static_columns(model, task.size, task.policy, leak, batch)
+    if task.budget is None or patch is None:
+        return found
+    return found | native_columns(model, task.policy, images.shapes(task.preprocessing), patch)
 
 
 def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Evaluated:
@@ -163,6 +222,7 @@ def line_columns(task: Task, sweep: Sweep) -> Row:
         "seed": task.trained.seed,
         "img_size": format_size(task.size),
         "protocol": task.protocol,
+        "budget": task.budget,
         "policy": task.policy,
         "crop_pct": task.crop_pct,
         "data": shown(sweep.data),
@@ -188,17 +248,55 @@ def translate(pixels: Tensor, by: int) -> Tensor:
     return pixels[..., down[:, None], right]
 
 
+class AtSizes:
+    """A model brought to one size after another, with a policy in force; after the context it is as before.
+
+    optimized: by vitrel.optimize. `states` has the hash of the state dict of every changed copy that a size took.
+    """
+
+    def __init__(self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False) -> None:
+        self.model, self.policy, self.device, self.optimized = model, policy, device, optimized
+        self.states: list[str] = []
+        self._size: Size | None = None
+        self._here = contextlib.ExitStack()
+
+    def __enter__(self) -> "AtSizes":
+        self.model.to(self.device)
+        if self.optimized:
+            optimize(self.model)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._leave()
+        restore(self.model).cpu()
+
+    def __call__(self, size: Size) -> nn.Module:
+        """The model at `size` (h, w) pixels, until it is asked for another."""
+        if size != self._size:
+            self._leave()
+            self._current = self._here.enter_context(brought_to(self.model, size, self.policy)).to(self.device)
+            self._size = size
+        return self._current
+
+    def _leave(self) -> None:
+        if self._size is not None and self._current is not self.model:
+            self.states.append(state_hash(self._current))
+        self._size = None
+        self._here.close()
+
+
 class Runner:
     """Runs a model on batches of any length, in pieces of `batch_size`; one that does not fit in memory halves it, for good.
 
-    `oom` counts the halvings; `seen` and `seconds` the images and the time of the forward passes that succeeded, after a
-    first one that is not counted. compile: by torch.compile; short batches are then filled up, which would compile anew.
+    model: of one size, or `AtSizes`, which brings it to the size of every batch. `oom` counts the halvings; `seen` and
+    `seconds` the images and the time of the forward passes that succeeded, after a first one that is not counted. compile: by
+    torch.compile; short batches are then filled up, which would compile anew.
     prepare: what is done to the pixels of a piece first.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | AtSizes,
         device: torch.device,
         batch_size: int,
         dtype: str = "float32",
@@ -207,7 +305,7 @@ class Runner:
     ) -> None:
         if compile:
             torch.compiler.reset()  # after 8 sizes of one model it would silently run uncompiled
-        self.model = torch.compile(model) if compile else model
+        self.model: Any = torch.compile(model) if compile else model
         self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
         self.prepare = prepare
         self._width = 0
@@ -247,9 +345,10 @@ class Runner:
         if self.compile:
             self._width = min(max(self._width, n), self.batch_size)
             piece = torch.cat((piece, piece[:1].expand(self._width - n, -1, -1, -1)))
+        model = self.model((piece.shape[-2], piece.shape[-1])) if isinstance(self.model, AtSizes) else self.model
         start = time.perf_counter()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            logits = self.model(piece.to(self.device, non_blocking=True))
+            logits = model(piece.to(self.device, non_blocking=True))
         logits = logits[:n].float().cpu()  # waits for the GPU
         self.seconds += time.perf_counter() - start
         self.seen += n
@@ -291,32 +390,30 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
     trained, device = task.trained, sweep.torch_device
     _, outputs = classes_of(task, sweep, images)
     before = state_hash(trained.model)
-    try:
-        with at_size_with(trained.model.to(device), task.size, task.policy) as ready:
-            model, parameters = ready.model.to(device), list(ready.model.parameters())
-            model = optimize(model) if sweep.optimize else model
-            how = device, sweep.batch_size, sweep.dtype, sweep.compile
-            runner, halvings = Runner(model, *how), images.halvings
-            reset_peak(device)
-            tally, left_out = _count(task, images, outputs, runner, advance)
-            peak, kind = peak_mb(device)
-            columns = {
-                "left_out": left_out,
-                "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
-                "peak_memory_mb": round(peak, 1),
-                "memory_kind": kind,
-                "batch_size": min(runner.batch_size, images.batch_size),
-                "oom": runner.oom + images.halvings - halvings,
-            }
-            translated = {}
-            for by in task.translations:
-                again = Runner(model, *how, prepare=partial(translate, by=by))
-                translated[by], _ = _count(task, images, outputs, again, advance)
-            columns |= _attention(task, sweep, images, model)
-            after = state_hash(model)
-            same = [*map(id, parameters)] == [*map(id, model.parameters())]
-    finally:
-        restore(trained.model).cpu()
+    parameters = list(trained.model.parameters())
+    with AtSizes(trained.model, task.policy, device, sweep.optimize) as at:
+        model = at(task.size) if sweep.compile else at
+        how = device, sweep.batch_size, sweep.dtype, sweep.compile
+        runner, halvings = Runner(model, *how), images.halvings
+        reset_peak(device)
+        tally, left_out = _count(task, images, outputs, runner, advance)
+        peak, kind = peak_mb(device)
+        columns = {
+            "left_out": left_out,
+            "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
+            "peak_memory_mb": round(peak, 1),
+            "memory_kind": kind,
+            "batch_size": min(runner.batch_size, images.batch_size),
+            "oom": runner.oom + images.halvings - halvings,
+        }
+        translated = {}
+        for by in task.translations:
+            again = Runner(model, *how, prepare=partial(translate, by=by))
+            translated[by], _ = _count(task, images, outputs, again, advance)
+        columns |= _attention(task, sweep, images, at)
+        same = [*map(id, parameters)] == [*map(id, trained.model.parameters())]
+    states = [*at.states, state_hash(trained.model)]
+    after = next((state for state in states if state != before), before)
     columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
     return Share(columns, tally, translated, images.bad(task.preprocessing))
 
@@ -326,7 +423,7 @@ def _count(
 ) -> tuple[Tally, int]:
     """Hits of this process's share of the images, and how many of them are left out, which are labelled -1."""
     tally, left_out, output_of = Tally(), 0, torch.tensor(outputs)
-    share = len(share_of(images.dataset(task.preprocessing), *rank_and_world())) * (1 + len(task.translations))
+    share = len(share_of(len(images.dataset(task.preprocessing)), *rank_and_world())) * (1 + len(task.translations))
     try:
         for pixels, labels in images.batches(task.preprocessing, *rank_and_world()):
             seen, read = len(labels), labels >= 0
@@ -345,7 +442,7 @@ def _count(
     return tally, left_out
 
 
-def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Row:
+def _attention(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
     """The attention of the first images; of several processes the last alone, NaN where attention cannot be seen."""
     row, (rank, world) = dict.fromkeys(STATISTICS, float("nan")), rank_and_world()
     if rank < world - 1 or not sweep.attention_n:
@@ -353,6 +450,7 @@ def _attention(task: Task, sweep: Sweep, images: Images, model: nn.Module) -> Ro
     found: list[dict[str, float]] = []
     try:
         for image in images.first(task.preprocessing, sweep.attention_n):  # one at a time: all weights of a layer are held
+            model = at((image.shape[-2], image.shape[-1]))
             found.append(attention_statistics_of(model, image[None].to(sweep.torch_device)))
     except BadImage:
         raise

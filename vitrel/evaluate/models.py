@@ -24,7 +24,7 @@ from vitrel.models.backbone import Backbone
 from vitrel.models.config import TRUNKS
 from vitrel.models.create import check_model_name, create_model
 from vitrel.position import POSITIONS, key_of
-from vitrel.sizes import Size
+from vitrel.sizes import Budget, Size, native_size, token_count
 from vitrel.weights.build import model_for
 from vitrel.weights.load import apply_plan, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding
@@ -59,6 +59,28 @@ class Trained:
     def __post_init__(self) -> None:
         for name in ("name", "label"):  # which may hold the path of a file
             object.__setattr__(self, name, shown(getattr(self, name)))
+
+    @property
+    def patch(self) -> Size | None:
+        """(height, width) of a patch in pixels; None for a model that does not cut images into patches."""
+        found = getattr(getattr(self.model, "patch_embed", None), "patch_size", None)
+        return None if found is None else to_2tuple(found)
+
+    def size_of(self, asked: Size | Budget) -> Size:
+        """The (height, width) in pixels that is asked for: of a budget of tokens the largest square of whole patches."""
+        return asked if not isinstance(asked, Budget) else native_size(1, 1, asked.tokens, self._patch_for(str(asked)))
+
+    def budget_of(self, asked: Size | Budget) -> int:
+        """The patch tokens that are asked for: of a size in pixels as many as it has."""
+        return asked.tokens if isinstance(asked, Budget) else token_count(asked, self._patch_for("the protocol native"))
+
+    def _patch_for(self, what: str) -> Size:
+        if self.patch is None:
+            raise ValueError(
+                f"{what} counts patch tokens, and {self.label} has no patch embedding with a patch_size: give sizes in pixels "
+                "and --protocols scale canvas"
+            )
+        return self.patch
 
 
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:

@@ -12,6 +12,7 @@ resize policy.
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrel.evaluate.settings import Row
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import StageWindows, at_size
+from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
@@ -32,9 +33,10 @@ from vitrel.models.backbone import LARGE, Backbone, choosing
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
-from vitrel.sizes import Size
+from vitrel.sizes import Size, token_count
 
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
+MOST_SHAPES = 5  # of which costs are counted at native shape: a second for each
 
 
 def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -150,10 +152,20 @@ class ModelWithPolicy(NamedTuple):
 
 
 @contextlib.contextmanager
+def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]:
+    """The model of `at_size_with` alone, without what it tells, which takes a forward pass of most models."""
+    if not isinstance(model, Backbone):
+        yield model_at_size(model, size, share_weights=True)
+        return
+    with in_force(model, policy, size):
+        yield model
+
+
+@contextlib.contextmanager
 def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWithPolicy]:
     """The model at `size` (h, w) pixels with `policy` in force; then it is as before. ValueError for a size it refuses."""
     if not isinstance(model, Backbone):
-        found = at_size(model, size)
+        found = at_size(model, size, share_weights=True)
         unknown = float("nan")
         h, w = found.windows[0].grid if found.windows else (unknown, 1)
         yield ModelWithPolicy(found.model, found.resized, unknown, unknown, h * w, found.windows)
@@ -175,6 +187,38 @@ def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False
         share = float("nan") if seen is None else round(seen, 4)
         backend = _own_backend(model, size, batch) if isinstance(model, Backbone) else _foreign_backend(ready.model)
         return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
+
+
+def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
+    """The columns of `static_columns` that depend on the shapes of images: how many there are of every size (h, w) in pixels.
+
+    tokens: mean over the images. The others are of `telling_shapes` alone: gflops and pad_fraction the mean over their images,
+    what is resized at any of them, and of shares and numbers the largest.
+    """
+    images, told, columns, costs = shapes.total(), telling_shapes(shapes), [], []
+    for size in told:
+        with at_size_with(model, size, policy) as ready:
+            columns.append(_geometry(ready) | {"rules": ready.resized})
+            costs.append(gflops(ready.model, size) * shapes[size])
+    shown = sum(shapes[size] for size in told)
+    pads = [
+        [float(share) * shapes[size] for share in own["pad_fraction"].split()] for size, own in zip(told, columns, strict=True)
+    ]
+    alike = len({len(one) for one in pads}) == 1  # else stages differ from shape to shape, in a model of another library
+    rules = dict.fromkeys(rule for own in columns for rule in own["rules"])
+    return {
+        "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / images, 2),
+        "pad_fraction": " ".join(f"{sum(stage) / shown:.2g}" for stage in zip(*pads, strict=True)) if alike else "",
+        "gflops": round(sum(costs) / shown, 4),
+        "resized": " + ".join(rules) or "nothing",
+        **{name: max(own[name] for own in columns) for name in ("resized_params", "unseen", "saturated")},
+    }
+
+
+def telling_shapes(shapes: Counter[Size]) -> list[Size]:
+    """The sizes that most images have, and the tallest and the widest: what is told of all shapes is found at these."""
+    extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
+    return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
 
 
 def gflops(model: nn.Module, size: Size) -> float:

@@ -45,7 +45,9 @@ COLUMNS = {
     "seed": "seed of training",
     "img_size": "evaluated at, height x width in pixels",
     "train_size": "trained at, height x width in pixels",
-    "protocol": "scale: same field of view, objects grow; canvas: object size in pixels kept, more content or padding",
+    "protocol": "scale: same field of view, objects grow; canvas: object size in pixels kept, more content or "
+    "padding; native: the whole image at its own aspect ratio",
+    "budget": "native: patch tokens of an image at most, those of img_size unless asked for by their number; else empty",
     "policy": "policies in force, of windows, then of encodings, joined by +; none where each reads the model as trained",
     "top1": "accuracy, percent",
     "top1_err": "100 - top1",
@@ -61,20 +63,22 @@ COLUMNS = {
     "retention": "top1 / top1 at the training size under the same protocol and crop",
     "best_size": "size of the highest top1 on this model's, seed's, protocol's, crop's and policy's curve",
     "top1_area": "mean top1 of that curve over log2 of the side, sqrt(height x width): the area under it / its width, percent",
-    "tokens": "patch tokens, class tokens not counted",
-    "window": "window of every stage in tokens, height x width",
-    "pad_fraction": "share of padding in the grid that the windows of a stage cover, every stage",
-    "gflops": "10^9 multiply-adds of one image's forward pass, matrix products and convolutions (timm's GMACs)",
-    "resized": "what forward resamples or reads other than as trained at this size, and how",
-    "resized_params": "number of parameter values resampled",
-    "unseen": "share of (query, key) offset cells that no training pair had",
+    "tokens": "patch tokens, class tokens not counted; native: mean over images",
+    "window": "window of every stage in tokens, height x width; native: at img_size",
+    "pad_fraction": "share of padding in the grid that the windows of a stage cover, every stage; native: mean over images",
+    "gflops": "10^9 multiply-adds of one image's forward pass, matrix products and convolutions (timm's GMACs); native: mean "
+    "over the images of the most frequent shapes, the tallest and the widest, at which what follows is looked at too",
+    "resized": "what forward resamples or reads other than as trained at this size, and how; native: in any shape",
+    "resized_params": "number of parameter values resampled; native: in the shape with most",
+    "unseen": "share of (query, key) offset cells that no training pair had; native: in the shape with most",
     "saturated": "the part of unseen that reads an edge value or far bucket which training did address",
     "attention_entropy": "of a query's attention over all keys, nats, mean over queries, heads and layers",
     "attention_span": "exp of it: tokens that equal attention to would have this entropy",
     "attention_distance": "mean distance from a query to what it attends to, in patches of the layer's own grid",
     "attention_distance_share": "the same as a share of the image's diagonal",
     "attention_n": "images, the first ones, that attention was taken of",
-    "border_leak": "largest share, over the stages, of tokens that see across a border of the image; empty without windows",
+    "border_leak": "largest share, over the stages, of tokens that see across a border of the image; empty without windows; "
+    "native: at img_size",
     "state_hash_before": "sha256 of the state dict before",
     "state_hash_after": "sha256 of the state dict after",
     "unchanged": "hashes equal and every parameter still the same object",
@@ -85,7 +89,7 @@ COLUMNS = {
     "oom": "number of times memory ran out and the batch was halved",
     "param_count": "parameters, millions",
     "params": "parameters",
-    "crop_pct": "share of the resized image that the centre crop keeps",
+    "crop_pct": "share of the resized image that the centre crop keeps; native: 1, nothing is cropped",
     "interpolation": "resize of images",
     "mean": "of the pixels, subtracted",
     "std": "of the pixels, divided by",
@@ -114,7 +118,7 @@ ADDED = (
     "saturated", "left_out", "majority", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops",
     "attention_entropy", "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std",
     "class_map", "decoder", "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python",
-    "torchvision", "commit",
+    "torchvision", "commit", "budget",
 )  # fmt: skip
 TEXT = (
     "model",
@@ -134,14 +138,14 @@ TEXT = (
     "commit",
 )
 # by which lines of per_class.csv and translation.csv belong to a row
-LINE_KEY = ("label", "seed", "img_size", "protocol", "policy", "crop_pct", "data")
+LINE_KEY = ("label", "seed", "img_size", "protocol", "budget", "policy", "crop_pct", "data")
 PER_CLASS = (*LINE_KEY, "class", "n", "hits")
 TRANSLATION = (*LINE_KEY, "translation", "n", "top1", "top1_low", "top1_high")
 # what must agree for a row to stand for another
 KEY = (
-    "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "policy", "crop_pct", "interpolation", "mean",
-    "std", "class_map", "data", "links", "data_seed", "n_asked", "batch_asked", "attention_n", "compile", "dtype", "device",
-    "torch", "torchvision", "timm", "vitrel", "state_hash_before",
+    "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "budget", "policy", "crop_pct",
+    "interpolation", "mean", "std", "class_map", "data", "links", "data_seed", "n_asked", "batch_asked", "attention_n",
+    "compile", "dtype", "device", "torch", "torchvision", "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
 # what belongs to a model
 OF_MODEL = (
@@ -339,9 +343,10 @@ def read_lines(folder: Path, name: str) -> list[Row]:
     if not path.exists():
         return []
     frame = read_frame(path, ("class", "label", "data"))
-    if lacking := [column for column in LINES[name] if column not in frame]:
+    if lacking := [column for column in LINES[name] if column not in frame and column not in ADDED]:
         raise ValueError(f"{path} has no column {lacking[0]!r}: move it away and run again")
-    return frame.to_dict("records")
+    frame = frame.reindex(columns=list(LINES[name])).astype(object)
+    return frame.where(frame.notna(), None).to_dict("records")
 
 
 def read_names(folder: Path) -> list[str]:
@@ -416,14 +421,18 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     """One row per (label, protocol, policy, img_size): means over seeds, `seeds`, and the 95 % interval `low`, `high` of top1.
 
     `interval` says how it is made, see `top1_interval`. Where models were evaluated with several crops, each is a protocol of
-    its own, "scale, crop 0.875". Ordered as the models came, then by image area.
+    its own, "scale, crop 0.875"; so are budgets of tokens at native shape where a size has several, "native, 200 tokens".
+    Ordered as the models came, then by image area.
     """
     frame = pd.DataFrame(rows)
     for name in (name for name in ADDED if name not in frame):
         frame[name] = math.nan
     frame[MEANS] = frame[MEANS].apply(pd.to_numeric)
-    if frame.groupby("label")["crop_pct"].nunique().max() > 1:
+    if frame.groupby(["label", "protocol"])["crop_pct"].nunique().max() > 1:
         frame["protocol"] = [f"{name}, crop {crop:g}" for name, crop in zip(frame["protocol"], frame["crop_pct"], strict=True)]
+    if frame.groupby(["label", "img_size"])["budget"].nunique().max() > 1:
+        known = zip(frame["protocol"], frame["budget"], strict=True)
+        frame["protocol"] = [name if pd.isna(budget) else f"{name}, {budget:g} tokens" for name, budget in known]
     order = {label: place for place, label in enumerate(dict.fromkeys(frame["label"]))}
     merged = []
     for _, group in frame.groupby(CURVE, sort=False, dropna=False):

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from vitrel.evaluate.images import Images, Source, check_data, out_of_memory, source_of
-from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, tasks_of
+from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
-from vitrel.evaluate.policies import static_columns
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.report import Claim, judge, markdown, table_page
 from vitrel.evaluate.results import (
@@ -40,7 +39,7 @@ from vitrel.extras import optional_import
 from vitrel.files import atomic_write, shown
 from vitrel.inspect.any_model import evaluating
 from vitrel.progress import progress
-from vitrel.sizes import Size, format_size, parse_size
+from vitrel.sizes import Budget, Size, format_size, parse_size_or_budget
 
 with optional_import():
     import pandas as pd
@@ -54,7 +53,7 @@ HEAD = (
 def at_sizes(
     model: nn.Module | Trained | str | Path,
     data: str | Dataset | Callable[[Size], Dataset],
-    sizes: Sequence[int | str | Size],
+    sizes: Sequence[int | str | Size | Budget],
     *,
     label: str = "",
     img_size: Size | None = None,
@@ -72,7 +71,8 @@ def at_sizes(
         data: what `create_dataset` takes; or a data set of (uint8 [3, h, w] or PIL image, label), prepared here as folders are;
             or a function from (H, W) to a data set of (normalised float32 [3, H, W], label), for which there is one protocol,
             "scale". With `.classes`, a list of names, where the labels stand for names.
-        sizes: in pixels, 96, "160x224" or (160, 224), height first. The size of training is evaluated too.
+        sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). The size
+            of training is evaluated too.
         label: the model's name in the table.
         img_size: (h, w) in pixels the model was trained at, by default that of its `pretrained_cfg`.
         preprocessing: any of mean, std, crop_pct, interpolation, in the place of those of the `pretrained_cfg`.
@@ -93,10 +93,12 @@ def at_sizes(
         if settings.get(name) is not None:
             settings[name] = tuple(settings[name])
     name = str(data) if isinstance(data, (str, Path)) else type(data).__name__
-    sweep = Sweep(name, tuple(size if isinstance(size, tuple) else parse_size(size) for size in sizes), **settings)
+    sweep = Sweep(
+        name, tuple(size if isinstance(size, tuple | Budget) else parse_size_or_budget(size) for size in sizes), **settings
+    )
     source = None if isinstance(data, (str, Path)) else source_of(data)
     if source is None:
-        check_data(sweep, trained.img_size)
+        check_data(sweep, trained.img_size, sizes_of(trained, sweep))
     images = Images(sweep, source)
     tasks = _keyed_tasks([trained], sweep, images)
     with _left_as_it_was(trained.model), progress(len(tasks), "rows") as tell:
@@ -124,8 +126,8 @@ def run_sweep(
     of an evaluation with any row that is not asked for now are moved into a folder replaced-1 there, which is printed; rows
     that are asked for stay. Tables are written as they grow. An exception gets a note (`add_note`) of how many rows are saved.
     """
-    for size in dict.fromkeys(trained.img_size for trained in models):
-        check_data(sweep, size)
+    for train_size, sizes in dict.fromkeys((trained.img_size, sizes_of(trained, sweep)) for trained in models):
+        check_data(sweep, train_size, sizes)
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         images = Images(sweep)
@@ -169,9 +171,9 @@ def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replac
     check_tasks([task for task, _ in tasks], sweep, images)
     for task, key in tasks:
         counts.add(len(images.dataset(task.preprocessing)))
-        place = id(task.trained), task.size, task.policy
+        place = id(task.trained), task.size, task.budget, task.policy
         if place not in known:
-            known[place] = static_columns(task.trained.model, task.size, task.policy)
+            known[place] = static_columns_of(task, images)
         is_done = complete(found.get(row_key(key)), task, sweep)
         ready += is_done
         lines.append(_line(task, known[place], is_done))
@@ -221,20 +223,21 @@ def _measured(
     for task, key in tasks:
         former = found = kept.get(row_key(key))
         if not complete(found, task, sweep):
-            place = task.trained.name, task.trained.label, task.size, task.policy  # which seeds share
+            place = task.trained.name, task.trained.label, task.size, task.budget, task.policy  # which seeds share
             if place not in static:
                 how = sweep.border_leak, sweep.batch_size
                 # where several processes share the work the last one measures attention meanwhile, and the first alone writes
                 own = rank_and_world()[0] == 0
-                static[place] = static_columns(task.trained.model, task.size, task.policy, *how) if own else {}
+                static[place] = static_columns_of(task, images, *how) if own else {}
             found = measure(task, sweep, images, advance)
             found = found._replace(row=key | static[place] | found.row, translation=_all_translations(former, found))
         else:
             advance(task, 1.0)
         row, curve = found.row, (id(task.trained), task.protocol, task.crop_pct)
-        if task.size == task.trained.img_size:
+        if task.size == task.trained.img_size:  # comes first, at native shape with the tokens of that size
             reference.setdefault(curve, row["top1"])
-        retention = round(row["top1"] / reference[curve], 4) if reference[curve] else float("nan")
+        at_training = reference.get(curve, 0.0)  # it may be skipped
+        retention = round(row["top1"] / at_training, 4) if at_training else float("nan")
         yield found._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
 
 
@@ -343,7 +346,7 @@ def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
     return [
         task.trained.label,
         format_size(task.size),
-        task.protocol,
+        task.protocol if task.budget is None else f"{task.protocol}, {task.budget}t",
         f"{task.crop_pct:g}",
         task.policy,
         number("tokens", ",.0f"),

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from vitrel.sizes import Size, format_size
+from vitrel.sizes import Budget, Size, format_size
 
-PROTOCOLS = ("scale", "canvas")
+PROTOCOLS = ("scale", "canvas", "native")
+DEFAULT_PROTOCOLS = PROTOCOLS[:2]
 Row = dict[str, Any]
 
 
@@ -16,22 +17,24 @@ Row = dict[str, Any]
 class Sweep:
     """What an evaluation is asked for; ValueError for settings that cannot be.
 
-    data: what `create_dataset` takes. sizes: (height, width) in pixels. protocols: how images fill a size, "scale" and
-    "canvas". policies: only these policies of windows and encodings (None: all; a model with none of them keeps its own). n,
-    data_seed: number of images (None: all) and the seed by which they are drawn. batch_size: halved where memory lacks.
-    workers: processes that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16"
-    (autocast). on_bad_image: an image that cannot be read ends the evaluation ("raise"), or is left out and counted
-    ("count"). follow_links: look for images where links to folders inside class folders lead to, too. crop_pct: shares of the
-    resized image that the centre crop keeps, each evaluated (None: the model's own). translations: pixels by which the content
-    is translated down and right at the training size, each evaluated. attention_n: number of images that the attention
-    statistics are taken of, 0 for none. border_leak: look for tokens that see the opposite border (models with windows;
-    seconds per size). skip: places left out, such as "192x192 canvas". compile: by torch.compile. optimize: by
-    vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed and memory.
+    data: what `create_dataset` takes. sizes: (height, width) in pixels, or budgets of patch tokens: the largest square of whole
+    patches. protocols: how images fill a size, "scale", "canvas" and "native", for which a size is a budget: every image keeps
+    its aspect ratio and has at most the patch tokens of that size. policies: only these policies of windows and encodings
+    (None: all; a model with none of them keeps its own). n, data_seed: number of images (None: all) and the seed by which they
+    are drawn. batch_size: halved where memory lacks. workers: processes that decode images. device: "auto", "cpu", "cuda",
+    "cuda:1". dtype: "float32" or, on a GPU, "bfloat16" (autocast). on_bad_image: an image that cannot be read ends the
+    evaluation ("raise"), or is left out and counted ("count"). follow_links: look for images where links to folders inside
+    class folders lead to, too. crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the
+    model's own). translations: pixels by which the content is translated down and right at the training size, each evaluated.
+    attention_n: number of images that the attention statistics are taken of, 0 for none. border_leak: look for tokens that see
+    the opposite border (models with windows; seconds per size). skip: places left out, such as "192x192 canvas". compile: by
+    torch.compile. optimize: by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed
+    and memory.
     """
 
     data: str
-    sizes: tuple[Size, ...]
-    protocols: tuple[str, ...] = PROTOCOLS
+    sizes: tuple[Size | Budget, ...]
+    protocols: tuple[str, ...] = DEFAULT_PROTOCOLS
     policies: tuple[str, ...] | None = None
     n: int | None = None
     data_seed: int = 0
@@ -62,6 +65,12 @@ class Sweep:
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
         if self.optimize and (self.compile or self.torch_device.type != "cpu"):
             raise ValueError("optimize is for models on a CPU that torch.compile does not run: leave out one of the two")
+        if self.compile and "native" in self.protocols:
+            raise ValueError(
+                "native runs one shape after another, each of which torch.compile would compile: leave out one of the two"
+            )
+        if self.crop_pct is not None and self.protocols == ("native",):
+            raise ValueError("native crops nothing: leave crop_pct out")
         if self.on_bad_image not in ("raise", "count"):
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
         for name, least in (("batch_size", 1), ("attention_n", 0)):

@@ -159,28 +159,33 @@ def trace(model: nn.Module, size: Size) -> Trace:
     return Trace(tuple(blocks), tuple(encodings), resampled)
 
 
-def at_size(model: nn.Module, size: int | Size) -> ModelAtSize:
+def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
     """`model` ready for images of `size` pixels, an int or (h, w), by what timm itself would do; the given one stays as it is.
 
     Ours, and models whose forward takes the size, come back unchanged (what forward resamples is counted); models with
     `set_input_size` come back as a copy on which it was called. Raises ValueError for a model that cannot take the size.
+    share_weights: a copy holds the very parameters of the model where they do not change: for use without training, or moving.
     """
     size = to_2tuple(size)
     if isinstance(model, Backbone):
         lines = resolution_report(model, size).stages
         stages = tuple(StageWindows(s.blocks, s.grid, s.window, s.shift, s.padding) for s in lines)
         return ModelAtSize(model, model.resized(size), stages)
-    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size"):
-        found, replaced = _accepted(model, size), {}
-    else:
-        changed = copy.deepcopy(model)
-        try:
-            changed.set_input_size(img_size=size)
-        except REFUSALS as error:
-            raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
-        found, replaced = _accepted(changed, size), replaced_values(model, changed)
-        model = changed if _differs(model, changed) or not _takes(model, size) else model
-    return ModelAtSize(model, replaced | found.resampled, stage_windows(found.blocks))
+    ready = model_at_size(model, size, share_weights)
+    found = _accepted(ready, size)
+    return ModelAtSize(ready, replaced_values(model, ready) | found.resampled, stage_windows(found.blocks))
+
+
+def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
+    """The model of `at_size`, whose arguments it takes. What is no copy may still refuse the size in its forward pass."""
+    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
+        return model
+    changed = copy.deepcopy(model, {id(own): own for own in model.parameters()} if share_weights else None)
+    try:
+        changed.set_input_size(img_size=size)
+    except REFUSALS as error:
+        raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
+    return changed if _differs(model, changed) or not _takes(model, size) else model
 
 
 def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:

@@ -102,7 +102,7 @@ def write_html(folder: Path, title: str = "") -> Path:
 def contents(rows: Sequence[Row], folder: Path, title: str) -> dict[str, Any]:
     """Everything the page shows but the pictures, as plain JSON values: numbers that are missing are None."""
     table = aggregate(rows).reset_index(drop=True)
-    crops = pd.DataFrame(rows).groupby("label")["crop_pct"].nunique().max() > 1
+    crops = pd.DataFrame(rows).groupby(["label", "protocol"])["crop_pct"].nunique().max() > 1
     seen = [column for column in table if column not in _LEFT_OUT and table[column].notna().any()]
     varying = [column for column in seen if column in DETAILS or table[column].astype(str).nunique() > 1]
     varying.sort(key=lambda column: list(DETAILS).index(column) if column in DETAILS else len(DETAILS))

@@ -1,0 +1,318 @@
+"""The protocol native: whole images at their own aspect ratios, within a budget of tokens."""
+
+import math
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from vitrel.data import Prepare
+from vitrel.evaluate import at_sizes, measure, policies, run
+from vitrel.evaluate.images import Images
+from vitrel.evaluate.measure import tasks_of
+from vitrel.evaluate.models import trained_model
+from vitrel.evaluate.results import aggregate, read_csv
+from vitrel.evaluate.run import describe_tasks, run_sweep
+from vitrel.evaluate.settings import Sweep
+from vitrel.sizes import Budget, format_size, native_size, parse_size_or_budget
+
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
+FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (40, 41), (16, 80)]  # (h, w) in pixels
+BORDERS = {"above": (255, 0, 0), "below": (0, 255, 0), "left": (0, 0, 255), "right": (255, 255, 0)}
+HOW = {"device": "cpu", "attention_n": 0, "border_leak": False}
+
+
+def framed(height, width):
+    """A grey image whose borders have a colour each, the corners apart."""
+    image = np.full((height, width, 3), 128, np.uint8)
+    h, w = height // 5, width // 5
+    image[:h, w:-w], image[-h:, w:-w] = BORDERS["above"], BORDERS["below"]
+    image[h:-h, :w], image[h:-h, -w:] = BORDERS["left"], BORDERS["right"]
+    return image
+
+
+@pytest.fixture
+def trained(trained):
+    """As in conftest.py, on the classes of `folder`."""
+    return lambda name, **how: trained(name, **{"classes": ("a", "b", "c")} | how)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Framed images in three classes, of several shapes and with some noise, so that no two are alike."""
+    noise = np.random.default_rng(0)
+    for i, (height, width) in enumerate(FILES):
+        place = tmp_path / "data" / "val" / "abc"[i % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        image = framed(height, width).astype(int) + noise.integers(-8, 9, (height, width, 3))
+        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(place / f"{i}.png")
+    return tmp_path / "data"
+
+
+def sweep(folder, *sizes, **given):
+    how = {"sizes": sizes or (Budget(20),), "protocols": ("native",), "batch_size": 3} | HOW | given
+    return Sweep(data=str(folder), **how)
+
+
+def by_hand(trained, folder, budget, patch):
+    """Of every image in the order of the data: the pixels that the model should see, from its file alone."""
+    found = []
+    for path in sorted((folder / "val").glob("*/*.png")):
+        image = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
+        size = native_size(*image.shape[-2:], budget, patch)
+        resized = torch.nn.functional.interpolate(
+            image[None].float(), size, mode="bicubic", antialias=True, align_corners=False
+        ).clamp(0, 255)
+        found.append(((resized.round() / 255 - 0.5) / 0.5)[0])
+    return found
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    """All logits of an evaluation, in the order of its batches."""
+    seen, update = [], measure.Tally.update
+
+    def record(self, given, labels):
+        seen.append(given)
+        return update(self, given, labels)
+
+    monkeypatch.setattr(measure.Tally, "update", record)
+    return lambda: torch.cat(seen)
+
+
+def peer(**how):
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3, **how
+    ).eval()
+    torch.nn.init.normal_(model.head.weight)
+    return trained_model(model, preprocessing={"mean": (0.5,) * 3, "std": (0.5,) * 3})
+
+
+MODELS = {
+    "absolute": lambda trained: trained("vitrel_vit_n8_absolute"),
+    "windows": lambda trained: trained("vitrel_swin_n"),
+    "timm, dynamic size": lambda trained: peer(dynamic_img_size=True),
+    "timm, set to a size": lambda trained: peer(),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
+    model = MODELS[kind](trained)
+    patch, budget = model.patch, 20 if model.patch == (8, 8) else 80
+    settings = sweep(folder, Budget(budget), model.img_size, skip=(f"{format_size(model.img_size)} native",))
+    task = tasks_of([model], settings)[-1]
+    [*_, one] = list(run.evaluate_rows([model], settings))
+    images = by_hand(model, folder, budget, patch)
+    order = Images(settings).order(task.preprocessing)
+    assert sorted(order) == list(range(len(FILES)))
+    with torch.no_grad():
+        for index, found in zip(order, logits()[-len(FILES) :], strict=True):
+            with policies.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy) as ready:
+                torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=2e-5, rtol=1e-5)
+    grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
+    assert one.row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
+    assert one.row["budget"] == budget and one.row["n"] == len(FILES) and one.row["crop_pct"] == 1.0
+    assert one.row["unchanged"] == (kind != "timm, set to a size")
+    assert next(model.model.parameters()).device.type == "cpu" and one.row["state_hash_before"]
+
+
+def test_every_image_is_shown_whole_at_the_shape_nearest_to_its_own(trained, folder):
+    model = trained("vitrel_vit_n8_none")
+    images = Images(sweep(folder))
+    task = tasks_of([model], sweep(folder))[-1]
+    order, shown = images.order(task.preprocessing), []
+    for pixels, _ in images.batches(task.preprocessing):
+        assert len(pixels) <= 3
+        shown += [*pixels]
+    names = [images.dataset(task.preprocessing).name(index) for index in order]
+    for name, image in zip(names, shown, strict=True):
+        height, width = FILES[int(name.rpartition("/")[2][:-4])]
+        h, w = (side // 8 for side in image.shape[-2:])
+        exact = math.sqrt(20 * height / width), math.sqrt(20 * width / height)
+        near = [
+            (a, b)
+            for a, b in product(range(1, 21), repeat=2)
+            if a * b <= 20 and abs(a - exact[0]) < 1 and abs(b - exact[1]) < 1
+        ]
+        assert (h, w) in near
+        levels = (image * 0.5 + 0.5) * 255
+        middle = [slice(side * 2 // 5, side * 3 // 5) for side in image.shape[-2:]]
+        found = {
+            "above": levels[:, 0, middle[1]], "below": levels[:, -1, middle[1]],
+            "left": levels[:, middle[0], 0], "right": levels[:, middle[0], -1],
+        }  # fmt: skip
+        for place, colour in BORDERS.items():
+            assert torch.allclose(found[place].mean(1), torch.tensor(colour).float(), atol=25), (name, place)
+    assert images.shapes(task.preprocessing) == Counter(tuple(image.shape[-2:]) for image in shown)
+
+
+def test_a_budget_is_a_square_of_the_models_own_patches(trained, folder):
+    models = [trained("vitrel_vit_n8_none"), trained("vitrel_swin_n")]  # patches of 8 and of 2
+    settings = sweep(folder, Budget(20), (24, 40), protocols=("scale", "native"))
+    found = [(task.trained.patch, format_size(task.size), task.protocol, task.budget) for task in tasks_of(models, settings)]
+    assert [place[1:] for place in found if place[0] == (8, 8)] == [
+        ("32x32", "scale", None), ("32x32", "native", 16), ("32x32", "native", 20),
+        ("24x40", "scale", None), ("24x40", "native", 15),
+    ]  # fmt: skip
+    assert [place[1:] for place in dict.fromkeys(found) if place[0] == (2, 2) and place[2] == "native"] == [
+        ("32x32", "native", 256), ("8x8", "native", 20), ("24x40", "native", 240)
+    ]  # fmt: skip
+    skipped = tasks_of(models[:1], sweep(folder, Budget(20), protocols=("scale", "native"), skip=("20t native",)))
+    assert [(task.protocol, task.budget) for task in skipped] == [("scale", None), ("native", 16)]
+
+
+def test_crops_make_no_further_rows(trained, folder):
+    settings = sweep(folder, (32, 32), protocols=("scale", "native"), crop_pct=(0.5, 0.9))
+    tasks = tasks_of([trained("vitrel_vit_n8_none")], settings)
+    assert [(task.protocol, task.crop_pct) for task in tasks] == [("scale", 0.5), ("scale", 0.9), ("native", 1.0)]
+
+
+def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
+    monkeypatch.setattr(policies, "gflops", lambda model, size: math.prod(size) / 1000)
+    model = trained("vitrel_vit_n8_table")
+    settings = sweep(folder, Budget(30), translations=(2,), attention_n=3, policies=("geometric",))
+    training, other = [one.row for one in run.evaluate_rows([model], settings)]
+    in_order = sorted(range(len(FILES)), key=lambda index: index % 3)  # as the folders of the classes have them
+    sizes = [native_size(*FILES[index], 30, (8, 8)) for index in in_order]
+    assert other["img_size"] == "40x40" and training["img_size"] == "32x32" and training["budget"] == 16
+    assert other["retention"] == pytest.approx(other["top1"] / training["top1"], abs=1e-4) and training["retention"] == 1
+    assert other["unseen"] == pytest.approx(max(model.model.unseen(size) for size in sizes), abs=1e-4)
+    assert other["resized"] != "nothing" and other["attention_entropy"] > 0
+    costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
+    assert min(costs.values()) < other["gflops"] < max(costs.values())
+    told = policies.telling_shapes(Counter(sizes))
+    assert {min(sizes, key=lambda s: s[0] / s[1]), max(sizes, key=lambda s: s[0] / s[1])} <= set(told)
+    shown = Counter(sizes)
+    mean = sum(costs[size] * shown[size] for size in told) / sum(shown[size] for size in told)
+    assert other["gflops"] == pytest.approx(mean, abs=1e-4)
+
+
+def test_a_folder_goes_on_and_keeps_budgets_of_one_square_apart(trained, folder, tmp_path, monkeypatch):
+    model, out = trained("vitrel_vit_n8_none"), tmp_path / "out"
+    run_sweep([model], sweep(folder, Budget(20)), out)
+    assert "native, 20t" in (plan := describe_tasks([model], sweep(folder, Budget(20)), out)) and "2 of them" in plan
+    measured = []
+    monkeypatch.setattr(run, "measure", lambda task, *rest: measured.append(task) or measure.measure(task, *rest))
+    rows = run_sweep([model], sweep(folder, Budget(20), Budget(17), protocols=("scale", "native")), out)
+    assert [(task.protocol, task.budget) for task in measured] == [("scale", None), ("native", 17)]
+    kept = {(row["protocol"], row["budget"]): row for row in read_csv(out / "results.csv") if row["protocol"] == "native"}
+    assert [budget for _, budget in sorted(kept)] == [16, 17, 20] and {row["img_size"] for row in kept.values()} == {"32x32"}
+    assert set(aggregate(rows)["protocol"]) == {"scale", "native, 16 tokens", "native, 17 tokens", "native, 20 tokens"}
+    assert set(aggregate([row for row in rows if row["budget"] in (None, 16)])["protocol"]) <= {"scale", "native"}
+
+
+def test_images_that_cannot_be_read_are_left_out(trained, folder):
+    whole = (folder / "val" / "a" / "0.png").read_bytes()
+    (folder / "val" / "b" / "empty.png").write_bytes(b"no image")
+    (folder / "val" / "c" / "wide.png").write_bytes((folder / "val" / "c" / "8.png").read_bytes()[:200])  # its header is whole
+    model = trained("vitrel_vit_n8_none")
+    with pytest.raises(ValueError, match=r"empty\.png"):
+        list(run.evaluate_rows([model], sweep(folder)))
+    for one in run.evaluate_rows([model], sweep(folder, on_bad_image="count")):
+        assert (one.row["n"], one.row["left_out"]) == (len(FILES), 2) and len(one.bad_images) == 2
+    assert whole
+
+
+def test_shapes_are_square_so_that_native_is_scale(trained):
+    settings = sweep("shapes", (32, 32), (64, 64), protocols=("scale", "native"), n=8)
+    rows = {(one.row["img_size"], one.row["protocol"]): one.row for one in run.evaluate_rows([shapes_model(trained)], settings)}
+    for size in ("32x32", "64x64"):
+        scale, native = rows[size, "scale"], rows[size, "native"]
+        same = ("top1", "nll", "tokens", "gflops", "resized", "unseen", "pad_fraction")
+        assert {name: native[name] for name in same} == {name: scale[name] for name in same}
+
+
+def shapes_model(trained):
+    torch.manual_seed(0)
+    return trained_model(timm.create_model("vitrel_vit_n8_table", img_size=32, num_classes=4).eval())
+
+
+class Pictures(Dataset):
+    """PIL images of several shapes."""
+
+    classes = ("a", "b", "c")
+
+    def __len__(self):
+        return len(FILES)
+
+    def __getitem__(self, index):
+        return Image.fromarray(framed(*FILES[index])), index % 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_of_the_user_is_shown_so(trained, workers):
+    model = trained("vitrel_vit_n8_absolute")
+    frame = at_sizes(model, Pictures(), ["20t"], protocols=["native"], batch_size=4, workers=workers, **HOW)
+    prepared = [
+        Prepare(native_size(*size, 20, (8, 8)), model.mean, model.std, protocol="native")(
+            torch.from_numpy(framed(*size)).permute(2, 0, 1)
+        )
+        for size in FILES
+    ]
+    with torch.no_grad():
+        alone = torch.cat([model.model(image[None]) for image in prepared])
+    nll = torch.nn.functional.cross_entropy(alone, torch.arange(len(FILES)) % 3).item()
+    assert frame["nll"].tolist()[-1] == pytest.approx(nll, abs=1e-5) and len(frame) == 2
+
+
+def test_processes_share_the_images_of_every_shape(trained, folder, pretend_world, rows_of):
+    model, settings = trained("vitrel_vit_n8_absolute"), sweep(folder, attention_n=1)
+    alone = rows_of([model], settings)
+    pretend_world(2)
+    for row, one in zip(rows_of([model], settings), alone, strict=True):
+        assert row["nll"] == pytest.approx(one["nll"], abs=2e-6)
+        same = ("n", "top1", "tokens", "gflops", "unseen", "attention_entropy", "unchanged", "budget")
+        assert {name: row[name] for name in same} == {name: one[name] for name in same}
+
+
+def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder, monkeypatch):
+    model, settings = trained("vitrel_vit_n8_none"), sweep(folder, (32, 32), batch_size=8)
+    [alone] = run.evaluate_rows([model], settings)
+    prepare, loaded = torch.utils.data._utils.collate.default_collate, []
+
+    def collate(items):
+        loaded.append(len(items))
+        if len(items) > 2:
+            raise MemoryError
+        return prepare(items)
+
+    monkeypatch.setattr(torch.utils.data._utils.collate, "default_collate", collate)
+    [one] = run.evaluate_rows([model], settings)
+    assert max(loaded) > 2 and one.row["oom"] >= 1 and one.row["n"] == len(FILES)
+    assert one.row["nll"] == pytest.approx(alone.row["nll"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [({"compile": True}, "torch.compile"), ({"crop_pct": (0.9,)}, "crops nothing"), ({"protocols": ("natvie",)}, "native")],
+)
+def test_settings_that_cannot_be(folder, how, text):
+    with pytest.raises(ValueError, match=text):
+        sweep(folder, **how)
+
+
+def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch):
+    monkeypatch.setattr(run, "measure", lambda *given: pytest.fail("it ran"))
+    fixed = timm.models.MlpMixer(num_classes=3, img_size=32, patch_size=8, embed_dim=8, num_blocks=1).eval()
+    with pytest.raises(ValueError, match="--protocols scale canvas"):
+        at_sizes(fixed, str(folder), [32], protocols=["native"], **HOW)
+    convolutions = timm.create_model("resnet10t", num_classes=3).eval()
+    for asked in ({"sizes": ["9t"], "protocols": ["scale"]}, {"sizes": [32], "protocols": ["native"]}):
+        with pytest.raises(ValueError, match="patch_size"):
+            at_sizes(convolutions, str(folder), asked.pop("sizes"), **asked, **HOW)
+    with pytest.raises(ValueError, match="scale"):
+        at_sizes(fixed, lambda size: Pictures(), [32], protocols=["native"], **HOW)
+
+
+def test_sizes_and_budgets_are_read():
+    assert [parse_size_or_budget(text) for text in ("196t", "1T", "32x48", 96)] == [Budget(196), Budget(1), (32, 48), (96, 96)]
+    for text in ("0t", "t", "-4t", "1.5t", "32x32t", True):
+        with pytest.raises(ValueError, match="196t"):
+            parse_size_or_budget(text)
