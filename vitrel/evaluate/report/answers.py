@@ -403,13 +403,18 @@ def _basis(curve: _Curve) -> str:
 
 def _places(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, dict[str, Place]]]]:
     """{label: {protocol: {size: {policy: place}}}}: labels, and the policies of a size, in the order of the rows."""
-    key = ("label", "crop_pct", "img_size", "policy")
+
+    def key(row: Row) -> tuple:
+        budget = row.get("budget")  # NaN where the table has it for other rows
+        own = (row[name] for name in ("label", "crop_pct", "img_size", "policy"))
+        return row["protocol"].partition(", ")[0], None if budget != budget else budget, *own
+
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
-        groups[(row["protocol"], *(row[name] for name in key))].append(row)
+        groups[key(row)].append(row)
     merged = aggregate(rows).to_dict("records")
     protocols = [*dict.fromkeys(row["protocol"] for row in merged)]  # scale first
-    own = {(row["protocol"].partition(", crop ")[0], *(row[name] for name in key)): row for row in merged}
+    own = {key(row): row for row in merged}
     found: dict[str, dict[str, dict[str, dict[str, Place]]]] = {row["label"]: {} for row in rows}
     for name in protocols:
         for group, members in groups.items():
