@@ -4,12 +4,11 @@ The verdicts say what had to be resized and what became of the accuracy. Claims 
 its rows they hold, are not shown, or do not hold.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vitrel.evaluate.metrics import Z95, t_interval
+from vitrel.evaluate.metrics import difference_interval
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
@@ -327,17 +326,11 @@ def _difference(
     if isinstance(other, str):
         theirs = _accuracies(claim, rows, translated, other)
         seeds = sorted(ours.keys() & theirs.keys())
-        differences = [ours[seed][0] - theirs[seed][0] for seed in seeds]
-        means = [sum(side[seed][0] for seed in seeds) / len(seeds) for side in (ours, theirs)]
+        values: list[float] | float = [theirs[seed][0] for seed in seeds]
     else:
-        differences, means = [value - other for value, _ in ours.values()], [sum(v for v, _ in ours.values()) / len(ours)]
+        seeds, values = [*ours], other
     n = min(n for _, n in ours.values())
-    shares = [(n * mean / 100 + 1) / (n + 2) for mean in means]
-    half = 100 * Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (n + 2))
-    if len(differences) > 1:
-        low, high = t_interval(differences)
-        half = max(half, (high - low) / 2)
-    return sum(differences) / len(differences), half
+    return difference_interval([ours[seed][0] for seed in seeds], values, n)
 
 
 def _accuracies(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
