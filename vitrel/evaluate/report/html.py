@@ -19,7 +19,8 @@ from timm.data import ImageNetInfo
 
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.predictions import read_predictions
-from vitrel.evaluate.report import DETAILS, answers, reads_untrained, verdicts
+from vitrel.evaluate.report import DETAILS, verdicts
+from vitrel.evaluate.report.answers import _stretches, answers
 from vitrel.evaluate.report.figures import figures
 from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, has_crops, place_of
 from vitrel.evaluate.report.pictures import read_pictures, without_images
@@ -207,10 +208,15 @@ def _warning(row: Row, table: pd.DataFrame) -> str:
         return "the state dict changed"
     home = table[(table["label"] == row["label"]) & (table["protocol"] == row["protocol"])]
     home = home[home["img_size"] == row["train_size"]]
-    if len(home) and reads_untrained(row) and row["high"] < home["low"].min():
+    if len(home) and _reads_untrained(row) and row["high"] < home["low"].min():
         drop = home["top1"].iloc[0] - row["top1"]
         return f"{100 * row['unseen']:.0f} % of the offsets were never trained, and top-1 is {drop:.1f} points lower"
     return ""
+
+
+def _reads_untrained(row: Row) -> bool:
+    """Whether offsets that were never trained are read as they are: interpolation gives each a value from trained ones."""
+    return row["unseen"] > 0 and (row["saturated"] > 0 or not _stretches(row["resized"]))
 
 
 def _image_labels(changed: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Sequence[int]) -> dict[str, list[Any]]:
