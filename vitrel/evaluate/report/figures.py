@@ -20,7 +20,7 @@ def figures(data: Mapping[str, Any]) -> list[Item]:
     """The figures of `vitrel.evaluate.report.html.contents`.
 
     Each has id, title, x and y ({name, unit, scale}) and series ({name, x, y, and what else belongs to a point}); missing
-    numbers are None. Those drawn from pictures.json.gz have `source`, `entries` (of which part of that file) and `axes` instead.
+    numbers are None. Those drawn from pictures.json.gz have `source`, `entries` (a part of that file) and `axes` instead.
     """
     found = []
     for protocol in data["protocols"]:
@@ -105,10 +105,8 @@ def _classes(data: Mapping[str, Any]) -> Iterator[Item]:
 
 def _confusions(data: Mapping[str, Any]) -> Iterator[Item]:
     for one in data["confusions"]:
-        pairs = [[data["predicted"][place] for place in pair] for pair in one["pairs"]]
-        series = [
-            {"name": f"{row['img_size']} {row['policy']}", "x": pairs, "y": row["counts"], "of": one["of"]} for row in one["rows"]
-        ]
+        points = {"x": [[data["predicted"][place] for place in pair] for pair in one["pairs"]], "of": one["of"]}
+        series = [points | {"name": f"{row['img_size']} {row['policy']}", "y": row["counts"]} for row in one["rows"]]
         title = f"Classes taken for another: {one['label']}, {one['protocol']} protocol"
         x, y = _axis("class, predicted class", ""), _axis("images", "")
         yield _figure(f"confusions {one['label']} {one['protocol']}", title, x, y, series, data)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ METRICS = {
     "resized_params": Metric("values resampled", "values"),
 }
 # shares, which the page shows as percentages; of pad_fraction one for every stage, as text
-SHARES = ("retention", "attention_distance_share", "unseen", "saturated", "border_leak")
+SHARES = ("retention", "attention_distance_share", "unseen", "saturated", "border_leak", "crop_pct")
 # of one seed, or said otherwise in the table
 _LEFT_OUT = {"seed", "top1_err", "top5_err", "top1_low", "top1_high", "state_hash_before", "state_hash_after"}
 _ABOUT = {
@@ -131,9 +132,7 @@ def contents(rows: Sequence[Row], folder: Path, title: str, described: Mapping[s
         "data": ", ".join(dict.fromkeys(Path(str(name)).name or str(name) for name in table["data"])),
         "sizes": [{"name": size, "h": parse_size(size)[0], "w": parse_size(size)[1]} for size in sizes],
         "protocols": list(table["protocol"].unique()),
-        "columns": [
-            {"key": key, "name": _column_name(key), "about": _about(key), "main": key in DETAILS} for key in varying
-        ],
+        "columns": [{"key": key, "name": _column_name(key), "about": _about(key), "main": key in DETAILS} for key in varying],
         "common": [[key, _about(key), str(table[key].iloc[0])] for key in seen if key not in varying],
         "about": [[key, text] for key, text in COLUMNS.items()],
         "metrics": [metric._asdict() | {"key": key} for key, metric in known.items()],
@@ -210,7 +209,7 @@ def _warning(row: Row, table: pd.DataFrame) -> str:
     home = home[home["img_size"] == row["train_size"]]
     if len(home) and _reads_untrained(row) and row["high"] < home["low"].min():
         drop = home["top1"].iloc[0] - row["top1"]
-        return f"{100 * row['unseen']:.0f} % of the offsets were never trained, and top-1 is {drop:.1f} points lower"
+        return f"{drop:.1f} points lower, {100 * row['unseen']:.0f} % of the offsets never trained"
     return ""
 
 
@@ -265,7 +264,7 @@ def _classes(lines: Sequence[Row], crops: bool) -> dict[str, Any] | None:
         for what, count in counts.items():
             count[place[line["class"]]] += int(line[what])
     rows: list[dict[str, Any]] = [_named(key) | counts for key, counts in found.items()]
-    same = [before["n"] == row["n"] for before, row in zip(rows, rows[1:], strict=False)]
+    same = [before["n"] == row["n"] for before, row in pairwise(rows)]
     for row, is_same in zip(rows[1:], same, strict=True):
         row["n"] = None if is_same else row["n"]
     return {"names": names, "rows": rows} if lines else None

@@ -31,10 +31,10 @@ def has_crops(rows: Sequence[Row]) -> bool:
 
 
 def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, Any]]:
-    """Of every label and protocol the PAIRS most frequent pairs (class, predicted class), and how often at each size and policy.
+    """Of every label and protocol the PAIRS most frequent pairs (class, predicted class), and how often at each size.
 
-    Seeds are added up. pairs: indices of classes; of: images of the class; rows: policy, img_size, n (images), wrong and counts,
-    in the order of the pairs. Labels without a mistake are left out.
+    Seeds are added up. pairs: indices of classes; of: images of the class; rows: policy, img_size, n (images), wrong, and
+    counts in the order of the pairs. Labels without a mistake are left out.
     """
     counted: dict[Place, Counter[tuple[int, int]]] = {}
     seen: Counter[Place] = Counter()

@@ -1,8 +1,8 @@
 """Pictures of a report, recorded by running the models: pictures.json.gz.
 
 What position adds by offset, how alike the embeddings added to tokens are, where patches attend, what the model saw at every
-size and protocol, and thumbnails of images whose prediction changes. All has to fit into a budget of bytes: layers are left out,
-or recorded with fewer queries and the mean of all heads, and what is left out is named in the file.
+size and protocol, and thumbnails of images whose prediction changes. All has to fit into a budget of bytes: layers are left
+out, or recorded with fewer queries and the mean of all heads, and what is left out is named in the file.
 """
 
 import base64
@@ -12,7 +12,8 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import Task, tasks_of
 from vitrel.evaluate.models import Trained
 from vitrel.evaluate.policies import at_size_with
+from vitrel.evaluate.predictions import read_predictions
+from vitrel.evaluate.report.mistakes import changed_images
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.files import atomic_write
 from vitrel.grid import Grid
@@ -72,7 +75,7 @@ def collect_pictures(
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
     samples, blobs = Images(sweep), {}
     seen = _what_is_seen(tasks_of(firsts[:1], sweep), samples, blobs) if images else []
-    thumbnails = _thumbnails(tasks[0], samples, folder) if images else {}
+    thumbnails = _thumbnails(tasks[0], samples, folder, rows) if images else {}
     budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # base64 compresses to what it encodes
     found = []
     for place, trained in enumerate(firsts):
@@ -138,8 +141,8 @@ def encode_map(layer: Layer, image: int, mean: bool = False, queries: int = QUER
     patch = slots - grid.prefix
     y, x = patch // grid.w, patch % grid.w
     kept = ((slots >= 0) & ((patch < 0) | ((y % step == step // 2) & (x % step == step // 2)))).nonzero().flatten()
-    acts = layer.content is not None and _acts(layer)
-    both = [_attention_rows(what[image], kept, mean) for what in (layer.weights, layer.content if acts else None) if what is not None]
+    acts = _acts(layer)
+    both = [_attention_rows(what[image], kept, mean) for what in ((layer.weights, layer.content) if acts else (layer.weights,))]
     scale = torch.stack(both).amax((0, -1))  # [Q, H]
     levels = [(what / scale.clamp(min=1e-12)[..., None] * 255).round().to(torch.uint8) for what in both]
     return {
@@ -210,7 +213,8 @@ def _former_pictures(folder: Path, rows: Sequence[Row], made: set[tuple[str, str
             model[kind] = [item for item in model[kind] if (item["size"], item["policy"]) in own]
         kept["models"] += [model] if own else []
     used = {key for model in kept["models"] for item in model["maps"] for key in item["pictures"]}
-    used |= {item["values"] for model in kept["models"] for item in model["lattices"]} | {one["picture"] for one in kept["seen"]}
+    used |= {item["values"] for model in kept["models"] for item in model["lattices"] + model["similar"]}
+    used |= {item["picture"] for item in kept["seen"]}
     kept["blobs"] = {key: text for key, text in stored["blobs"].items() if key in used}
     return kept
 
@@ -251,9 +255,21 @@ def _what_is_seen(tasks: Sequence[Task], samples: Images, blobs: dict[str, str])
     return list(found.values())
 
 
-def _thumbnails(task: Task, samples: Images, folder: Path) -> dict[str, str]:
-    """{name of the image: picture} of images whose prediction changes with size, most models first."""
-    return {}
+def _thumbnails(task: Task, samples: Images, folder: Path, rows: Sequence[Row]) -> dict[str, str]:
+    """{name of the image: picture} of at most THUMBNAILS images whose prediction changes with size, those of most curves first.
+
+    Empty where `folder` holds no predictions, or they are of other images than the data that is read now.
+    """
+    predictions, dataset = read_predictions(folder), samples.dataset(task.preprocessing)
+    if predictions is None or len(predictions.names) != len(dataset):
+        return {}
+    times = Counter(item["image"] for curve in changed_images(rows, predictions) for item in curve["images"])
+    found = {}
+    for place, _ in times.most_common(THUMBNAILS):
+        pixels, label = dataset[place]
+        if label == predictions.labels[place]:
+            found[predictions.names[place]] = _data_url(task.trained, pixels, THUMBNAIL)
+    return found
 
 
 def _described_classes(models: Sequence[Trained], task: Task, samples: Images) -> dict[str, str]:
@@ -307,13 +323,11 @@ def _record_model(
                 lost |= set() if took else {size}
         spent += before - room
     if lost:
-        one["left_out"].append(f"{trained.label}: some layers and images at {', '.join(sorted(lost))}, for which there was no room")
+        one["left_out"].append(f"{trained.label}: some layers and images at {', '.join(sorted(lost))}, for lack of room")
     return one, spent
 
 
-def _record_task(
-    task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
-) -> tuple[_Recorded | None, Tensor | None]:
+def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int) -> tuple[_Recorded | None, Tensor | None]:
     """What was taken of the layers, maps only if `maps`, None where there are too many tokens; and the embedding of tokens."""
     found: list[tuple[str, Item]] = []
     names, acts = [], []
@@ -406,16 +420,15 @@ def _append(kept: list[Item], item: Item, room: int, blobs: dict[str, str]) -> i
 
     `values` are moved to `blobs`, under a key that equal ones share: the offsets of a window are the same at every size.
     """
-    blob = item["values"] if "values" in item else None
-    key = hashlib.sha256(blob.encode()).hexdigest()[:12] if blob is not None else ""
-    if blob is not None:
-        item = item | {"values": key}
-    size = _bytes(item) + (_bytes(blob) if blob is not None and key not in blobs else 0)
+    values: dict[str, str] = {}
+    if "values" in item:
+        key = hashlib.sha256(item["values"].encode()).hexdigest()[:12]
+        values, item = {key: item["values"]}, item | {"values": key}
+    size = _bytes(item) + sum(_bytes(text) for key, text in values.items() if key not in blobs)
     if size > room:
         return 0
     kept.append(item)
-    if blob is not None:
-        blobs[key] = blob
+    blobs |= values
     return size
 
 

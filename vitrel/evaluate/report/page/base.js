@@ -129,6 +129,15 @@ function draw(plot, traces, how) {
   return Plotly.react(plot, traces, { ...how, width: plot.clientWidth || 600 }, { displayModeBar: false });
 }
 
+// 1, 2 and 5 times powers of ten from the smallest to the largest value.
+function logTicks(values) {
+  const low = Math.min(...values), high = Math.max(...values), tickvals = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) tickvals.push(...[1, 2, 5].map((digit) => digit * 10 ** power));
+  return { tickvals, ticktext: tickvals.map(number) };
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
 function hide(id) {
   $(id).hidden = true;
 }

@@ -125,8 +125,8 @@ function resolutionLayout(metric) {
   const trained = trainSizes.filter((name) => SIZES.has(name));
   return layout({
     height: 400,
-    xaxis: { type: "log", showgrid: false, ...ticks(), title: { text: other ? "image side, √(h·w), px" : "image side, px" } },
-    yaxis: { type: metric.log ? "log" : "linear", title: { text: withUnit(metric) }, range: reach(metric), ...(metric.log ? { dtick: "D2" } : {}) },
+    xaxis: { type: "log", showgrid: false, ...ticks(), title: { text: other ? "image side, √(h·w) (px)" : "image side (px)" } },
+    yaxis: { type: metric.log ? "log" : "linear", title: { text: withUnit(metric) }, range: reach(metric), ...(metric.log ? logTicks(DATA.rows.map((row) => row[metric.key]).filter((value) => value > 0)) : {}) },
     shapes: trained.map((name) => ({ type: "line", x0: side(name), x1: side(name), y0: 0, y1: 1, yref: "paper", layer: "below", line: { color: colours().soft, width: 1.2, dash: "dash" } })),
     annotations: trained.map((name) => ({
       x: Math.log10(side(name)), y: 1, yref: "paper", xanchor: "left", yanchor: "top", text: "trained", showarrow: false, font: { size: 11, color: colours().soft },
@@ -144,7 +144,7 @@ function drawCurves() {
   for (const [protocol, panel] of panels) {
     panel.whole.hidden = !shown.has(protocol);
     if (panel.whole.hidden) continue;
-    panel.title(`${withUnit(metric)} against resolution, ${protocol} protocol, ${DATA.data}`);
+    panel.title(`${capital(withUnit(metric))} against resolution, ${protocol} protocol, ${DATA.data}`);
     const dodge = (i) => 2 ** (0.01 * (i - (order.length - 1) / 2));
     const traces = [...grey.flatMap((curve) => curveTraces(curve, protocol, metric, 1)), ...order.flatMap((curve, i) => curveTraces(curve, protocol, metric, order.length > 10 ? 1 : dodge(i)))];
     draw(panel.plot, traces, resolutionLayout(metric));
@@ -201,14 +201,14 @@ function drawThroughput() {
     const rows = rowsOf(at, protocol).filter((row) => row.infer_samples_per_sec > 0).sort((a, b) => side(a.img_size) - side(b.img_size));
     return rows.length ? [{
       type: "scatter", mode: "lines+markers+text", name: curve.name, x: rows.map((row) => row.infer_samples_per_sec), y: rows.map((row) => row.top1), meta: { curve: at, rows },
-      text: rows.map((row) => ((size) => (size.h === size.w ? String(size.h) : row.img_size))(sizeOf(row.img_size))), textposition: "top center", textfont: { size: 10, color: look.colour }, cliponaxis: false,
+      text: rows.map((row) => ((size) => (size.h === size.w ? String(size.h) : row.img_size))(sizeOf(row.img_size))), textposition: ["top center", "bottom center", "middle right", "middle left"][place % 4], textfont: { size: 10, color: look.colour }, cliponaxis: false,
       hovertext: rows.map((row) => `<b>${plain(curve.name)}</b><br>${row.img_size} px: top-1 ${number(row.top1)} %<br>${number(row.infer_samples_per_sec)} images/s, batch ${row.batch_size}`), hoverinfo: "text",
       line: { color: look.colour, width: 1, dash: look.dash }, marker: { symbol: look.symbol, size: 9, color: look.colour },
     }] : [];
   });
-  throughputFigure.title(`top-1 against throughput, ${protocol} protocol, ${DATA.data}`);
+  throughputFigure.title(`Top-1 against throughput, ${protocol} protocol, ${DATA.data}`);
   draw(throughputFigure.plot, traces, layout({
-    height: 400, margin: { l: 58, r: 24, t: 24, b: 46 }, xaxis: { type: "log", title: { text: "throughput (images/s)" }, dtick: "D2", showgrid: false }, yaxis: { title: { text: "top-1 (%)" } },
+    height: 440, margin: { l: 58, r: 36, t: 24, b: 46 }, xaxis: { type: "log", title: { text: "throughput (images/s)" }, ...logTicks(DATA.rows.map((row) => row.infer_samples_per_sec).filter((value) => value > 0)), showgrid: false }, yaxis: { title: { text: "top-1 (%)" } },
   }));
 }
 

@@ -66,7 +66,7 @@ function drawTranslation() {
       error_y: { type: "data", symmetric: false, thickness: 1, width: 2, color: look.colour, array: own.map((line) => line.high - line.top1), arrayminus: own.map((line) => line.top1 - line.low) },
     }] : [];
   });
-  translationFigure.title(`top-1 (%) with the content translated, ${size} px, ${protocol} protocol, ${DATA.data}`);
+  translationFigure.title(`Top-1 (%) with the content translated, ${size} px, ${protocol} protocol, ${DATA.data}`);
   draw(translationFigure.plot, traces, layout({ height: 360, xaxis: { title: { text: "translated down and right (px)" } }, yaxis: { title: { text: metric.name } } }));
 }
 

@@ -34,12 +34,19 @@ function bySizeTable(protocol) {
 }
 
 function startAnswers() {
-  $("answer-list").replaceChildren(...DATA.answers.map(({ text }) => make("li", { textContent: text })));
+  $("answer-list").replaceChildren(...DATA.answers.map(({ label, text }) => {
+    const end = text.search(/\. [A-Z0-9]/) + 1; // of the first sentence, what to do
+    return make("li", {}, make("b", { textContent: `${label}: ` }), end ? text.slice(0, end) : text, ...(end ? [make("span", { class: "more", textContent: text.slice(end) })] : []));
+  }));
   $("by-size").replaceChildren(...DATA.protocols.map(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
   $("by-size-note").textContent = `Bold: the highest at its size. ± is half the 95 % interval; where intervals overlap the order is open. Shaded: a training size.${same}`;
-  const warnings = DATA.rows.filter((row) => row.warning).map((row) => `! ${curveName(row)} at ${row.img_size} (${row.protocol}): ${row.warning}.`);
-  $("warnings").replaceChildren(...warnings.map((text) => make("li", { textContent: text })));
+  const warnings = new Map();
+  for (const row of DATA.rows.filter((one) => one.warning)) {
+    const name = `${curveName(row)} (${row.protocol})`;
+    warnings.set(name, [...(warnings.get(name) || []), row]);
+  }
+  $("warnings").replaceChildren(...[...warnings].map(([name, rows]) => make("li", {}, make("span", { class: "warn", textContent: "! " }), `${name}: ${rows.map((row) => `at ${row.img_size} ${row.warning}`).join("; ")}.`)));
   $("verdicts").replaceChildren(...DATA.verdicts.map((text) => make("li", { textContent: text })));
 }
 
