@@ -44,8 +44,8 @@ def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, 
         read = predicted != LEFT_OUT
         missed = read & (predicted != predictions.labels)
         named = missed & (predicted != NO_CLASS)
-        pairs = zip(predictions.labels[named].tolist(), predicted[named].tolist(), strict=True)
-        counted.setdefault(place, Counter()).update(pairs)
+        taken = zip(predictions.labels[named].tolist(), predicted[named].tolist(), strict=True)
+        counted.setdefault(place, Counter()).update(taken)
         images[place].update(predictions.labels[read].tolist())
         seen[place] += int(read.sum())
         wrong[place] += int(missed.sum())

@@ -46,7 +46,7 @@ SIDE = 192  # pixels of the longer side of a picture
 THUMBNAIL = 72  # the same of an image whose prediction changes
 THUMBNAILS = 48  # how many of these there are at most
 QUALITY = 72  # of WebP
-PART = 0.15  # of the room of a size that one map or the offsets of one layer may take
+PART = 0.3  # of the room of a size that one map or the offsets of one layer may take
 Item = dict[str, Any]
 
 
@@ -73,7 +73,7 @@ def collect_pictures(
     tasks = _recorded_tasks(firsts, sweep)
     former = _former_pictures(folder, rows, {(task.trained.label, format_size(task.size), task.policy) for task in tasks})
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
-    samples, blobs = Images(sweep), {}
+    samples, blobs = Images(sweep), dict[str, str]()
     seen = _what_is_seen(tasks_of(firsts[:1], sweep), samples, blobs) if images else []
     thumbnails = _thumbnails(tasks[0], samples, folder, rows) if images else {}
     budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # base64 compresses to what it encodes

@@ -142,7 +142,8 @@ function hide(id) {
   $(id).hidden = true;
 }
 
-const heads = (names) => make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col", textContent: name }))));
+// The head of a table whose columns from `numbers` on are numbers.
+const heads = (names, numbers = Infinity) => make("thead", {}, make("tr", {}, ...names.map((name, i) => make("th", { scope: "col", class: i < numbers ? "" : "number", textContent: name }))));
 
 // A class in words, its raw name as the tooltip.
 const classText = (name, kind = "") => make("span", { class: kind, textContent: word(name), ...(word(name) === name ? {} : { title: name }) });

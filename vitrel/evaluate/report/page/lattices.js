@@ -76,6 +76,8 @@ function drawLattice() {
   const values = latticeValues(item), [heads, rows, columns] = item.shape;
   latticeDrawn = { item, values };
   latticeFigure.title(`What position adds, by offset: ${model.label}, ${model.layers[layer]}, ${size} px${item.policy === "none" ? "" : `, ${item.policy}`}, ${DATA.data}`);
+  if (latticeFigure.narrow !== narrow()) Plotly.purge(latticeFigure.plot); // which else keeps the labels of the other colour bar
+  latticeFigure.narrow = narrow();
   draw(latticeFigure.plot, values.map((z, head) => heatMap(z, head, rows, columns, top)), latticeLayout(heads, rows, columns, item, trained));
   const words = [`${heads} heads of ${model.layers[layer]} at ${size}: offsets within ±${(rows - 1) / 2} × ±${(columns - 1) / 2} tokens.`];
   if (top <= 1e-9) words.push("Position adds nothing to the logits of this layer.");

@@ -26,23 +26,27 @@ function classChange() {
 }
 
 function drawClasses() {
-  const { home, changes } = classChange(), size = $("class-size").value, half = SHOWN_CLASSES / 2;
+  const { home, changes: all } = classChange(), size = $("class-size").value, half = SHOWN_CLASSES / 2;
+  const changes = all.filter((one) => one.change !== 0);
   const shown = changes.length > SHOWN_CLASSES ? [...changes.slice(0, half), ...changes.slice(-half)] : changes;
-  classesDrawn = changes;
+  classesDrawn = all;
   classFigure.title(`Change of top-1 from ${home} to ${size} px: ${DATA.curves[$("class-curve").value].name}, ${$("class-protocol").value} protocol, ${DATA.data}`);
   const trace = {
     type: "bar", orientation: "h", y: shown.map((one, i) => i), x: shown.map((one) => one.change), hoverinfo: "text", textposition: "none",
     hovertext: shown.map((one) => `<b>${plain(word(one.name))}</b>${word(one.name) === one.name ? "" : ` (${plain(one.name)})`}<br>${number(one.before)} % at ${home}<br>${number(one.after)} % at ${size}<br>n = ${number(one.n)}, all seeds`),
     marker: { color: shown.map((one) => (one.change < 0 ? "#D55E00" : "#0072B2")) },
   };
+  const cut = changes.length > SHOWN_CLASSES ? ` The ${half} that lose most and the ${half} that gain most of ${changes.length}; the CSV has all.` : "";
+  const lose = changes.filter((one) => one.change < 0).length;
+  $("class-note").textContent = all.length ? `${lose} of ${all.length} classes lose, ${changes.length - lose} gain, ${all.length - changes.length} stay the same.${cut}` : "There are no counts for this choice.";
+  classFigure.whole.hidden = !changes.length;
+  if (!changes.length) return;
   const short = (name) => plain(name.length > 22 ? `${name.slice(0, 21)}…` : name);
   draw(classFigure.plot, [trace], layout({
     height: 90 + Math.max(2, shown.length) * 20, margin: { l: Math.min(150, 24 + 7 * Math.max(4, ...shown.map((one) => Math.min(22, word(one.name).length)))), r: 12, t: 8, b: 46 },
     xaxis: { title: { text: "change of top-1 (percentage points)" }, zeroline: true, zerolinecolor: colours().ink },
     yaxis: { tickvals: shown.map((one, i) => i), ticktext: shown.map((one) => short(word(one.name))), autorange: "reversed", showgrid: false },
   }));
-  const cut = changes.length > SHOWN_CLASSES ? ` The ${half} that lose most and the ${half} that gain most of ${changes.length}; the CSV has all.` : "";
-  $("class-note").textContent = changes.length ? `${changes.filter((one) => one.change < 0).length} of ${changes.length} classes lose.${cut}` : "There are no counts for this choice.";
 }
 
 function startClasses() {

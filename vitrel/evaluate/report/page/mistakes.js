@@ -16,9 +16,9 @@ function drawConfusions(at, protocol, found) {
   if (!own.length) return;
   const percent = (count, of) => (of ? ` (${((100 * count) / of).toFixed(0)} %)` : "");
   const body = found.pairs.map(([label, predicted], i) => make("tr", {}, make("td", {}, classText(className(label))), make("td", {}, classText(className(predicted))),
-    ...own.map((row) => make("td", { class: "number", textContent: `${row.counts[i]}${percent(row.counts[i], found.of[i])}` }))));
+    ...own.map((row) => make("td", { class: "number", textContent: row.counts[i] ? `${row.counts[i]}${percent(row.counts[i], found.of[i])}` : "–" }))));
   const all = make("tr", {}, make("th", { scope: "row", colSpan: 2, textContent: "all mistakes" }), ...own.map((row) => make("td", { class: "number", textContent: `${number(row.wrong)}${percent(row.wrong, row.n)}` })));
-  $("confusions").replaceChildren(heads(["class", "predicted", ...own.map((row) => `${row.img_size} px`)]), make("tbody", {}, ...body, all));
+  $("confusions").replaceChildren(heads(["class", "predicted", ...own.map((row) => `${row.img_size} px`)], 2), make("tbody", {}, ...body, all));
 }
 
 function drawChanged(found, curve, protocol) {

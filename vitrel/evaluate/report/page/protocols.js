@@ -10,7 +10,7 @@ function startProtocols() {
   const told = [...new Set(DATA.protocols.map((name) => name.split(",")[0]))];
   $("protocol-list").replaceChildren(...told.flatMap((name) => [make("dt", { textContent: name }), make("dd", { textContent: PROTOCOLS[name] || "" })]));
   const seen = PICTURES ? PICTURES.seen : [];
-  $("seen-region").hidden = $("seen-note").hidden = !seen.length;
+  $("seen-title").hidden = $("seen-region").hidden = $("seen-note").hidden = !seen.length;
   if (!seen.length) return;
   const sizes = bySize(seen.map((item) => item.size)), rows = [...new Set(seen.map((item) => item.protocol))];
   const most = Math.max(...seen.flatMap((item) => item.shape)), first = seen[0];
@@ -23,6 +23,7 @@ function startProtocols() {
     const item = seen.find((one) => one.size === size && one.protocol === protocol);
     return make("td", {}, ...(item ? [picture(item)] : ["–"]));
   })));
-  $("seen").replaceChildren(make("caption", { textContent: `One image (${word(first.class)}) as ${first.label} saw it, ${DATA.data}` }), heads(["", ...sizes.map((size) => `${size} px`)]), make("tbody", {}, ...lines));
+  $("seen-title").textContent = `One image (${word(first.class)}) as ${first.label} saw it, ${DATA.data}`;
+  $("seen").replaceChildren(heads(["", ...sizes.map((size) => `${size} px`)]), make("tbody", {}, ...lines));
   $("seen-note").textContent = "Drawn in proportion to the image size. Models with another training size or crop see it resized accordingly.";
 }

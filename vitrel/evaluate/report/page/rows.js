@@ -26,11 +26,12 @@ function bySizeTable(protocol) {
   const sizes = DATA.sizes.map(({ name }) => name).filter((size) => curves.some(({ rows }) => rows.some((row) => row.img_size === size)));
   const at = (rows, size) => rows.find((row) => row.img_size === size);
   const best = new Map(sizes.map((size) => [size, Math.max(...curves.map(({ rows }) => at(rows, size)?.top1 ?? -1))]));
-  const head = make("tr", {}, make("th", { scope: "col", textContent: "model" }), ...sizes.map((size) => make("th", { scope: "col", class: trainSizes.includes(size) ? "trained" : "", textContent: `${size}${trainSizes.includes(size) ? " (trained)" : ""}` })), make("th", { scope: "col", textContent: "at other sizes" }));
+  const head = make("tr", {}, make("th", { scope: "col", textContent: "model" }), ...sizes.map((size) => make("th", { scope: "col", class: trainSizes.includes(size) ? "number trained" : "number", textContent: `${size}${trainSizes.includes(size) ? " (trained)" : ""}` })), make("th", { scope: "col", textContent: "at other sizes" }));
   const lines = curves.map(({ curve, rows }) => make("tr", {}, make("td", { textContent: curve.name }), ...sizes.map((size) => accuracyCell(at(rows, size), best.get(size), size)),
-    make("td", {}, badge(resizedText(rows), "neutral"), ...(rows.every((row) => row.unchanged) ? [] : [" ", badge("state dict changed", "warn")]))));
-  const caption = make("caption", { textContent: `Top-1 in percent by image size (px), ${protocol} protocol, ${DATA.data}` });
-  return make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Top-1 by size, ${protocol} protocol` }, make("table", {}, caption, make("thead", {}, head), make("tbody", {}, ...lines)));
+    make("td", {}, badge(resizedText(rows), "neutral"), ...(rows.every((row) => row.unchanged) ? [] : [" ", badge("state dict changed", rows.some((row) => !row.unchanged && row.warning) ? "warn" : "neutral")]))));
+  const title = `Top-1 in percent by image size (px), ${protocol} protocol, ${DATA.data}`;
+  const table = make("table", {}, make("thead", {}, head), make("tbody", {}, ...lines));
+  return [make("h3", { textContent: title }), make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": title }, table)];
 }
 
 function startAnswers() {
@@ -38,7 +39,7 @@ function startAnswers() {
     const end = text.search(/\. [A-Z0-9]/) + 1; // of the first sentence, what to do
     return make("li", {}, make("b", { textContent: `${label}: ` }), end ? text.slice(0, end) : text, ...(end ? [make("span", { class: "more", textContent: text.slice(end) })] : []));
   }));
-  $("by-size").replaceChildren(...DATA.protocols.map(bySizeTable));
+  $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
   $("by-size-note").textContent = `Bold: the highest at its size. ± is half the 95 % interval; where intervals overlap the order is open. Shaded: a training size.${same}`;
   const warnings = new Map();
@@ -74,7 +75,7 @@ function shownRows() {
 
 function cell(row, key) {
   const value = row[key];
-  if (key === "unchanged") return make("td", {}, badge(value ? "unchanged" : "changed", value ? "neutral" : "warn"));
+  if (key === "unchanged") return make("td", {}, badge(value ? "unchanged" : "changed", !value && row.warning ? "warn" : "neutral"));
   return make("td", { class: typeof value === "number" ? "number" : "", textContent: number(value) });
 }
 
