@@ -94,7 +94,8 @@ def _classes(data: Mapping[str, Any]) -> Iterator[Item]:
     """Top-1 of every class."""
     if data["classes"] is None:
         return
-    series, n, names = [], [], data["classes"]["names"]
+    series, names = [], data["classes"]["names"]
+    n: list[int] = []
     for row in data["classes"]["rows"]:
         n = row["n"] or n
         top1 = [round(100 * hits / of, 4) if of else None for hits, of in zip(row["hits"], n, strict=True)]

@@ -200,8 +200,8 @@ def _about(key: str) -> str:
 
 
 def _warning(row: Row, table: pd.DataFrame) -> str:
-    """What is known to cost at this row: offsets never trained, or a changed state dict, with a drop of top-1 that the intervals
-    show; or a state dict that changed without cause. "" for all else: interpolation alone is how resolution is changed.
+    """What is known to cost at this row: offsets never trained, or a changed state dict, with a drop of top-1 beyond the
+    intervals; or a state dict that changed without cause. "" for all else: interpolation is how resolution is changed.
     """
     if not (row["unchanged"] or row["resized_params"]):
         return "the state dict changed, and nothing that is resampled explains it"
