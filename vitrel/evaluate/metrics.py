@@ -101,7 +101,7 @@ class Tally:
 
     def columns(self) -> dict[str, float | int]:
         """The columns top1, top1_err, top5, top5_err (percent), top1_low, top1_high (95 % Wilson), nll (nats), ece (percent;
-        15 equal bins, arXiv 1706.04599, eq. 3), n.
+        15 equal bins, arXiv 1706.04599, eq. 3), n, majority (percent).
         """
         top1, top5 = 100 * self.hits1 / self.n, 100 * self.hits5 / self.n
         low, high = wilson(self.hits1, self.n)
@@ -115,6 +115,7 @@ class Tally:
             "nll": round(self.nll_sum / self.n, 6),
             "ece": round(100 * sum(map(abs, self.bin_gap.values())) / self.n, 4),
             "n": self.n,
+            "majority": round(100 * max(self.class_n.values()) / self.n, 4),
         }
 
 

@@ -56,6 +56,7 @@ COLUMNS = {
     "nll": "mean negative log-likelihood, nats",
     "ece": "expected calibration error, percent, 15 equal bins of the confidence",
     "n": "images",
+    "majority": "share of the most frequent class among them, percent: top1 of always answering that class",
     "left_out": "images left out, since they cannot be read; bad_images.csv names them",
     "retention": "top1 / top1 at the training size under the same protocol and crop",
     "best_size": "size of the highest top1 on this model's, seed's, protocol's, crop's and policy's curve",
@@ -110,10 +111,10 @@ COLUMNS = {
 }
 # which a file of an earlier version may lack
 ADDED = (
-    "saturated", "left_out", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops", "attention_entropy",
-    "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
-    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python", "torchvision",
-    "commit",
+    "saturated", "left_out", "majority", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops",
+    "attention_entropy", "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std",
+    "class_map", "decoder", "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python",
+    "torchvision", "commit",
 )  # fmt: skip
 TEXT = (
     "model",

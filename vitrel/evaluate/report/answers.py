@@ -9,8 +9,8 @@ policy      At every size the default policy counts, the first of the rows, unle
 kept        A size is lost where its accuracy is shown lower than at the training size: the whole interval of the difference is
             below 0. The model keeps its accuracy over the largest range of sizes around the training size without a lost one.
             The range is one of sizes with the height-to-width ratio of training; every other shape is judged alone, named as
-            an exception where it is lost inside of the range, and as an addition where it is kept outside.
-within      The greatest loss that the intervals of the range do not rule out, in points. At most NEAR points: "use it up to
+            an exception where it is lost though its area is in the range, and as an addition where it is kept outside.
+within      The greatest loss that the intervals of what is kept do not rule out, in points. At most NEAR points: "use it up to
             N px". More: no loss is shown, but so few images (or seeds) do not rule one out, which is said, and the advice is
             to evaluate more of them.
 best        The smallest size as good as the one of the highest top-1: not shown lower, and at most NEAR points lower by the
@@ -37,6 +37,7 @@ from vitrel.position import POSITIONS, select_options
 from vitrel.sizes import parse_size
 
 NEAR = 5.0  # points of top-1
+PROTOCOLS = {"scale": "scale protocol", "canvas": "canvas protocol (objects keep their size in pixels)"}
 SCALING = 'try RoPE scaling, such as scaling="yarn", which needs no training; these rows do not show whether it helps'
 Difference = Callable[[Sequence[Row], Sequence[Row]], tuple[float, float, float]]
 
@@ -47,7 +48,7 @@ class Answer:
 
     text: all of it in plain words, without the label.
     keeps_from, keeps_to: the range over which accuracy is not shown lower than at train_size; None where that is missing.
-    within: points of top-1 that may be lost in the range by the intervals. lost: sizes at which accuracy is shown lower.
+    within: points of top-1 that the intervals of what is kept do not rule out as lost. lost: sizes shown lower.
     best_size, best_policy, best_top1, low, high: the best size, and the 95 % interval of its top-1, percent.
     cost: at the best size: images_per_second, memory_mb, memory_kind, gflops (10^9 multiply-adds an image); known ones only.
     policies: {size: policy} where another policy than the default is shown better.
@@ -107,6 +108,11 @@ def answers(rows: Sequence[Row], difference: Difference = difference) -> list[An
     return [_answer(label, protocols, difference) for label, protocols in found.items()]
 
 
+def answer_lines(rows: Sequence[Row]) -> list[str]:
+    """One line per label: its name, then the text of its answer."""
+    return [f"{answer.label}: {answer.text}" for answer in answers(rows)]
+
+
 class _Curve:
     """One model in one protocol, judged."""
 
@@ -132,21 +138,26 @@ class _Curve:
         self.kept = self._kept()
 
     @property
-    def within(self) -> float:
-        return max((0.0, *(-self.differences[size][1] for size in self.kept if size != self.train_size)))
-
-    @property
     def exceptions(self) -> list[str]:
         """Sizes of another shape that are lost though the range passes them."""
-        first, last = by_area(self.kept[0]), by_area(self.kept[-1])
-        return [size for size in self.lost if size not in self.shaped and first < by_area(size) < last]
+        return [size for size in self.lost if self._inside(size)]
 
     @property
     def additions(self) -> list[str]:
-        """Sizes of another shape that are kept, beyond the range."""
-        first, last = by_area(self.kept[0]), by_area(self.kept[-1])
-        outside = [size for size in self.differences if not first < by_area(size) < last and size not in self.shaped]
-        return [size for size in outside if size not in self.lost and -self.differences[size][1] <= max(self.within, NEAR)]
+        """Sizes of another shape that are kept beyond the range, as surely as those in it, or to within NEAR points."""
+        most = max(NEAR, self._may_lose(self.kept))
+        others = [size for size in self.differences if size not in self.shaped and not self._inside(size)]
+        return [size for size in others if size not in self.lost and self._may_lose([size]) <= most]
+
+    @property
+    def covered(self) -> list[str]:
+        """All sizes that the model may be used at: the range, what of other shapes is inside of it, and the additions."""
+        inside = [size for size in self.differences if self._inside(size) and size not in self.lost]
+        return [size for size in self.sizes if size in (*self.kept, *inside, *self.additions)]
+
+    @property
+    def within(self) -> float:
+        return self._may_lose(self.covered)
 
     @property
     def lost_anyhow(self) -> list[str]:
@@ -173,6 +184,14 @@ class _Curve:
     def _against(self, size: str, other: str) -> tuple[float, float, float]:
         return (0.0, 0.0, 0.0) if size == other else self.difference(self.used[size].rows, self.used[other].rows)
 
+    def _inside(self, size: str) -> bool:
+        """Whether the range passes this size of another shape."""
+        return size not in self.shaped and by_area(self.kept[0]) < by_area(size) < by_area(self.kept[-1])
+
+    def _may_lose(self, sizes: Iterable[str]) -> float:
+        """The greatest loss that the intervals do not rule out at these sizes, points."""
+        return max((0.0, *(-self.differences[size][1] for size in sizes if size != self.train_size)))
+
     def _kept(self) -> list[str]:
         if self.trained is None:
             return []
@@ -190,12 +209,13 @@ def _answer(label: str, protocols: Mapping[str, Mapping[str, Mapping[str, Place]
     protocol, curve = next(iter(curves.items()))
     best = curve.used[curve.best].row
     cost, advice, resampled = _cost(best), _advice(curve), _resampled(curve)
-    elsewhere = {name: f"In the {name} protocol{_short(other)}" for name, other in curves.items() if name != protocol}
+    elsewhere = {name: f"{_in(name)}{_short(other)}" for name, other in curves.items() if name != protocol}
     parts = [
+        *([] if protocol.startswith("scale") else [f"{_in(protocol)}:"]),
         _sentence(_use(curve)) + _losses(curve),
         *map(_sentence, advice[1:]),
-        _best(curve, cost),
-        *([resampled] if curve.learned else []),
+        *([_best(curve, cost)] if curve.learned else []),
+        resampled,
         *(elsewhere.values() if curve.learned else ()),
     ]
     return Answer(
@@ -235,8 +255,8 @@ def _use(curve: _Curve) -> str:
     if len(curve.sizes) == 1:
         return f"use it at {trained}, its training size and the only one evaluated ({top1})"
     where = _range(curve)
-    if len(curve.kept) == 1:
-        return f"use it at {where}: it was trained at {trained} ({top1})"
+    if len(curve.covered) == 1:
+        return f"use it {where} ({top1})"
     if curve.within <= NEAR:
         return f"use it {where}: it keeps the {top1} of its training size, {trained}, to within {curve.within:.1f} points"
     return (
@@ -246,15 +266,15 @@ def _use(curve: _Curve) -> str:
 
 
 def _range(curve: _Curve) -> str:
-    """The range that is kept, as "from 48 to 96 px (policy clip at 96 px), not at 64x96 px"."""
+    """What is kept, as "from 48 to 96 px (policy clip at 96 px), not at 64x96 px"."""
     first, last = curve.kept[0], curve.kept[-1]
     smaller = by_area(curve.shaped[0]) < by_area(curve.train_size)
     text = f"from {_bare(first)} to {pixels(last)}" if smaller else f"up to {pixels(last)}"
-    text = pixels(*curve.kept, *curve.additions) if len(curve.kept) == 1 else text
-    by_policy = _by_policy(curve, (*curve.kept, *curve.additions))
-    text += "".join(f" (policy {policy} at {pixels(*sizes)})" for policy, sizes in by_policy.items())
+    text = f"at its training size, {pixels(first)}" if len(curve.kept) == 1 else text
     text += f", not at {pixels(*curve.exceptions)}" if curve.exceptions else ""
-    return text + (f", and at {pixels(*curve.additions)}" if curve.additions and len(curve.kept) > 1 else "")
+    text += f", and at {pixels(*curve.additions)}" if curve.additions else ""
+    by_policy = _by_policy(curve, curve.covered)
+    return text + "".join(f" (policy {policy} at {pixels(*sizes)})" for policy, sizes in by_policy.items())
 
 
 def _by_policy(curve: _Curve, sizes: Iterable[str]) -> dict[str, list[str]]:
@@ -266,14 +286,18 @@ def _by_policy(curve: _Curve, sizes: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def _in(protocol: str) -> str:
+    name, _, crop = protocol.partition(", ")
+    return f"In the {PROTOCOLS.get(name, f'{name} protocol')}{crop and f', {crop}'}"
+
+
 def _short(curve: _Curve) -> str:
     """A further protocol in one sentence, which goes on from "In the ... protocol"."""
     if not curve.learned or curve.trained is None or len(curve.sizes) == 1:
         return f": {_use(curve)}.{_losses(curve)}"
     points = f"{curve.within:.1f} points"
     sure = f"within {points}" if curve.within <= NEAR else f"no loss is shown, one of up to {points} is not ruled out"
-    kept = f" use it at {_range(curve)}" if len(curve.kept) == 1 else f" use it {_range(curve)} ({sure})"
-    return f"{kept}.{_losses(curve)}"
+    return f" use it {_range(curve)}{f' ({sure})' if len(curve.covered) > 1 else ''}.{_losses(curve)}"
 
 
 def _losses(curve: _Curve) -> str:
@@ -290,7 +314,7 @@ def _untrained(curve: _Curve) -> str:
     if not shares:
         return ""
     most = "up to " if len({*shares}) > 1 else ""
-    return f"; beyond {pixels(curve.train_size)} {most}{100 * max(shares):.0f} % of the offsets are ones it was not trained on"
+    return f"; beyond {pixels(curve.train_size)}, {most}{100 * max(shares):.0f} % of the offsets are ones it was not trained on"
 
 
 def _advice(curve: _Curve) -> list[str]:
@@ -346,7 +370,7 @@ def _resampled(curve: _Curve) -> str:
         parts.append(f"{how} {'by' if counts[-1] else 'under'} {rule} at {where}")
     text = _sentence("; ".join(parts) if parts else "nothing is resampled")
     changed = [size for size, row in rows.items() if not row["unchanged"]]
-    return text + (f" Its weights were changed at {pixels(*changed)}." if changed else "")
+    return text + (f" ITS STATE DICT CHANGED at {pixels(*changed)}." if changed else "")
 
 
 def _among(sizes: Sequence[str], known: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from timm.data import ImageNetInfo
 
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.predictions import read_predictions
-from vitrel.evaluate.report import DETAILS, verdicts
+from vitrel.evaluate.report import DETAILS
 from vitrel.evaluate.report.answers import _stretches, answers
 from vitrel.evaluate.report.figures import figures
 from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, has_crops, place_of
@@ -142,7 +142,6 @@ def contents(rows: Sequence[Row], folder: Path, title: str, described: Mapping[s
             for label, policy, part in curves(table)
         ],
         "answers": [{"label": answer.label, "text": answer.text} for answer in answers(rows)],
-        "verdicts": verdicts(rows),
         "claims": _claims(folder),
         "classes": classes,
         "confusions": [] if predictions is None else confusions(rows, predictions),

@@ -48,7 +48,6 @@ function startAnswers() {
     warnings.set(name, [...(warnings.get(name) || []), row]);
   }
   $("warnings").replaceChildren(...[...warnings].map(([name, rows]) => make("li", {}, make("span", { class: "warn", textContent: "! " }), `${name}: ${rows.map((row) => `at ${row.img_size} ${row.warning}`).join("; ")}.`)));
-  $("verdicts").replaceChildren(...DATA.verdicts.map((text) => make("li", { textContent: text })));
 }
 
 const curveName = (row) => (row.policy === "none" ? row.label : `${row.label}, ${row.policy}`);
