@@ -156,9 +156,9 @@ function curvesCsv(protocol) {
   const metric = DATA.metrics.find(({ key }) => key === $("metric").value);
   const lines = [...chosen.keys()].sort((a, b) => a - b).flatMap((curve) => rowsOf(curve, protocol).map((row) => {
     const [low, high] = row.intervals[metric.key] || [null, null];
-    return [DATA.curves[curve].label, DATA.curves[curve].policy, protocol, row.img_size, row[metric.key], low, high, row.n, row.seeds, row.resized, row.resized_params];
+    return [DATA.curves[curve].label, DATA.curves[curve].policy, protocol, row.img_size, row[metric.key], low, high, metric.unit, row.n, row.seeds, row.resized, row.resized_params];
   }));
-  return [["label", "policy", "protocol", "img_size", `${metric.key} (${metric.unit})`, "low", "high", "n", "seeds", "resized", "resized_params"], ...lines];
+  return [["label", "policy", "protocol", "img_size", metric.key, "low", "high", "unit", "n", "seeds", "resized", "resized_params"], ...lines];
 }
 
 function startCurves() {
