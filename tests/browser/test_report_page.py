@@ -15,7 +15,7 @@ import torch
 import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
 from helpers.explorer_page import driven, until
-from vitrel.data import Shapes
+from vitrel.data import Shapes, create_shapes
 from vitrel.evaluate.models import Trained, trained_model
 from vitrel.evaluate.predictions import Predicted, Predictions, write_predictions
 from vitrel.evaluate.report.html import write_html
@@ -33,6 +33,8 @@ pytestmark = [
     ),
 ]
 TABLE, SWIN, EVIL = "vitrel_vit_n8_table", "vitrel_swin_n", "<img src=x onerror=alert(1)>"
+CLASSES = [EVIL, "011_snapdragon", "wall_flower", "c"]
+WORDS = [EVIL, "snapdragon", "wall flower", "c"]
 SWIN_CURVE = f"{SWIN}, fixed"  # the policy of its rows at new sizes
 LAPTOP, PHONE = (1280, 800), (390, 844)
 
@@ -59,7 +61,7 @@ def lines(columns, **values):
 
 def predict(folder, n, classes):
     """Predictions for every row of a folder: right at the training size, the next class for a third of the images elsewhere."""
-    rows, labels = read_csv(folder / "results.csv"), np.arange(n, dtype=np.int32) % len(classes)
+    rows, labels = read_csv(folder / "results.csv"), np.array([label for _, label in create_shapes("val", n)], np.int32)
     made = {}
     for row in rows:
         wrong = (np.arange(n) % 3 == 0) & (row["img_size"] != row["train_size"])
@@ -90,7 +92,7 @@ def folder(tmp_path_factory):
     models = [
         model_of(TABLE, TABLE, img_size=(64, 64)), model_of(SWIN, SWIN, img_size=(64, 64)), model_of("resnet10t", "convnet"),
     ]  # fmt: skip
-    predict(folder, 4, [EVIL, "011_snapdragon", "b", "c"])
+    predict(folder, 4, CLASSES)
     sweep = Sweep("shapes", ((64, 64), (64, 96), (96, 96)), n=4)
     collect_pictures(models, sweep, folder, rows=read_csv(folder / "results.csv"))
     (folder / "claims.md").write_text(f"- **{EVIL} wins.** This is not shown.\n- **Second.** This holds.\n", "utf-8")
@@ -187,7 +189,6 @@ def test_the_legend_filters_and_chooses(page):
 def test_names_are_text(page):
     assert page("return [...document.querySelectorAll('#by-size td')].some(td => td.textContent === arguments[0])", EVIL)
     assert page("return [...document.querySelectorAll('img')].every(img => img.src.startsWith('data:image/webp'))")
-    assert page("return document.getElementById('changed').textContent.includes(arguments[0])", EVIL)
 
 
 def test_every_model_has_its_answer_and_its_accuracy_by_size(page, folder):
@@ -223,9 +224,11 @@ def test_throughput_has_one_point_per_row(page, folder):
 
 def test_mistakes_and_images_that_change_with_size(page):
     rows = page("return [...document.querySelectorAll('#confusions tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
-    assert [EVIL, "snapdragon"] in [row[:2] for row in rows] and rows[-1][0] == "all mistakes"
-    raw = page("return [...document.querySelectorAll('#confusions [title]')].map(e => [e.textContent, e.title])")
-    assert ["snapdragon", "011_snapdragon"] in raw
+    wrong = [label for at, (_, label) in enumerate(create_shapes("val", 4)) if at % 3 == 0]
+    assert {(row[0], row[1]) for row in rows[:-1]} == {(WORDS[label], WORDS[(label + 1) % 4]) for label in wrong}
+    assert rows[-1][0] == "all mistakes" and rows[-1][-1] == "2 (50 %)"
+    raw = page("return [...document.querySelectorAll('#mistakes span[title]')].map(e => [e.textContent, e.title])")
+    assert raw and {tuple(pair) for pair in raw} <= {*zip(WORDS, CLASSES, strict=True)}
     changed = page("return [...document.querySelectorAll('#changed tbody tr')].map(r => r.textContent)")
     assert len(changed) == 2 and all("✓" in text and "✗" in text for text in changed)
     assert page("return document.querySelectorAll('#changed img').length") == 2

@@ -114,7 +114,9 @@ function colorbarSide() {
 // Axes for small pictures side by side, `across` in a row, each with its caption; aspect is their height by width.
 function cells(captions, across, aspect, plot, titles, margin = {}) {
   const count = captions.length, down = Math.ceil(count / across), gap = 0.05, around = { l: 46, r: 12, t: 28, b: 44, ...margin };
-  const cellWidth = (plot.clientWidth - around.l - around.r) / across - 8, cellHeight = Math.min(330, cellWidth * Math.min(1.5, Math.max(0.4, aspect)));
+  const room = (plot.clientWidth - around.l - around.r) / across - 8, shape = Math.min(1.5, Math.max(0.4, aspect));
+  const cellHeight = Math.min(330, room * shape);
+  around.r += across * (room - cellHeight / shape); // patches stay square where the height is the limit
   const how = layout({ height: down * (cellHeight + 50) + around.t + around.b - 8, margin: around, shapes: [], annotations: [] });
   const width = (1 - gap * (across - 1)) / across, rise = 50 / (cellHeight + 50);
   captions.forEach((text, cell) => {
