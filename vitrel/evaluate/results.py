@@ -23,7 +23,7 @@ import timm
 import torch
 import torchvision
 
-from vitrel.data import SHAPES, Reading
+from vitrel.data import SHAPES, Reading, class_names
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import t_interval, wilson
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
@@ -403,6 +403,8 @@ def read_csv(path: Path) -> list[Row]:
     if "saturated" not in frame and {"unseen", "resized"} <= set(frame):
         # in files without the column only clipped tables read a trained edge, and at every unseen offset
         frame["saturated"] = frame["unseen"].where(frame["resized"].str.contains("clip"), 0.0)
+    if "data" in frame and "majority" not in frame:  # at least the even share, which is known of what the package draws
+        frame["majority"] = frame["data"].map({name: 100 / len(class_names(name)) for name in SHAPES})
     if "n" in frame and "left_out" not in frame:
         frame["left_out"] = 0  # such an image ended the evaluation
     if lacking := [name for name in COLUMNS if name not in frame and name not in ADDED]:

@@ -125,6 +125,12 @@ def test_a_model_that_learned_nothing_is_sent_to_training():
     assert "train it first" not in only(row(top1=30.0, majority=25.0)).advice
 
 
+def test_models_at_chance_are_known_in_files_from_before_the_column():
+    found = published("shapes_encodings")  # four classes
+    assert found["vitrel_vit_n8_none"].advice == found["vitrel_vit_n8_alibi"].advice == ["train it first"]
+    assert found["vitrel_vit_n8_cpb"].keeps_to == "128x128"
+
+
 def test_rope_scaling_is_named_only_where_a_rotation_without_one_loses_beyond_training():
     def found(encoding, **there):
         given = {"size": "128x128", "top1": 40.0, "unseen": 0.7} | there

@@ -265,8 +265,8 @@ def _use(curve: _Curve) -> str:
     )
 
 
-def _range(curve: _Curve) -> str:
-    """What is kept, as "from 48 to 96 px (policy clip at 96 px), not at 64x96 px"."""
+def _range(curve: _Curve, *notes: str) -> str:
+    """What is kept, as "from 48 to 96 px, not at 64x96 px (policy clip at 96 px)", with further notes in the parentheses."""
     first, last = curve.kept[0], curve.kept[-1]
     smaller = by_area(curve.shaped[0]) < by_area(curve.train_size)
     text = f"from {_bare(first)} to {pixels(last)}" if smaller else f"up to {pixels(last)}"
@@ -274,7 +274,8 @@ def _range(curve: _Curve) -> str:
     text += f", not at {pixels(*curve.exceptions)}" if curve.exceptions else ""
     text += f", and at {pixels(*curve.additions)}" if curve.additions else ""
     by_policy = _by_policy(curve, curve.covered)
-    return text + "".join(f" (policy {policy} at {pixels(*sizes)})" for policy, sizes in by_policy.items())
+    told = [*(f"policy {policy} at {pixels(*sizes)}" for policy, sizes in by_policy.items()), *notes]
+    return text + (f" ({'; '.join(told)})" if told else "")
 
 
 def _by_policy(curve: _Curve, sizes: Iterable[str]) -> dict[str, list[str]]:
@@ -297,7 +298,7 @@ def _short(curve: _Curve) -> str:
         return f": {_use(curve)}.{_losses(curve)}"
     points = f"{curve.within:.1f} points"
     sure = f"within {points}" if curve.within <= NEAR else f"no loss is shown, one of up to {points} is not ruled out"
-    return f" use it {_range(curve)}{f' ({sure})' if len(curve.covered) > 1 else ''}.{_losses(curve)}"
+    return f" use it {_range(curve, sure) if len(curve.covered) > 1 else _range(curve)}.{_losses(curve)}"
 
 
 def _losses(curve: _Curve) -> str:
@@ -329,7 +330,8 @@ def _advice(curve: _Curve) -> list[str]:
     if any(_takes_scaling(curve.used[size].row) for size in curve.larger(lost)):
         advice.append(SCALING)
     if curve.kept and curve.within > NEAR:
-        advice.append("evaluate more images to know whether it keeps its accuracy")
+        more = "more images" if curve.trained is None or curve.trained.row["seeds"] < 2 else "more images and seeds"
+        advice.append(f"evaluate {more} to know whether it keeps its accuracy")
     return advice
 
 
