@@ -246,12 +246,12 @@ def _what_is_seen(tasks: Sequence[Task], samples: Images, blobs: dict[str, str])
         place = format_size(task.size), task.protocol
         if place in found:
             continue
-        pixels, names = _samples(task, samples, 1)
-        if names:
+        pixels = samples.first(task.preprocessing, 1)  # at native shape the image's own
+        _, names = _samples(task, samples, 1)
+        if len(pixels) and names:
             key = _picture(task, 0, pixels[0], blobs)
-            shape = list(pixels.shape[-2:])
             about = {"label": task.trained.label, "size": place[0], "protocol": place[1], "class": names[0]}
-            found[place] = about | {"shape": shape, "picture": key}
+            found[place] = about | {"shape": list(pixels[0].shape[-2:]), "picture": key}
     return list(found.values())
 
 
