@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import timm
@@ -14,12 +15,14 @@ import torch
 import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
 from helpers.explorer_page import driven, until
-from helpers.predictions import predicted
-from vitrel.data import Shapes
-from vitrel.evaluate.models import Trained
-from vitrel.evaluate.predictions import write_predictions
-from vitrel.evaluate.report.html import collect_pictures, write_html
+from vitrel.data import Shapes, create_shapes
+from vitrel.evaluate.images import ImageList
+from vitrel.evaluate.models import Trained, trained_model
+from vitrel.evaluate.predictions import Predicted, read_predictions, write_predictions
+from vitrel.evaluate.report.html import write_html
+from vitrel.evaluate.report.pictures import collect_pictures
 from vitrel.evaluate.results import TRANSLATION, aggregate, line_key, read_csv
+from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.settings import Sweep
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
@@ -31,6 +34,8 @@ pytestmark = [
     ),
 ]
 TABLE, SWIN, EVIL = "vitrel_vit_n8_table", "vitrel_swin_n", "<img src=x onerror=alert(1)>"
+CLASSES = [EVIL, "011_snapdragon", "wall_flower", "c"]
+WORDS = [EVIL, "snapdragon", "wall flower", "c"]
 SWIN_CURVE = f"{SWIN}, fixed"  # the policy of its rows at new sizes
 LAPTOP, PHONE = (1280, 800), (390, 844)
 
@@ -55,16 +60,23 @@ def lines(columns, **values):
     ]
 
 
+def predict(folder, n, classes):
+    """Predictions for every row of a folder: right at the training size, the next class for a third of the images elsewhere."""
+    rows, labels = read_csv(folder / "results.csv"), np.array([label for _, label in create_shapes("val", n)], np.int32)
+    images, made = ImageList([f"a/{i}.jpg" for i in range(n)], classes), {}
+    for row in rows:
+        wrong = (np.arange(n) % 3 == 0) & (row["img_size"] != row["train_size"])
+        own = np.where(wrong, (labels + 1) % len(classes), labels).astype(np.int32)
+        made[line_key(row)] = Predicted(images, labels, own, np.ones(n, np.float32), ~wrong)
+    write_predictions(made, folder)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     frame = pd.read_csv(ROOT / "results" / "quickstart" / "results.csv", keep_default_na=False)
     frame["label"] = frame["label"].replace("vitrel_vit_n8_rope_mixed", EVIL)
     frame.to_csv(folder / "results.csv", index=False)
-    hits = {("64x64", "none"): [9, 8], ("128x128", "fixed"): [4, 10]}
-    own = [row for row in read_csv(folder / "results.csv") if (row["label"], row["protocol"]) == (SWIN, "scale")]
-    keys = {(row["img_size"], row["policy"]): line_key(row) for row in own}
-    write_predictions({keys[place]: predicted(["up", EVIL], hits[place]) for place in hits}, folder)
     translated = {
         "label": [SWIN] * 2,
         "translation": [0, 8],
@@ -77,7 +89,9 @@ def folder(tmp_path_factory):
     models = [
         model_of(TABLE, TABLE, img_size=(64, 64)), model_of(SWIN, SWIN, img_size=(64, 64)), model_of("resnet10t", "convnet"),
     ]  # fmt: skip
-    collect_pictures(models, Sweep("shapes", ((64, 64), (64, 96), (96, 96)), n=4), folder)
+    predict(folder, 4, CLASSES)
+    sweep = Sweep("shapes", ((64, 64), (64, 96), (96, 96)), n=4)
+    collect_pictures(models, sweep, folder, rows=read_csv(folder / "results.csv"))
     (folder / "claims.md").write_text(f"- **{EVIL} wins.** This is not shown.\n- **Second.** This holds.\n", "utf-8")
     write_html(folder, "quickstart")
     return folder
@@ -141,7 +155,7 @@ def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     assert trace["error_y"]["array"] == pytest.approx((square["high"] - square["top1"]).tolist(), abs=1e-6)
     assert all(
         word in trace["hovertext"][0]
-        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: fixed", "resized: nothing", "95 %")
+        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: fixed", "resized: nothing", "95 %", "top-1 (%)")
     )
     wide = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'wide')")
     assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")
@@ -151,7 +165,7 @@ def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     again = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square').y")
     assert again == pytest.approx(square["infer_samples_per_sec"].tolist())
     assert page(f"return {plot}.layout.yaxis.type") == "log"
-    page("document.querySelector('#protocols input[value=canvas]').click()")
+    page("document.querySelector('#protocol-choice input[value=canvas]').click()")
     assert page("return document.getElementById('curves-canvas').closest('figure').hidden")
 
 
@@ -170,8 +184,52 @@ def test_the_legend_filters_and_chooses(page):
 
 
 def test_names_are_text(page):
-    assert page("return [...document.querySelectorAll('#badges td')].some(td => td.textContent === arguments[0])", EVIL)
-    assert page("return document.querySelectorAll('img').length") == 0
+    assert page("return [...document.querySelectorAll('#by-size td')].some(td => td.textContent === arguments[0])", EVIL)
+    assert page("return [...document.querySelectorAll('img')].every(img => img.src.startsWith('data:image/webp'))")
+
+
+def test_every_model_has_its_answer_and_its_accuracy_by_size(page, folder):
+    table = aggregate(read_csv(folder / "results.csv"))
+    answers = page("return [...document.querySelectorAll('#answer-list li')].map(li => li.textContent)")
+    assert [text.split(":")[0] for text in answers] == [*table["label"].unique()]
+    cells = page(
+        f"return [...document.querySelectorAll('#by-size tr')].find(r => r.textContent.startsWith('{SWIN}')).textContent"
+    )
+    one = table.query(f"label == '{SWIN}' and protocol == 'scale' and img_size == '128x128'")["top1"].item()
+    assert f"{one:.1f} ±" in cells and "nothing resized" in cells
+    kinds = page("return [...document.querySelectorAll('.badge')].map(b => b.className)")
+    assert set(kinds) == {"badge neutral"}  # interpolation is no alarm
+    assert "never trained" in page("return document.getElementById('warnings').textContent")
+
+
+def test_protocols_are_explained_with_what_the_model_saw(page):
+    assert page("return [...document.querySelectorAll('#protocol-list dt')].map(t => t.textContent)") == ["scale", "canvas"]
+    shown = page("return [...document.querySelectorAll('#seen img')].map(i => [i.alt, i.naturalWidth, i.naturalHeight])")
+    assert [(width, height) for _, width, height in shown] == [(64, 64), (96, 64), (96, 96)] * 2
+    assert "64x96, canvas" in shown[4][0]
+
+
+def test_throughput_has_one_point_per_row(page, folder):
+    table = aggregate(read_csv(folder / "results.csv")).query(f"label == '{SWIN}' and protocol == 'scale'")
+    trace = page(f"return document.getElementById('throughput-plot').data.find(t => t.name === '{SWIN_CURVE}')")
+    drawn = sorted(zip(trace["x"], trace["y"], trace["text"], strict=True))
+    sizes = table["img_size"].str.replace(r"^(\d+)x\1$", r"\1", regex=True)
+    expected = sorted(zip(table["infer_samples_per_sec"], table["top1"], sizes, strict=True))
+    assert [(y, text) for _, y, text in drawn] == [(y, text) for _, y, text in expected]
+    assert [x for x, _, _ in drawn] == pytest.approx([x for x, _, _ in expected])
+
+
+def test_mistakes_and_images_that_change_with_size(page):
+    rows = page("return [...document.querySelectorAll('#confusions tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
+    wrong = [label for at, (_, label) in enumerate(create_shapes("val", 4)) if at % 3 == 0]
+    assert {(row[0], row[1]) for row in rows[:-1]} == {(WORDS[label], WORDS[(label + 1) % 4]) for label in wrong}
+    assert rows[-1][0] == "all mistakes" and rows[-1][-1] == "2 (50 %)"
+    raw = page("return [...document.querySelectorAll('#mistakes span[title]')].map(e => [e.textContent, e.title])")
+    assert raw and {tuple(pair) for pair in raw} <= {*zip(WORDS, CLASSES, strict=True)}
+    changed = page("return [...document.querySelectorAll('#changed tbody tr')].map(r => r.textContent)")
+    assert len(changed) == 2 and all("✓" in text and "✗" in text for text in changed)
+    assert page("return document.querySelectorAll('#changed img').length") == 2
+    assert "2 of 4 images (50.0 %)" in page("return document.getElementById('changed-note').textContent")
 
 
 def test_the_slider_changes_the_heat_map(page):
@@ -227,10 +285,9 @@ def test_windows_and_models_that_cannot_be_seen(page):
     grid = page("return document.getElementById('attention-with').data[0].z.flat()")
     assert any(value is None for value in grid) and sum(value or 0 for value in grid) == pytest.approx(1, abs=0.05)
     for section in ("attention", "lattice"):
-        set_value(page, f"{section}-model", "2")
-        text = page(f"return document.getElementById('{section}-note').textContent")
+        assert len(page(f"return [...document.getElementById('{section}-model').options].map(o => o.text)")) == 2
+        text = page(f"return document.getElementById('{section}-others').textContent")
         assert "no attention that can be seen in resnet10t" in text
-    assert page("return document.getElementById('attention-panels').hidden")
 
 
 def test_the_table_sorts_and_filters(page, folder):
@@ -249,10 +306,16 @@ def test_the_table_sorts_and_filters(page, folder):
     assert len(page("return [...document.querySelectorAll('#table th')].map(h => h.textContent)")) > len(keys)
 
 
-def test_classes_and_translated_content(page):
+def test_classes_and_translated_content(page, folder):
     set_value(page, "class-curve", str(page(f"return DATA.curves.findIndex(c => c.label === '{SWIN}')")))
-    assert page("return document.getElementById('class-plot').data[0].x") == [-50, 20]
-    assert page("return document.getElementById('class-note').textContent") == "1 of 2 classes lose."
+    labels = read_predictions(folder).labels
+    counts, lost = (
+        np.bincount(some, minlength=len(CLASSES)) for some in (labels, labels[::3])
+    )  # every third is wrong elsewhere
+    changes = sorted(-100 * int(wrong) / int(n) for wrong, n in zip(lost, counts, strict=True) if n)
+    assert page("return document.getElementById('class-plot').data[0].x") == pytest.approx(changes)
+    said = page("return document.getElementById('class-note').textContent")
+    assert said.startswith(f"{sum(change < 0 for change in changes)} of {len(changes)} classes lose")
     (trace,) = page("return document.getElementById('translation-plot').data.map(t => [t.x, t.y])")
     assert trace == [[0, 8], [90, 70]]
 
@@ -272,6 +335,92 @@ def test_downloads_hold_the_numbers(browser, page, folder):
     assert downloaded(browser, "#lattice button[aria-label^=PNG]").read_bytes().startswith(b"\x89PNG")
 
 
+def empty_parts(browser):
+    """Ids of shown figures without anything drawn, of empty tables and sections, and of canvases."""
+    return browser.execute_script(
+        "const shown = e => e.offsetParent !== null;"
+        "const plots = [...document.querySelectorAll('.plot')].filter(shown).filter(p => !p.data?.length"
+        " || p.data.every(t => (t.z ? t.z.flat().every(v => v === null) : !t.x?.length)) || p.clientHeight < 40);"
+        "const tables = [...document.querySelectorAll('table')].filter(shown).filter(t => !t.querySelector('td'));"
+        "const sections = [...document.querySelectorAll('main section')].filter(shown).filter(s => s.textContent.length < 80);"
+        "return [...plots, ...tables, ...sections, ...document.querySelectorAll('canvas')].map(e => e.id || e.outerHTML);"
+    )
+
+
+def asked_of_the_network(browser):
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
+    return [url for url in asked if not url.startswith(("data:", "blob:", "file:"))]
+
+
+SMALL = dict(img_size=56, depth=2, embed_dim=48, num_heads=3)  # of 14 px patches; of the others 64 px
+WINDOWED = dict(img_size=64, window_size=4, depths=(1, 1), num_heads=(2, 2), embed_dim=16)
+FAMILIES = {
+    "vit_tiny_patch16_224": SMALL | {"img_size": 64},
+    "vit_small_patch14_reg4_dinov2": SMALL,
+    "eva02_tiny_patch14_224": SMALL,
+    "vit_small_patch16_rope_mixed_224": SMALL | {"img_size": 64},
+    "swin_tiny_patch4_window7_224": WINDOWED,
+    "maxvit_rmlp_pico_rw_256": dict(img_size=64, embed_dim=(32,) * 4, depths=(1,) * 4),
+    "vitrel_vit_n8_table": dict(img_size=64),
+    "vitrel_swin_n": dict(img_size=64),
+}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Reports of an evaluation of small random models of many families, each alone, and of all together."""
+    folder = tmp_path_factory.mktemp("families")
+    for name, how in FAMILIES.items():
+        torch.manual_seed(0)
+        side = how["img_size"]
+        model = trained_model(timm.create_model(name, num_classes=4, **how).eval(), name, img_size=(side, side))
+        sweep = Sweep("shapes", ((side * 3 // 2,) * 2,), n=3, attention_n=0, border_leak=False, device="cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("vitrel.evaluate.report.plots.plot_all", lambda *given: [])
+            patch.setattr("vitrel.evaluate.policies.gflops", lambda model, size: 1.0)
+            run_sweep([model], sweep, folder / name, name, report=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_panel_is_empty_for_any_model(browser, families, name):
+    browser.get_log("browser"), browser.get_log("performance")
+    look(browser, families / name / "report.html")
+    assert empty_parts(browser) == [] and browser.get_log("browser") == [] and asked_of_the_network(browser) == []
+    shown = set(browser.execute_script("return [...document.querySelectorAll('main section:not([hidden])')].map(s => s.id)"))
+    added = {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"}  # to tokens
+    assert ("similarity" in shown) == (name in added)
+    acts = name not in {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "maxvit_rmlp_pico_rw_256"}
+    assert ("lattices" in shown) == acts and ("attention" in shown) == (name != "maxvit_rmlp_pico_rw_256")
+    views = "return [...document.querySelectorAll('#attention-panels figure')].filter(f => f.offsetParent).length"
+    assert browser.execute_script(views) == (4 if acts else 2 if "attention" in shown else 0)
+    left_out = browser.execute_script("return document.getElementById('left-out').textContent")
+    assert ("no attention that can be seen" in left_out) == (name == "maxvit_rmlp_pico_rw_256")
+
+
+def test_a_click_moves_the_patch_that_embeddings_are_compared_with(browser, families):
+    look(browser, families / "vit_tiny_patch16_224" / "report.html")
+    shown = "return document.getElementById('similarity-plot').data.map(t => t.z)"
+    before = browser.execute_script(shown)
+    assert [(len(z), len(z[0])) for z in before] == [(4, 4), (6, 6)] and before[0][2][2] == 1
+    browser.execute_script("moveSimilarity(0.1, 0.4)")
+    assert browser.execute_script(shown)[0][0][1] == 1
+
+
+def test_on_paper_everything_is_light_and_unfolded(browser, page):
+    page("document.getElementById('theme').value = 'dark'; document.getElementById('theme').dispatchEvent(new Event('change'))")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    page("dispatchEvent(new Event('beforeprint'))")
+    assert page("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page("return [...document.querySelectorAll('.controls, nav')].every(e => e.offsetParent === null)")
+    assert page("return [...document.querySelectorAll('details')].every(d => d.open)")
+    assert page("return [...document.querySelectorAll('.plot')].every(p => p.clientWidth <= 700)")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    page("dispatchEvent(new Event('afterprint'))")
+    assert page("return document.documentElement.dataset.theme") == "dark"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
 def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
@@ -289,10 +438,7 @@ def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
     )
     assert browser.execute_script(f"return {dark}") == (other == "dark")
     assert browser.get_log("browser") == []
-    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith(("data:", "blob:", "file:"))] == []
-    assert sum(url.startswith("file:") for url in asked) == 1
+    assert asked_of_the_network(browser) == []
 
 
 def test_all_controls_have_names_and_are_reached_by_tab(browser, page):
@@ -315,7 +461,7 @@ def test_a_folder_with_results_alone(browser, tmp_path):
     browser.get_log("browser")
     look(browser, write_html(tmp_path))
     hidden = browser.execute_script("return [...document.querySelectorAll('section[hidden]')].map(s => s.id)")
-    assert hidden == ["claims", "lattices", "attention", "classes", "translation"]
+    assert hidden == ["claims", "mistakes", "classes", "lattices", "similarity", "attention", "translation"]
     said = browser.execute_script("return document.getElementById('left-out').textContent")
     assert all(name in said for name in ("pictures.json.gz", "predictions.npz", "translation.csv"))
     assert browser.get_log("browser") == []

@@ -283,7 +283,8 @@ def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
         assert {item["size"] for item in found["a"][kind]} == {"32x32", "48x48", "24x24"}, kind
         assert {item["size"] for item in found["b"][kind]} == {"32x32", "48x48"}, kind
     keys = {key for one in stored["models"] for item in one["maps"] for key in item["pictures"]}
-    assert keys == set(stored["pictures"])
+    keys |= {item["values"] for one in stored["models"] for kind in ("lattices", "similar") for item in one[kind]}
+    assert keys | {item["picture"] for item in stored["seen"]} == set(stored["blobs"])
     # pictures alone, of whatever weights, are not taken for those of new rows
     for path in tmp_path.glob("*.csv"):
         path.unlink()
@@ -386,7 +387,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_pat
     assert len(read_csv(tmp_path / "results.csv")) == 8
     text = (tmp_path / "table.md").read_text("utf-8")
     assert text.startswith("# noise\n") and summary(rows) in text and details_table(aggregate(rows)) in text
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "throughput.png"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "throughput.png", "tradeoff.png"]
 
 
 def _fails_after(method, calls):

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows in --out that are not asked for now are first moved into a folder replaced-1, -2, ... there")  # fmt: skip
     add("--dry-run", action="store_true", help="print every row with its cost and what would be resized, and do nothing")
     add("--no-report", dest="report", action="store_false", help="write no report.html")
+    add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
     add("--mean", type=float, nargs="+", help="of the pixels, from 0 to 1, here and below in the place of the pretrained_cfg's")
     add("--std", type=float, nargs="+", help="of the pixels")
     add("--interpolation", help="bicubic or bilinear")
@@ -131,7 +132,9 @@ def _run(args: argparse.Namespace) -> None:
         for _ in evaluate_rows(models, sweep):
             pass  # process 0 prints and writes
         return
-    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace)
+    rows = run_sweep(
+        models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace, images=args.images
+    )
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.report:

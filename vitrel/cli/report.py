@@ -4,9 +4,11 @@
     vitrel report runs/a runs/b --out runs/a-b
 
 Of one folder it reads results.csv, and predictions.npz, translation.csv and pictures.json.gz where they exist. One file, no
-network: open it in any browser. Of two folders it pairs the rows that match (label, or one label each; size, protocol, policy,
-seed), prints on how many images only one of the two is right, the difference with its interval and McNemar's exact test, and
-writes them as compare.md and compare.csv.
+network: open it in any browser; the numbers of its figures are written into report.json beside it.
+
+Of two folders it pairs the rows that match (label, or one label each; size, protocol, policy, seed), prints on how many images
+only one of the two is right, the difference with its interval and McNemar's exact test, and writes them as compare.md and
+compare.csv.
 """
 
 import argparse
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("other", type=Path, nargs="?", help="of a second evaluation of the same images, to compare them")
     parser.add_argument("--out", "-o", type=Path, help="folder of the comparison; default the first")
     parser.add_argument("--title", default="", help="of the page; default the folder's name")
+    parser.add_argument("--no-images", dest="images", action="store_false", help="leave out photographs of the data")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,4 +35,4 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--out is the folder of a comparison: name two evaluations")
     from vitrel.evaluate.report.html import write_html
 
-    print(write_html(args.folder, args.title))
+    print(write_html(args.folder, args.title, args.images))

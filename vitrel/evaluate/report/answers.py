@@ -311,7 +311,7 @@ def _losses(curve: _Curve) -> str:
 
 def _untrained(curve: _Curve) -> str:
     rows = [curve.used[size].row for size in curve.larger(curve.lost)]
-    shares = [row["unseen"] for row in rows if row["unseen"] > 0 and (row["saturated"] > 0 or not _stretches(row["resized"]))]
+    shares = [row["unseen"] for row in rows if row["unseen"] > 0 and (row["saturated"] > 0 or not stretches(row["resized"]))]
     if not shares:
         return ""
     most = "up to " if len({*shares}) > 1 else ""
@@ -390,7 +390,7 @@ def _takes_scaling(row: Row) -> bool:
     return row["unseen"] > 0 and any(key not in row["resized"] for key in taking)
 
 
-def _stretches(resized: str) -> bool:
+def stretches(resized: str) -> bool:
     """Whether the rules of a row serve all offsets from trained ones, as `table bicubic` does; not `absolute bicubic`."""
     encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resized.split(" + ")) if key in POSITIONS]
     return any((encoding.site, encoding.behaviour) == ("attention", "resized") for encoding in encodings)

@@ -1,4 +1,4 @@
-"""Accuracy and throughput against resolution as PNG."""
+"""Accuracy and throughput against resolution, and one against the other, as PNG."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ FILLS = {"wide": {"markerfacecolor": "white"}, "tall": {"fillstyle": "left", "ma
 
 
 def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
-    """Writes accuracy.png and throughput.png into `folder`, made if need be, and returns their paths."""
+    """Writes accuracy.png, throughput.png and tradeoff.png into `folder`, made if need be, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     table = aggregate(rows)
     accuracy = _figure(table, "top1", "top-1 accuracy (%)", title)
     one = table[table["protocol"] == table["protocol"].iloc[0]]
-    throughput = _figure(one, "infer_samples_per_sec", f"images / s ({one['device'].iloc[0]})", title)
-    paths = [folder / "accuracy.png", folder / "throughput.png"]
-    for figure, path in zip((accuracy, throughput), paths, strict=True):
+    throughput = _figure(one, "infer_samples_per_sec", f"throughput (images/s, {one['device'].iloc[0]})", title)
+    paths = [folder / f"{name}.png" for name in ("accuracy", "throughput", "tradeoff")]
+    for figure, path in zip((accuracy, throughput, _tradeoff(one, title)), paths, strict=True):
         with atomic_write(path) as part:
             figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
     return paths
@@ -59,6 +59,35 @@ def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure
         handles, labels, loc="outside lower center", ncols=min(4, max(2, len(labels) // 2)), frameon=False, fontsize=9
     )
     figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def _tradeoff(table: pd.DataFrame, title: str) -> Figure:
+    """Top-1 against throughput: one point per row of a protocol, its size beside it."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
+    drawn = list(curves(table))
+    for place, (label, policy, rows) in enumerate(drawn):
+        rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        name = label if policy == "none" else f"{label}, {policy}"
+        speed, top1 = rows["infer_samples_per_sec"], rows["top1"]
+        axes.plot(speed, top1, color=colour, marker=marker, markersize=5, linewidth=0.8, label=name)
+        for at, size in zip(zip(speed, top1, strict=True), rows["img_size"], strict=True):
+            text = size.split("x")[0] if _shape(size) == "square" else size
+            offset = (0, 5) if place % 2 == 0 else (0, -12)
+            axes.annotate(text, at, offset, textcoords="offset points", ha="center", fontsize=7, color=colour)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    axes.set_xlabel(f"throughput (images/s, {table['device'].iloc[0]})")
+    axes.set_ylabel("top-1 accuracy (%)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=min(3, len(drawn)), frameon=False, fontsize=8)
+    figure.suptitle(
+        f"{title}: accuracy against throughput, {table['protocol'].iloc[0]} protocol".removeprefix(": "), fontsize=11
+    )
     return figure
 
 

@@ -1,5 +1,5 @@
 // Where one query attends on a sample image: with position, without, and the difference.
-const VIEWS = [["image", "query"], ["with", "with position"], ["without", "without position"], ["difference", "difference"]];
+const VIEWS = [["image", "query"], ["with", "attention, with position"], ["without", "without position"], ["difference", "difference"]];
 const views = new Map();
 let queryAt = null, mapCache = null; // row and column of the query; the decoded map
 
@@ -11,15 +11,8 @@ function currentMap() {
 }
 
 function changeAttentionModel() {
-  const model = attentionModel(), drawn = model.maps.length > 0;
-  $("attention-panels").hidden = !drawn;
-  for (const id of ["image", "layer", "head", "query", "size"]) $(`attention-${id}`).closest("label").hidden = !drawn;
-  if (!drawn) {
-    $("attention-note").textContent = model.error ? `Not shown: ${model.error}.` : `Not shown for ${model.label}: no layer fitted into the size of this page.`;
-    return;
-  }
-  const images = [...new Set(model.maps.map((item) => item.image))].sort();
-  options($("attention-image"), images.map((image) => [image, `${image + 1}: ${model.images[image]}`]), $("attention-image").value);
+  const model = attentionModel(), images = [...new Set(model.maps.map((item) => item.image))].sort();
+  options($("attention-image"), images.map((image) => [image, `${image + 1}: ${word(model.images[image])}`]), $("attention-image").value);
   changeAttentionImage();
 }
 
@@ -92,12 +85,13 @@ function mapsNow() {
 
 function overlayLayout(item, faded) {
   const [h, w] = item.grid, at = colours(), axis = { visible: false, fixedrange: true, constrain: "domain" };
-  const picture = { source: PICTURES.pictures[item.pictures[item.image]], xref: "x", yref: "y", x: -0.5, y: -0.5, sizex: w, sizey: h, sizing: "stretch", layer: "below", opacity: faded ? 0.35 : 1 };
+  const source = PICTURES.blobs[item.pictures[item.image]];
+  const picture = source && { source, xref: "x", yref: "y", x: -0.5, y: -0.5, sizex: w, sizey: h, sizing: "stretch", layer: "below", opacity: faded ? 0.35 : 1 };
   const box = $("attention-query").value === "patch" ? [{ type: "rect", x0: queryAt[1] - 0.5, x1: queryAt[1] + 0.5, y0: queryAt[0] - 0.5, y1: queryAt[0] + 0.5, line: { color: at.ink, width: 2.5 } },
     { type: "rect", x0: queryAt[1] - 0.5, x1: queryAt[1] + 0.5, y0: queryAt[0] - 0.5, y1: queryAt[0] + 0.5, line: { color: at.paper, width: 1 } }] : [];
-  const width = views.get("image").plot.clientWidth || 250;
+  const width = views.get("with").plot.clientWidth || 250;
   return layout({
-    height: Math.min(420, width * h / w) + 44, margin: { l: 2, r: 2, t: 2, b: 42 }, images: [picture], shapes: box,
+    height: Math.min(420, width * h / w) + 44, margin: { l: 2, r: 2, t: 2, b: 42 }, images: picture ? [picture] : [], shapes: box,
     xaxis: { ...axis, range: [-0.5, w - 0.5] }, yaxis: { ...axis, range: [h - 0.5, -0.5], scaleanchor: "x", scaleratio: 1 },
   });
 }
@@ -116,14 +110,13 @@ const TWO_HUES = [[0, "rgba(0,57,92,0.95)"], [0.25, "rgba(0,114,178,0.7)"], [0.5
 const TWO_HUES_DARK = [[0, "rgba(154,215,255,0.95)"], [0.25, "rgba(47,143,201,0.7)"], [0.5, "rgba(128,128,128,0)"], [0.75, "rgba(213,117,46,0.7)"], [1, "rgba(255,210,154,0.95)"]];
 
 function drawAttention() {
-  if (!attentionModel().maps.length) return;
   const now = mapsNow(), { item } = now, [h, w] = item.grid;
   const flat = (grid) => grid.flat().filter((value) => value !== null);
   const top = Math.max(1e-6, ...flat(now.with.grid), ...(now.without ? flat(now.without.grid) : []));
   const most = now.difference ? Math.max(1e-6, ...flat(now.difference).map(Math.abs)) : 1;
   const clear = Array.from({ length: h }, () => new Array(w).fill(0)), hue = dark() ? ONE_HUE_DARK : ONE_HUE;
   const traces = {
-    image: { ...overlay(clear, item, 0, 1, [[0, "rgba(0,0,0,0)"], [1, "rgba(0,0,0,0)"]], false, ""), hovertemplate: "row %{y}, column %{x}<extra></extra>" },
+    image: item.pictures.length > 0 && { ...overlay(clear, item, 0, 1, [[0, "rgba(0,0,0,0)"], [1, "rgba(0,0,0,0)"]], false, ""), hovertemplate: "row %{y}, column %{x}<extra></extra>" },
     with: overlay(now.with.grid, item, 0, top, hue, true, "weight"),
     without: now.without && overlay(now.without.grid, item, 0, top, hue, true, "weight"),
     difference: now.difference && overlay(now.difference, item, -most, most, dark() ? TWO_HUES_DARK : TWO_HUES, true, "difference"),
@@ -131,6 +124,7 @@ function drawAttention() {
   for (const [name, view] of views) {
     view.whole.hidden = !traces[name];
     if (!traces[name]) continue;
+    view.title(name === "with" && !now.without ? "attention" : VIEWS.find(([key]) => key === name)[1]);
     draw(view.plot, [traces[name]], overlayLayout(item, name !== "image"));
     if (view.plot.listening) continue;
     view.plot.listening = true;
@@ -149,7 +143,8 @@ function tellAttention({ item, with: withIt, without }) {
   if (item.tokens !== null) words.push("Outside its window the query sees nothing.");
   if (withIt.padding > 0) words.push(`${percent(withIt.padding)} goes to padding.`);
   if (item.step > 1) words.push(`Every ${item.step}th row and column can be the query.`);
-  if (!without) words.push(`What ${model.label} computes cannot be told apart into content and position.`);
+  words.push(without ? "Without position: the softmax of the same queries and keys under the same mask, without what position adds to the logits."
+    : model.acts ? "Position adds nothing to the logits of this layer." : `Position adds nothing to the attention of ${model.label}${model.similar.length ? ": it is added to the tokens, as shown above" : ""}.`);
   if (item.policy !== "none") words.push(`Policy: ${item.policy}.`);
   $("attention-note").textContent = words.join(" ");
 }
@@ -177,14 +172,16 @@ function attentionCsv() {
 }
 
 function startAttention() {
+  const shown = [...PICTURES.models.entries()].filter(([, model]) => model.maps.length);
+  if (!shown.length) return hide("attention");
   for (const [name, text] of VIEWS) {
     const view = figure($("attention-panels"), `attention-${name}`, attentionCsv, { tabIndex: 0, role: "group", "aria-label": `${text}: arrow keys move the query patch` });
-    view.caption.textContent = text;
+    view.title(text);
     view.plot.addEventListener("keydown", attentionKey);
     views.set(name, view);
   }
-  const shown = PICTURES.models.findIndex((model) => model.maps.some((item) => item.content !== null) && model.lattices.some((item) => item.scale.some((scale) => scale > 0)));
-  options($("attention-model"), PICTURES.models.map((model, at) => [at, model.label]), Math.max(0, shown));
+  options($("attention-model"), shown.map(([at, model]) => [at, model.label]), (shown.find(([, model]) => model.acts) || shown[0])[0]);
+  others("attention-others", "maps", () => "no layer fitted into the size of this page");
   const changes = { model: changeAttentionModel, image: changeAttentionImage, layer: changeAttentionLayer, head: drawAttention, query: drawAttention };
   for (const [id, change] of Object.entries(changes)) $(`attention-${id}`).addEventListener("change", change);
   $("attention-size").addEventListener("input", changeAttentionSize);

@@ -40,6 +40,8 @@ function sizeOf(name) {
 const side = (name) => Math.sqrt(sizeOf(name).h * sizeOf(name).w);
 const shape = (name) => ((size) => (size.h === size.w ? "square" : size.w > size.h ? "wide" : "tall"))(sizeOf(name));
 const unresized = (row) => row.resized_params === 0;
+const withUnit = ({ name, unit }) => (unit ? `${name} (${unit})` : name);
+const word = (name) => DATA.words[name] || name; // the name of a class in words
 const trainSizes = [...new Set(DATA.rows.map((row) => row.train_size))];
 
 function dark() {
@@ -72,20 +74,38 @@ function layout(more = {}) {
   return { ...base, ...rest, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis } };
 }
 
-// A figure with a caption and its two downloads; csv() gives [header, ...lines].
+// A figure with a caption and its two downloads; csv() gives [header, ...lines]. title(text) names it, on paper too.
 function figure(parent, id, csv, more = {}) {
-  const caption = make("b"), plot = make("div", { class: "plot", id, ...more });
+  const caption = make("b"), plot = make("div", { class: "plot", id, role: "img", ...more });
   const name = () => `${DATA.title} ${caption.textContent || id}`.replace(/[^\p{L}\p{N}.+-]+/gu, "_");
   const says = (kind) => ({ type: "button", textContent: kind, "aria-label": `${kind} of ${id.replace(/-/g, " ")}` });
   const asCsv = make("button", says("CSV")), asPng = make("button", says("PNG"));
   asCsv.addEventListener("click", () => save(`${name()}.csv`, csv()));
-  asPng.addEventListener("click", () => {
-    const { width, height } = plot.getBoundingClientRect();
-    Plotly.downloadImage(plot, { format: "png", scale: 3, filename: name(), width, height });
-  });
+  asPng.addEventListener("click", () => Plotly.downloadImage(onPaper(plot, caption.textContent), { format: "png", scale: 3, filename: name() }));
   const whole = make("figure", { class: "figure" }, make("figcaption", {}, caption, asCsv, asPng), plot);
   parent.append(whole);
-  return { whole, caption, plot };
+  const title = (text) => {
+    caption.textContent = text;
+    if (!more["aria-label"]) plot.setAttribute("aria-label", text);
+  };
+  return { whole, caption, plot, title };
+}
+
+// The figure as a picture of its own: with its title, and a legend of the curves in colour.
+function onPaper(plot, title) {
+  const seen = new Set(), grey = colours().line;
+  const data = plot.data.map((trace) => {
+    const named = trace.type === "scatter" && trace.name && trace.line?.color !== grey && !seen.has(trace.name);
+    if (named) seen.add(trace.name);
+    return { ...trace, showlegend: Boolean(named) };
+  });
+  const { width, height } = plot.getBoundingClientRect(), below = seen.size ? 30 + 19 * seen.size : 0, margin = plot.layout.margin;
+  const how = {
+    ...plot.layout, width, height: height + 34 + below, margin: { ...margin, t: margin.t + 34, b: margin.b + below }, showlegend: seen.size > 0,
+    title: { text: plain(title), x: 0.01, xanchor: "left", y: 1, yref: "container", yanchor: "top", pad: { t: 10 }, font: { size: 13 } },
+    legend: { x: 0, xanchor: "left", y: 0, yref: "container", yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" },
+  };
+  return { data, layout: how };
 }
 
 // As `guarded` of vitrel/files.py: ' before text that a spreadsheet would run as a formula; numbers stay.
@@ -104,10 +124,26 @@ function save(name, lines) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
+// Widths are those of the page, told and not found out by plotly, so that paper gets its own.
 function draw(plot, traces, how) {
-  return Plotly.react(plot, traces, how, { displayModeBar: false, responsive: true });
+  return Plotly.react(plot, traces, { ...how, width: plot.clientWidth || 600 }, { displayModeBar: false });
 }
+
+// 1, 2 and 5 times powers of ten from the smallest to the largest value.
+function logTicks(values) {
+  const low = Math.min(...values), high = Math.max(...values), tickvals = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) tickvals.push(...[1, 2, 5].map((digit) => digit * 10 ** power));
+  return { tickvals, ticktext: tickvals.map(number) };
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 function hide(id) {
   $(id).hidden = true;
 }
+
+// The head of a table whose columns from `numbers` on are numbers.
+const heads = (names, numbers = Infinity) => make("thead", {}, make("tr", {}, ...names.map((name, i) => make("th", { scope: "col", class: i < numbers ? "" : "number", textContent: name }))));
+
+// A class in words, its raw name as the tooltip.
+const classText = (name, kind = "") => make("span", { class: kind, textContent: word(name), ...(word(name) === name ? {} : { title: name }) });

@@ -69,13 +69,13 @@ function says(row, curve, metric) {
   const seeds = `n = ${number(row.n)}, ${row.seeds} seed${row.seeds > 1 ? "s" : ""}`;
   return [
     `<b>${plain(curve.name)}</b>`,
-    `${row.img_size} px: ${plain(metric.name)} ${number(row[metric.key])}`,
+    `${row.img_size} px: ${plain(withUnit(metric))} ${number(row[metric.key])}`,
     interval ? `95 %: ${number(interval[0])} to ${number(interval[1])}` : "no interval: one seed",
     seeds,
     `policy: ${plain(row.policy)}`,
     `resized: ${plain(row.resized)}${row.resized_params ? `, ${number(row.resized_params)} values` : ""}`,
-    row.unchanged ? "state dict unchanged" : "STATE DICT CHANGED",
-  ].join("<br>");
+    row.warning ? `! ${plain(row.warning)}` : "",
+  ].filter(Boolean).join("<br>");
 }
 
 function curveTraces(at, protocol, metric, dodge) {
@@ -125,8 +125,8 @@ function resolutionLayout(metric) {
   const trained = trainSizes.filter((name) => SIZES.has(name));
   return layout({
     height: 400,
-    xaxis: { type: "log", showgrid: false, ...ticks(), title: { text: other ? "image side, √(h·w), px" : "image side, px" } },
-    yaxis: { type: metric.log ? "log" : "linear", title: { text: metric.name }, range: reach(metric), ...(metric.log ? { dtick: "D2" } : {}) },
+    xaxis: { type: "log", showgrid: false, ...ticks(), title: { text: other ? "image side, √(h·w) (px)" : "image side (px)" } },
+    yaxis: { type: metric.log ? "log" : "linear", title: { text: withUnit(metric) }, range: reach(metric), ...(metric.log ? logTicks(DATA.rows.map((row) => row[metric.key]).filter((value) => value > 0)) : {}) },
     shapes: trained.map((name) => ({ type: "line", x0: side(name), x1: side(name), y0: 0, y1: 1, yref: "paper", layer: "below", line: { color: colours().soft, width: 1.2, dash: "dash" } })),
     annotations: trained.map((name) => ({
       x: Math.log10(side(name)), y: 1, yref: "paper", xanchor: "left", yanchor: "top", text: "trained", showarrow: false, font: { size: 11, color: colours().soft },
@@ -138,13 +138,13 @@ const panels = new Map();
 
 function drawCurves() {
   const metric = DATA.metrics.find(({ key }) => key === $("metric").value);
-  const shown = new Set([...document.querySelectorAll("#protocols input:checked")].map((box) => box.value));
+  const shown = new Set([...document.querySelectorAll("#protocol-choice input:checked")].map((box) => box.value));
   const grey = $("others").checked ? [...DATA.curves.keys()].filter((curve) => !chosen.has(curve)) : [];
   const order = [...chosen.keys()];
   for (const [protocol, panel] of panels) {
     panel.whole.hidden = !shown.has(protocol);
     if (panel.whole.hidden) continue;
-    panel.caption.textContent = `${protocol} protocol: ${metric.name}`;
+    panel.title(`${capital(withUnit(metric))} against resolution, ${protocol} protocol, ${DATA.data}`);
     const dodge = (i) => 2 ** (0.01 * (i - (order.length - 1) / 2));
     const traces = [...grey.flatMap((curve) => curveTraces(curve, protocol, metric, 1)), ...order.flatMap((curve, i) => curveTraces(curve, protocol, metric, order.length > 10 ? 1 : dodge(i)))];
     draw(panel.plot, traces, resolutionLayout(metric));
@@ -156,17 +156,17 @@ function curvesCsv(protocol) {
   const metric = DATA.metrics.find(({ key }) => key === $("metric").value);
   const lines = [...chosen.keys()].sort((a, b) => a - b).flatMap((curve) => rowsOf(curve, protocol).map((row) => {
     const [low, high] = row.intervals[metric.key] || [null, null];
-    return [DATA.curves[curve].label, DATA.curves[curve].policy, protocol, row.img_size, row[metric.key], low, high, row.n, row.seeds, row.resized, row.resized_params];
+    return [DATA.curves[curve].label, DATA.curves[curve].policy, protocol, row.img_size, row[metric.key], low, high, metric.unit, row.n, row.seeds, row.resized, row.resized_params];
   }));
-  return [["label", "policy", "protocol", "img_size", metric.key, "low", "high", "n", "seeds", "resized", "resized_params"], ...lines];
+  return [["label", "policy", "protocol", "img_size", metric.key, "low", "high", "unit", "n", "seeds", "resized", "resized_params"], ...lines];
 }
 
 function startCurves() {
-  options($("metric"), DATA.metrics.map(({ key, name }) => [key, name]));
+  options($("metric"), DATA.metrics.map((metric) => [metric.key, withUnit(metric)]));
   for (const protocol of DATA.protocols) {
     const box = make("input", { type: "checkbox", checked: true, value: protocol });
     box.addEventListener("change", drawCurves);
-    $("protocols").append(make("label", { class: "check" }, box, ` ${protocol}`));
+    $("protocol-choice").append(make("label", { class: "check" }, box, ` ${protocol}`));
     panels.set(protocol, figure($("panels"), `curves-${protocol.replace(/\W+/g, "-")}`, () => curvesCsv(protocol)));
   }
   const few = DATA.curves.length <= 8;
@@ -187,5 +187,42 @@ function startCurves() {
   });
   const shapes = kinds.length ? `Lines join square sizes; markers alone are other shapes (${kinds.join("; ")}). ` : "";
   $("curves-note").textContent = `${shapes}Bars are 95 % intervals; the hover text gives n, seeds, policy and what was resized. Markers of different curves are set apart sideways.`;
+  $("protocol-choice").hidden = DATA.protocols.length < 2;
   redraws.push(drawCurves);
+}
+
+// One point per row of the chosen curves.
+let throughputFigure = null;
+
+function drawThroughput() {
+  const protocol = $("throughput-protocol").value;
+  const traces = [...chosen].flatMap(([at, place]) => {
+    const look = style(place), curve = DATA.curves[at];
+    const rows = rowsOf(at, protocol).filter((row) => row.infer_samples_per_sec > 0).sort((a, b) => side(a.img_size) - side(b.img_size));
+    return rows.length ? [{
+      type: "scatter", mode: "lines+markers+text", name: curve.name, x: rows.map((row) => row.infer_samples_per_sec), y: rows.map((row) => row.top1), meta: { curve: at, rows },
+      text: rows.map((row) => ((size) => (size.h === size.w ? String(size.h) : row.img_size))(sizeOf(row.img_size))), textposition: ["top center", "bottom center", "middle right", "middle left"][place % 4], textfont: { size: 10, color: look.colour }, cliponaxis: false,
+      hovertext: rows.map((row) => `<b>${plain(curve.name)}</b><br>${row.img_size} px: top-1 ${number(row.top1)} %<br>${number(row.infer_samples_per_sec)} images/s, batch ${row.batch_size}`), hoverinfo: "text",
+      line: { color: look.colour, width: 1, dash: look.dash }, marker: { symbol: look.symbol, size: 9, color: look.colour },
+    }] : [];
+  });
+  throughputFigure.title(`Top-1 against throughput, ${protocol} protocol, ${DATA.data}`);
+  draw(throughputFigure.plot, traces, layout({
+    height: 440, margin: { l: 58, r: 36, t: 24, b: 46 }, xaxis: { type: "log", title: { text: "throughput (images/s)" }, ...logTicks(DATA.rows.map((row) => row.infer_samples_per_sec).filter((value) => value > 0)), showgrid: false }, yaxis: { title: { text: "top-1 (%)" } },
+  }));
+}
+
+function throughputCsv() {
+  const lines = throughputFigure.plot.data.flatMap(({ meta }) => meta.rows.map((row) => [DATA.curves[meta.curve].label, DATA.curves[meta.curve].policy, row.protocol, row.img_size, row.infer_samples_per_sec, row.top1]));
+  return [["label", "policy", "protocol", "img_size", "images_per_s", "top1"], ...lines];
+}
+
+function startThroughput() {
+  throughputFigure = figure($("throughput-figure"), "throughput-plot", throughputCsv);
+  options($("throughput-protocol"), DATA.protocols.map((name) => [name, name]));
+  $("throughput-protocol").closest(".controls").hidden = DATA.protocols.length < 2;
+  $("throughput-protocol").addEventListener("change", drawThroughput);
+  const devices = [...new Set(DATA.rows.map((row) => row.device))].join(", ");
+  $("throughput-note").textContent = `Forward passes alone, on ${devices}; a line joins the sizes of one curve, the smallest first.`;
+  followers.push(drawThroughput);
 }

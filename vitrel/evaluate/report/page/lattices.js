@@ -31,7 +31,7 @@ function tellSize(id, output) {
 
 // [heads][rows][columns], null where no visible pair has the offset
 function latticeValues(item) {
-  const [heads, rows, columns] = item.shape, steps = new Int8Array(bytesOf(item.values).buffer);
+  const [heads, rows, columns] = item.shape, steps = new Int8Array(bytesOf(PICTURES.blobs[item.values]).buffer);
   return Array.from({ length: heads }, (_, head) => Array.from({ length: rows }, (_, row) => Array.from({ length: columns }, (_, column) => {
     const step = steps[(head * rows + row) * columns + column];
     return step === -128 ? null : (step / 127) * item.scale[head];
@@ -64,31 +64,33 @@ function changeLatticeModel() {
 
 function changeLattice() {
   const model = latticeModel();
-  if (model.lattices.length) sizeSlider("lattice-size", "lattice-at", latticeSizes(model, $("lattice-policy").value, Number($("lattice-layer").value)), model.train_size);
+  sizeSlider("lattice-size", "lattice-at", latticeSizes(model, $("lattice-policy").value, Number($("lattice-layer").value)), model.train_size);
   drawLattice();
 }
 
 function drawLattice() {
   const model = latticeModel();
-  latticeFigure.whole.hidden = !model.lattices.length;
-  for (const id of ["lattice-policy", "lattice-layer", "lattice-size"]) $(id).closest("label").hidden = !model.lattices.length;
-  if (!model.lattices.length) {
-    $("lattice-note").textContent = model.error ? `Not shown: ${model.error}.` : `Not shown for ${model.label}: no layer fitted into the size of this page.`;
-    return;
-  }
   const size = tellSize("lattice-size", "lattice-at"), policy = $("lattice-policy").value, layer = Number($("lattice-layer").value);
   const item = latticeAt(model, policy, layer, size), trained = latticeAt(model, policy, layer, model.train_size);
   const top = Math.max(1e-9, ...model.lattices.filter((other) => other.layer === layer).flatMap((other) => other.scale));
   const values = latticeValues(item), [heads, rows, columns] = item.shape;
   latticeDrawn = { item, values };
-  latticeFigure.caption.textContent = `${model.label}, ${model.layers[layer]}, ${size} px${item.policy === "none" ? "" : `, ${item.policy}`}`;
-  draw(latticeFigure.plot, values.map((z, head) => heatMap(z, head, rows, columns, top)), latticeLayout(heads, rows, columns, item, trained, top));
+  latticeFigure.title(`What position adds, by offset: ${model.label}, ${model.layers[layer]}, ${size} px${item.policy === "none" ? "" : `, ${item.policy}`}, ${DATA.data}`);
+  if (latticeFigure.narrow !== narrow()) Plotly.purge(latticeFigure.plot); // which else keeps the labels of the other colour bar
+  latticeFigure.narrow = narrow();
+  draw(latticeFigure.plot, values.map((z, head) => heatMap(z, head, rows, columns, top)), latticeLayout(heads, rows, columns, item, trained));
   const words = [`${heads} heads of ${model.layers[layer]} at ${size}: offsets within ±${(rows - 1) / 2} × ±${(columns - 1) / 2} tokens.`];
   if (top <= 1e-9) words.push("Position adds nothing to the logits of this layer.");
   if (item.full[0] > rows || item.full[1] > columns) words.push(`Larger offsets, up to ±${(item.full[0] - 1) / 2} × ±${(item.full[1] - 1) / 2}, are not drawn.`);
   if (trained && (item.window[0] > trained.window[0] || item.window[1] > trained.window[1])) words.push(`The outline is what ${model.train_size} had: everything beyond it was never trained.`);
   words.push("Averaged over the sample images; kept in steps of 1/127 of each head's largest value.");
   $("lattice-note").textContent = words.join(" ");
+}
+
+// One line for each model that a section cannot show, and why.
+function others(id, kind, why) {
+  const left = PICTURES.models.filter((model) => !model[kind].length);
+  $(id).textContent = left.map((model) => `${model.label} is not shown: ${model.error || why(model)}.`).join(" ");
 }
 
 const span = (n) => Array.from({ length: n }, (_, i) => i - (n - 1) / 2);
@@ -106,28 +108,36 @@ const narrow = () => latticeFigure.plot.clientWidth < 560;
 
 function colorbarSide() {
   if (narrow()) return { orientation: "h", x: 0.5, xanchor: "center", y: 1, yanchor: "bottom", ypad: 28, title: { text: "" } };
-  return { orientation: "v", x: 1.02, xanchor: "left", y: 0.5, yanchor: "middle", ypad: 10, title: { text: "logit", side: "top" } };
+  return { orientation: "v", x: 1.02, xanchor: "left", y: 0.5, yanchor: "middle", ypad: 10, title: { text: "logit", side: "top" }, x: 1.01 };
 }
 
-function latticeLayout(heads, rows, columns, item, trained, top) {
-  const across = Math.min(heads, narrow() ? 2 : 4), down = Math.ceil(heads / across), gap = 0.05;
-  const cellWidth = (latticeFigure.plot.clientWidth - (narrow() ? 60 : 150)) / across;
-  const cellHeight = Math.min(1.5 * cellWidth, Math.max(0.4 * cellWidth, cellWidth * rows / columns), 330);
-  const how = layout({ height: down * (cellHeight + 50) + (narrow() ? 100 : 64), margin: { l: 46, r: 12, t: narrow() ? 84 : 28, b: 44 }, shapes: [], annotations: [] });
+// Axes for small pictures side by side, `across` in a row, each with its caption; aspect is their height by width.
+function cells(captions, across, aspect, plot, titles, margin = {}) {
+  const count = captions.length, down = Math.ceil(count / across), gap = 0.05, around = { l: 46, r: 12, t: 28, b: 44, ...margin };
+  const room = (plot.clientWidth - around.l - around.r) / across - 8, shape = Math.min(1.5, Math.max(0.4, aspect));
+  const cellHeight = Math.min(330, room * shape);
+  around.r += across * (room - cellHeight / shape); // patches stay square where the height is the limit
+  const how = layout({ height: down * (cellHeight + 50) + around.t + around.b - 8, margin: around, shapes: [], annotations: [] });
   const width = (1 - gap * (across - 1)) / across, rise = 50 / (cellHeight + 50);
-  for (let head = 0; head < heads; head += 1) {
-    const row = Math.floor(head / across), column = head % across, at = head ? String(head + 1) : "";
+  captions.forEach((text, cell) => {
+    const row = Math.floor(cell / across), column = cell % across, at = cell ? String(cell + 1) : "";
     const left = column * (width + gap), bottom = 1 - (row + 1) / down, high = (1 - rise) / down;
-    how[`xaxis${at}`] = { ...how.xaxis, domain: [left, left + width], anchor: `y${at}`, showgrid: false, title: row === down - 1 ? { text: "right" } : { text: "" } };
-    how[`yaxis${at}`] = { ...how.yaxis, domain: [bottom, bottom + high], anchor: `x${at}`, showgrid: false, autorange: "reversed", showticklabels: column === 0, title: column ? { text: "" } : { text: "down" } };
-    how.annotations.push({ text: `head ${head}`, x: left, xref: "paper", y: bottom + high, yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false });
-    if (!trained) continue;
-    const [y, x] = trained.window.map((n) => n - 0.5);
-    if (y < rows / 2 || x < columns / 2) {
-      const box = { x0: -Math.min(x, columns / 2), x1: Math.min(x, columns / 2), y0: -Math.min(y, rows / 2), y1: Math.min(y, rows / 2) };
-      how.shapes.push({ type: "rect", xref: `x${at}`, yref: `y${at}`, ...box, line: { color: colours().ink, width: 1.5 } });
-    }
-  }
+    how[`xaxis${at}`] = { ...how.xaxis, domain: [left, left + width], anchor: `y${at}`, showgrid: false, title: { text: cell + across >= count ? titles[1] : "", standoff: 4 } };
+    how[`yaxis${at}`] = { ...how.yaxis, domain: [bottom, bottom + high], anchor: `x${at}`, showgrid: false, autorange: "reversed", showticklabels: column === 0, title: { text: column ? "" : titles[0], standoff: 4 } };
+    how.annotations.push({ text, x: left, xref: "paper", y: bottom + high, yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false });
+  });
+  return how;
+}
+
+function latticeLayout(heads, rows, columns, item, trained) {
+  const margin = narrow() ? { t: 84 } : { r: 104 };
+  const captions = Array.from({ length: heads }, (_, head) => `head ${head}`);
+  const how = cells(captions, Math.min(heads, narrow() ? 2 : 4), rows / columns, latticeFigure.plot, ["down (tokens)", "right (tokens)"], margin);
+  if (!trained) return how;
+  const [y, x] = trained.window.map((n) => n - 0.5);
+  if (y >= rows / 2 && x >= columns / 2) return how;
+  const box = { x0: -Math.min(x, columns / 2), x1: Math.min(x, columns / 2), y0: -Math.min(y, rows / 2), y1: Math.min(y, rows / 2) };
+  how.shapes = captions.map((_, head) => ({ type: "rect", xref: `x${head ? head + 1 : ""}`, yref: `y${head ? head + 1 : ""}`, ...box, line: { color: colours().ink, width: 1.5 } }));
   return how;
 }
 
@@ -139,10 +149,11 @@ function latticeCsv() {
 }
 
 function startLattices() {
+  const shown = [...PICTURES.models.entries()].filter(([, model]) => model.lattices.length);
+  if (!shown.length) return hide("lattices");
   latticeFigure = figure($("lattice"), "lattice-plot", latticeCsv);
-  options($("lattice-model"), PICTURES.models.map((model, at) => [at, model.label]));
-  const full = PICTURES.models.findIndex((model) => model.lattices.some((item) => item.scale.some((scale) => scale > 0)));
-  $("lattice-model").value = Math.max(0, full);
+  options($("lattice-model"), shown.map(([at, model]) => [at, model.label]));
+  others("lattice-others", "lattices", (model) => (model.acts ? "no layer fitted into the size of this page" : "position adds nothing to its attention"));
   $("lattice-model").addEventListener("change", changeLatticeModel);
   $("lattice-policy").addEventListener("change", changeLattice);
   $("lattice-layer").addEventListener("change", changeLattice);

@@ -8,10 +8,16 @@ function lineOf(lines, curve, protocol, size) {
   return row && lines.find((line) => line.label === row.label && line.policy === row.policy && line.protocol === protocol && line.img_size === size);
 }
 
+// Rows whose images are those of the row before hold no counts of their own.
+function classLines() {
+  DATA.classes.rows.forEach((row, i) => (row.n ??= DATA.classes.rows[i - 1].n));
+  return DATA.classes.rows;
+}
+
 function classChange() {
   const curve = Number($("class-curve").value), protocol = $("class-protocol").value;
   const home = DATA.curves[curve].rows.map((at) => DATA.rows[at].train_size)[0];
-  const lines = DATA.classes.rows, before = lineOf(lines, curve, protocol, home), after = lineOf(lines, curve, protocol, $("class-size").value);
+  const lines = classLines(), before = lineOf(lines, curve, protocol, home), after = lineOf(lines, curve, protocol, $("class-size").value);
   if (!before || !after) return { home, changes: [] };
   const share = (line, at) => (line.n[at] ? (100 * line.hits[at]) / line.n[at] : null);
   const changes = DATA.classes.names.map((name, at) => ({ name, before: share(before, at), after: share(after, at), n: after.n[at] })).filter((one) => one.before !== null && one.after !== null);
@@ -20,30 +26,34 @@ function classChange() {
 }
 
 function drawClasses() {
-  const { home, changes } = classChange(), size = $("class-size").value, half = SHOWN_CLASSES / 2;
+  const { home, changes: all } = classChange(), size = $("class-size").value, half = SHOWN_CLASSES / 2;
+  const changes = all.filter((one) => one.change !== 0);
   const shown = changes.length > SHOWN_CLASSES ? [...changes.slice(0, half), ...changes.slice(-half)] : changes;
-  classesDrawn = changes;
-  classFigure.caption.textContent = `${DATA.curves[$("class-curve").value].name}, ${$("class-protocol").value}: ${home} to ${size}`;
+  classesDrawn = all;
+  classFigure.title(`Change of top-1 from ${home} to ${size} px: ${DATA.curves[$("class-curve").value].name}, ${$("class-protocol").value} protocol, ${DATA.data}`);
   const trace = {
     type: "bar", orientation: "h", y: shown.map((one, i) => i), x: shown.map((one) => one.change), hoverinfo: "text", textposition: "none",
-    hovertext: shown.map((one) => `<b>${plain(one.name)}</b><br>${number(one.before)} % at ${home}<br>${number(one.after)} % at ${size}<br>n = ${number(one.n)}, all seeds`),
+    hovertext: shown.map((one) => `<b>${plain(word(one.name))}</b>${word(one.name) === one.name ? "" : ` (${plain(one.name)})`}<br>${number(one.before)} % at ${home}<br>${number(one.after)} % at ${size}<br>n = ${number(one.n)}, all seeds`),
     marker: { color: shown.map((one) => (one.change < 0 ? "#D55E00" : "#0072B2")) },
   };
+  const cut = changes.length > SHOWN_CLASSES ? ` The ${half} that lose most and the ${half} that gain most of ${changes.length}; the CSV has all.` : "";
+  const lose = changes.filter((one) => one.change < 0).length;
+  $("class-note").textContent = all.length ? `${lose} of ${all.length} classes lose, ${changes.length - lose} gain, ${all.length - changes.length} stay the same.${cut}` : "There are no counts for this choice.";
+  classFigure.whole.hidden = !changes.length;
+  if (!changes.length) return;
   const short = (name) => plain(name.length > 22 ? `${name.slice(0, 21)}…` : name);
   draw(classFigure.plot, [trace], layout({
-    height: 90 + Math.max(2, shown.length) * 20, margin: { l: Math.min(150, 24 + 7 * Math.max(4, ...shown.map((one) => Math.min(22, one.name.length)))), r: 12, t: 8, b: 46 },
-    xaxis: { title: { text: "change, percentage points" }, zeroline: true, zerolinecolor: colours().ink },
-    yaxis: { tickvals: shown.map((one, i) => i), ticktext: shown.map((one) => short(one.name)), autorange: "reversed", showgrid: false },
+    height: 90 + Math.max(2, shown.length) * 20, margin: { l: Math.min(150, 24 + 7 * Math.max(4, ...shown.map((one) => Math.min(22, word(one.name).length)))), r: 12, t: 8, b: 46 },
+    xaxis: { title: { text: "change of top-1 (percentage points)" }, zeroline: true, zerolinecolor: colours().ink },
+    yaxis: { tickvals: shown.map((one, i) => i), ticktext: shown.map((one) => short(word(one.name))), autorange: "reversed", showgrid: false },
   }));
-  const cut = changes.length > SHOWN_CLASSES ? ` The ${half} that lose most and the ${half} that gain most of ${changes.length}; the CSV has all.` : "";
-  $("class-note").textContent = changes.length ? `${changes.filter((one) => one.change < 0).length} of ${changes.length} classes lose.${cut}` : "There are no counts for this choice.";
 }
 
 function startClasses() {
   classFigure = figure($("class-figure"), "class-plot", () => [["class", "n", "top1_at_training_size", "top1", "change"], ...classesDrawn.map((one) => [one.name, one.n, one.before, one.after, one.change])]);
   options($("class-curve"), DATA.curves.map((curve, at) => [at, curve.name]));
   options($("class-protocol"), DATA.protocols.map((name) => [name, name]));
-  options($("class-size"), DATA.sizes.map(({ name }) => [name, name]), DATA.sizes[DATA.sizes.length - 1].name);
+  options($("class-size"), DATA.sizes.map(({ name }) => [name, name]), [...DATA.sizes].reverse().find(({ name }) => !trainSizes.includes(name))?.name);
   for (const id of ["class-curve", "class-protocol", "class-size"]) $(id).addEventListener("change", drawClasses);
   redraws.push(drawClasses);
 }
@@ -60,8 +70,8 @@ function drawTranslation() {
       error_y: { type: "data", symmetric: false, thickness: 1, width: 2, color: look.colour, array: own.map((line) => line.high - line.top1), arrayminus: own.map((line) => line.top1 - line.low) },
     }] : [];
   });
-  translationFigure.caption.textContent = `Content translated, ${size}, ${protocol} protocol`;
-  draw(translationFigure.plot, traces, layout({ height: 360, xaxis: { title: { text: "translated down and right, px" } }, yaxis: { title: { text: metric.name } } }));
+  translationFigure.title(`Top-1 (%) with the content translated, ${size} px, ${protocol} protocol, ${DATA.data}`);
+  draw(translationFigure.plot, traces, layout({ height: 360, xaxis: { title: { text: "translated down and right (px)" } }, yaxis: { title: { text: metric.name } } }));
 }
 
 function translationCsv() {

@@ -1,36 +1,56 @@
-// The models with their badges, the sentences, and the table of all rows.
+// The answers, top-1 by size, and the table of all rows.
 function badge(text, kind) {
   return make("span", { class: `badge ${kind}`, textContent: text });
 }
 
-function resizedBadge(rows) {
+// Interpolation is how resolution is changed: no alarm.
+function resizedText(rows) {
   const rules = [...new Set(rows.filter((row) => row.resized !== "nothing").map((row) => row.resized))];
-  if (!rules.length) return badge("nothing resized", "good");
+  if (!rules.length) return "nothing resized";
   const most = Math.max(...rows.map((row) => row.resized_params));
-  return badge(most ? `${rules.join(", ")}: ${number(most)} values` : `nothing resized; read by ${rules.join(", ")}`, most ? "changed" : "good");
+  return most ? `interpolated: ${rules.join(", ")}` : `nothing interpolated; read by ${rules.join(", ")}`;
 }
 
-function startModels() {
-  const head = ["model", "policy", "at new sizes", "weights", "top-1 % when trained", ...DATA.protocols.map((protocol) => `retention, worst (${protocol})`)];
-  const lines = DATA.curves.map((curve) => {
-    const rows = curve.rows.map((at) => DATA.rows[at]);
-    const same = rows.every((row) => row.unchanged);
-    const home = rows.find((row) => row.img_size === row.train_size);
-    const worst = DATA.protocols.map((protocol) => {
-      const own = rows.filter((row) => row.protocol === protocol && row.retention !== null);
-      const least = own.reduce((low, row) => (low && low.retention <= row.retention ? low : row), null);
-      return make("td", { class: "number", textContent: least ? `${number(least.retention)} at ${least.img_size}` : "" });
-    });
-    return make("tr", {},
-      make("td", { textContent: curve.label }), make("td", { textContent: curve.policy }), make("td", {}, resizedBadge(rows)),
-      make("td", {}, same ? badge("state dict unchanged", "good") : badge("STATE DICT CHANGED", "bad")),
-      make("td", { class: "number", textContent: home ? `${number(home.top1)} at ${home.img_size}` : "" }), ...worst);
-  });
-  const titles = make("tr", {}, ...head.map((name) => make("th", { scope: "col", textContent: name })));
-  $("badges").replaceChildren(make("thead", {}, titles), make("tbody", {}, ...lines));
-  $("verdicts").replaceChildren(...DATA.verdicts.map((text) => make("li", { textContent: text })));
-  $("sentences").open = DATA.verdicts.length <= 6;
+// A row's top-1 in the table by size; the highest of its size is bold, one that is known to cost is marked.
+function accuracyCell(row, best, size) {
+  const trained = trainSizes.includes(size) ? " trained" : "";
+  if (!row) return make("td", { class: `number${trained}`, textContent: "–" });
+  const [low, high] = row.intervals.top1, text = `${row.top1.toFixed(1)} ±${((high - low) / 2).toFixed(1)}`;
+  const cell = make("td", { class: `number${row.top1 === best ? " best" : ""}${trained}`, textContent: text, title: `95 %: ${number(low)} to ${number(high)}, ${resizedText([row])}` });
+  if (row.warning) cell.append(make("span", { class: "warn", textContent: " !", title: row.warning }));
+  return cell;
 }
+
+function bySizeTable(protocol) {
+  const curves = DATA.curves.map((curve) => ({ curve, rows: curve.rows.map((at) => DATA.rows[at]).filter((row) => row.protocol === protocol) })).filter(({ rows }) => rows.length);
+  const sizes = DATA.sizes.map(({ name }) => name).filter((size) => curves.some(({ rows }) => rows.some((row) => row.img_size === size)));
+  const at = (rows, size) => rows.find((row) => row.img_size === size);
+  const best = new Map(sizes.map((size) => [size, Math.max(...curves.map(({ rows }) => at(rows, size)?.top1 ?? -1))]));
+  const head = make("tr", {}, make("th", { scope: "col", textContent: "model" }), ...sizes.map((size) => make("th", { scope: "col", class: trainSizes.includes(size) ? "number trained" : "number", textContent: `${size}${trainSizes.includes(size) ? " (trained)" : ""}` })), make("th", { scope: "col", textContent: "at other sizes" }));
+  const lines = curves.map(({ curve, rows }) => make("tr", {}, make("td", { textContent: curve.name }), ...sizes.map((size) => accuracyCell(at(rows, size), best.get(size), size)),
+    make("td", {}, badge(resizedText(rows), "neutral"), ...(rows.every((row) => row.unchanged) ? [] : [" ", badge("state dict changed", rows.some((row) => !row.unchanged && row.warning) ? "warn" : "neutral")]))));
+  const title = `Top-1 in percent by image size (px), ${protocol} protocol, ${DATA.data}`;
+  const table = make("table", {}, make("thead", {}, head), make("tbody", {}, ...lines));
+  return [make("h3", { textContent: title }), make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": title }, table)];
+}
+
+function startAnswers() {
+  $("answer-list").replaceChildren(...DATA.answers.map(({ label, text }) => {
+    const end = text.search(/\. [A-Z0-9]/) + 1; // of the first sentence, what to do
+    return make("li", {}, make("b", { textContent: `${label}: ` }), end ? text.slice(0, end) : text, ...(end ? [make("span", { class: "more", textContent: text.slice(end) })] : []));
+  }));
+  $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
+  const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
+  $("by-size-note").textContent = `Bold: the highest at its size. ± is half the 95 % interval; where intervals overlap the order is open. Shaded: a training size.${same}`;
+  const warnings = new Map();
+  for (const row of DATA.rows.filter((one) => one.warning)) {
+    const name = `${curveName(row)} (${row.protocol})`;
+    warnings.set(name, [...(warnings.get(name) || []), row]);
+  }
+  $("warnings").replaceChildren(...[...warnings].map(([name, rows]) => make("li", {}, make("span", { class: "warn", textContent: "! " }), `${name}: ${rows.map((row) => `at ${row.img_size} ${row.warning}`).join("; ")}.`)));
+}
+
+const curveName = (row) => (row.policy === "none" ? row.label : `${row.label}, ${row.policy}`);
 
 let sortKey = null, sortDown = false;
 
@@ -54,8 +74,7 @@ function shownRows() {
 
 function cell(row, key) {
   const value = row[key];
-  if (key === "resized") return make("td", {}, badge(value === "nothing" ? "nothing resized" : value, row.resized_params ? "changed" : "good"));
-  if (key === "unchanged") return make("td", {}, badge(value ? "unchanged" : "CHANGED", value ? "good" : "bad"));
+  if (key === "unchanged") return make("td", {}, badge(value ? "unchanged" : "changed", !value && row.warning ? "warn" : "neutral"));
   return make("td", { class: typeof value === "number" ? "number" : "", textContent: number(value) });
 }
 
@@ -82,8 +101,8 @@ function startRows() {
   $("row-filter").addEventListener("input", drawTable);
   $("all-columns").addEventListener("change", drawTable);
   $("rows-csv").addEventListener("click", () => {
-    const keys = shownColumns().map(({ key }) => key);
-    save(`${DATA.title}_rows.csv`, [keys, ...shownRows().map((row) => keys.map((key) => row[key]))]);
+    const columns = shownColumns(), keys = columns.map(({ key }) => key);
+    save(`${DATA.title}_rows.csv`, [columns.map(({ key, name }) => (name.endsWith(" %") ? `${key} (%)` : key)), ...shownRows().map((row) => keys.map((key) => row[key]))]);
   });
   drawTable();
   const common = DATA.common.map(([key, about, value]) => make("tr", {}, make("th", { scope: "row", textContent: key }), make("td", { textContent: value }), make("td", { textContent: about })));

@@ -1,10 +1,11 @@
 // Puts the page together.
 function lead() {
-  const labels = new Set(DATA.rows.map((row) => row.label)).size, seeds = Math.max(...DATA.rows.map((row) => row.seeds));
-  const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+  const labels = [...new Set(DATA.rows.map((row) => row.label))], seeds = Math.max(...DATA.rows.map((row) => row.seeds));
+  const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   const about = Object.fromEntries(DATA.common.map(([key, , value]) => [key, value]));
-  const where = [about.data && `data ${about.data}`, about.device, about.dtype].filter(Boolean).join(", ");
-  $("lead").textContent = `${many(labels, "model")}, ${many(seeds, "seed")}, trained at ${trainSizes.join(", ")}, evaluated at ${many(DATA.sizes.length, "size")} in the ${DATA.protocols.join(" and ")} protocol${DATA.protocols.length > 1 ? "s" : ""}${where ? `; ${where}` : ""}.`;
+  const where = [about.device, about.dtype].filter(Boolean).join(", "), named = labels.length > 4 ? many(labels.length, "model") : labels.join(", ");
+  const images = Math.max(...DATA.rows.map((row) => row.n));
+  $("lead").textContent = `${named} on ${DATA.data} (${many(number(images), "image")}): ${many(seeds, "seed")}, trained at ${trainSizes.join(", ")}, evaluated at ${many(DATA.sizes.length, "size")} in the ${DATA.protocols.join(" and ")} protocol${DATA.protocols.length > 1 ? "s" : ""}${where ? `; ${where}` : ""}.`;
 }
 
 function theme() {
@@ -26,33 +27,36 @@ function startClaims() {
   if (!DATA.claims.length) hide("claims");
 }
 
+function leftOut() {
+  const missing = [];
+  if (PICTURES) missing.push(...PICTURES.models.flatMap((model) => [...(model.error ? [`maps of ${model.label}: ${model.error}`] : []), ...model.left_out]));
+  else missing.push("the maps by offset and the attention on images: this folder has no pictures.json.gz");
+  if (!DATA.predicted.length) missing.push("mistakes, images whose prediction changes, and classes: this folder has no predictions.npz");
+  if (!DATA.translation.length) missing.push("the curve over translated content: this folder has no translation.csv");
+  $("left-out").replaceChildren(...missing.map((text) => make("li", { textContent: text })));
+  $("left-out-part").hidden = !missing.length;
+}
+
 async function startPage() {
   theme();
   $("theme").addEventListener("change", theme);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", theme);
+  PICTURES = await readPictures();
   lead();
-  startModels();
+  startAnswers();
+  startProtocols();
   startClaims();
   startCurves();
+  startThroughput();
+  startMistakes();
   startRows();
   if (DATA.classes) startClasses();
   else hide("classes");
   if (DATA.translation.length) startTranslation();
   else hide("translation");
-  PICTURES = await readPictures();
-  const missing = [];
-  if (PICTURES) {
-    startLattices();
-    startAttention();
-    missing.push(...PICTURES.left_out, ...PICTURES.models.filter((model) => model.error).map((model) => `maps of ${model.label}: ${model.error}`));
-  } else {
-    hide("lattices");
-    hide("attention");
-    missing.push("the maps by offset and the attention on images: this folder has no pictures.json.gz");
-  }
-  if (!DATA.classes) missing.push("the change class by class: this folder has no predictions.npz");
-  if (!DATA.translation.length) missing.push("the curve over translated content: this folder has no translation.csv");
-  $("left-out").replaceChildren(...(missing.length ? missing : ["nothing"]).map((text) => make("li", { textContent: text })));
+  for (const start of [startLattices, startSimilarity, startAttention]) if (PICTURES) start();
+  if (!PICTURES) ["lattices", "similarity", "attention"].forEach(hide);
+  leftOut();
   contentsList();
   if (DATA.classes) drawClasses();
   drawCurves();
