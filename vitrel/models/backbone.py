@@ -126,7 +126,7 @@ class Backbone(nn.Module, abc.ABC):
             if lacking := [name for name in options if name not in taken | {"logit_scale"}]:
                 raise ValueError(f"no encoding of this model has the option {lacking[0]}, or none that can be switched")
             if "logit_scale" in options:
-                for encoding, grid in self._trained_encodings():
+                for encoding, grid in self.trained_encodings():
                     set_logit_scale(encoding, options["logit_scale"], grid)
             self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
 
@@ -142,7 +142,7 @@ class Backbone(nn.Module, abc.ABC):
     def _restored(self, on_error: bool = False) -> Iterator[None]:
         """Afterwards, or after an error alone, the options of the encodings are what they are now."""
         parts = [(part, part.resize, part.scaling) for part in self.modules() if isinstance(part, PositionEncoding)]
-        scales = [(encoding, encoding.logit_scale, grid) for encoding, grid in self._trained_encodings()]
+        scales = [(encoding, encoding.logit_scale, grid) for encoding, grid in self.trained_encodings()]
         arguments, failed = self.arguments["position_args"], True
         try:
             yield
@@ -158,7 +158,8 @@ class Backbone(nn.Module, abc.ABC):
                         set_logit_scale(encoding, own, grid)
                 self.arguments["position_args"] = arguments
 
-    def _trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
+    def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
+        """`encodings` at the size that the parameters are of."""
         return self.encodings(to_2tuple(self.patch_embed.img_size))
 
     def resized(self, size: tuple[int, int]) -> dict[str, int]:
