@@ -43,13 +43,13 @@ def model_of(name=ROPE, **how):
     model = timm.create_model(name, img_size=32, depth=2, num_classes=3, **how).eval()
     with torch.no_grad():  # as drawn, attention is nearly uniform, and no position matters
         for block in model.blocks:
-            block.attn.qkv.weight.mul_(8)
+            block.attn.qkv.weight.mul_(16)
         model.head.weight.mul_(20)
     return model
 
 
 def images_of(sweep, n=24, labels=None):
-    pixels = torch.randn(n, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+    pixels = torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(n) % 3 if labels is None else labels
 
     def at(size, **how):
@@ -159,21 +159,20 @@ def test_labels_are_for_judging_alone():
 
 
 def test_a_setting_that_restores_the_prediction_is_found(monkeypatch):
-    """At the larger size the model is one whose own setting is known: predictions with it are the reference."""
-    model, size, hidden = model_of(), (64, 64), Setting("none", (("scaling", "linear"),))
-    own, forced = module._predicted, in_force
+    """What is predicted at the training size is here what the larger one gives with a hidden setting, labels included."""
+    size, hidden, own = (64, 64), Setting("none", (("scaling", "linear"),)), module._predicted
 
     def predicted(place, settings, which, sweep, images):
-        if place.size == (32, 32):  # what the model says with the hidden setting at the larger one
-            found, labels = own(place._replace(size=size), [hidden] * len(settings), which, sweep, images)
-            return found, found[0].argmax(1) if which.all() else labels
-        return own(place, settings, which, sweep, images)
+        if place.size == size:
+            return own(place, settings, which, sweep, images)
+        found, _ = own(place._replace(size=size), [hidden] * len(settings), which | True, sweep, images)
+        return [one[which] for one in found], found[0].argmax(1)
 
     monkeypatch.setattr(module, "_predicted", predicted)
     sweep = sweep_of(size)
-    (row,) = rescue([trained_model(model)], sweep, images_of(sweep, n=80)).rows
-    assert json.loads(row["options"])["scaling"] in ("linear", "yarn") and row["score"] > row["score_as_is"]
-    assert forced is in_force and "scaling" in row["setting"] and row["code"]
+    (row,) = rescue([trained_model(model_of())], sweep, images_of(sweep, n=120)).rows
+    assert json.loads(row["options"])["scaling"] == "linear" and "linear" in row["setting"] and row["code"]
+    assert row["top1_set"] > row["top1"] and row["top1_trained"] == 100 and row["regained"] > 50
 
 
 @pytest.mark.parametrize(
@@ -218,10 +217,8 @@ def test_timm_models_are_converted():
     sweep = sweep_of((48, 48))
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
     (row,) = rescue([trained_model(model, img_size=(32, 32))], sweep, images_of(sweep)).rows
-    assert (
-        row["tried"] == len(TEMPERATURES) + (as_it_is(vitrel.from_timm(model), (48, 48)) == Setting("bicubic")) - 0
-        or row["tried"] >= 4
-    )
+    assert row["tried"] == len(TEMPERATURES)
+    assert row["code"] == "" or "vitrel.from_timm(model)" in row["code"]
 
 
 def test_options_that_cannot_be_switched_are_refused_and_nothing_is_changed():
