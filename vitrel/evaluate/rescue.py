@@ -39,6 +39,7 @@ from vitrel.files import atomic_write, guarded, write_cells
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding
+from vitrel.position.rope_scaling import OPTIONS, Scaling
 from vitrel.progress import progress
 from vitrel.sizes import Size, format_size
 
@@ -123,17 +124,21 @@ def steps_at(model: Backbone, size: Size) -> list[Callable[[Setting], list[Setti
     both = zip(model.encodings(size), model.trained_encodings(), strict=True)
     met = [(encoding, grid, own) for (encoding, grid), (_, own) in both]
     rotations = [part for encoding, *_ in met for part in encoding.modules() if _can_scale(part)]
+    scale = met[0][0].logit_scale if met else "none"
     scales = bool(rotations) and any(grid.h > own.h or grid.w > own.w for encoding, grid, own in met)
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     flattens = all(part.window is None for part in layers) and any(grid.tokens != own.tokens for _, grid, own in met)
     steps: list[Callable[[Setting], list[Setting]]] = []
     if scales:
-        names = ("scaling", "scaling_strength", "yarn_turns")
-        steps.append(lambda best: [best.having(options, names) for options in SCALING])
+        steps.append(lambda best: [best.having(_unlike(rotations[0].scaling, options), OPTIONS) for options in SCALING])
     if len(policies := policies_at(model, size)) > 1:
         steps.append(lambda best: [best._replace(policy=policy) for policy in policies])
     if flattens:
-        steps.append(lambda best: [best.having({"logit_scale": value}) for value in TEMPERATURES])
+        steps.append(
+            lambda best: [
+                best.having({"logit_scale": value} if value != scale else {}, ["logit_scale"]) for value in TEMPERATURES
+            ]
+        )
     if scales:
         steps.append(_strengths)
     return steps
@@ -474,6 +479,18 @@ def _predicted(
 
 def _can_scale(part: Any) -> bool:
     return isinstance(part, PositionEncoding) and part.scaling is not None and getattr(part, "reference", None) is None
+
+
+def _unlike(own: Scaling, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, with defaults for the others where `own` has values of its own; {} where they say what `own` is."""
+    wanted = Scaling(own.key, "none", own.trained, (1.0, 32.0)).switched(options)
+    if wanted == own:
+        return {}
+    return {
+        name: getattr(wanted, field)
+        for name, field in OPTIONS.items()
+        if name in options or getattr(own, field) != getattr(wanted, field)
+    }
 
 
 def _strengths(best: Setting) -> list[Setting]:
