@@ -308,10 +308,9 @@ def test_the_table_sorts_and_filters(page, folder):
 
 def test_classes_and_translated_content(page, folder):
     set_value(page, "class-curve", str(page(f"return DATA.curves.findIndex(c => c.label === '{SWIN}')")))
+    # every third image is wrong at other sizes
     labels = read_predictions(folder).labels
-    counts, lost = (
-        np.bincount(some, minlength=len(CLASSES)) for some in (labels, labels[::3])
-    )  # every third is wrong elsewhere
+    counts, lost = (np.bincount(some, minlength=len(CLASSES)) for some in (labels, labels[::3]))
     changes = sorted(-100 * int(wrong) / int(n) for wrong, n in zip(lost, counts, strict=True) if n)
     assert page("return document.getElementById('class-plot').data[0].x") == pytest.approx(changes)
     said = page("return document.getElementById('class-note').textContent")

@@ -9,6 +9,10 @@ into --out. The training size is always evaluated too. Rows that are there alrea
 with what was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, images or
 settings are refused there; --replace moves them aside. --dry-run prints every row to come and what it costs.
 
+--rescue looks for what helps at the other sizes without training: RoPE scaling, an attention temperature, policies. It chooses
+on one half of the images, without labels, by agreement with what the model predicts at its training size; judges on the other
+half; and writes rescue.csv and rescue.md, with the code that applies what it found.
+
 Several processes share the images, one GPU each where there are GPUs; the numbers are those of one process:
 
     torchrun --nproc_per_node=2 -m vitrel evaluate runs/a --data shapes --size 48 96
@@ -66,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replace", action="store_true",
         help="rows in --out that are not asked for now are first moved into a folder replaced-1, -2, ... there")  # fmt: skip
     add("--dry-run", action="store_true", help="print every row with its cost and what would be resized, and do nothing")
+    add("--rescue", action="store_true", help="look for settings that help at the other sizes without training")
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
     add("--mean", type=float, nargs="+", help="of the pixels, from 0 to 1, here and below in the place of the pretrained_cfg's")
@@ -78,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Evaluates what the options ask for, in one process or several."""
     check_data(args.data)
+    if args.rescue and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--rescue runs in one process: leave it out, or start without torchrun")
     from vitrel.evaluate.processes import OtherProcessError, joined
 
     try:
@@ -132,11 +139,12 @@ def _run(args: argparse.Namespace) -> None:
         for _ in evaluate_rows(models, sweep):
             pass  # process 0 prints and writes
         return
-    rows = run_sweep(
-        models, sweep, args.out, title=Path(args.data).name, report=args.report, replace=args.replace, images=args.images
-    )
+    how = {"report": args.report, "replace": args.replace, "images": args.images, "rescue": args.rescue}
+    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **how)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
+    if args.rescue:
+        print(f"\n{(args.out / 'rescue.md').read_text('utf-8')}")
     if args.report:
         print(f"open {args.out / 'report.html'} in a browser; the same command with other sizes or models adds their rows")
 

@@ -13,9 +13,9 @@ resize policy.
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import to_2tuple
@@ -69,28 +69,22 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def in_force(model: nn.Module, policy: str, size: tuple[int, int]) -> Iterator[None]:
-    """The model with `policy`, one that `policies_at(model, size)` lists, in force; afterwards its own are back."""
+def in_force(model: nn.Module, policy: str, size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """The model with `policy`, one that `policies_at(model, size)` lists, and `options` of `Backbone.set_position_options` in
+    force; afterwards its own are back.
+    """
     window, _, rest = policy.partition("+")
-    if window in WINDOW_POLICIES:
-        with window_policy(model, window, size), resize_policy(model, rest or "none"):
-            yield
-    else:
-        with resize_policy(model, policy):
-            yield
+    window, rest = (window, rest or "none") if window in WINDOW_POLICIES else ("fixed", policy)
+    own = model.position_options(**options) if options else contextlib.nullcontext()
+    with own, window_policy(model, window, size), resize_policy(model, rest):  # which policies there are depends on windows
+        yield
 
 
 @contextlib.contextmanager
 def resize_policy(model: nn.Module, policy: str) -> Iterator[None]:
     """The model with resize policies such as "geometric+keep", or "none", in force; afterwards its own are back."""
-    before = [(part, part.resize) for part in model.modules() if isinstance(part, PositionEncoding) and part.policies]
-    try:
-        for name in policy.split("+") if policy != "none" else ():
-            model.set_resize_policy(name)
+    with model.position_options(resize=policy) if policy != "none" else contextlib.nullcontext():
         yield
-    finally:
-        for part, own in before:
-            part.resize = own
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:

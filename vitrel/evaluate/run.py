@@ -19,6 +19,7 @@ from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.report import Claim, judge, markdown, table_page
+from vitrel.evaluate.rescue import write_rescue
 from vitrel.evaluate.results import (
     COLUMNS,
     Tables,
@@ -116,10 +117,12 @@ def run_sweep(
     claims: Sequence[Claim] = (),
     replace: bool = False,
     images: bool = True,
+    rescue: bool = False,
 ) -> list[Row]:
     """Evaluates all of `tasks_of(models, sweep)` and writes results.csv, predictions.npz, translation.csv (where content is
     translated), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
-    `folder`; with `report`, pictures.json.gz, report.html and report.json too, `images` False: without photographs of the data.
+    `folder`; with `report`, pictures.json.gz, report.html and report.json too, `images` False: without photographs of the data;
+    with `rescue`, rescue.csv and rescue.md (see vitrel.evaluate.rescue).
 
     No row is ever lost. Rows in `folder` that stem from the same weights, data and settings are not made again, and those at
     other sizes, protocols, policies or of other models stay beside the new ones. Where rows there may not stand in one table
@@ -142,6 +145,8 @@ def run_sweep(
                     tables.add(one)
             rows = with_curves([one.row for one in tables.rows.values()])
             tables.write(rows)
+            if rescue:
+                write_rescue(models, sweep, images, folder)
             _show(rows, folder, shown(title), claims)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)

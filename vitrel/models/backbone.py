@@ -1,6 +1,7 @@
 """What both trunks share: the input, and every question one can ask about position without running the model."""
 
 import abc
+import contextlib
 import copy
 import functools
 import inspect
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding, split_position
+from vitrel.position.log_n import set_logit_scale
 from vitrel.position.terms import sum_counts
 
 LARGE = (1 << 20, 1 << 20)  # pixels; larger than any training image, so a window is all that keeps its grid
@@ -102,14 +104,63 @@ class Backbone(nn.Module, abc.ABC):
         return tuple(dict.fromkeys(policy for part in met for policy in part.policies))
 
     def set_resize_policy(self, policy: str) -> None:
-        """Switch every encoding that has a choice to `policy`. Raises ValueError for one that no encoding here has."""
-        if policy not in self.resize_policies:
-            known = ", ".join(self.resize_policies) or "none, since nothing is resized"
-            raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
-        for part in self.modules():
-            if isinstance(part, PositionEncoding) and policy in part.policies:
-                part.resize = policy
-        self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, resize=policy)
+        """Switch every encoding that has a choice to `policy`, or to its own of several joined by "+".
+
+        Raises ValueError for one that no encoding here has.
+        """
+        self.set_position_options(resize=policy)
+
+    def set_position_options(self, **options: Any) -> None:
+        """Switch options of the encodings that act at other sizes alone, as position_args takes them: resize, scaling,
+        scaling_strength, yarn_turns, logit_scale. Parameters, and all that is computed at the training size, stay.
+
+        The arguments follow, so that the model is saved with them. ValueError for an option that no encoding here has.
+        """
+        for policy in options["resize"].split("+") if "resize" in options else ():
+            if policy not in self.resize_policies:
+                known = ", ".join(self.resize_policies) or "none, since nothing is resized"
+                raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
+        with self._restored(on_error=True):
+            parts = [part for part in self.modules() if isinstance(part, PositionEncoding)]
+            taken = {name for part in parts for name in part.switch(options)}
+            if lacking := [name for name in options if name not in taken | {"logit_scale"}]:
+                raise ValueError(f"no encoding of this model has the option {lacking[0]}, or none that can be switched")
+            if "logit_scale" in options:
+                for encoding, grid in self.trained_encodings():
+                    set_logit_scale(encoding, options["logit_scale"], grid)
+            self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
+
+    @contextlib.contextmanager
+    def position_options(self, **options: Any) -> Iterator[None]:
+        """The model with `set_position_options(**options)` in force; afterwards its own are back."""
+        with self._restored():
+            if options:
+                self.set_position_options(**options)
+            yield
+
+    @contextlib.contextmanager
+    def _restored(self, on_error: bool = False) -> Iterator[None]:
+        """Afterwards, or after an error alone, the options of the encodings are what they are now."""
+        parts = [(part, part.resize, part.scaling) for part in self.modules() if isinstance(part, PositionEncoding)]
+        scales = [(encoding, encoding.logit_scale, grid) for encoding, grid in self.trained_encodings()]
+        arguments, failed = self.arguments["position_args"], True
+        try:
+            yield
+            failed = False
+        finally:
+            if failed or not on_error:
+                for part, resize, scaling in parts:
+                    part.resize = resize
+                    if scaling is not None:
+                        part.scaling = scaling
+                for encoding, own, grid in scales:
+                    if encoding.logit_scale != own:
+                        set_logit_scale(encoding, own, grid)
+                self.arguments["position_args"] = arguments
+
+    def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
+        """`encodings` at the size that the parameters are of."""
+        return self.encodings(to_2tuple(self.patch_embed.img_size))
 
     def resized(self, size: tuple[int, int]) -> dict[str, int]:
         """What forward at `size` (h, w) pixels resamples: {rule: number of parameter values}, empty for nothing."""

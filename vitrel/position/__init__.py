@@ -19,7 +19,7 @@ from vitrel.position.decomposed import Decomposed
 from vitrel.position.factorised import Factorised
 from vitrel.position.fire import FIRE
 from vitrel.position.log_decay import LogDecay
-from vitrel.position.log_n import apply_logit_scale
+from vitrel.position.log_n import set_logit_scale
 from vitrel.position.lookhere import LookHere
 from vitrel.position.none import NoPosition
 from vitrel.position.pape import PaPE
@@ -30,7 +30,7 @@ from vitrel.position.shaw import Shaw
 from vitrel.position.sincos import SinCos
 from vitrel.position.t5 import T5
 from vitrel.position.table import OffsetTable
-from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine
+from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, own_policies
 from vitrel.position.transformer_xl import TransformerXL
 from vitrel.position.xpos import XPos
 
@@ -74,7 +74,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
 _UNIVERSAL = {"logit_scale"}  # options of create_position itself, for any encoding
 _PERTURBED = {"absolute", "rope_axial", "rope_mixed", "rope_normalised"}  # which take STRENGTHS
 _POSITIVE = {"base", "scale_base", "gamma", "decay", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
-_POSITIVE |= {"pretrained_window", "yarn_turns", "reference"}
+_POSITIVE |= {"pretrained_window", "yarn_turns", "scaling_strength", "reference"}
 
 
 def split_position(position: str) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def create_position(
     num_heads: int,
     head_dim: int,
     *,
-    logit_scale: str = "none",
+    logit_scale: str | float = "none",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options,
@@ -104,8 +104,9 @@ def create_position(
     """Build the encoding `position`, a key of POSITIONS or several joined by '+', for training on `grid`.
 
     num_heads, head_dim: of the attention it serves; token embeddings are num_heads * head_dim wide. Each option goes to every
-    part that takes it (`resize` to those that have the policy); one that none takes is a TypeError. A composition adds up all
-    its terms (`combine`). logit_scale: the temperature at another grid, "none" or "log_n" (vitrel.position.log_n), for any key.
+    part that takes it (`resize` to those that have the policy, one or several joined by '+'); one that none takes
+    is a TypeError. A composition adds up all its terms (`combine`). logit_scale: the temperature at another grid, "none",
+    "log_n" or a power (vitrel.position.log_n), for any key.
     shift, jitter, rescale: how far training perturbs coordinates (vitrel.position.perturb), of absolute and the rope_* keys.
     """
     check_options(position, options)
@@ -117,11 +118,13 @@ def create_position(
         common = {name: own.pop(name) for name in ("resize", *STRENGTHS) if name in own}  # attributes of every encoding
         build: Callable[..., PositionEncoding] = POSITIONS[key]
         built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **own)
+        for policy in own_policies(built[key], common.pop("resize", "")):  # the others are another part's
+            built[key].resize = policy
         for name, value in common.items():
-            if name != "resize" or value in built[key].policies:  # else it is another part's
-                setattr(built[key], name, value)
+            setattr(built[key], name, value)
     encoding = next(iter(built.values())) if len(built) == 1 else Composition(built)
-    return apply_logit_scale(encoding, logit_scale, grid)
+    set_logit_scale(encoding, logit_scale, grid)
+    return encoding
 
 
 def key_of(encoding: PositionEncoding) -> str:
@@ -145,7 +148,7 @@ def check_options(position: str, options: dict) -> None:
             raise ValueError(f"option {name}={value!r} of position {position!r} must be greater than 0")
         if name in STRENGTHS and value is not None and not STRENGTHS[name] <= value < float("inf"):
             raise ValueError(f"{position} needs {name} of at least {STRENGTHS[name]}, or None for none, not {value}")
-        if name == "resize" and value not in policies:
+        if name == "resize" and not {*value.split("+")} <= {*policies}:
             raise ValueError(f"resize policy {value!r} is unknown to {position!r}; choose one of {', '.join(policies)}")
 
 

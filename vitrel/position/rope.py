@@ -10,7 +10,8 @@ EVA-02 (arXiv 2303.11331, its code) counts positions on a `reference` grid, what
 """
 
 import math
-from typing import NamedTuple, Unpack
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ class RopeAxial(PositionEncoding):
     """No parameters; one rotation for all heads."""
 
     rotates = True
+    scaling: Scaling
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class RopeAxial(PositionEncoding):
         *,
         base: float = 100.0,
         scaling: str = "none",
+        scaling_strength: float = 1.0,
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         reference: int | tuple[int, int] | None = None,
         **factory: Unpack[Factory],
@@ -45,7 +48,7 @@ class RopeAxial(PositionEncoding):
             raise ValueError(f"rope_axial takes a reference grid or scaling={scaling!r}, not both: leave one out")
         self.grid, self.base = grid, base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
-        self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns).checked()
+        self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns, scaling_strength).checked()
         self.bands = checked_bands("rope_axial", head_dim)
         self.mark_device(factory.get("device"))
 
@@ -58,6 +61,10 @@ class RopeAxial(PositionEncoding):
         else:
             rotary = _axial_rotation(*grid, *how, device=device)
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
+
+    def switch(self, options: Mapping[str, Any]) -> set[str]:
+        """Positions counted on a reference grid need no scaling."""
+        return set() if self.reference is not None else super().switch(options)
 
     @property
     def refers_to_grid(self) -> bool:
@@ -82,11 +89,11 @@ class Rotary(NamedTuple):
 @constant
 def _frequencies(
     h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
-    reference: tuple[int, int], device: torch.device,
+    strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Radians per patch along y and x on an h x w grid, [2, D/4]; reference (0, 0): none."""
     band = torch.arange(bands, device=device)
-    scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast))
+    scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast), strength)
     theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
         return theta
@@ -97,9 +104,9 @@ def _frequencies(
 @constant
 def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
-    reference: tuple[int, int], device: torch.device,
+    strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Rotary:  # fmt: skip
-    theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, reference, device=device)
+    theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, strength, reference, device=device)
     angle = Grid(h, w).coordinates(device)[..., None] * theta  # [h*w, 2, D/4]
     return rotary_terms(angle.flatten(1)[None], Grid(h, w, prefix))
 
@@ -114,6 +121,7 @@ class RopeMixed(PositionEncoding):
     """`freqs` [2, H, D/2], radians per patch: freqs[0] along the rows (y), freqs[1] along the columns (x)."""
 
     rotates = True
+    scaling: Scaling
 
     def __init__(
         self,
@@ -123,12 +131,13 @@ class RopeMixed(PositionEncoding):
         *,
         base: float = 10.0,
         scaling: str = "none",
+        scaling_strength: float = 1.0,
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         **factory: Unpack[Factory],
     ):
         super().__init__()
         self.grid, self.base = grid, base
-        self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns).checked()
+        self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
         checked_bands("rope_mixed", head_dim)
         self.freqs = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, **factory))
         self.reset_parameters()

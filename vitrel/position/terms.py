@@ -8,8 +8,8 @@ place where position meets content.
 import abc
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid, clip_saturated, unseen_share
 from vitrel.position.perturb import perturb
+from vitrel.position.rope_scaling import OPTIONS, Scaling
 
 
 class Factory(TypedDict, total=False):
@@ -71,8 +72,9 @@ class PositionEncoding(nn.Module, abc.ABC):
     `behaviour` is the claim about a grid never trained on: "nothing changes" (every row read there was trained), "evaluated" (a
     function, at arguments never trained), "resized" (parameters are resampled), or "nothing" (there is no position at all).
     `policies` are the rules, the default first, by which it can serve such a grid, where there is a choice; the attribute
-    `resize` holds the one in use, `grid` the training grid, `logit_scale` the temperature ("log_n", see vitrel.position.log_n);
-    `shift`, `jitter`, `rescale` how far training perturbs coordinates (vitrel.position.perturb), where the encoding has any.
+    `resize` holds the one in use, `scaling` that of a rotation (vitrel.position.rope_scaling), `grid` the training
+    grid, `logit_scale` the temperature (vitrel.position.log_n); `shift`, `jitter`, `rescale` how far training
+    perturbs coordinates (vitrel.position.perturb), where the encoding has any.
     """
 
     site: ClassVar[str] = "attention"
@@ -81,9 +83,10 @@ class PositionEncoding(nn.Module, abc.ABC):
     policies: ClassVar[tuple[str, ...]] = ()
     grid: Grid | None = None
     resize: str = ""
+    scaling: Scaling | None = None
     radius: tuple[int, int] | None = None  # beyond which offsets are clipped
     init_std: float = 0.02
-    logit_scale: str = "none"
+    logit_scale: str | float = "none"
     shift: float | None = None
     jitter: float | None = None
     rescale: float | None = None
@@ -95,7 +98,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     @property
     def refers_to_grid(self) -> bool:
         """Whether the function itself, not only the size of its tables, depends on the training grid."""
-        return self.logit_scale == "log_n" or self.resize == "renormalise"
+        return self.logit_scale != "none" or self.resize == "renormalise"
 
     @property
     def perturbs(self) -> bool:
@@ -105,6 +108,19 @@ class PositionEncoding(nn.Module, abc.ABC):
     @abc.abstractmethod
     def forward(self, grid: Grid) -> Terms:
         """Terms on `grid`, always computed from the trained parameters; changes nothing in the module."""
+
+    def switch(self, options: Mapping[str, Any]) -> set[str]:
+        """Switches those of `options` that it has and that act at other grids alone, resize and the scaling of a rotation, as
+        the constructor takes them; returns their names. ValueError for an impossible scaling.
+        """
+        taken = set()
+        for policy in own_policies(self, options.get("resize", "")):
+            self.resize = policy
+            taken.add("resize")
+        if self.scaling is not None and (own := options.keys() & OPTIONS.keys()):
+            self.scaling = self.scaling.switched(options)
+            taken |= own
+        return taken
 
     def resized(self, grid: Grid) -> dict[str, int]:
         """What forward(grid) reads other than as it was trained: {rule: number of parameter values interpolated}."""
@@ -152,6 +168,11 @@ class Composition(PositionEncoding):
 
     def saturated(self, grid: Grid) -> float:
         return max(part.saturated(grid) for part in self.parts.values())
+
+
+def own_policies(encoding: PositionEncoding, resize: str) -> list[str]:
+    """Those of `resize`, one policy or several joined by '+', that `encoding` has."""
+    return [policy for policy in resize.split("+") if policy in encoding.policies]
 
 
 def parts_of(encoding: PositionEncoding) -> tuple[PositionEncoding, ...]:
