@@ -3,7 +3,9 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from helpers.runs import in_child, status
 from vitrel.cli.train import expanded
 
 ROOT = Path(__file__).parents[2]
@@ -57,22 +60,29 @@ def train(*args, before=()):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-OFFLINE = """
-import runpy, socket, sys
-def refuse(*args, **kwargs):
-    raise AssertionError("the network was asked for " + repr(args[-1]))
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def offline(*args):
+    """The script in a forked process to which the network is refused; its exit status."""
+
+    def script():
+        def refuse(*args, **kwargs):
+            raise AssertionError(f"the network was asked for {args[-1]!r}")
+
+        socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+        os.chdir(ROOT)
+        sys.argv = [str(ROOT / "tools" / "train.py"), *args]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        raise SystemExit(0)
+
+    return status(in_child([], script))
 
 
-def test_shapes_from_the_command_line(tmp_path):
-    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}", before=("-c", OFFLINE))
-    assert done.returncode == 0, done.stderr
+def test_shapes_from_the_command_line(tmp_path, capfd):
+    done = offline(*SHORT, f"--trainer.default_root_dir={tmp_path}")
+    said = capfd.readouterr()
+    assert done == 0, said.err
     assert (tmp_path / "checkpoints" / "best.ckpt").is_file() and (tmp_path / "metrics.csv").is_file()
     seen = r"images/s \d+  data wait \d+%  memory \S+ MiB  eta 0:00:00"
-    first, second, epoch, best, further = done.stdout.splitlines()
+    first, second, epoch, best, further = said.out.splitlines()
     assert first.startswith("vitrel_vit_n8_none, ") and "4 classes, at 64x64 px" in first
     assert second == f"16 training and 8 evaluation images of shapes; 1 epochs, written to {tmp_path}"
     assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}", epoch)
@@ -87,8 +97,7 @@ def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
         for i in range(8):
             Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / split / label / f"{i}.png")
     folder = [f"--data.data={tmp_path}", "--data.augment={}", "--data.size=32", "--data.n_train=16", "--data.n_val=8"]
-    done = train(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}", before=("-c", OFFLINE))
-    assert done.returncode == 0, done.stderr
+    assert offline(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}") == 0
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
