@@ -17,6 +17,7 @@ from timm.models import save_for_hf
 import vitrel
 from helpers import shared
 from vitrel.evaluate.models import (
+    _label_of,
     class_map,
     class_outputs,
     encoding_of,
@@ -38,6 +39,12 @@ def test_a_checkpoint_becomes_its_model_again(checkpoint):
     assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in trained.model.state_dict().items())
     assert not trained.model.training
     assert load_checkpoint(path, label="mine", seed=3).label == "mine"
+
+
+def test_a_tuned_model_has_the_name_of_its_run(tmp_path):
+    assert _label_of("vitrel_vit_s16_cpb", tmp_path / "mine" / "checkpoints" / "last.ckpt") == "vitrel_vit_s16_cpb"
+    assert _label_of("vitrel_vit", tmp_path / "flowers" / "checkpoints" / "last.ckpt") == "flowers"
+    assert _label_of("vitrel_swin", tmp_path / "mine.ckpt") == "mine"
 
 
 def test_model_arguments_are_used():

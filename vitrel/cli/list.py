@@ -110,7 +110,7 @@ def _multiply_adds(model: "nn.Module", size: tuple[int, int]) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.eval().requires_grad_(False)(torch.empty(1, model.pretrained_cfg["input_size"][0], *size, device="meta"))
         return counter.get_total_flops() // 2
-    except Exception:  # whatever a model of timm's asks of its input
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError):  # it asks something else of its input
         return 0
 
 

@@ -21,6 +21,7 @@ from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.files import shown
 from vitrel.inspect.any_model import model_name, trained_size
 from vitrel.models.backbone import Backbone
+from vitrel.models.config import TRUNKS
 from vitrel.models.create import check_model_name, create_model
 from vitrel.position import POSITIONS, key_of
 from vitrel.sizes import Size
@@ -75,7 +76,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
     return Trained(
         model=model,
         name=about["model"],
-        label=label or about["model"],
+        label=label or _label_of(about["model"], path),
         encoding=encoding_of(model),
         img_size=tuple(about["img_size"]),
         classes=tuple(about["classes"]),
@@ -86,6 +87,13 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         seed=seed if seed is not None else about.get("seed"),
         path=path,
     )
+
+
+def _label_of(name: str, path: Path) -> str:
+    """The name in tables: that of the model, or of the run's folder for one that its name does not describe (vitrel_vit)."""
+    if name not in TRUNKS:
+        return name
+    return path.resolve().parent.parent.name if path.resolve().parent.name == "checkpoints" else path.stem
 
 
 def load_model(
