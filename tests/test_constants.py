@@ -173,7 +173,7 @@ def test_a_graph_for_any_size_holds_one_operator(shift):
     assert called == {"vitrel.constant.default", "<built-in function getitem>"}
 
 
-@pytest.mark.parametrize("size", GRIDS)
+@pytest.mark.parametrize("size", GRIDS[:2])
 def test_the_operators_fake_tensors_are_as_the_real_ones(size):
     for key in ((*size, (4, 3), (2, 1)), ((5, 4), size, 3, "geometric"), ((5, 4), size, 0, "bicubic")):
         name = "vitrel.ops.window._windows" if len(key[2:]) == 2 and isinstance(key[2], tuple) else table_taps.__module__
@@ -239,18 +239,16 @@ class Layout(torch.nn.Module):
         return tuple(windows(*x.shape, (4, 3), (2, 1), x.device))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_hold_pytorchs_own_operators(strict):
+def test_exported_programs_hold_pytorchs_own_operators():
     sizes = {i: torch.export.Dim.DYNAMIC for i in range(2)}
-    program = torch.export.export(Layout(), (torch.empty(9, 13),), dynamic_shapes=(sizes,), strict=strict)
+    program = torch.export.export(Layout(), (torch.empty(9, 13),), dynamic_shapes=(sizes,))
     assert "aten.arange" in str(program.graph) and "vitrel" not in str(program.graph)
     for h, w in SEVERAL:
         for found, expected in zip(program.module()(torch.empty(h, w)), windows(h, w, (4, 3), (2, 1)), strict=True):
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("global_attention", [False, True])
+@pytest.mark.parametrize(("global_attention", "strict"), [(False, True), (True, False)])
 def test_exported_attention_takes_any_batch(global_attention, strict):
     """Its bias has a batch of 1, which the program must not compare with the images'."""
 

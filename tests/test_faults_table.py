@@ -9,15 +9,11 @@ import pytest
 
 from helpers import ROOT
 from helpers.small_runs import Tensors, fit, small
+from helpers.sources import trees
 from vitrel.train import command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TREES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-    for folder in ("vitrel", "tools", "examples")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
 
 
 def named(tree):
@@ -48,7 +44,7 @@ def test_no_lock_file_names_an_address():
 
 
 def test_nothing_is_unpickled_or_extracted():
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         assert "extractall" not in named(tree) and "extract" not in named(tree), name
         assert not imported(tree) & {"dill", "cloudpickle", "joblib"}, name
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
@@ -60,7 +56,7 @@ def test_nothing_is_unpickled_or_extracted():
 
 def test_yaml_is_parsed_in_one_place():
     """Which refuses what would crash the parser."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         read = [call for call in calls if re.fullmatch(r"yaml\.(safe_|full_|unsafe_)?(load|load_all|parse|scan|compose)", call)]
         assert not read or name == "vitrel/plain_yaml.py", f"{name}: {read[0]}: use vitrel.plain_yaml"

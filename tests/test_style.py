@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT
+from helpers.sources import sources, trees
 
-FILES = sorted(p for folder in ("vitrel", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
-SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-TREES = {name: ast.parse(text) for name, text in SOURCES.items()}
 CORE = ["constants", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
 SHARED = {"files", "names", "sizes", "extras", "progress", "plain_yaml", "exits"}  # all may import these
 ROOMS = {  # what else each room may import; all may import the core
@@ -25,7 +23,6 @@ ROOMS = {  # what else each room may import; all may import the core
     "evaluate": {"data", "inspect", "cpu", "convert"},
 }
 TOP = ("tools", "cli", "__main__", "__init__")  # may import everything
-NAMES = sorted(SOURCES)
 
 
 def functions(tree):
@@ -54,9 +51,9 @@ def misplaced(name):
     """What a file imports against the order of the rooms."""
     part = name.split("/")[1].removesuffix(".py") if name.startswith("vitrel/") else "tools"
     if name.startswith("vitrel/") and part not in TOP:  # the command imports the package without its public names
-        yield from package_imports(TREES[name])
+        yield from package_imports(trees()[name])
     above = set(CORE[: CORE.index(part)]) if part in CORE else set(CORE) | ROOMS[part] if part in ROOMS else set()
-    for module in imports(TREES[name]):
+    for module in imports(trees()[name]):
         words = module.split(".")
         ours = words[0] == "vitrel" and len(words) > 1 and part not in TOP
         if (
@@ -70,14 +67,14 @@ def misplaced(name):
 
 
 def test_import_direction():
-    assert {name: wrong for name in NAMES if (wrong := [*misplaced(name)])} == {}
+    assert {name: wrong for name in sources() if (wrong := [*misplaced(name)])} == {}
 
 
 def test_no_circle_of_imports():
     """Not even for types: the names that a module needs stand before it."""
     modules = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name.startswith("vitrel/")
     }
     needs = {name: set() for name in modules}
@@ -95,18 +92,18 @@ def test_no_circle_of_imports():
 
 def test_position_imports_nothing_but_torch_and_the_grid():
     known = {"torch", "vitrel", "abc", "collections", "typing", "math", "inspect", "contextlib", "warnings"}
-    for name in NAMES:
+    for name in sources():
         if name.startswith("vitrel/position/"):
-            assert {module.split(".")[0] for module in imports(TREES[name])} <= known, name
+            assert {module.split(".")[0] for module in imports(trees()[name])} <= known, name
 
 
 def test_no_addresses():
-    assert [name for name in NAMES if re.search(r"https?://", SOURCES[name])] == []
+    assert [name for name in sources() if re.search(r"https?://", sources()[name])] == []
 
 
 def undocumented(name):
     """Public names of a file without a docstring, or with arguments or results without a type."""
-    tree = TREES[name]
+    tree = trees()[name]
     if ast.get_docstring(tree) is None:
         yield "the file"
     for node in tree.body:
@@ -127,7 +124,7 @@ def undocumented(name):
 
 
 def test_public_names_are_documented_and_typed():
-    ours = (name for name in NAMES if name.startswith("vitrel/"))
+    ours = (name for name in sources() if name.startswith("vitrel/"))
     assert {name: wrong for name in ours if (wrong := [*undocumented(name)])} == {}
 
 

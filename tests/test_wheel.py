@@ -16,7 +16,7 @@ from helpers import ROOT
 from vitrel.extras import EXTRAS
 
 USE = """
-import timm, torch, vitrel
+import contextlib, io, timm, torch, vitrel
 model = timm.create_model("vitrel_swin_n", num_classes=3).eval()
 image = torch.randn(1, 3, 40, 72)
 vitrel.save(model, "swin.safetensors")
@@ -31,6 +31,23 @@ except ImportError as error:
     assert "pip install 'vitrel[train]'" in str(error), error
 else:
     raise AssertionError("lightning is no part of the base installation")
+from vitrel.cli import main
+def said(*arguments, status=None):
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            main([*arguments])
+    except SystemExit as ended:
+        assert ended.code is None or status, ended.code
+        text.write(str(ended.code))
+    return text.getvalue()
+table = said("diagnose", "swin_tiny_patch4_window7_224", "--size", "160")
+assert "160x160" in table and "see across opposite borders" in table, table
+report = said("doctor")
+assert "lacks lightning" in report and "pip install 'vitrel[train]'" in report, report
+assert "pip install 'vitrel[evaluate]'" in said("compare", "quickstart", status=1)
+assert "pip install 'vitrel[train]'" in said("train", "--data.data", "shapes", status=1)
+said("export", "vitrel_swin_n", "--weights", "swin.safetensors", "--format", "safetensors", "--out", "folder")
 """
 
 
@@ -77,31 +94,15 @@ def test_the_wheel_alone(tmp_path):
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
     shutil.rmtree(source)
     [wheel] = tmp_path.glob("vitrel-*.whl")
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     here = tmp_path / "venv" / "bin"
-    run(here / "pip", "install", "--quiet", "--no-deps", wheel)
+    pip = (sys.executable, "-m", "pip", "--python", here / "python")
+    run(*pip, "install", "--quiet", "--no-deps", wheel)
     [site] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     link_requirements(site)
-    run(here / "pip", "check")
+    run(*pip, "check")
     assert "benchmark" not in run(here / "python", "-m", "zipfile", "--list", wheel)
     assert run(here / "vitrel", "--version").startswith("vitrel ")
     (tmp_path / "use.py").write_text(USE)
     run(here / "python", "use.py")
-    table = run(here / "vitrel", "diagnose", "swin_tiny_patch4_window7_224", "--size", "320")
-    assert "320x320" in table and "see across opposite borders" in table
-    report = run(here / "vitrel", "doctor")
-    assert "lacks lightning" in report and "pip install 'vitrel[train]'" in report
-    for command, extra in ((("compare", "quickstart"), "evaluate"), (("train", "--data.data", "shapes"), "train")):
-        assert f"pip install 'vitrel[{extra}]'" in run(here / "vitrel", *command, status=1)
-    run(
-        here / "vitrel",
-        "export",
-        "vitrel_swin_n",
-        "--weights",
-        "swin.safetensors",
-        "--format",
-        "safetensors",
-        "--out",
-        "folder",
-    )
     assert (tmp_path / "folder" / "config.json").is_file()

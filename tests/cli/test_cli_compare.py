@@ -19,7 +19,7 @@ CONFIG = {
     "train": {
         "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
         "data": {"size": 64, "batch_size": 16, "n_train": 32, "n_val": 16},
-        "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5}},
+        "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5}, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2}},
     },
     "evaluate": {"sizes": [64, "64x96"], "n": 16, "device": "cpu"},
 }
@@ -131,7 +131,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_pa
 
 
 def test_a_changed_configuration_stops_with_the_way_out(again):
-    model = {"optim": {"lr": 2e-3, "warmup_epochs": 0.5}}
+    model = CONFIG["train"]["model"] | {"optim": {"lr": 2e-3, "warmup_epochs": 0.5}}
     with pytest.raises(SystemExit) as caught:
         again(train=CONFIG["train"] | {"model": model})
     text = str(caught.value)

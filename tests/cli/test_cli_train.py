@@ -3,7 +3,10 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from helpers.runs import at, in_child, status
 from vitrel.cli.train import expanded
 
 ROOT = Path(__file__).parents[2]
@@ -59,22 +63,31 @@ def train(*args, before=()):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-OFFLINE = """
-import runpy, socket, sys
-def refuse(*args, **kwargs):
-    raise AssertionError("the network was asked for " + repr(args[-1]))
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def offline(*args, hook=None):
+    """The script in a forked process to which the network is refused, after `hook`; its exit status."""
+
+    def script():
+        def refuse(*args, **kwargs):
+            raise AssertionError(f"the network was asked for {args[-1]!r}")
+
+        socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+        os.chdir(ROOT)
+        if hook is not None:
+            hook()
+        sys.argv = [str(ROOT / "tools" / "train.py"), *args]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        raise SystemExit(0)
+
+    return status(in_child([], script))
 
 
-def test_shapes_from_the_command_line(tmp_path):
-    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}", before=("-c", OFFLINE))
-    assert done.returncode == 0, done.stderr
+def test_shapes_from_the_command_line(tmp_path, capfd):
+    done = offline(*SHORT, f"--trainer.default_root_dir={tmp_path}")
+    said = capfd.readouterr()
+    assert done == 0, said.err
     assert (tmp_path / "checkpoints" / "best.ckpt").is_file() and (tmp_path / "metrics.csv").is_file()
     seen = r"images/s \d+  data wait \d+%  memory \S+ MiB  eta 0:00:00"
-    first, second, epoch, best, further = done.stdout.splitlines()
+    first, second, epoch, best, further = said.out.splitlines()
     assert first.startswith("vitrel_vit_n8_none, ") and "4 classes, at 64x64 px" in first
     assert second == f"16 training and 8 evaluation images of shapes; 1 epochs, written to {tmp_path}"
     assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}", epoch)
@@ -89,8 +102,7 @@ def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
         for i in range(8):
             Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / split / label / f"{i}.png")
     folder = [f"--data.data={tmp_path}", "--data.augment={}", "--data.size=32", "--data.n_train=16", "--data.n_val=8"]
-    done = train(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}", before=("-c", OFFLINE))
-    assert done.returncode == 0, done.stderr
+    assert offline(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}") == 0
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
@@ -112,11 +124,15 @@ LONGER = ["--trainer.max_epochs=4", "--run.save_every=1"]
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_the_command_that_goes_on(tmp_path):
-    stop = HOOKED.replace("ACTION", "os.kill(os.getpid(), signal.SIGINT)")
-    done = train(*SHORT, *LONGER, "--ckpt_path=auto", f"--trainer.default_root_dir={tmp_path}", before=("-c", stop))
-    assert done.returncode == 130 and "Traceback" not in done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("ctrl-c: ")]
+def test_ctrl_c_prints_the_command_that_goes_on(tmp_path, capfd):
+    def hook():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        at(6, signal.SIGINT)()
+
+    assert offline(*SHORT, *LONGER, "--ckpt_path=auto", f"--trainer.default_root_dir={tmp_path}", hook=hook) == 130
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err
+    [line] = [line for line in said.out.splitlines() if line.startswith("ctrl-c: ")]
     assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); go on with: vitrel train " in line
     words = shlex.split(line.partition("go on with: ")[2])
     assert words[-2:] == ["--ckpt_path", "auto"] and sum("ckpt_path" in word for word in words) == 1
@@ -200,9 +216,9 @@ def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["lightning", "torchrun"])
-def test_two_processes_leave_one_folder(tmp_path, how):
-    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2") if how == "torchrun" else ()
+def test_two_processes_leave_one_folder(tmp_path):
+    """Started by torchrun; those that Lightning starts are above."""
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=2", "--run.predictions=4"]
     done = train(*SHORT, *two, f"--trainer.default_root_dir={tmp_path}", before=before)
     assert done.returncode == 0, done.stderr
@@ -215,15 +231,13 @@ def test_two_processes_leave_one_folder(tmp_path, how):
     assert found["hardware"].startswith("2 × ")
     with (tmp_path / "metrics.csv").open() as file:
         assert sum(row["val/top1"] != "" for row in csv.DictReader(file)) == 2
-    again = train(*SHORT, *two, f"--trainer.default_root_dir={tmp_path}", before=before)
-    assert again.returncode != 0 and "holds a run already" in again.stderr
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path):
-    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}", "--model.optim.lr=1e38", "--trainer.max_epochs=3")
-    assert done.returncode == 1 and "FloatingPointError: loss is not finite at epoch" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
+    assert offline(*SHORT, f"--trainer.default_root_dir={tmp_path}", "--model.optim.lr=1e38", "--trainer.max_epochs=3") == 1
+    said = capfd.readouterr().err
+    assert "FloatingPointError: loss is not finite at epoch" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(

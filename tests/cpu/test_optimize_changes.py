@@ -165,6 +165,8 @@ def test_every_parameter_changed_in_place_is_seen(trunk, key):
     with torch.no_grad():
         before = plain(image)
         for name, parameter in plain.named_parameters():
+            if trunk == "vit" and key != "table" and ".position." not in name and "pos_embed" not in name:
+                continue  # the same parts with every encoding
             check(plain, model, image)
             value = parameter + 0.3 * torch.randn_like(parameter)
             parameter.copy_(value), own[name].copy_(value)
@@ -179,8 +181,8 @@ def test_every_parameter_changed_in_place_is_seen(trunk, key):
 def test_grids_and_guards_alternate(trunk, key):
     """Grids, batches, grad mode and inference mode in turn, with changes of the weights in between."""
     plain, model = twins(small(trunk, position=key))
-    for round in range(3):
-        for size in ((64, 64), (40, 88), (64, 64), (88, 40)):
+    for round in range(2):
+        for size in ((40, 48), (24, 88), (40, 48), (88, 24)):
             for guard in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
                 image = picture(1 + round, size)
                 with guard():

@@ -21,6 +21,7 @@ from vitrel.cpu.optimize import restore
 from vitrel.layers import Attention, Block
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
+HOOKED = pytest.mark.parametrize("kind", ["vit", "vit swiglu", "swinv2"])
 PAIR = pytest.mark.parametrize("kind", ["vit", "swin"])
 TRACED = pytest.mark.parametrize("kind", ["vit", pytest.param("swin", marks=pytest.mark.slow)])
 SHALLOW = {"vit": dict(depth=1), "swin": dict(depths=(2,), num_heads=(1,))}
@@ -185,8 +186,7 @@ def test_nothing_fake_is_kept():
     check(plain, model, picture())
 
 
-@pytest.mark.parametrize("linears", ["onednn", "torch"])
-@EVERY
+@pytest.mark.parametrize(("kind", "linears"), [("vit", "torch"), *((kind, "onednn") for kind in KINDS)])
 def test_state_dict_copies_and_files(kind, linears, tmp_path):
     plain, model = twins(build(kind), linears=linears)
     image, before = picture(), {name: id(p) for name, p in model.named_parameters()}
@@ -319,7 +319,7 @@ def test_hooks_see_the_plain_values(kind):
         check(plain, model, image)
 
 
-@EVERY
+@HOOKED
 def test_a_hook_on_any_one_module_fires(kind):
     """Alone, set after the model has run: it sees the plain output, may replace it, and is gone when it is removed."""
     plain, model = twins(build(kind))
@@ -338,7 +338,7 @@ def test_a_hook_on_any_one_module_fires(kind):
     check(plain, model, image)
 
 
-@EVERY
+@HOOKED
 def test_hooks_that_change_what_passes(kind):
     plain, model = twins(build(kind))
     image = picture(1, (24, 40))

@@ -205,8 +205,7 @@ def test_the_buffer_mixes_shards_and_is_bounded(packed, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("k", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize(("workers", "k"), [(0, 1), (0, 6), (1, 3), (2, 0), (2, 5), (3, 3), (3, 6)])
 def test_skipping_leaves_the_other_batches_as_they_were(packed, workers, k):
     whole = indices_seen(batches(packed, uneven, workers=workers, buffer=6)[1])
     data, loader = batches(packed, uneven, workers=workers, buffer=6)

@@ -24,7 +24,7 @@ VITS = (
 )
 SWINS = (
     "swin_tiny_patch4_window7_224 swin_base_patch4_window12_384 swinv2_tiny_window8_256 swinv2_tiny_window16_256 "
-    "swinv2_base_window12_192 swinv2_base_window12to16_192to256 "
+    "swinv2_base_window12_192 swinv2_base_window12to16_192to256 swinv2_base_window12to24_192to384 "
 )
 OWN = {
     "eva_giant_patch14_224": dict(embed_dim=176),

@@ -106,8 +106,7 @@ def test_at_most_as_many_operators_as_timms(ours, twin):
 def test_nothing_is_read_back(name):
     model = vitrel.create_model(name, num_classes=2, **few_blocks(name))
     with Unread():
-        for h, w in ((64, 64), (48, 80)):
-            model(torch.zeros(1, 3, h, w)).sum().backward()
+        model(torch.zeros(1, 3, 48, 80)).sum().backward()
 
 
 def test_what_reads_back_is_found():
@@ -123,6 +122,5 @@ def test_forward_on_a_device_that_holds_no_values(name):
     model = vitrel.create_model(name, num_classes=2, device="meta", **few_blocks(name))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cuda")
-        for h, w in ((64, 64), (48, 80)):
-            out = model(torch.zeros(2, 3, h, w, device="cuda"))
-            assert out.shape == (2, 2) and out.device.type == "cuda"
+        out = model(torch.zeros(2, 3, 48, 80, device="cuda"))
+        assert out.shape == (2, 2) and out.device.type == "cuda"

@@ -68,16 +68,17 @@ def test_outputs_and_gradients(window, shift, backend):
         check(h, w, window, shift, backend)
 
 
-@pytest.mark.parametrize("h", range(1, 31))
+@pytest.mark.parametrize("h", range(1, 17))
 @pytest.mark.slow
-def test_every_grid_up_to_thirty(h):
-    for w in range(1, 31):
+def test_every_grid_up_to_sixteen(h):
+    """Every remainder of both sides, below the window, above it and above two of it."""
+    for w in range(1, 17):
         check(h, w, (7, 7), (3, 3), "sdpa", dim=2)
         check(h, w, (7, 7), (0, 0), "sdpa", heads=1, dim=2)
 
 
 def test_every_height_up_to_thirty_quickly():
-    """The diagonal and two skewed lines of the sweep above, in the default suite."""
+    """The diagonal and two skewed lines of the plane, in the default suite."""
     for h in range(1, 31):
         for w in {h, 31 - h, h * 11 % 31}:
             check(h, w, (7, 7), (3, 3), "sdpa", dim=2)

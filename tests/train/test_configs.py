@@ -22,6 +22,8 @@ def small(path, folder, out):
         f"--data.data={folder}",
         "--data.size=32",
         "--data.batch_size=16",
+        "--data.n_train=32",
+        "--data.n_val=16",
         "--data.workers=0",
         f"--model.model={shrunk}",
         "--model.optim.warmup_epochs=0.5",

@@ -73,9 +73,8 @@ def test_images_per_update_decide_the_schedule(command, tmp_path):
     assert read(tmp_path / "two" / "checkpoints" / "last.ckpt")["vitrel"]["step"] == 3
 
 
-@pytest.mark.parametrize("size", [5, 32])
-def test_every_image_is_evaluated_once(command, folder, tmp_path, size):
-    """29 images over two ranks, in batches that both divides and does not: a filler counted once would show in the sum."""
+def test_every_image_is_evaluated_once(command, folder, tmp_path):
+    """29 images over two ranks, in batches that do not divide 15: a filler counted once would show in the sum."""
     seen = tmp_path / "seen"
 
     def record():
@@ -90,7 +89,7 @@ def test_every_image_is_evaluated_once(command, folder, tmp_path, size):
         original = Classifier.validation_step
         Classifier.validation_step = validation_step
 
-    args = [*PLAIN, "--data.n_val=29", f"--data.batch_size={size}", "--data.n_train=64"]
+    args = [*PLAIN, "--data.n_val=29", "--data.batch_size=4", "--data.n_train=64"]
     assert on_two(command("two", *args, "--trainer.devices=2", "--trainer.strategy=ddp", epochs=1), record) == [0, 0]
     by_rank = [seen.with_suffix(f".{rank}").read_text().splitlines() for rank in range(2)]
     real = [line for lines in by_rank for line in lines if not line.startswith("-1 ")]

@@ -78,8 +78,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("extra", [[], ["--print_config"]], ids=["run", "print"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "extra"), [*((name, []) for name in FILES), ("callbacks", ["--print_config"])])
 def test_files_cannot_name_code(evil, name, extra, capsys):
     write(evil.folder / "inner.yaml", "class_path: evil.C")
     base, bad = write(evil.folder / "base.yaml", BASE), write(evil.folder / "bad.yaml", FILES[name])

@@ -18,13 +18,13 @@ from vitrel.train.saving import Best, Saving
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("call", [5, 7, *(pytest.param(call, marks=SLOW) for call in (2, 6, 12))])
+@pytest.mark.parametrize("call", [6, 7])
 def test_killed_at_a_batch(command, whole, tmp_path, call):
-    """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, in its first, in a later epoch."""
-    args = command("cut", *EVERYTHING, "--run.save_every=1")
+    """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, and in the first of another."""
+    args = command("cut", *EVERYTHING, "--run.save_every=1", epochs=2)
     assert status(in_child(args, at(call, signal.SIGKILL))) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert_same_run(tmp_path / "cut", whole(*EVERYTHING))
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
 def test_killed_while_streaming_shards(command, whole, folder, tmp_path, workers):
     pack(folder, tmp_path / "shards", images_per_shard=17)
     extra = (*EVERYTHING, f"--data.data={tmp_path}/shards", f"--data.workers={workers}", "--run.save_every=1")
-    args = command("cut", *extra)
+    args = command("cut", *extra, epochs=2)
     assert status(in_child(args, at(10, signal.SIGKILL))) == -signal.SIGKILL
     if workers:
         assert status(in_child([*resumed(args, tmp_path / "cut"), "--data.workers=1"])) == 1  # divided otherwise
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert_same_run(tmp_path / "cut", whole(*extra))
+    assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
 
 
 @pytest.mark.slow
@@ -94,50 +94,45 @@ def test_killed_with_sizes_in_turn_and_repeated_views(command, whole, tmp_path):
     assert_same_run(tmp_path / "cut", whole(*extra))
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("--data.batch_size=8", "images per batch of all devices: 16, now 8"),
-        ("--seed_everything=4", "seed: 3, now 4"),
-        ("--trainer.accumulate_grad_batches=1", "accumulate_grad_batches: 2, now 1"),
-        ("--data.n_train=80", "training images: 96, now 80"),
-        ("--model.optim.lr=1e-3", "optim.lr: 0.003, now 0.001"),
-        ("--trainer.limit_train_batches=4", "updates per epoch: 3, now 2"),
-    ],
-)
-def test_another_order_or_schedule_is_refused(command_in, whole, change, text):
+def test_another_order_or_schedule_is_refused(command_in, whole):
+    """Everything that differs is named at once."""
     folder = whole(*EVERYTHING, epochs=1)
+    changes = {
+        "--data.batch_size=8": "images per batch of all devices: 16, now 8",
+        "--seed_everything=4": "seed: 3, now 4",
+        "--trainer.accumulate_grad_batches=1": "accumulate_grad_batches: 2, now 1",
+        "--data.n_train=80": "training images: 96, now 80",
+        "--model.optim.lr=1e-3": "optim.lr: 0.003, now 0.001",
+        "--trainer.limit_train_batches=4": "updates per epoch: 3, now 4",
+    }
     args = command_in(folder.parent)(folder.name, *EVERYTHING, epochs=1)
-    with pytest.raises(ValueError, match=f"cannot resume, the run would see other batches .*{text}"):
-        run([*resumed(args, folder), change])
+    with pytest.raises(ValueError, match="cannot resume, the run would see other batches") as caught:
+        run([*resumed(args, folder), *changes])
+    assert [text for text in changes.values() if text not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
-def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_path, accumulate):
+def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_path):
     """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
-    extra = ("--model.ema={decay: 0.9}", "--run.save_every=1", f"--trainer.accumulate_grad_batches={accumulate}")
-    args = command("cut", *extra)
+    args = command("cut", *EVERYTHING, "--run.save_every=1", epochs=2)
 
     def install():
         save = Saving.on_train_epoch_end
 
         def patched(self, trainer, module):
             save(self, trainer, module)
-            if trainer.current_epoch == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
         Saving.on_train_epoch_end = patched
 
     assert status(in_child(args, install)) == -signal.SIGKILL
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert_same_run(tmp_path / "cut", whole(*extra))
+    assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(3, marks=SLOW)])
-def test_killed_in_an_evaluation(command, whole, tmp_path, times):
+def test_killed_in_an_evaluation(command, whole, tmp_path):
     """And again, in the evaluation that makes up for it."""
     args = command("cut", *EVERYTHING, epochs=2)
-    for _ in range(times):
+    for _ in range(2):
         kill = at(2, signal.SIGKILL, "validation_step")
         assert status(in_child(resumed(args, tmp_path / "cut"), kill)) == -signal.SIGKILL
     saved = read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]
@@ -146,15 +141,7 @@ def test_killed_in_an_evaluation(command, whole, tmp_path, times):
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
-@pytest.mark.parametrize(
-    ("call", "hook", "step"),
-    [
-        (8, "on_train_batch_start", 4),
-        (1, "validation_step", 3),
-        pytest.param(2, "on_train_batch_start", 1, marks=SLOW),
-        pytest.param(6, "training_step", 3, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("call", "hook", "step"), [(8, "on_train_batch_start", 4), (1, "validation_step", 3)])
 def test_sigterm_saves_and_exits_143(command, whole, tmp_path, call, hook, step):
     args = command("cut", *EVERYTHING, epochs=2)
     assert status(in_child(args, at(call, signal.SIGTERM, hook))) == 143
@@ -174,15 +161,12 @@ def at_ctrl_c(*args):
     return install
 
 
-@pytest.mark.parametrize(
-    ("call", "hook", "step"), [(8, "on_train_batch_start", 4), pytest.param(1, "validation_step", 3, marks=SLOW)]
-)
-def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd, call, hook, step):
+def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd):
     args, last = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
-    assert status(in_child(args, at_ctrl_c(call, signal.SIGINT, hook))) == 130
-    assert read(last)["vitrel"]["step"] == step
+    assert status(in_child(args, at_ctrl_c(8, signal.SIGINT))) == 130
+    assert read(last)["vitrel"]["step"] == 4
     said = capfd.readouterr()
-    assert f"ctrl-c: saved {last} (update {step}); go on with" in said.out and "--ckpt_path auto" in said.out
+    assert f"ctrl-c: saved {last} (update 4); go on with" in said.out and "--ckpt_path auto" in said.out
     assert "again" in said.err and "Traceback" not in said.err
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
@@ -205,7 +189,7 @@ def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
         time.sleep(300)
 
     begin = time.perf_counter()
-    args, last = command("run", "--run.save_every=1"), tmp_path / "run" / "checkpoints" / "last.ckpt"
+    args, last = command("run", "--run.save_every=1", epochs=2), tmp_path / "run" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at_ctrl_c(8, wait, "training_step"))) == 130 and time.perf_counter() - begin < 200
     said = capfd.readouterr()
     assert f"ctrl-c: the last checkpoint is {last} (update 7); go on with" in said.out and "Traceback" not in said.err
@@ -234,18 +218,18 @@ def test_ctrl_c_is_nobodys_in_the_background(command):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         at(8, signal.SIGINT)()
 
-    assert status(in_child(command("run"), install)) == 0
+    assert status(in_child(command("run", epochs=2), install)) == 0
 
 
 def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
     judge = Best.check_monitor_top_k
-    monkeypatch.setattr(Best, "check_monitor_top_k", lambda *given: given[1].current_epoch < 4 and judge(*given))
-    run(command("whole", *EVERYTHING, epochs=8))
+    monkeypatch.setattr(Best, "check_monitor_top_k", lambda *given: given[1].current_epoch < 2 and judge(*given))
+    run(command("whole", *EVERYTHING, epochs=4))
     epoch = read(tmp_path / "whole" / "checkpoints" / "best.ckpt")["vitrel"]["epoch"]
-    assert epoch < 8
+    assert epoch < 4
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    run([*command("again", *EVERYTHING, epochs=8), f"--ckpt_path={tmp_path}/again/checkpoints/best.ckpt"])
+    run([*command("again", *EVERYTHING, epochs=4), f"--ckpt_path={tmp_path}/again/checkpoints/best.ckpt"])
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
@@ -253,14 +237,14 @@ def test_a_full_disk_leaves_the_former_checkpoint(command, whole, tmp_path, capf
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # bytes; a checkpoint has more, the logs fewer
 
-    args, last = command("cut", "--run.save_every=1"), tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    args, last = command("cut", "--run.save_every=1", epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at(9, fill))) == 1
     text = capfd.readouterr().err
     assert f"cannot write the checkpoint {last}" in text and "the former file is kept" in text
     assert read(last)["vitrel"]["step"] == 8 and last.stat().st_size > 60_000
     assert {path.name for path in last.parent.iterdir()} <= {"last.ckpt", "best.ckpt"}
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
-    assert_same_run(tmp_path / "cut", whole())
+    assert_same_run(tmp_path / "cut", whole(epochs=2))
 
 
 def saved_at(folder):
@@ -270,21 +254,21 @@ def saved_at(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_twenty_kills_at_random(command, tmp_path, workers):
+def test_kills_at_random(command, tmp_path, workers):
     """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
     extra = (*EVERYTHING, "--run.save_every=1", f"--data.workers={workers}")
     begin = time.perf_counter()
-    assert status(in_child(command("whole", *extra, epochs=40))) == 0
+    assert status(in_child(command("whole", *extra, epochs=20))) == 0
     length = time.perf_counter() - begin
-    args, folder = command("cut", *extra, epochs=40), tmp_path / "cut"
+    args, folder = command("cut", *extra, epochs=20), tmp_path / "cut"
     chance, kills, steps = random.Random(workers), 0, set()
-    while kills < 20:
+    while kills < 10:
         before = saved_at(folder)
         pid = in_child(resumed(args, folder))
         early = chance.random() < 0.2  # some while they start, the others once they have got on
         while not early and saved_at(folder) == before and os.waitpid(pid, os.WNOHANG) == (0, 0):
             time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.03) * length)  # more would be the whole run where the machine has grown faster
+        time.sleep(chance.uniform(0, 0.06) * length)  # more would be the whole run where the machine has grown faster
         os.kill(pid, signal.SIGKILL)
         if status(pid) == 0:
             break
@@ -292,5 +276,5 @@ def test_twenty_kills_at_random(command, tmp_path, workers):
         if (folder / "checkpoints" / "last.ckpt").exists():
             steps.add(read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"])
     assert status(in_child(resumed(args, folder))) == 0
-    assert kills == 20 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
+    assert kills == 10 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
     assert_same_run(folder, tmp_path / "whole")
