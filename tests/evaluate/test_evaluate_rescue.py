@@ -24,7 +24,6 @@ from vitrel.evaluate.rescue import (
     code_of,
     halves,
     in_words,
-    paired,
     rescue,
     rescue_lines,
     rescue_text,
@@ -229,11 +228,3 @@ def test_options_that_cannot_be_switched_are_refused_and_nothing_is_changed():
                 **options
             )
         assert model.blocks[0].position.scaling.rule == "none" and not model.arguments["position_args"]
-
-
-def test_paired_differences():
-    one, other = torch.tensor([True] * 50 + [False] * 50), torch.tensor([True] * 90 + [False] * 10)
-    low, high, p = paired(one, other)
-    assert 25 < low < 40 < high < 55 and p < 1e-9
-    low, high, p = paired(one, one)
-    assert low < 0 < high and p == 1

@@ -301,7 +301,8 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     if setting.policy != start.policy:
         options["resize"] = setting.policy
     if trained.path.is_file():
-        position_args = {**(trained.model.arguments["position_args"] or {}), **options}
+        own: Any = trained.model.arguments  # of a Backbone
+        position_args = (own["position_args"] or {}) | options
         return f"model = vitrel.load({str(trained.path)!r}, position_args={position_args})"
     return f"{first}model.set_position_options({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
