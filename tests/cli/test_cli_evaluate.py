@@ -332,6 +332,9 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     with pytest.raises(SystemExit, match=r"apple/loop.png: Too many levels"):
         tool.main(given)
     (val / "apple" / "loop.png").unlink()
+    with pytest.raises(SystemExit, match="the data changed"):
+        tool.main(given)
+    given += ["--out", str(tmp_path / "other")]
     with pytest.raises(SystemExit, match=r"apple/\\xffcut.png: the file is empty"):
         tool.main(given)
     (val / "banana").rename(val / os.fsdecode(b"banane\xff"))

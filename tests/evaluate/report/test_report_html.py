@@ -45,6 +45,7 @@ def lines(folder, name, columns, label="vitrel_swin_n", policy="none", size="64x
         "seed": 0,
         "img_size": size,
         "protocol": "scale",
+        "budget": "",
         "policy": policy,
         "crop_pct": 1.0,
         "data": "shapes",
@@ -166,7 +167,7 @@ def test_pictures_of_another_version_are_left_out(folder):
 
 def test_figures_are_written_with_axes_units_and_the_numbers_of_the_page(folder):
     home = next(row for row in read_csv(folder / "results.csv") if row["img_size"] == row["train_size"])
-    write_predictions({line_key(home): predicted(["a", "b"], [9, 1])}, folder)
+    write_predictions({line_key(home): predicted(["a", "b"], [9, 2])}, folder)
     data = data_of(write_html(folder).read_text("utf-8"))
     found = {figure["id"]: figure for figure in json.loads((folder / "report.json").read_text("utf-8"))}
     drawn = found["top1 scale"]
