@@ -1,6 +1,6 @@
 """One page of the site for each encoding: formula, picture, cost, behaviour at a larger grid, source, oracle.
 
-Everything is read from the code (docstrings, POSITIONS, tests/oracles) and from the two tables of docs/encodings/index.md.
+Everything is read from the code (docstrings, POSITIONS, tests/oracles) and from the tables of docs/encodings/index.md (costs) and docs/studies/scenes.md (evidence).
 """
 
 import importlib
@@ -20,6 +20,7 @@ from vitrel.position import POSITIONS, PositionEncoding, create_position
 TRAINED, LARGER = Grid(11, 11), Grid(15, 23)  # patches
 HEADS, SHOWN, WIDTH = 6, (0, 2, 5), 32
 BEHAVIOUR = {
+    "nothing": "There is nothing to resize.",
     "nothing changes": "Nothing changes: every row or function value that a larger grid reads was trained. Offsets beyond the "
     "trained ones share the last row or continue the same function.",
     "evaluated": "Evaluated: nothing is resampled, but the function is evaluated at offsets or angles that training never "
@@ -30,8 +31,8 @@ BEHAVIOUR = {
 SETTINGS = ("encoding", "added values", "what attention is given", "forward 224", "training 224", "forward 448")
 
 
-def page(key: str, index: str, arxiv: str) -> str:
-    """The Markdown page of an encoding. index: the text of docs/encodings/index.md; arxiv: the address before a number."""
+def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
+    """The Markdown page of an encoding. costs, evidence: the pages with these tables; arxiv: the address before a number."""
     cls = POSITIONS[key]
     first, _, rest = inspect.getdoc(importlib.import_module(cls.__module__)).partition("\n\n")
     what, formula = _split(first)
@@ -41,10 +42,10 @@ def page(key: str, index: str, arxiv: str) -> str:
         lines += ["```text", formula, "```", ""]
     lines += [rest, "", "## Picture", "", f"![{_caption(key)}]({key}.png)", "", f"*{_caption(key)}*", ""]
     lines += ["## At a larger grid", "", _behaviour(cls), ""]
-    lines += ["## Cost", "", *_cost(key, index), ""]
-    evidence = _evidence(key, index)
-    if evidence:
-        lines += ["## Measured at four times the tokens", "", *evidence, ""]
+    lines += ["## Cost", "", *_cost(key, costs), ""]
+    measured = _evidence(key, evidence)
+    if measured:
+        lines += ["## Measured at four times the tokens", "", *measured, ""]
     lines += ["## Source and oracle", ""]
     lines += [f"- paper: [arXiv {number}]({arxiv}{number})" for number in papers]
     oracle = ORACLES[key]
@@ -131,9 +132,9 @@ def _caption(key: str) -> str:
 def _split(first: str) -> tuple[str, str]:
     """What an encoding is, and its formula, from the first paragraph of its module's docstring."""
     text = first.partition(": ")[2]
-    found = re.search(r"(?:, |:\s|,\s)((?:logit\[|x_i|angle =)[\s\S]*)", text)
+    found = re.search(r"[,:]\s((?:logit\[|x_i|angle =)[\s\S]*)", text)
     if not found:
-        return text.replace("\n", " "), ""
+        return text[0].upper() + text[1:].replace("\n", " "), ""
     what = text[: found.start()].replace("\n", " ").rstrip(",:")
     return what[0].upper() + what[1:] + ".", found[1]
 
@@ -151,8 +152,8 @@ def _row(key: str, text: str) -> list[list[str]]:
     return [line for line in lines if own.match(line[0])]
 
 
-def _cost(key: str, index: str) -> list[str]:
-    table = index.split("<!-- costs -->")[1].split("<!-- /costs -->")[0]
+def _cost(key: str, text: str) -> list[str]:
+    table = text.split("<!-- costs -->")[1].split("<!-- /costs -->")[0]
     [row] = [row for row in _row(key, table) if row[0] == f"`{key}`"]
     names = SETTINGS[1:]
     table = [f"| {' | '.join(names)} |", "|" + "---|" * len(names), f"| {' | '.join(row[1:])} |"]
@@ -160,8 +161,8 @@ def _cost(key: str, index: str) -> list[str]:
     return [note, "", *table]
 
 
-def _evidence(key: str, index: str) -> list[str]:
-    table = index.split("<!-- evidence -->")[1].split("<!-- /evidence -->")[0]
+def _evidence(key: str, text: str) -> list[str]:
+    table = text.split("<!-- evidence -->")[1].split("<!-- /evidence -->")[0]
     rows = _row(key, table)
     if not rows:
         return []

@@ -13,7 +13,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs is not started from the package; tests/oracles are shown
 
-from tools.docs import encodings, reference  # noqa: E402
+from tools.docs import encodings, reference, studies  # noqa: E402
 
 LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")  # of Markdown, up the tree; those that stay inside docs/ are left alone
 
@@ -27,14 +27,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages and pictures, and every file outside docs/ that some page links to, as files/<path>."""
-    index = (ROOT / "docs" / "encodings" / "index.md").read_text("utf-8")
+    tables = [(ROOT / "docs" / name).read_text("utf-8") for name in ("encodings/index.md", "studies/scenes.md")]
     for key in encodings.POSITIONS:
-        files.append(File.generated(config, f"encodings/{key}.md", content=encodings.page(key, index, config.extra["arxiv"])))
+        text = encodings.page(key, *tables, config.extra["arxiv"])
+        files.append(File.generated(config, f"encodings/{key}.md", content=text))
         files.append(File.generated(config, f"encodings/{key}.png", content=encodings.picture(key)))
     files.append(File.generated(config, "reference/command_line.md", content=reference.command_line()))
-    api = files.get_file_from_path("reference/api.md")
-    if api is None:
-        files.append(File.generated(config, "reference/api.md", content=reference.api()))
+    files.append(File.generated(config, "reference/api.md", content=reference.api()))
+    files.append(File.generated(config, "studies/photographs_tables.md", content=studies.photographs()))
     for page in [*files.documentation_pages()]:
         for target in LINK.findall(page.content_string):
             path = _outside(page.src_uri, target)
@@ -46,12 +46,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to files outside docs/, as they work in the repository, lead to the copies of `on_files`."""
+    """Fills generated parts in, and leads links to files outside docs/, as they work in the repository, to their copies."""
 
     def moved(found: re.Match) -> str:
         path = _outside(page.file.src_uri, found[1])
         return posixpath.relpath(f"files/{path}", posixpath.dirname(page.file.src_uri) or ".") if path else found[1]
 
+    for mark, made in reference.INSERTED.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
     return LINK.sub(moved, markdown)
 
 

@@ -1,8 +1,12 @@
-"""The generated reference pages: the command line from its parsers, the API from the public names of each package."""
+"""The generated reference pages: the command line from its parsers, configurations, the API from public names."""
 
 import importlib
 import os
+from itertools import takewhile
+from pathlib import Path
 from unittest import mock
+
+ROOT = Path(__file__).parents[2]
 
 PACKAGES = (
     "vitrel.grid",
@@ -23,7 +27,7 @@ PACKAGES = (
     "vitrel.data",
     "vitrel.train",
 )
-COLUMNS = "110"  # of help texts
+HELP_WIDTH = "110"
 
 
 def command_line() -> str:
@@ -32,7 +36,7 @@ def command_line() -> str:
     from vitrel.cli.train import HELP
 
     lines = ["# Command line", "", "Written from the parsers themselves: `vitrel COMMAND --help` prints the same.", ""]
-    with mock.patch.dict(os.environ, {"COLUMNS": COLUMNS}):
+    with mock.patch.dict(os.environ, {"COLUMNS": HELP_WIDTH}):
         lines += ["```text", build_parser([]).format_help().rstrip(), "```", ""]
         for name, what in COMMANDS.items():
             parser = build_parser([name])
@@ -40,6 +44,26 @@ def command_line() -> str:
             text = HELP if name == "train" else commands.choices[name].format_help()
             lines += [f"## vitrel {name}", "", f"{what[0].upper()}{what[1:]}.", "", "```text", text.rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def configurations() -> str:
+    """Markdown: the header of every configuration in the package and in configs/."""
+    lines = []
+    for path in [*sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), *sorted((ROOT / "configs").glob("*.yaml"))]:
+        header = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        lines += [f"### {path.relative_to(ROOT)}", "", "```text", *(line[1:].strip() for line in header), "```", ""]
+    return "\n".join(lines)
+
+
+def columns() -> str:
+    """Markdown: the columns of results.csv and what each holds."""
+    from vitrel.evaluate.results import COLUMNS
+
+    lines = ["| column | holds |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', '/')} |" for name, what in COLUMNS.items())])
+
+
+INSERTED = {"<!-- configurations -->": configurations, "<!-- columns -->": columns}  # {mark in a page: what makes its place}
 
 
 def api() -> str:

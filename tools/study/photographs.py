@@ -134,7 +134,6 @@ def main(argv: list[str] | None = None) -> None:
     try:
         pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
         pages = {
-            "docs/studies/photographs_tables.md": study_tables(args.results, DATA),
             "docs/studies/photographs.md": [
                 ("headline", headline(args.results, DATA, CURVES, PLACES)),
                 ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
