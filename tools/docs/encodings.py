@@ -11,8 +11,8 @@ import re
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from oracles import ORACLES
 
+from oracles import ORACLES
 from vitrel.grid import Grid
 from vitrel.ops.reference import masked_logits
 from vitrel.position import POSITIONS, PositionEncoding, create_position
@@ -100,7 +100,9 @@ def picture(key: str) -> bytes:
                 axes.add_patch(Rectangle(corner, TRAINED.w, TRAINED.h, fill=False, edgecolor="white", linestyle="--"))
         row[0].set_ylabel("key row (patches)")
     panels[1][1].set_xlabel("key column (patches)")
-    figure.suptitle(f"{key}: {_quantity(key)} of the middle patch (+) with every key, trained on {TRAINED.h}×{TRAINED.w}", fontsize=11)
+    figure.suptitle(
+        f"{key}: {_quantity(key)} of the middle patch (+) with every key, trained on {TRAINED.h}×{TRAINED.w}", fontsize=11
+    )
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()
@@ -147,7 +149,9 @@ def _behaviour(cls: type[PositionEncoding]) -> str:
 
 
 def _row(key: str, text: str) -> list[list[str]]:
-    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    lines = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
     own = re.compile(rf"`?{key}`?(, .*|\+.*)?$")
     return [line for line in lines if own.match(line[0])]
 

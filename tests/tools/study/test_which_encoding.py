@@ -42,7 +42,9 @@ def test_the_page_is_what_the_results_give(monkeypatch, tmp_path):
         text = (ROOT / name).read_text("utf-8")
         (tmp_path / name).write_text(text.replace("| 100.0 ±0.5 |", "| 99.0 ±0.5 |", 1), "utf-8")
     (tmp_path / "docs" / "images").mkdir()
-    with pytest.raises(SystemExit, match=r"scenes\.md is not what the results give: run python -m tools\.study\.which_encoding"):
+    with pytest.raises(
+        SystemExit, match=r"scenes\.md is not what the results give: run python -m tools\.study\.which_encoding"
+    ):
         run(monkeypatch, "--check", "--root", tmp_path)
     run(monkeypatch, "--root", tmp_path)
     for name in (which_encoding.COSTS, which_encoding.EVIDENCE):
