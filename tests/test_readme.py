@@ -1,4 +1,4 @@
-"""README: the numbers in its comments are true, its pictures and links exist. tests/docs runs its Python and its command lines."""
+"""README: the numbers in its comments are true, its pictures and links exist. tests/docs runs its code."""
 
 import re
 

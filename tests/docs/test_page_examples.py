@@ -1,4 +1,4 @@
-"""Code and command lines of README and the pages: the Python runs as it stands there, and every `vitrel` command line parses."""
+"""Code and command lines of README and the pages: the Python runs as it stands there, every `vitrel` command line parses."""
 
 import contextlib
 import io
@@ -88,6 +88,4 @@ def test_command_lines_are_found():
     """In README: the quickstart behind &&, and those of its second example."""
     found = [argv[0] for argv in commands("README.md")]
     assert found == ["compare", "train", "train", "evaluate", "convert"]
-    assert sum("--nnodes=4" in PAGES[page] for page in PAGES) and any(
-        "--trainer.num_nodes=4" in argv for argv in COMMANDS.values()
-    )
+    assert any("--trainer.num_nodes=4" in argv for argv in COMMANDS.values())  # behind torchrun, on a continued line

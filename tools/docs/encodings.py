@@ -1,6 +1,7 @@
 """One page of the site for each encoding: formula, picture, cost, behaviour at a larger grid, source, oracle.
 
-Everything is read from the code (docstrings, POSITIONS, tests/oracles) and from the tables of docs/encodings/index.md (costs) and docs/studies/scenes.md (evidence).
+Everything is read from the code (docstrings, POSITIONS, tests/oracles) and from two tables: the costs of
+docs/encodings/index.md and the evidence of docs/studies/scenes.md.
 """
 
 import importlib
@@ -39,7 +40,7 @@ def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
     papers = list(dict.fromkeys(re.findall(r"arXiv (\d{4}\.\d{5})", first + rest)))
     lines = [f"# {key}", "", f"{what}", ""]
     if formula:
-        lines += ["```text", formula, "```", ""]
+        lines += ["``` { .text .formula }", formula, "```", ""]
     lines += [rest, "", "## Picture", "", f"![{_caption(key)}]({key}.png)", "", f"*{_caption(key)}*", ""]
     lines += ["## At a larger grid", "", _behaviour(cls), ""]
     lines += ["## Cost", "", *_cost(key, costs), ""]
@@ -100,9 +101,8 @@ def picture(key: str) -> bytes:
                 axes.add_patch(Rectangle(corner, TRAINED.w, TRAINED.h, fill=False, edgecolor="white", linestyle="--"))
         row[0].set_ylabel("key row (patches)")
     panels[1][1].set_xlabel("key column (patches)")
-    figure.suptitle(
-        f"{key}: {_quantity(key)} of the middle patch (+) with every key, trained on {TRAINED.h}×{TRAINED.w}", fontsize=11
-    )
+    what = f"{key}: {_quantity(key)} of the middle patch (+) with every key"
+    figure.suptitle(f"{what}, trained on {TRAINED.h}×{TRAINED.w}", fontsize=11)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()
@@ -126,8 +126,9 @@ def _quantity(key: str) -> str:
 
 def _caption(key: str) -> str:
     return (
-        f"{key} before training: the {_quantity(key)} of the patch marked + with every key, for three of {HEADS} heads, where all "
-        f"patches have the same content. Top: the training grid. Bottom: a larger one, the trained extent outlined. Grey: masked."
+        f"{key} before training: the {_quantity(key)} of the patch marked + with every key, for three of {HEADS} heads, where "
+        "all patches have the same content. Top: the training grid. Bottom: a larger one, the trained extent outlined. Grey: "
+        "masked."
     )
 
 
@@ -161,7 +162,7 @@ def _cost(key: str, text: str) -> list[str]:
     [row] = [row for row in _row(key, table) if row[0] == f"`{key}`"]
     names = SETTINGS[1:]
     table = [f"| {' | '.join(names)} |", "|" + "---|" * len(names), f"| {' | '.join(row[1:])} |"]
-    note = "Values added to a ViT-S/16; time of a ViT-Tiny/16 over the same without position, see [how it was measured](index.md#cost)."
+    note = "Values added to a ViT-S/16; time of a ViT-Tiny/16 over the same without position, see [how](index.md#cost)."
     return [note, "", *table]
 
 

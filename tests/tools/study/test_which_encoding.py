@@ -1,4 +1,4 @@
-"""The tables of docs/encodings/index.md and docs/studies/scenes.md: that they are those of the results, and what they are made of."""
+"""The tables of docs/encodings/index.md and docs/studies/scenes.md: what they are made of, and that they are up to date."""
 
 import functools
 import sys
