@@ -39,6 +39,8 @@ SHORT = [
          ["--model.tuning.init_from", "a.pth", "--data.size", "[160, 96]"]),
         (["--data", "flowers", "--size=160x96", "--epochs", "3"], "scratch",
          ["--data.data", "flowers", "--data.size=[160, 96]", "--trainer.max_epochs", "3"]),
+        (["--pretrained", "--shape", "native", "--tokens=196"], "finetune",
+         ["--model.tuning.pretrained=true", "--data.shape", "native", "--data.tokens=196"]),
         (["--data", "shapes"], "scratch", ["--data.augment=null", "--data.data", "shapes"]),
         (["--config", "mine.yaml", "--position", "table"], "", ["--config", "mine.yaml", "--model.tuning.position", "table"]),
         (["--model.model=deit", "--data.size", "64"], "", ["--model.model=deit", "--data.size", "64"]),

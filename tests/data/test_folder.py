@@ -116,7 +116,7 @@ def test_canvas_keeps_pixels_shows_more_content_and_pads_with_the_mean():
     ("arguments", "text"),
     [
         ({"interpolation": "lanczos"}, "unknown interpolation 'lanczos'; use one of bicubic, bilinear"),
-        ({"protocol": "stretch"}, "unknown protocol 'stretch'; use 'scale' or 'canvas'"),
+        ({"protocol": "stretch"}, "unknown protocol 'stretch'; use 'scale', 'canvas' or 'native'"),
         ({"crop_pct": 0.0}, "0 < crop_pct <= 1, not 0.0"),
         ({"protocol": "canvas"}, "give base_size"),
     ],

@@ -34,6 +34,21 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def native_folder(tmp_path_factory):
+    """As `folder`, with images of several aspect ratios, in number no multiple of a batch: 23 to train, 7 to evaluate each."""
+    root = tmp_path_factory.mktemp("native")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 23), ("val", 7)):
+        for label, name in enumerate(("grey", "red", "green", "blue")):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                array = rng.integers(0, 100, (*[(32, 32), (24, 48), (50, 20), (30, 40)][i % 4], 3))
+                array[..., label - 1 : label] += 120  # nothing for label 0
+                Image.fromarray(array.astype(np.uint8)).save(root / split / name / f"{i}.png")
+    return root
+
+
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """matplotlib takes longer than all the rest of such a run; test_summary.py draws the curves."""

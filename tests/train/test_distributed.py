@@ -51,9 +51,11 @@ def on_two(args, *hooks):
     return [status(child) for child in children]
 
 
-def test_the_same_as_one_process(command, tmp_path):
-    assert on_two(command("two", *PLAIN, *TWO)) == [0, 0]
-    assert status(in_child(command("one", *PLAIN))) == 0
+@pytest.mark.parametrize("shape", ["fixed", "native"])
+def test_the_same_as_one_process(command, native_folder, tmp_path, shape):
+    plain = (*PLAIN, f"--data.shape={shape}", *([f"--data.data={native_folder}"] if shape == "native" else []))
+    assert on_two(command("two", *plain, *TWO)) == [0, 0]
+    assert status(in_child(command("one", *plain))) == 0
     one, two = (rows(tmp_path / name / "metrics.csv") for name in ("one", "two"))
     assert [row["step"] for row in one] == [row["step"] for row in two]
     for a, b in zip(one, two, strict=True):

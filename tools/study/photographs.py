@@ -26,7 +26,7 @@ CURVES = {  # of the headline; all are in the tables
     ("log_decay", "keep"): "log_decay",
     ("rope_mixed", "none"): "rope_mixed",
     ("rope_mixed+yarn", "none"): "rope_mixed, yarn",
-    ("swin", "fixed"): "Swin, window kept",
+    ("swin", "fixed"): "Swin, window fixed",
     ("swin", "rescale+geometric"): "Swin, window rescaled",
 }
 DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # which hardly differs from bicubic

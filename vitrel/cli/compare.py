@@ -106,7 +106,7 @@ def check_models(comparison: "Comparison") -> None:
 
 
 def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True) -> None:
-    """Trains what is missing, evaluates all, and prints the tables and one verdict per model."""
+    """Trains what is missing, evaluates all, and prints the answer for every model and the tables."""
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.processes import shared_with
     from vitrel.evaluate.report import summary

@@ -1,4 +1,4 @@
-"""Evaluate models at many resolutions: tables, plots, a report, and one verdict per model on what had to be resized.
+"""Evaluate models at many resolutions: what to do with each model, tables, plots, a report.
 
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320

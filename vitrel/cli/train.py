@@ -30,6 +30,8 @@ SHORT = {  # what other subcommands call so: the key of a configuration
     "--absolute": "--model.tuning.absolute",
     "--data": "--data.data",
     "--size": "--data.size",
+    "--shape": "--data.shape",
+    "--tokens": "--data.tokens",
     "--epochs": "--trainer.max_epochs",
     "--out": "--trainer.default_root_dir",
     "-o": "--trainer.default_root_dir",
@@ -45,6 +47,7 @@ options win. Without --config: a recipe for fine-tuning where weights are given,
   --pretrained, --weights FILE    start from the weights that timm has for the name, or from these
   --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the embedding beside it
   --size N|HxW, --epochs N        pixels, and passes over the images
+  --shape native, --tokens N      every image at its own aspect ratio, of at most N tokens (as many as --size has)
   --out DIR                       folder of the run
   --config FILE                   a YAML file; several are laid over each other
   --ckpt_path auto|FILE           go on with the run in trainer.default_root_dir, or from a checkpoint
@@ -58,7 +61,7 @@ data
   --data.augment YAML             {} for the defaults, null for none
   --data.n_train N, --data.n_val N    a subset; default all
   --data.train_sizes YAML         sizes that batches take turns at, e.g. '[80, 96, [96, 128]]'
-  --data.repeats N, --data.reading YAML, --data.region YAML
+  --data.repeats N, --data.reading YAML, --data.region YAML, --data.shape, --data.tokens
 
 model
   --model.model NAME|FILE         the same as --model; every short option above stands for a key

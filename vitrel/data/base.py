@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torchvision.transforms.functional import resize
 from vitrel.data.decode import BadImage, Reading
 from vitrel.data.draw import Draw
 from vitrel.data.memory import names_image
+
+HEADER_READERS = 16  # threads: on a network disk they wait
 
 
 class ImageSet(Dataset, ABC):
@@ -40,10 +43,15 @@ class ImageSet(Dataset, ABC):
         self.bad = torch.zeros(n, dtype=torch.uint8).share_memory_()
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
         self._cached: dict[int, tuple[Tensor, int]] = {}  # with reading.cached_side
+        self._sizes: list[tuple[int, int]] | None = None
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, int]:
         """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
+
+    @abstractmethod
+    def image_size(self, index: int) -> tuple[int, int]:
+        """(height, width) of an image in its file, pixels, without decoding it; `BadImage` where its header cannot be read."""
 
     @abstractmethod
     def label(self, index: int) -> int:
@@ -97,6 +105,22 @@ class ImageSet(Dataset, ABC):
     def contents(self) -> list[str]:
         """What the set holds, wherever it lies: of each image in order the name below the set's folder, a tab and the label."""
         return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
+
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of every image in its file, pixels; (1, 1) of unreadable headers unless `on_bad` is "raise"."""
+
+        def size(index: int) -> tuple[int, int]:
+            try:
+                return self.image_size(index)
+            except BadImage:
+                if self.reading.on_bad == "raise":
+                    raise
+                return 1, 1
+
+        if self._sizes is None:
+            with ThreadPoolExecutor(HEADER_READERS) as readers:
+                self._sizes = list(readers.map(size, range(len(self))))
+        return self._sizes
 
     def bad_indices(self) -> list[int]:
         """Images that were asked for and could not be read so far, by any process."""

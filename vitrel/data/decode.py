@@ -128,6 +128,14 @@ def decode(
             raise BadImage(f"cannot decode {name}: {what}; {WAY_OUT}") from error
 
 
+def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> tuple[int, int]:
+    """(height, width) in pixels that `decode` would give, from the header alone; `BadImage` where it cannot be read."""
+    name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
+    with nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file:
+        w, h = _header(file, max_pixels, name).size
+    return h, w
+
+
 def open_image(path: str | Path, name: str) -> IO[bytes]:
     """The opened file; `BadImage` with its name for a path that cannot be opened, a pipe or a device."""
     try:

@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
 from vitrel.data.base import ImageSet, subset
-from vitrel.data.decode import Reading, decode
+from vitrel.data.decode import Reading, decode, image_size
 from vitrel.data.scan import Scan, class_folders, tell_once
 from vitrel.files import shown
 
@@ -35,14 +35,15 @@ class Prepare:
 
     `scale`: the image is resized until it covers size / crop_pct, then its centre of H×W is kept: the same field of view at
     every square size. `canvas`: the image is resized as it would be for `base_size`, so that objects keep the pixels they have
-    there; what of it lies within the centred H×W is kept and the rest is padded with the mean colour.
+    there; what of it lies within the centred H×W is kept and the rest is padded with the mean colour. `native`: the whole image
+    is resized to H×W, which `vitrel.sizes.native_size` finds for each image.
 
     Args:
         size: (H, W) of the result, pixels.
         mean, std: per channel, in units of the full range (0 to 1).
         crop_pct: share of the resized image that the crop keeps, 0 < crop_pct <= 1.
         interpolation: "bicubic" or "bilinear".
-        protocol: "scale" or "canvas".
+        protocol: "scale", "canvas" or "native".
         base_size: (H, W) of training, which `canvas` needs.
 
     Raises:
@@ -61,8 +62,8 @@ class Prepare:
     ) -> None:
         if interpolation not in INTERPOLATIONS:
             raise ValueError(f"unknown interpolation {interpolation!r}; use one of {', '.join(INTERPOLATIONS)}")
-        if protocol not in ("scale", "canvas"):
-            raise ValueError(f"unknown protocol {protocol!r}; use 'scale' or 'canvas'")
+        if protocol not in ("scale", "canvas", "native"):
+            raise ValueError(f"unknown protocol {protocol!r}; use 'scale', 'canvas' or 'native'")
         if not 0 < crop_pct <= 1:
             raise ValueError(f"crop_pct is the share of the image that is kept, 0 < crop_pct <= 1, not {crop_pct}")
         if protocol == "canvas" and base_size is None:
@@ -70,7 +71,7 @@ class Prepare:
         self.size, self.mean, self.std = tuple(size), mean, std
         self.crop_pct, self.protocol, self.base_size = crop_pct, protocol, base_size
         self.interpolation = interpolation
-        view = size if protocol == "scale" else base_size
+        view = base_size if protocol == "canvas" else size
         self.cover = tuple(floor(side / crop_pct) for side in view)
 
     def at(self, size: tuple[int, int]) -> "Prepare":
@@ -87,7 +88,9 @@ class Prepare:
         return center_crop(image, list(self.size))  # pads with 0, which is the mean colour once normalised
 
     def resized(self, h: int, w: int) -> list[int]:
-        """(h', w') of an h×w image just large enough to cover, its aspect kept."""
+        """(h', w') of an h×w image just large enough to cover, its aspect kept; of `native`, the size."""
+        if self.protocol == "native":
+            return list(self.size)
         tall, wide = self.cover
         if tall * w >= wide * h:
             return [tall, max(wide, tall * w // h)]
@@ -135,6 +138,10 @@ class Folder(ImageSet):
         """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
         path, label = self.samples[index]
         return decode(path, self.reading.max_pixels, self.reading.decoder), label
+
+    def image_size(self, index: int) -> tuple[int, int]:
+        """(height, width) of an image in its file, pixels, without decoding it; `BadImage` where its header cannot be read."""
+        return image_size(self.samples[index][0], self.reading.max_pixels)
 
     def label(self, index: int) -> int:
         """The label of an image, without decoding it."""

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
 from vitrel.data.base import ImageSet, subset
-from vitrel.data.decode import Reading, decode
+from vitrel.data.decode import Reading, decode, image_size
 from vitrel.data.folder import Split, below
 from vitrel.files import shown
 
@@ -86,6 +86,13 @@ class TorchvisionSet(ImageSet):
         if self.files:
             return decode(image, self.reading.max_pixels, self.reading.decoder), label
         return pil_to_tensor(image.convert("RGB")), label
+
+    def image_size(self, index: int) -> tuple[int, int]:
+        """(height, width) of an image, pixels; of a file without decoding it, `BadImage` where its header cannot be read."""
+        if self.files:
+            return image_size(self.source[self.chosen[index]][0], self.reading.max_pixels)
+        h, w = self.read(index)[0].shape[-2:]
+        return h, w
 
     def label(self, index: int) -> int:
         """The label of an image, without decoding it."""

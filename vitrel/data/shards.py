@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vitrel.data.base import ImageSet, subset
-from vitrel.data.decode import SUFFIXES, Reading, decode
+from vitrel.data.decode import SUFFIXES, Reading, decode, image_size
 from vitrel.data.folder import Split
 from vitrel.extras import optional_import
 from vitrel.files import shown
@@ -84,11 +84,13 @@ class Shards(ImageSet):
 
     def read(self, index: int) -> tuple[Tensor, int]:
         """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
-        shard, sample = self._find(index)
-        with open(self.path(shard), "rb") as file:
-            file.seek(sample.offset)
-            data = file.read(sample.size)
-        return decode(data, self.reading.max_pixels, self.reading.decoder, self.sample_name(shard, sample)), sample.label
+        data, label, name = self._encoded(index)
+        return decode(data, self.reading.max_pixels, self.reading.decoder, name), label
+
+    def image_size(self, index: int) -> tuple[int, int]:
+        """(height, width) of an image, pixels, without decoding it; `BadImage` where its header cannot be read."""
+        data, _, name = self._encoded(index)
+        return image_size(data, self.reading.max_pixels, name)
 
     def label(self, index: int) -> int:
         """The label of an image, without decoding it."""
@@ -132,6 +134,13 @@ class Shards(ImageSet):
         for i, shard in enumerate(self.shards):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise ValueError(f"{self.path(i)} has changed since it was packed (SHA-256); {REPACK}")
+
+    def _encoded(self, index: int) -> tuple[bytes, int, str]:
+        """(encoded image, label, name)."""
+        shard, sample = self._find(index)
+        with open(self.path(shard), "rb") as file:
+            file.seek(sample.offset)
+            return file.read(sample.size), sample.label, self.sample_name(shard, sample)
 
     def _find(self, index: int) -> tuple[int, Sample]:
         if self.chosen is not None:

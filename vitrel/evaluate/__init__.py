@@ -2,7 +2,7 @@
 
 `vitrel.evaluate.at_sizes` does it in one call. Every file imports only those before it: settings (what is asked), models (what
 is evaluated), policies (how a model reads another size), images, metrics, processes, measure (tasks, and one task as a row),
-results (the folder and its tables), report (verdicts, plots, report.html), run (the whole), compare (several models and seeds).
+results (the folder and its tables), report (answers, plots, report.html), run (the whole), compare (several models and seeds).
 """
 
 from typing import Any

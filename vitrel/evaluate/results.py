@@ -23,7 +23,7 @@ import timm
 import torch
 import torchvision
 
-from vitrel.data import SHAPES, Reading
+from vitrel.data import SHAPES, Reading, class_names
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import t_interval, wilson
 from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
@@ -56,6 +56,7 @@ COLUMNS = {
     "nll": "mean negative log-likelihood, nats",
     "ece": "expected calibration error, percent, 15 equal bins of the confidence",
     "n": "images",
+    "majority": "share of the most frequent class among them, percent: top1 of always answering that class",
     "left_out": "images left out, since they cannot be read; bad_images.csv names them",
     "retention": "top1 / top1 at the training size under the same protocol and crop",
     "best_size": "size of the highest top1 on this model's, seed's, protocol's, crop's and policy's curve",
@@ -110,10 +111,10 @@ COLUMNS = {
 }
 # which a file of an earlier version may lack
 ADDED = (
-    "saturated", "left_out", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops", "attention_entropy",
-    "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std", "class_map", "decoder",
-    "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python", "torchvision",
-    "commit",
+    "saturated", "left_out", "majority", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops",
+    "attention_entropy", "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std",
+    "class_map", "decoder", "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "python",
+    "torchvision", "commit",
 )  # fmt: skip
 TEXT = (
     "model",
@@ -402,6 +403,8 @@ def read_csv(path: Path) -> list[Row]:
     if "saturated" not in frame and {"unseen", "resized"} <= set(frame):
         # in files without the column only clipped tables read a trained edge, and at every unseen offset
         frame["saturated"] = frame["unseen"].where(frame["resized"].str.contains("clip"), 0.0)
+    if "data" in frame and "majority" not in frame:  # at least the even share, which is known of what the package draws
+        frame["majority"] = frame["data"].map({name: 100 / len(class_names(name)) for name in SHAPES})
     if "n" in frame and "left_out" not in frame:
         frame["left_out"] = 0  # such an image ended the evaluation
     if lacking := [name for name in COLUMNS if name not in frame and name not in ADDED]:

@@ -5,6 +5,7 @@ from r on: with the same images per update, any number of ranks trains on the sa
 batches that are done, without reading them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 
@@ -57,15 +58,9 @@ class Plan:
                     "raise data.batch_size or leave that size out"
                 )
             turns.append(Batch(images // step * step, (h, w) if sizes else None))
-        self.batches: list[Batch] = []
-        least = min(batch.images for batch in turns)
-        for batch in cycle(turns):
-            if n < least * world:
-                break
-            if n >= batch.images * world:
-                self.batches.append(batch)
-                n -= batch.images * world
+        self.batches = [turns[k] for k in in_turns(n, [batch.images * world for batch in turns])]
         if not self.batches:
+            least = min(batch.images for batch in turns)
             raise ValueError(
                 f"{n} training images are fewer than one batch of {least * world}: lower data.batch_size or raise data.n_train"
             )
@@ -78,11 +73,44 @@ class Plan:
         if not self.several:
             return self.batches
         # one more than the images' seed, so that sizes and images are drawn apart
-        order = torch.randperm(len(self.batches), generator=_generator(self.seed, epoch, 1))
+        order = torch.randperm(len(self.batches), generator=generator(self.seed, epoch, 1))
         return [self.batches[i] for i in order.tolist()]
 
 
-class EpochOrder(Sampler[list[int | Draw]]):
+def in_turns(n: int, images: Sequence[int]) -> list[int]:
+    """Which kind of batch comes next, in turns, for as long as any of them can be filled from n images."""
+    found: list[int] = []
+    for kind in cycle(range(len(images))):
+        if n < min(images):
+            return found
+        if n >= images[kind]:
+            found.append(kind)
+            n -= images[kind]
+    return found
+
+
+class Order(Sampler[list[int | Draw]], ABC):
+    """Abstract. The batches of one rank, epoch after epoch."""
+
+    epoch = first = 0
+
+    def start(self, epoch: int, batch: int = 0) -> None:
+        """What the next iteration yields: the batches of `epoch` from `batch` on."""
+        self.epoch, self.first = epoch, batch
+
+    def __iter__(self) -> Iterator[list[int | Draw]]:
+        yield from self.batches(self.epoch)[self.first :]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of every rank in every epoch, those that are passed over included."""
+
+    @abstractmethod
+    def batches(self, epoch: int) -> list[list[int | Draw]]:
+        """All batches of this rank in an epoch."""
+
+
+class EpochOrder(Order):
     """Batches of this rank: every index at most once per epoch, shuffled by (seed, epoch).
 
     Args:
@@ -96,21 +124,13 @@ class EpochOrder(Sampler[list[int | Draw]]):
 
     def __init__(self, n: int, plan: Plan, repeats: int = 1, rank: int = 0, world: int = 1, seed: int = 0) -> None:
         self.n, self.plan, self.repeats, self.rank, self.world, self.seed = n, plan, repeats, rank, world, seed
-        self.start(0)
-
-    def start(self, epoch: int, batch: int = 0) -> None:
-        """What the next iteration yields: the batches of `epoch` from `batch` on."""
-        self.epoch, self.first = epoch, batch
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __iter__(self) -> Iterator[list[int | Draw]]:
-        yield from self.batches(self.epoch)[self.first :]
-
     def batches(self, epoch: int) -> list[list[int | Draw]]:
         """All batches of this rank in an epoch."""
-        order = torch.randperm(self.n, generator=_generator(self.seed, epoch)).tolist()
+        order = torch.randperm(self.n, generator=generator(self.seed, epoch)).tolist()
         found, start = [], 0
         for batch in self.plan(epoch):
             places = range(start + self.rank, start + batch.images * self.world, self.world)
@@ -166,5 +186,6 @@ class EveryImageOnce(Dataset):
         return found + [fill] * (len(places) - len(real))
 
 
-def _generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
+def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
+    """The random numbers of an epoch; those of another stream are drawn apart."""
     return torch.Generator().manual_seed(seed * 1_000_003 + epoch + stream * 7_919_000_003)

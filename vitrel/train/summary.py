@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,8 @@ class Predictions(Callback):
         self.seen, self.passed = [], 0
         # what the evaluation computes is recorded: one more forward pass of one rank alone would hang a sharded model
         self.hook = module.register_forward_hook(self.record_logits)
-        batches = int(sum(trainer.num_val_batches))
-        images = (batches - 1) * trainer.datamodule.batch_size + 1  # at least: the last batch may be short
+        batches = islice(trainer.val_dataloaders.batch_sampler, int(sum(trainer.num_val_batches)))
+        images = sum(map(len, batches))
         self.wanted = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
 
     def on_validation_batch_end(
@@ -234,6 +235,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "positions": sorted({part["key"] for part in module.position.values()}),
         "parameters": sum(p.numel() for p in module.model.parameters()),  # type: ignore[misc]
         "img_size": list(module.img_size),
+        "tokens": data.budget if data.shape == "native" else None,
         "data": data.data,
         "classes": len(data.classes),
         "train_images": len(data.train_set),
@@ -244,9 +246,10 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 def _header(about: dict[str, Any], folder: Path) -> str:
     """What is trained, on what and where it goes, in two lines."""
-    size = format_size(about["img_size"])
+    tokens = about["tokens"]
+    size = f"{format_size(about['img_size'])} px" if tokens is None else f"native shape, {tokens} tokens at most"
     return (
-        f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size} px\n"
+        f"{about['model']}, {about['parameters'] / 1e6:.2f} M parameters, {about['classes']} classes, at {size}\n"
         f"{about['train_images']:,} training and {about['val_images']:,} evaluation images of {about['data']}; "
         f"{about['max_epochs']} epochs, written to {folder}"
     )

@@ -1,20 +1,18 @@
-"""The results of an evaluation in words: Markdown tables, one verdict per model, and the judgement of claims.
+"""The results of an evaluation in words: the answer for every model, Markdown tables, and the judgement of claims.
 
-The verdicts say what had to be resized and what became of the accuracy. Claims are written down before an evaluation runs; by
-its rows they hold, are not shown, or do not hold.
+The answers come first, see `vitrel.evaluate.report.answers`. Claims are written down before an evaluation runs; by its
+rows they hold, are not shown, or do not hold.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vitrel.evaluate.metrics import Z95, t_interval
-from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
+from vitrel.evaluate.metrics import difference_interval
+from vitrel.evaluate.report.answers import answer_lines
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
-from vitrel.position import POSITIONS
 from vitrel.sizes import format_size, parse_size
 
 with optional_import():
@@ -27,36 +25,42 @@ DETAILS = {
     "img_size": "size",
     "tokens": "tokens",
     "top1": "top-1 %",
-    "low": "low",
-    "high": "high",
+    "low": "95 % from",
+    "high": "to",
     "top5": "top-5 %",
     "nll": "NLL",
     "ece": "ECE %",
     "retention": "retention",
-    "n": "n",
+    "n": "images",
     "seeds": "seeds",
     "window": "windows",
-    "pad_fraction": "padded",
-    "gflops": "GFLOPs",
+    "pad_fraction": "padding",
+    "gflops": "10^9 multiply-adds",
     "attention_span": "attended tokens",
     "attention_distance": "attended patches away",
     "border_leak": "border leak",
-    "resized": "resized",
+    "resized": "rule",
     "resized_params": "values resampled",
-    "unseen": "unseen",
-    "saturated": "saturated",
-    "unchanged": "unchanged",
-    "infer_samples_per_sec": "img/s",
+    "unseen": "offsets not trained",
+    "saturated": "of them read at an edge",
+    "unchanged": "weights unchanged",
+    "infer_samples_per_sec": "images/s",
     "peak_memory_mb": "peak MiB",
     "batch_size": "batch",
-    "oom": "oom",
+    "oom": "out of memory",
 }
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The accuracy tables and one verdict per model, as Markdown that reads well in a terminal."""
-    lines = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
-    return f"{accuracy_tables(aggregate(rows))}\n{lines}\n"
+    """The answer for every model, then the accuracy tables, as Markdown that reads well in a terminal."""
+    lines = "\n".join(f"- {line}" for line in answer_lines(rows))
+    return f"{lines}\n\n{accuracy_tables(aggregate(rows))}"
+
+
+def table_page(rows: Sequence[Row], title: str) -> str:
+    """table.md: the answers, the accuracy tables, the curves and every aggregated row."""
+    table = aggregate(rows)
+    return f"# {title}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
 
 
 def accuracy_tables(table: pd.DataFrame) -> str:
@@ -67,8 +71,8 @@ def accuracy_tables(table: pd.DataFrame) -> str:
         lines = []
         for label, policy, rows in curves(table[table["protocol"] == protocol]):
             by_size = {row.img_size: f"{row.top1:.1f} ±{(row.high - row.low) / 2:.1f}" for row in rows.itertuples()}
-            lines.append([label, _resampled(rows, policy), *(by_size.get(size, "-") for size in sizes)])
-        head = ["model", "resampled at a new size", *sizes]
+            lines.append([label, policy, _resampled(rows), *(by_size.get(size, "-") for size in sizes)])
+        head = ["model", "policy", "values resampled at other sizes", *sizes]
         parts.append(f"Top-1 in percent, {protocol} protocol:\n\n" + markdown(head, lines))
     trained = ", ".join(dict.fromkeys(table["train_size"]))
     kinds = ", ".join(dict.fromkeys(table["interval"]))
@@ -76,7 +80,7 @@ def accuracy_tables(table: pd.DataFrame) -> str:
 
 
 def details_table(table: pd.DataFrame) -> str:
-    """Every aggregated row with its main columns."""
+    """Every aggregated row with its main columns, those of which anything is known."""
     digits = {
         "nll": 3,
         "retention": 3,
@@ -97,8 +101,10 @@ def details_table(table: pd.DataFrame) -> str:
             return f"{value:,.0f}"
         return f"{value:.{digits.get(name, 1)}f}"
 
-    records = table.to_dict("records")
-    return markdown(list(DETAILS.values()), [[text(name, row[name]) for name in DETAILS] for row in records])
+    known = [name for name in DETAILS if table[name].notna().any()]
+    return markdown(
+        [DETAILS[name] for name in known], [[text(name, row[name]) for name in known] for row in table.to_dict("records")]
+    )
 
 
 def curves_table(table: pd.DataFrame) -> str:
@@ -123,12 +129,6 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rule = ["-" * (width - 1) + ":" if flag else "-" * width for width, flag in zip(widths, right, strict=True)]
     texts = [[pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)] for line in cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in [texts[0], rule, *texts[1:]]) + "\n"
-
-
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """One sentence per label, in the order of the rows: what was resampled, where, how much of it; its top-1."""
-    table = aggregate(rows)
-    return [_verdict(label, table[table["label"] == label]) for label in table["label"].unique()]
 
 
 @dataclass(frozen=True)
@@ -178,112 +178,12 @@ def judge(claims: Sequence[Claim], rows: Sequence[Row], translated: Sequence[Row
     return [_judged(claim, rows, translated) for claim in claims]
 
 
-def _resampled(curve: pd.DataFrame, policy: str) -> str:
+def _resampled(curve: pd.DataFrame) -> str:
+    """The most parameter values that are resampled, of how many, by which rules: "2,700 of 469,300 (table bicubic)"."""
+    rules = ", ".join(rule for rule in curve["resized"].unique() if rule != "nothing")
     most = curve.loc[curve["resized_params"].idxmax()]
-    rules = [rule for rule in curve["resized"].unique() if rule != "nothing"]
-    if rules:
-        grown = "window rescaled, " if policy.split("+")[0] == "rescale" else ""
-        return f"{grown}{', '.join(rules)}: {most['resized_params']:,} of {most['params']:,}"
-    return "nothing" if policy == "none" else f"nothing ({policy})"
-
-
-def _verdict(label: str, table: pd.DataFrame) -> str:
-    parts = [_resized(table), *([] if table["unchanged"].all() else [_changed(table)])]
-    accuracy = [_accuracy(group, protocol) for protocol, group in table.groupby("protocol", sort=False)]
-    return f"{label}: {'; '.join(parts)}; top-1 {'; '.join(accuracy)}{_basis(table)}."
-
-
-def _changed(table: pd.DataFrame) -> str:
-    return f"THE STATE DICT CHANGED at {_list(table[~table['unchanged']]['img_size'].unique())}"
-
-
-def _resized(table: pd.DataFrame) -> str:
-    sizes = list(table["img_size"].unique())
-    same = " (state dict bit-identical)" if table["unchanged"].all() else ""
-    tried = [(policy, rows[rows["policy"] != "none"]) for _, policy, rows in curves(table)]
-    if len(tried) > 1:
-        where = _among(list(table[table["policy"] != "none"]["img_size"].unique()), sizes)
-        alike: dict[str, list[str]] = {}
-        for policy, rows in tried:
-            alike.setdefault(_interpolated(rows) + _never_trained(rows), []).append(policy)
-        each = [f"{' or '.join(policies)}: {text}" for text, policies in alike.items()]
-        windows = frozenset().union(*map(policy_parts, table["policy"])) & {*WINDOW_POLICIES}
-        kind = "policy of windows" if len(windows) > 1 else "resize policy"
-        return f"the {kind} decides at {where}{same}: {'; '.join(each)}"
-    resized = table[table["resized"] != "nothing"]
-    rules = " or ".join(resized["resized"].unique())
-    where = _among(list(resized["img_size"].unique()), sizes) if len(resized) else ""
-    if resized["resized_params"].any():
-        return f"{_interpolated(resized)} ({rules}) at {where}{same}{_never_trained(table)}"
-    what = "nothing interpolated, re-created or touched" if same and resized.empty else "nothing interpolated"
-    everywhere = f"any of {len(sizes)} sizes" if len(sizes) > 1 else sizes[0]
-    read = "" if resized.empty or "clip" in rules else f", read by {rules} at {where}"
-    return f"{what} at {everywhere}{same}{read}{_never_trained(table)}"
-
-
-def _interpolated(rows: pd.DataFrame) -> str:
-    counts = sorted(rows["resized_params"].unique())
-    if counts[-1] == 0:
-        return "nothing interpolated"
-    number = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
-    return f"{number} of {rows['params'].iloc[0]:,} parameters interpolated"
-
-
-def _never_trained(rows: pd.DataFrame) -> str:
-    """Only where untrained offsets are read as they are: interpolation gives every offset a value from trained ones."""
-    raw = rows[(rows["unseen"] > 0) & ((rows["saturated"] > 0) | ~rows["resized"].map(_stretches))]
-    if raw.empty:
-        return ""
-    worst = raw.loc[raw["unseen"].idxmax()]
-    most = "up to " if raw["unseen"].nunique() > 1 else ""
-    if not worst["saturated"]:
-        return f", evaluated at offsets never trained ({most}{100 * worst['unseen']:.0f} % of them, at {worst['img_size']})"
-    keys = worst["encoding"].split("+")
-    edge = "far bucket" if "t5" in keys and "clip" not in worst["resized"] else "edge value"
-    part = "" if worst["saturated"] == worst["unseen"] else f" {100 * worst['saturated']:.0f} %"
-    turned = ", where the rotation is evaluated" if any(key in POSITIONS and POSITIONS[key].rotates for key in keys) else ""
-    share = f"{most}{100 * worst['unseen']:.0f} % of the offsets (at {worst['img_size']})"
-    return f", {share} were never trained and{part} read the {edge}{turned}"
-
-
-def _stretches(resized: str) -> bool:
-    """Whether the rules of a row serve all offsets from trained ones, as `table bicubic` does; not `absolute bicubic`."""
-    encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resized.split(" + ")) if key in POSITIONS]
-    return any((encoding.site, encoding.behaviour) == ("attention", "resized") for encoding in encodings)
-
-
-def _among(resized: list[str], sizes: list[str]) -> str:
-    others = [size for size in sizes if size not in resized]
-    if not others:
-        return "every size"
-    return f"every size but {_list(others)}" if len(others) < len(resized) else _list(resized)
-
-
-def _accuracy(table: pd.DataFrame, protocol: str) -> str:
-    """Top-1 at the training size, then at the smallest and the largest other size, policy by policy where they differ."""
-    trained = table["train_size"].iloc[0]
-    at = table[table["img_size"] == trained]
-    start = f"{at['top1'].iloc[0]:.1f} % at {trained}" if len(at) else ""
-    others = [size for size in sorted(table["img_size"].unique(), key=by_area) if size != trained]
-    ends = []
-    for size in dict.fromkeys(others[:1] + others[-1:]):
-        found = [rows[rows["img_size"] == size] for _, _, rows in curves(table)]
-        shown = dict.fromkeys(
-            f"{row['policy'] + ' ' if row['policy'] != 'none' and len(found) > 1 else ''}{row['top1']:.1f} %"
-            for rows in found
-            for row in rows.to_dict("records")
-        )
-        ends.append(f"{', '.join(shown)} at {size}")
-    return " -> ".join(filter(None, (start, " and ".join(ends)))) + f" ({protocol})"
-
-
-def _basis(table: pd.DataFrame) -> str:
-    seeds, n = table["seeds"].max(), table["n"].max()
-    return f" (mean of {seeds} seeds, n = {n:,} each)" if seeds > 1 else f" (n = {n:,})"
-
-
-def _list(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    count = f"{most['resized_params']:,} of {most['params']:,}" if most["resized_params"] else "none"
+    return f"{count} ({rules})" if rules else count
 
 
 def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row]) -> str:
@@ -296,7 +196,7 @@ def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row]) -> str
     open_ = [pair for pair in pairs if pair not in held and pair not in against]
     verdict = "holds" if pairs and len(held) == len(pairs) else "does not hold" if against else "is not shown"
     lines = [f"- **{claim.text}** This {verdict} ({len(held)} of {len(pairs)} pairs; {_place(claim)})."]
-    for word, some in (("Ahead", held), ("Intervals that hold zero", open_), ("Behind", against)):
+    for word, some in (("Ahead", held), ("No difference shown", open_), ("Behind", against)):
         if some:
             texts = [f"{a} {mean:+.1f} ±{half:.1f}" + (f" ({b})" if len(others) > 1 else "") for a, b, mean, half in some]
             lines.append(f"  {word}: {', '.join(texts)}.")
@@ -327,17 +227,11 @@ def _difference(
     if isinstance(other, str):
         theirs = _accuracies(claim, rows, translated, other)
         seeds = sorted(ours.keys() & theirs.keys())
-        differences = [ours[seed][0] - theirs[seed][0] for seed in seeds]
-        means = [sum(side[seed][0] for seed in seeds) / len(seeds) for side in (ours, theirs)]
+        values: list[float] | float = [theirs[seed][0] for seed in seeds]
     else:
-        differences, means = [value - other for value, _ in ours.values()], [sum(v for v, _ in ours.values()) / len(ours)]
+        seeds, values = [*ours], other
     n = min(n for _, n in ours.values())
-    shares = [(n * mean / 100 + 1) / (n + 2) for mean in means]
-    half = 100 * Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (n + 2))
-    if len(differences) > 1:
-        low, high = t_interval(differences)
-        half = max(half, (high - low) / 2)
-    return sum(differences) / len(differences), half
+    return difference_interval([ours[seed][0] for seed in seeds], values, n)
 
 
 def _accuracies(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:

@@ -25,7 +25,8 @@ from vitrel.evaluate.measure import Task, tasks_of
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.models import Trained
 from vitrel.evaluate.policies import at_size_with
-from vitrel.evaluate.report import DETAILS, verdicts
+from vitrel.evaluate.report import DETAILS
+from vitrel.evaluate.report.answers import answer_lines
 from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, read_csv, read_lines, top1_interval
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.extras import optional_import
@@ -131,7 +132,7 @@ def contents(rows: Sequence[Row], folder: Path, title: str) -> dict[str, Any]:
             {"label": label, "policy": policy, "name": curve_name(label, policy), "rows": part.index.tolist()}
             for label, policy, part in curves(table)
         ],
-        "verdicts": verdicts(rows),
+        "verdicts": answer_lines(rows),
         "claims": _claims(folder),
         "classes": _classes(read_lines(folder, "per_class"), crops),
         "translation": _translation(read_lines(folder, "translation"), crops),

@@ -1,0 +1,86 @@
+"""What native shape needs of data sets: sizes from headers, images resized whole, crops that are not squashed."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrel.data import BadImage, Reading, create_dataset
+from vitrel.data.augment import Augmenter
+from vitrel.data.augmentation import Augmentation
+from vitrel.data.folder import Prepare
+from vitrel.data.pack import pack
+from vitrel.sizes import native_size
+
+CFG = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+
+
+def save(path, h, w, turned=False):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    exif = Image.Exif()
+    if turned:
+        exif[0x0112] = 6  # a quarter turn, which is ignored
+    Image.fromarray(np.full((h, w, 3), 90, np.uint8)).save(path, exif=exif)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split in ("train", "val"):
+        save(tmp_path / split / "a" / "0.png", 20, 30)
+        save(tmp_path / split / "a" / "1.jpg", 40, 25, turned=True)
+        save(tmp_path / split / "b" / "2.png", 16, 16)
+    return tmp_path
+
+
+def test_sizes_are_those_of_the_decoded_images(folder):
+    pack(folder, folder / "shards")
+    for data in (folder, folder / "shards"):
+        images = create_dataset(str(data), "train", (32, 32), **CFG)
+        assert sorted(images.image_sizes()) == [(16, 16), (20, 30), (40, 25)]
+        assert images.image_sizes() == [tuple(images.read(i)[0].shape[-2:]) for i in range(3)]
+
+
+def test_an_unreadable_header_stops_or_counts_as_square(folder):
+    (folder / "train" / "a" / "1.jpg").write_bytes(b"no image")
+    with pytest.raises(BadImage, match=r"1\.jpg"):
+        create_dataset(str(folder), "train", (32, 32), **CFG).image_sizes()
+    replaced = create_dataset(str(folder), "train", (32, 32), **CFG, reading=Reading(on_bad="replace"))
+    assert replaced.image_sizes() == [(20, 30), (1, 1), (16, 16)]
+
+
+def axes(h, w):
+    """A picture whose first channel rises by two a row and whose second by two a column."""
+    y, x = torch.arange(h)[:, None].expand(h, w), torch.arange(w)[None].expand(h, w)
+    return torch.stack([2 * y, 2 * x, 0 * x]).to(torch.uint8)
+
+
+def slopes(image):
+    """How fast the two channels rise along their axes, by pixel of the view."""
+    levels = image * 127.5
+    return float(levels[0].diff(dim=0).mean()), float(levels[1].diff(dim=1).mean())
+
+
+@pytest.mark.parametrize("library", ["albumentations", "torchvision", "timm"])
+def test_a_crop_is_squashed_by_what_is_drawn_alone(library):
+    """Without jitter of the aspect ratio a pixel of any native view is as high as it is wide in the image."""
+    for h, w in ((64, 96), (100, 60), (120, 61)):
+        size = native_size(h, w, 64, (8, 8))
+        augment = Augmenter(
+            Augmentation(library=library, ratio=(1.0, 1.0), scale=(0.3, 0.6), flip=False, jitter=0.0, interpolation="bilinear"),
+            size,
+            **CFG,
+        )
+        for index in range(3):
+            view = augment(axes(h, w), 0, index)
+            assert view.shape == (3, *size)
+            down, across = slopes(view)
+            assert down == pytest.approx(across, rel=0.06)  # crops are whole pixels
+
+
+def test_the_native_view_is_the_whole_image():
+    size = native_size(80, 120, 54, (8, 8))
+    view = Prepare((32, 32), **CFG, crop_pct=0.5, interpolation="bilinear", protocol="native").at(size)(axes(80, 120))
+    assert size == (48, 72) and view.shape == (3, 48, 72)
+    levels = view * 127.5 + 127.5
+    assert levels[0, 0].mean() < 4 and levels[0, -1].mean() > 154  # first and last row
+    assert levels[1, :, 0].mean() < 4 and levels[1, :, -1].mean() > 234
