@@ -28,7 +28,7 @@ def site(tmp_path_factory):
 
 @pytest.mark.slow
 def test_site_builds_with_search_and_generated_pages(site):
-    search = (site / "search" / "search_index.js").read_text("utf-8")
+    search = (site / "search" / "search_index.json").read_text("utf-8")
     for key in POSITIONS:
         page = (site / "encodings" / f"{key}.html").read_text("utf-8")
         assert "At a larger grid" in page and "double loop" in page and f"encodings/{key}.html" in search

@@ -4,8 +4,8 @@ from tools.study.photographs import DATA, ROOT, study_tables
 
 HEAD = """# Photographs: all tables and claims
 
-Made from results/study; the reading is in [the study](photographs.md). ± is half the 95 % interval. A policy is named where a model
-has a choice; "none" resampled means that no value of the model was.
+Made from results/study; the reading is in [the study](photographs.md). ± is half the 95 % interval. A policy is named where
+a model has a choice; "none" resampled means that no value of the model was.
 """
 
 

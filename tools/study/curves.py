@@ -20,15 +20,17 @@ def small_multiples(tables: Mapping[str, pd.DataFrame], shown: Mapping[Curve, st
     Bands are 95 % intervals; only square sizes are drawn. ValueError for a curve that is not in a table.
     """
     (reference, reference_name), *others = shown.items()
+    parts = {}
+    for name, table in tables.items():
+        parts[name] = {(label, policy): part for label, policy, part in curves(table[table["protocol"] == protocol])}
+        if missing := [curve for curve in shown if curve not in parts[name]]:
+            raise ValueError(f"{name} has no rows of {'/'.join(missing[0])} in the {protocol} protocol")
     figure = Figure(figsize=(1.9 * len(others) + 0.6, 2.0 * len(tables) + 1.1), layout="constrained")
     grid = figure.subplots(len(tables), len(others), squeeze=False, sharex=True, sharey=True)
     for place, (row, (name, table)) in enumerate(zip(grid, tables.items(), strict=True)):
-        parts = {(label, policy): part for label, policy, part in curves(table[table["protocol"] == protocol])}
-        if missing := [curve for curve in shown if curve not in parts]:
-            raise ValueError(f"{name} has no rows of {'/'.join(missing[0])} in the {protocol} protocol")
         for axes, (curve, called) in zip(row, others, strict=True):
-            _band(axes, parts[reference], REFERENCE, "--", "s")
-            _band(axes, parts[curve], MODEL, "-", "o")
+            _band(axes, parts[name][reference], REFERENCE, "--", "s")
+            _band(axes, parts[name][curve], MODEL, "-", "o")
             for size in set(table["train_size"]):
                 axes.axvline(parse_size(size)[0], color="0.6", linewidth=0.8, linestyle=":")
             if place == 0:

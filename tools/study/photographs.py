@@ -132,14 +132,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args(argv)
     try:
+        short, whole = (headline(args.results, DATA, CURVES, places) for places in (SHORT, PLACES))
         pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
         pages = {
             "docs/studies/photographs.md": [
-                ("headline", headline(args.results, DATA, CURVES, PLACES)),
+                ("headline", whole),
                 ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
                 ("pretrained", pretrained),
             ],
-            "README.md": [("study", headline(args.results, DATA, CURVES, SHORT))],
+            "README.md": [("study", short)],
         }
         for name, found in pages.items():
             path = args.root / name
