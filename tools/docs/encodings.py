@@ -162,7 +162,7 @@ def _cost(key: str, text: str) -> list[str]:
     [row] = [row for row in _row(key, table) if row[0] == f"`{key}`"]
     names = SETTINGS[1:]
     table = [f"| {' | '.join(names)} |", "|" + "---|" * len(names), f"| {' | '.join(row[1:])} |"]
-    note = "Values added to a ViT-S/16; time of a ViT-Tiny/16 over the same without position, see [how](index.md#cost)."
+    note = "Values added to a ViT-S/16; time of a ViT-Tiny/16 over the same model without position ([measured](index.md#cost))."
     return [note, "", *table]
 
 
