@@ -18,7 +18,7 @@ from vitrel.grid import Grid
 from vitrel.ops.reference import masked_logits
 from vitrel.position import POSITIONS, PositionEncoding, create_position
 
-TRAINED, LARGER = Grid(11, 11), Grid(15, 23)  # patches
+TRAINED, LARGER = Grid(11, 11), Grid(25, 33)  # patches; the larger one has offsets that the first has not
 HEADS, SHOWN, WIDTH = 6, (0, 2, 5), 32
 BEHAVIOUR = {
     "nothing": "There is nothing to resize.",
@@ -97,8 +97,10 @@ def picture(key: str) -> bytes:
             axes.set_yticks([0, grid.h // 2, grid.h - 1])
             figure.colorbar(image, ax=axes, shrink=0.85)
             if grid == LARGER:
-                corner = grid.w // 2 - TRAINED.w // 2 - 0.5, grid.h // 2 - TRAINED.h // 2 - 0.5
-                axes.add_patch(Rectangle(corner, TRAINED.w, TRAINED.h, fill=False, edgecolor="white", linestyle="--"))
+                h, w = TRAINED.h - 1, TRAINED.w - 1  # the largest offsets of the training grid
+                corner = grid.w // 2 - w - 0.5, grid.h // 2 - h - 0.5
+                box = Rectangle(corner, 2 * w + 1, 2 * h + 1, fill=False, edgecolor="white", linestyle="--")
+                axes.add_patch(box)
         row[0].set_ylabel("key row (patches)")
     panels[1][1].set_xlabel("key column (patches)")
     what = f"{key}: {_quantity(key)} of the middle patch (+) with every key"
@@ -127,8 +129,8 @@ def _quantity(key: str) -> str:
 def _caption(key: str) -> str:
     return (
         f"{key} before training: the {_quantity(key)} of the patch marked + with every key, for three of {HEADS} heads, where "
-        "all patches have the same content. Top: the training grid. Bottom: a larger one, the trained extent outlined. Grey: "
-        "masked."
+        "all patches have the same content. Top: the training grid. Bottom: a larger one; offsets inside the dashed box occur "
+        "in the training grid. Grey: masked."
     )
 
 
