@@ -80,7 +80,7 @@ def picture(key: str) -> bytes:
     Learned tables begin with random values of standard deviation 1 here, so that cells of equal colour share a parameter.
     """
     torch.manual_seed(0)
-    options = {"init_std": 1.0} if "init_std" in inspect.signature(POSITIONS[key]).parameters else {}
+    options = {"init_std": 1.0} if _drawn(key) else {}
     encoding = create_position(key, TRAINED, HEADS, WIDTH, **options)
     q, k = torch.randn(2, HEADS, 1, WIDTH)
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
@@ -130,8 +130,13 @@ def _caption(key: str) -> str:
     return (
         f"{key} before training: the {_quantity(key)} of the patch marked + with every key, for three of {HEADS} heads, where "
         "all patches have the same content. Top: the training grid. Bottom: a larger one; offsets inside the dashed box occur "
-        "in the training grid. Grey: masked."
+        "in the training grid. Grey: masked." + (" Learned rows are random here." if _drawn(key) else "")
     )
+
+
+def _drawn(key: str) -> bool:
+    """Whether the encoding's learned rows begin as random values whose size is an option."""
+    return "init_std" in inspect.signature(POSITIONS[key]).parameters
 
 
 def _split(first: str) -> tuple[str, str]:
