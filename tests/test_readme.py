@@ -1,32 +1,41 @@
-"""The README's Python runs as it stands there, and the numbers in its comments are true."""
+"""README: the numbers in its comments are true, its pictures and links exist. tests/docs runs its code."""
 
 import re
 
 import pytest
 import timm
-import torch
 
+import vitrel
 from helpers import ROOT
-from vitrel import POSITIONS
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README = (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.slow
-def test_examples(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where they write their files
-    names = {"torch": torch}
-    try:
-        for block in BLOCKS:
-            exec(block, {} if "local-dir:" in block else names)  # the tour stands alone, and asserts as it goes
-    finally:
-        POSITIONS.pop("linear_decay", None)  # which the last example adds
+def test_numbers_in_comments():
     vit = timm.create_model("vitrel_vit_s16_table", device="meta")
-    assert vit.resized((384, 384)) == {"table geometric": 52488}
-    assert vit.unseen((384, 384)) == pytest.approx(0.67, abs=0.005)
-    assert vit.resize_policies == ("geometric", "clip", "bicubic")
+    assert vit.resized((384, 384)) == {"table geometric": 52488} and "52488" in README
+    assert vit.unseen((384, 384)) == pytest.approx(0.67, abs=0.005) and "0.67" in README
+
+
+def test_every_encoding_is_in_the_table():
+    table = README.split("## Encodings")[1].split("## Measured")[0]
+    for key in vitrel.POSITIONS:
+        assert f"`{key}`" in table, key
+    assert f"{len(vitrel.POSITIONS)} position encodings" in re.sub(r"\s+", " ", README)
 
 
 def test_its_pictures_and_links_exist():
-    for target in re.findall(r"""(?:\]\(|src=")(?!http)([^)"#]+)[)"]""", (ROOT / "README.md").read_text()):
+    targets = re.findall(r"""(?:\]\(|src=")(?!http)([^)"#]+)(#[^)"]+)?[)"]""", README)
+    assert len(targets) > 20
+    for target, anchor in targets:
         assert (ROOT / target).exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", (ROOT / target).read_text("utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor[1:] in slugs, f"{target}{anchor}"
+
+
+def test_the_two_commands_come_first():
+    install, tests = re.search(r"```bash\n(.*?)\n(.*?)\n```", README)[0].splitlines()[1:3]
+    assert install.startswith('pip install -e ".[all]" && vitrel compare quickstart')
+    assert tests.startswith('pip install -e ".[dev]" && pytest')

@@ -1,6 +1,6 @@
 """What the tests of explorer.html share.
 
-`PYTHONPATH=.:tests python tests/helpers/explorer_page.py` writes docs/explorer.png, a picture of its first two sections.
+`PYTHONPATH=.:tests python tests/helpers/explorer_page.py` writes docs/images/explorer.png, a picture of its first two sections.
 """
 
 import base64
@@ -92,7 +92,7 @@ def press(browser, *keys):
 
 
 def screenshot():
-    """Writes docs/explorer.png, as a laptop shows it."""
+    """Writes docs/images/explorer.png, as a laptop shows it."""
     from PIL import Image
 
     with TemporaryDirectory() as folder, driven() as browser:
@@ -101,7 +101,7 @@ def screenshot():
         clip = {"x": 0, "y": 0, "width": LAPTOP[0], "height": height, "scale": 1}
         shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
-    image.quantize(256).save(ROOT / "docs" / "explorer.png", optimize=True)
+    image.quantize(256).save(ROOT / "docs" / "images" / "explorer.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of the study on photographs, docs/study.md and README.md, from the rows of its evaluations.
+"""Writes the tables and pictures of the study on photographs into docs/studies and README.md, from the rows of its evaluations.
 
 python -m tools.study.photographs            # into the pages
 python -m tools.study.photographs --check    # write nothing; fail where a page is not what the results give
@@ -10,32 +10,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
+from tools.study.curves import Curve, small_multiples
 from tools.study.pages import fill
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.report import accuracy_tables, markdown
-from vitrel.evaluate.report.plots import panel
 from vitrel.evaluate.results import aggregate, curves, read_csv
 
 ROOT = Path(__file__).parents[2]
 DATA = ("imagenette224", "flowers256")
-CURVES = {  # of README's table; all are in those of the page
+CURVES = {  # of the headline; all are in the tables
     ("absolute", "bicubic"): "absolute, interpolated",
     ("table", "bicubic"): "table, bicubic",
     ("table", "clip"): "table, clipped",
     ("log_decay", "keep"): "log_decay",
     ("rope_mixed", "none"): "rope_mixed",
     ("rope_mixed+yarn", "none"): "rope_mixed, yarn",
-    ("swin", "fixed"): "Swin, window kept",
+    ("swin", "fixed"): "Swin, window fixed",
     ("swin", "rescale+geometric"): "Swin, window rescaled",
 }
-DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # as many as there are colours
+DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # which hardly differs from bicubic
 PLACES = (("64x64", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
-
+SHORT = PLACES[:3]  # of README's table
 AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
-
-Curve = tuple[str, str]  # label and policy, "none" where a model has no choice
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -92,25 +89,6 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
     return markdown(head, lines).rstrip()
 
 
-def study_figure(folder: Path, names: Sequence[str], shown: Mapping[Curve, str]) -> Figure:
-    """Top-1 against size with intervals: a row of panels for each data set, a column for each protocol, the curves `shown`."""
-    tables = [_table(folder / name) for name in names]
-    protocols = list(dict.fromkeys(tables[0]["protocol"]))
-    figure = Figure(figsize=(5.6 * len(protocols), 4.3 * len(names) + 0.6), layout="constrained")
-    grid = figure.subplots(len(names), len(protocols), squeeze=False, sharey="row")
-    for axes, name, table in zip(grid, names, tables, strict=True):
-        for one, protocol in zip(axes, protocols, strict=True):
-            rows = table[table["protocol"] == protocol]
-            own = {(label, policy): part for label, policy, part in curves(rows)}
-            parts = [own[curve].assign(label=called, policy="none") for curve, called in shown.items()]
-            panel(one, pd.concat(parts), "top1")
-            one.set_title(f"{name}, {protocol}", fontsize=11)
-        axes[0].set_ylabel("top-1 accuracy (%)")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return figure
-
-
 def _table(folder: Path) -> pd.DataFrame:
     rows = read_csv(folder / "results.csv")
     if not rows:
@@ -154,11 +132,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args(argv)
     try:
-        tables = study_tables(args.results, DATA)
-        tables.append(("kept", kept_beside(args.results, DATA, CURVES, AWAY)))
+        short, whole = (headline(args.results, DATA, CURVES, places) for places in (SHORT, PLACES))
         pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
-        tables.append(("pretrained", pretrained))
-        pages = {"docs/study.md": tables, "README.md": [("study", headline(args.results, DATA, CURVES, PLACES))]}
+        pages = {
+            "docs/studies/photographs.md": [
+                ("headline", whole),
+                ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
+                ("pretrained", pretrained),
+            ],
+            "README.md": [("study", short)],
+        }
         for name, found in pages.items():
             path = args.root / name
             before = path.read_text("utf-8")
@@ -168,8 +151,11 @@ def main(argv: list[str] | None = None) -> None:
             if not args.check:
                 path.write_text(after, "utf-8")
         if not args.check:
-            figure = study_figure(args.results, DATA, DRAWN)
-            figure.savefig(args.root / "docs" / "study_curves.png", dpi=130, bbox_inches="tight")
+            drawn = {name: _table(args.results / name) for name in DATA}
+            for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
+                title = f"Nano models trained at 64 px on photographs, used at other sizes: {protocol}, {what}"
+                figure = small_multiples(drawn, DRAWN, protocol, title)
+                figure.savefig(args.root / "docs" / "images" / f"photographs_{protocol}.png", dpi=130, bbox_inches="tight")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

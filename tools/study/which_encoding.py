@@ -1,4 +1,4 @@
-"""Writes the tables of docs/which_encoding.md: parameters, measured costs, and what the evaluations show.
+"""Writes the costs of docs/encodings/index.md, and the table and pictures of docs/studies/scenes.md, from the results.
 
 python -m tools.study.which_encoding --measure     # costs first: about four minutes on one core
 python -m tools.study.which_encoding               # the tables alone
@@ -17,6 +17,7 @@ from torch import nn
 
 from tools.benchmark.tables import milliseconds, ratio
 from tools.benchmark.worker import Stopwatch
+from tools.study.curves import small_multiples
 from tools.study.pages import fill
 from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row
@@ -28,6 +29,17 @@ ROOT = Path(__file__).parents[2]
 TRAINED, LARGER = 224, 448  # pixels
 _MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (what, image side, batch)
 _PROTOCOLS = ("canvas", "scale")
+COSTS, EVIDENCE = "docs/encodings/index.md", "docs/studies/scenes.md"
+DRAWN = {
+    ("absolute", "bicubic"): "absolute, interpolated",
+    ("lookhere", "none"): "lookhere",
+    ("shaw", "none"): "shaw",
+    ("cpb", "keep"): "cpb",
+    ("rope_normalised", "none"): "rope_normalised",
+    ("rope_mixed", "none"): "rope_mixed",
+    ("rope_mixed+yarn", "none"): "rope_mixed, yarn",
+    ("swin-rope_mixed", "fixed"): "Swin, rope_mixed, fixed",
+}
 
 
 def measure_costs(keys: Sequence[str] = tuple(POSITIONS), rounds: int = 9) -> list[Row]:
@@ -150,7 +162,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure the costs anew, into results/encoding_cost/costs.csv")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what the results give")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "which_encoding.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
     args = parser.parse_args()
     try:
         _write(args)
@@ -166,19 +178,24 @@ def _write(args: argparse.Namespace) -> None:
             ran_on = {name: value for name, value in environment("shapes").items() if name not in ("decoder", "resize_backend")}
             ran_on["device"] = f"cpu {platform.machine()}, 1 thread"
             pd.DataFrame(measure_costs()).assign(**ran_on).to_csv(part, index=False)
-    text = args.page.read_text("utf-8")
-    found = fill(
-        text,
-        (
-            ("costs", cost_table(read_costs(costs))),
-            ("evidence", evidence_table(args.results / "study_shapes/shapes/results.csv")),
-        ),
-    )
-    if args.check and found != text:
-        sys.exit(f"{args.page} is not what the results give: run python -m tools.study.which_encoding")
+    study = args.results / "study_shapes/shapes/results.csv"
+    pages = {COSTS: ("costs", cost_table(read_costs(costs))), EVIDENCE: ("evidence", evidence_table(study))}
+    for name, table in pages.items():
+        page = args.root / name
+        text = page.read_text("utf-8")
+        found = fill(text, (table,))
+        if args.check and found != text:
+            sys.exit(f"{page} is not what the results give: run python -m tools.study.which_encoding")
+        if not args.check:
+            page.write_text(found, "utf-8")
+            print(page)
     if not args.check:
-        args.page.write_text(found, "utf-8")
-        print(args.page)
+        rows = {"built-in scenes": aggregate(read_csv(study))}
+        for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
+            title = f"Nano models trained at 64 px, used at other sizes: {protocol}, {what}"
+            picture = args.root / "docs" / "images" / f"scenes_{protocol}.png"
+            small_multiples(rows, DRAWN, protocol, title).savefig(picture, dpi=130, bbox_inches="tight")
+            print(picture)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from torchvision.io import write_jpeg
 
 from helpers import ROOT, command, shared
 from tools.study import photographs as tool
-from tools.study.photographs import headline, kept_beside, study_figure, study_tables
+from tools.study.curves import small_multiples
+from tools.study.photographs import headline, kept_beside, study_tables
 from vitrel.evaluate.compare import load_comparison
-from vitrel.evaluate.results import read_csv
+from vitrel.evaluate.results import aggregate, read_csv
 
 RELATIVE = ["table", "factorised", "t5", "cpb", "alibi", "log_decay", "fire", "shaw", "decomposed", "transformer_xl", "deberta"]
 ENCODINGS = ["none", "absolute", "sincos", *RELATIVE, "rope_axial", "rope_mixed", "rope_normalised"]
@@ -118,16 +119,19 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_pages_are_what_the_results_give(tmp_path, capsys):
     tool.main(["--check"])
-    (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/study.md"):
+    (tmp_path / "docs" / "studies").mkdir(parents=True)
+    (tmp_path / "docs" / "images").mkdir()
+    for name in ("README.md", "docs/studies/photographs.md"):
         shutil.copy(ROOT / name, tmp_path / name)
-    page = tmp_path / "docs" / "study.md"
+    page = tmp_path / "docs" / "studies" / "photographs.md"
     text = page.read_text("utf-8")
     page.write_text(re.sub(r"(\| absolute +\| .*?)\d\d\.\d ±", r"\g<1>99.9 ±", text, count=1), "utf-8")
-    with pytest.raises(SystemExit, match=r"study\.md is not what the results give: run python -m tools\.study\.photographs"):
+    with pytest.raises(
+        SystemExit, match=r"photographs\.md is not what the results give: run python -m tools\.study\.photographs"
+    ):
         tool.main(["--check", "--root", str(tmp_path)])
     tool.main(["--root", str(tmp_path)])
-    assert page.read_text("utf-8") == text and (tmp_path / "docs" / "study_curves.png").stat().st_size > 20_000
+    assert page.read_text("utf-8") == text and len(list((tmp_path / "docs" / "images").glob("*.png"))) == 2
     with pytest.raises(SystemExit, match=r"no results\.csv in .*imagenette224: run the evaluation first"):
         tool.main(["--results", str(tmp_path)])
 
@@ -162,7 +166,14 @@ def test_what_is_not_in_the_rows_is_refused():
         study_tables(ROWS, ["nowhere"])
 
 
-def test_the_picture_shows_what_it_is_asked_for():
-    figure = study_figure(ROWS, DATA, SHOWN)
-    assert [axes.get_title() for axes in figure.axes] == [f"{name}, {kind}" for name in DATA for kind in ("scale", "canvas")]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*SHOWN.values()]
+def test_each_curve_has_a_panel_beside_the_reference():
+    table = {"flowers256": aggregate(read_csv(ROWS / "flowers256" / "results.csv"))}
+    figure = small_multiples(table, SHOWN | {("table", "clip"): "clipped"}, "scale", "Title")
+    assert [axes.get_title() for axes in figure.axes] == ["turned", "clipped"]
+    for axes in figure.axes:
+        reference, curve = axes.lines[:2]
+        assert list(reference.get_xdata()) == [48, 64, 96, 128, 192] and len(axes.collections) == 2  # square sizes, two bands
+        assert list(reference.get_ydata()) != list(curve.get_ydata())
+    assert list(figure.axes[0].lines[0].get_ydata()) == list(figure.axes[1].lines[0].get_ydata())
+    with pytest.raises(ValueError, match="flowers256 has no rows of none/none in the scale protocol"):
+        small_multiples(table, {("none", "none"): "no position"}, "scale", "Title")

@@ -1,4 +1,4 @@
-"""The tables of docs/which_encoding.md: that they are those of the results, and what they are made of."""
+"""The tables of docs/encodings/index.md and docs/studies/scenes.md: what they are made of, and that they are up to date."""
 
 import functools
 import sys
@@ -37,21 +37,19 @@ def test_the_page_is_what_the_results_give(monkeypatch, tmp_path):
     costs = cost_table(read_costs(ROOT / "results" / "encoding_cost" / "costs.csv"))  # builds every model
     monkeypatch.setattr(which_encoding, "cost_table", lambda rows: costs)
     run(monkeypatch, "--check")
-    page = tmp_path / "page.md"
-    page.write_text(
-        (ROOT / "docs" / "which_encoding.md").read_text("utf-8").replace("| 100.0 ±0.5 |", "| 99.0 ±0.5 |", 1), "utf-8"
-    )
-    with pytest.raises(SystemExit, match=r"is not what the results give: run python -m tools\.study\.which_encoding"):
-        run(monkeypatch, "--check", "--page", page)
-    run(monkeypatch, "--page", page)
-    assert page.read_text("utf-8") == (ROOT / "docs" / "which_encoding.md").read_text("utf-8")
-
-
-def test_every_encoding_has_a_line():
-    text = (ROOT / "docs" / "which_encoding.md").read_text("utf-8")
-    for key in POSITIONS:
-        if key != "none":
-            assert f"`{key}`" in text.split("## One by one")[1].split("## What is not known")[0], key
+    for name in (which_encoding.COSTS, which_encoding.EVIDENCE):
+        (tmp_path / name).parent.mkdir(parents=True)
+        text = (ROOT / name).read_text("utf-8")
+        (tmp_path / name).write_text(text.replace("| 100.0 ±0.5 |", "| 99.0 ±0.5 |", 1), "utf-8")
+    (tmp_path / "docs" / "images").mkdir()
+    with pytest.raises(
+        SystemExit, match=r"scenes\.md is not what the results give: run python -m tools\.study\.which_encoding"
+    ):
+        run(monkeypatch, "--check", "--root", tmp_path)
+    run(monkeypatch, "--root", tmp_path)
+    for name in (which_encoding.COSTS, which_encoding.EVIDENCE):
+        assert (tmp_path / name).read_text("utf-8") == (ROOT / name).read_text("utf-8")
+    assert len(list((tmp_path / "docs" / "images").glob("scenes_*.png"))) == 2
 
 
 def test_costs_of_the_encodings_themselves():

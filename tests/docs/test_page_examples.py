@@ -1,0 +1,91 @@
+"""Code and command lines of README and the pages: the Python runs as it stands there, every `vitrel` command line parses."""
+
+import contextlib
+import io
+import re
+import shlex
+
+import pytest
+import torch
+
+from helpers import ROOT
+from vitrel import POSITIONS, cli
+from vitrel.cli.train import expanded
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if path.name != "founding_documents.md"  # generated, without code
+}
+NOT_RUN = "# not run"  # first line of a block that needs a file or is a sketch
+FAST = ("docs/how_to/layer.md", "docs/how_to/write_an_encoding.md", "docs/how_to/large_images.md")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+WITH_CODE = [page for page in PAGES if any(not block.startswith(NOT_RUN) for block in blocks(page, "python"))]
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every `vitrel` command in the page's bash blocks, also behind torchrun, srun and &&."""
+    found = []
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            words = [word for part in words for word in (shlex.split(part) if part.startswith("srun ") else [part])]
+            starts = [i for i, word in enumerate(words) if word == "vitrel" and (not i or words[i - 1] in ("&&", "-m", "srun"))]
+            for start in starts:
+                rest = words[start + 1 :]
+                found.append(rest[: rest.index("&&")] if "&&" in rest else rest)
+    return found
+
+
+COMMANDS = {shlex.join(argv): argv for page in PAGES for argv in commands(page)}
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in WITH_CODE])
+def test_python_runs(page, tmp_path, monkeypatch):
+    """All blocks of a page in one namespace, each page on its own, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    try:
+        for block in blocks(page, "python"):
+            if not block.startswith(NOT_RUN):
+                with contextlib.redirect_stdout(io.StringIO()), torch.enable_grad():
+                    exec(compile(block, page, "exec"), names)
+    finally:
+        POSITIONS.pop("linear_decay", None)  # which a page adds
+
+
+def test_few_blocks_are_not_run():
+    left_out = [page for page in PAGES for block in blocks(page, "python") if block.startswith(NOT_RUN)]
+    assert len(left_out) <= 3, left_out
+
+
+@pytest.mark.parametrize("line", [line for line, argv in COMMANDS.items() if argv[0] != "train"])
+def test_command_lines_parse(line):
+    argv = COMMANDS[line]
+    assert argv[0] in cli.COMMANDS
+    cli.build_parser(argv[:1]).parse_args(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line, argv in COMMANDS.items() if argv[0] == "train"])
+def test_training_command_lines_parse(line, capsys, monkeypatch):
+    """By Lightning's own parser, which prints the whole configuration and ends."""
+    from vitrel.train import run
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        run(["fit", *expanded(COMMANDS[line][1:]), "--print_config"])
+    printed = capsys.readouterr().out
+    assert not ended.value.code and "data:" in printed and "trainer:" in printed
+
+
+def test_command_lines_are_found():
+    """In README: the quickstart behind &&, and those of its second example."""
+    found = [argv[0] for argv in commands("README.md")]
+    assert found == ["compare", "train", "train", "evaluate", "convert"]
+    assert any("--trainer.num_nodes=4" in argv for argv in COMMANDS.values())  # behind torchrun, on a continued line

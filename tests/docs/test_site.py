@@ -1,0 +1,83 @@
+"""The documentation site builds without a warning and without network, with search, pictures and a page for every encoding."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from helpers import ROOT
+from vitrel import POSITIONS
+from vitrel.cli import COMMANDS
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason="pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of mkdocs-material
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_site_builds_with_search_and_generated_pages(site):
+    search = (site / "search" / "search_index.json").read_text("utf-8")
+    for key in POSITIONS:
+        page = (site / "encodings" / f"{key}.html").read_text("utf-8")
+        assert "At a larger grid" in page and "double loop" in page and f"encodings/{key}.html" in search
+        assert (site / "encodings" / f"{key}.png").stat().st_size > 5_000
+    line = (site / "reference" / "command_line.html").read_text("utf-8")
+    assert all(f"vitrel {name}" in line for name in COMMANDS)
+    assert "absolute_to_relative" in (site / "reference" / "api.html").read_text("utf-8")
+    assert "retention" in (site / "reference" / "file_formats.html").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_site_needs_no_network_and_describes_its_pictures(site):
+    for path in site.rglob("*.html"):
+        text = path.read_text("utf-8")
+        loaded = re.findall(r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(https?:[^"'\s>]+)""", text)
+        loaded += re.findall(r"""<link[^>]*rel=["']?stylesheet["']?[^>]*href=["']?(https?:[^"'\s>]+)""", text)
+        assert not loaded, path
+        for image in re.findall(r"<img[^>]*>", text):
+            assert re.search(r'alt="[^"]{10,}"', image), f"{path}: {image}"
+
+
+def test_links_out_of_the_pages_reach_files_of_the_repository():
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
+    from tools.docs.hooks import LINK, _outside
+
+    assert _outside("how_to/export.md", "../../configs/a.yaml") == "configs/a.yaml"
+    assert _outside("index.md", "../results/x.png") == "results/x.png"
+    assert _outside("how_to/export.md", "../start.md") == ""
+    for path in (ROOT / "docs").rglob("*.md"):
+        page = path.relative_to(ROOT / "docs").as_posix()
+        for target in LINK.findall(path.read_text("utf-8")):
+            outside = _outside(page, target)
+            assert not outside or (ROOT / outside).is_file(), f"{page}: {target}"
+
+
+def test_pages_are_as_short_as_promised():
+    assert len(README.splitlines()) <= 170 and len(README.split()) <= 1500
+    assert len((ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()) <= 150
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    written = [
+        re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", path.read_text("utf-8"), flags=re.DOTALL)  # generated tables
+        for path in pages
+        if path.name != "founding_documents.md"  # generated too
+    ]
+    assert sum(len(text.split()) for text in written) <= 20_000
+
+
+def test_the_site_is_part_of_the_development_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert any(need.startswith("mkdocs-material") for need in extras["docs"]) and "vitrel[docs]" in extras["dev"]

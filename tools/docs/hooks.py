@@ -1,0 +1,64 @@
+"""What mkdocs calls while it builds the site: adds the generated pages, and files that pages link to outside docs/."""
+
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs is not started from the package; tests/oracles are shown
+
+from tools.docs import encodings, reference, studies  # noqa: E402
+
+LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")  # of Markdown, up the tree; those that stay inside docs/ are left alone
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds a page for each encoding to the navigation."""
+    [section] = [part["Encodings"] for part in config.nav if "Encodings" in part]
+    section += [{key: f"encodings/{key}.md"} for key in encodings.POSITIONS]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages and pictures, and every file outside docs/ that some page links to, as files/<path>."""
+    tables = [(ROOT / "docs" / name).read_text("utf-8") for name in ("encodings/index.md", "studies/scenes.md")]
+    for key in encodings.POSITIONS:
+        text = encodings.page(key, *tables, config.extra["arxiv"])
+        files.append(File.generated(config, f"encodings/{key}.md", content=text))
+        files.append(File.generated(config, f"encodings/{key}.png", content=encodings.picture(key)))
+    files.append(File.generated(config, "reference/command_line.md", content=reference.command_line()))
+    files.append(File.generated(config, "reference/api.md", content=reference.api()))
+    files.append(File.generated(config, "studies/photographs_tables.md", content=studies.photographs()))
+    for page in [*files.documentation_pages()]:
+        for target in LINK.findall(page.content_string):
+            path = _outside(page.src_uri, target)
+            if path and files.get_file_from_path(f"files/{path}") is None:
+                if not (ROOT / path).is_file():
+                    raise FileNotFoundError(f"{page.src_uri} links to {target}, which is no file")
+                files.append(File.generated(config, f"files/{path}", content=(ROOT / path).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fills generated parts in, and leads links to files outside docs/, as they work in the repository, to their copies."""
+
+    def moved(found: re.Match) -> str:
+        path = _outside(page.file.src_uri, found[1])
+        return posixpath.relpath(f"files/{path}", posixpath.dirname(page.file.src_uri) or ".") if path else found[1]
+
+    for mark, made in reference.INSERTED.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
+    return LINK.sub(moved, markdown)
+
+
+def _outside(page: str, target: str) -> str:
+    """The path from the root of the repository of what `target` in docs/`page` means, "" where it is inside docs/."""
+    path = os.path.normpath(posixpath.join("docs", posixpath.dirname(page), target)).replace(os.sep, "/")
+    return "" if path.startswith("docs/") else path

@@ -1,0 +1,82 @@
+"""The generated reference pages: the command line from its parsers, configurations, the API from public names."""
+
+import importlib
+import os
+from itertools import takewhile
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+
+PACKAGES = (
+    "vitrel.grid",
+    "vitrel.position",
+    "vitrel.ops",
+    "vitrel.layers",
+    "vitrel.models",
+    "vitrel.weights.load",
+    "vitrel.convert",
+    "vitrel.inputs",
+    "vitrel.inspect.diagnose",
+    "vitrel.inspect.resolution_report",
+    "vitrel.inspect.attention",
+    "vitrel.inspect.explain",
+    "vitrel.inspect.plot",
+    "vitrel.evaluate.run",
+    "vitrel.cpu.optimize",
+    "vitrel.data",
+    "vitrel.train",
+)
+HELP_WIDTH = "110"
+
+
+def command_line() -> str:
+    """Markdown: the help of `vitrel` and of every subcommand, as the parsers print it."""
+    from vitrel.cli import COMMANDS, build_parser
+    from vitrel.cli.train import HELP
+
+    lines = ["# Command line", "", "Written from the parsers themselves: `vitrel COMMAND --help` prints the same.", ""]
+    with mock.patch.dict(os.environ, {"COLUMNS": HELP_WIDTH}):
+        lines += ["```text", build_parser([]).format_help().rstrip(), "```", ""]
+        for name, what in COMMANDS.items():
+            parser = build_parser([name])
+            [commands] = [action for action in parser._actions if action.choices and name in action.choices]
+            text = HELP if name == "train" else commands.choices[name].format_help()
+            lines += [f"## vitrel {name}", "", f"{what[0].upper()}{what[1:]}.", "", "```text", text.rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def configurations() -> str:
+    """Markdown: the header of every configuration in the package and in configs/."""
+    lines = []
+    for path in [*sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), *sorted((ROOT / "configs").glob("*.yaml"))]:
+        header = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        lines += [f"### {path.relative_to(ROOT)}", "", "```text", *(line[1:].strip() for line in header), "```", ""]
+    return "\n".join(lines)
+
+
+def columns() -> str:
+    """Markdown: the columns of results.csv and what each holds."""
+    from vitrel.evaluate.results import COLUMNS
+
+    lines = ["| column | holds |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', '/')} |" for name, what in COLUMNS.items())])
+
+
+INSERTED = {"<!-- configurations -->": configurations, "<!-- columns -->": columns}  # {mark in a page: what makes its place}
+
+
+def api() -> str:
+    """Markdown with one directive of mkdocstrings for every public name of the packages, in their order."""
+    lines = ["# API", "", "Public names by package. `import vitrel` gives those that the examples use.", ""]
+    for name in PACKAGES:
+        module = importlib.import_module(name)
+        own = getattr(module, "__all__", None) or [
+            n for n, value in vars(module).items() if not n.startswith("_") and getattr(value, "__module__", "") == name
+        ]
+        lines += [f"## {name}", "", (module.__doc__ or "").strip().split("\n\n")[0], ""]
+        for public in own:
+            if public.isupper():
+                continue  # constants
+            lines += [f"::: {name}.{public}", "    options:", "      heading_level: 3", ""]
+    return "\n".join(lines)

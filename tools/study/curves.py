@@ -1,0 +1,61 @@
+"""Top-1 against image side as small multiples: one model in a panel, beside the same reference in all of them."""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from vitrel.evaluate.results import curves
+from vitrel.sizes import parse_size
+
+Curve = tuple[str, str]  # label and policy, "none" where a model has no choice
+MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, told apart with every common colour blindness
+
+
+def small_multiples(tables: Mapping[str, pd.DataFrame], shown: Mapping[Curve, str], protocol: str, title: str) -> Figure:
+    """A row of panels for each aggregated table, a panel for each curve but the first, which is the reference in all of them.
+
+    Bands are 95 % intervals; only square sizes are drawn. ValueError for a curve that is not in a table.
+    """
+    (reference, reference_name), *others = shown.items()
+    parts = {}
+    for name, table in tables.items():
+        parts[name] = {(label, policy): part for label, policy, part in curves(table[table["protocol"] == protocol])}
+        if missing := [curve for curve in shown if curve not in parts[name]]:
+            raise ValueError(f"{name} has no rows of {'/'.join(missing[0])} in the {protocol} protocol")
+    figure = Figure(figsize=(1.9 * len(others) + 0.6, 2.0 * len(tables) + 1.1), layout="constrained")
+    grid = figure.subplots(len(tables), len(others), squeeze=False, sharex=True, sharey=True)
+    for place, (row, (name, table)) in enumerate(zip(grid, tables.items(), strict=True)):
+        for axes, (curve, called) in zip(row, others, strict=True):
+            _band(axes, parts[name][reference], REFERENCE, "--", "s")
+            _band(axes, parts[name][curve], MODEL, "-", "o")
+            for size in set(table["train_size"]):
+                axes.axvline(parse_size(size)[0], color="0.6", linewidth=0.8, linestyle=":")
+            if place == 0:
+                axes.set_title(called, fontsize=9)
+            if place == len(tables) - 1:
+                axes.set_xlabel("image side (px)", fontsize=8)
+        row[0].set_ylabel(f"{name}\ntop-1 (%)", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    handles = [
+        Line2D([], [], color=MODEL, marker="o", markersize=4, label="the encoding named above the panel"),
+        Line2D([], [], color=REFERENCE, marker="s", markersize=4, linestyle="--", label=reference_name),
+        Line2D([], [], color="0.6", linestyle=":", label="training size"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def _band(axes: Axes, rows: pd.DataFrame, colour: str, dashes: str, marker: str) -> None:
+    sides = rows["img_size"].map(parse_size)
+    rows = rows.assign(side=[h for h, _ in sides])[[h == w for h, w in sides]].sort_values("side")
+    axes.fill_between(rows["side"], rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
+    axes.plot(rows["side"], rows["top1"], color=colour, linestyle=dashes, marker=marker, markersize=3, linewidth=1.4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows["side"], [str(side) for side in rows["side"]], fontsize=7)
+    axes.set_xticks([], minor=True)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
