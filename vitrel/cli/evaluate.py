@@ -98,6 +98,7 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.models import read_class_indices
     from vitrel.evaluate.processes import rank_and_world
     from vitrel.evaluate.report import summary
+    from vitrel.evaluate.rescue import rescue_lines
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep
@@ -142,7 +143,9 @@ def _run(args: argparse.Namespace) -> None:
     how = {"report": args.report, "replace": args.replace, "images": args.images, "rescue": args.rescue}
     rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **how)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
-    print(f"\n{summary(rows)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
+    print(
+        f"\n{summary(rows, rescue_lines(args.out))}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}"
+    )
     if args.rescue:
         print(f"\n{(args.out / 'rescue.md').read_text('utf-8')}")
     if args.report:
@@ -150,9 +153,9 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _labelled(models: list["Trained"]) -> list["Trained"]:
-    """Models of the same name are told apart by their path: only `vitrel compare` knows which are seeds of one run."""
-    times = Counter(trained.name for trained in models)
-    models = [replace(model, label=f"{model.name} ({model.path})") if times[model.name] > 1 else model for model in models]
+    """Models of the same label are told apart by their path: only `vitrel compare` knows which are seeds of one run."""
+    times = Counter(trained.label for trained in models)
+    models = [replace(model, label=f"{model.label} ({model.path})") if times[model.label] > 1 else model for model in models]
     if twice := [label for label, n in Counter(model.label for model in models).items() if n > 1]:
         raise ValueError(f"{twice[0]} is given twice: its rows would count as two seeds")
     return models

@@ -2,8 +2,8 @@
 
 `vitrel.evaluate.at_sizes` does it in one call. Every file imports only those before it: settings (what is asked), models (what
 is evaluated), policies (how a model reads another size), images, metrics, processes, measure (tasks, and one task as a row),
-results (the folder and its tables), report (answers, plots, report.html), rescue (settings that help at another size, found
-without labels), run (the whole), compare (several models and seeds); pairs compares two folders row by row, image by image.
+results (the folder and its tables), rescue (settings that help at another size, found without labels), report (answers, plots,
+report.html), run (the whole), compare (several models and seeds); pairs compares two folders row by row, image by image.
 """
 
 from typing import Any

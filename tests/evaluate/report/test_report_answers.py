@@ -156,7 +156,7 @@ def test_what_is_resampled_is_told_where():
     )
     assert only(row(), row("96x96")).resampled == "Nothing is resampled."
     assert "under rope_mixed yarn at 96 px" in only(row(), row("96x96", resized="rope_mixed yarn")).resampled
-    assert "STATE DICT CHANGED at 96 px" in only(row(), row("96x96", unchanged=False)).text
+    assert "weights changed at 96 px although nothing" in only(row(), row("96x96", unchanged=False)).text
 
 
 def test_further_protocols_follow_the_first():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.report.answers import answer_lines
+from vitrel.evaluate.report.answers import answer_list
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
@@ -51,16 +51,15 @@ DETAILS = {
 }
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """The answer for every model, then the accuracy tables, as Markdown that reads well in a terminal."""
-    lines = "\n".join(f"- {line}" for line in answer_lines(rows))
-    return f"{lines}\n\n{accuracy_tables(aggregate(rows))}"
+def summary(rows: Sequence[Row], rescued: Mapping[str, str] | None = None) -> str:
+    """The answer for every model, then the accuracy tables, as Markdown for a terminal too; rescued: see `answer_list`."""
+    return f"{answer_list(rows, rescued)}\n{accuracy_tables(aggregate(rows))}"
 
 
-def table_page(rows: Sequence[Row], title: str) -> str:
+def table_page(rows: Sequence[Row], title: str, rescued: Mapping[str, str] | None = None) -> str:
     """table.md: the answers, the accuracy tables, the curves and every aggregated row."""
     table = aggregate(rows)
-    return f"# {title}\n\n{summary(rows)}\n{curves_table(table)}\n{details_table(table)}"
+    return f"# {title}\n\n{summary(rows, rescued)}\n{curves_table(table)}\n{details_table(table)}"
 
 
 def accuracy_tables(table: pd.DataFrame) -> str:

@@ -37,8 +37,14 @@ from vitrel.position import POSITIONS, select_options
 from vitrel.sizes import parse_size
 
 NEAR = 5.0  # points of top-1
-PROTOCOLS = {"scale": "scale protocol", "canvas": "canvas protocol (objects keep their size in pixels)"}
-SCALING = 'try RoPE scaling, such as scaling="yarn", which needs no training; these rows do not show whether it helps'
+PROTOCOLS = {
+    "scale": "scale protocol",
+    "canvas": "canvas protocol (objects keep their size in pixels)",
+    "native": "native protocol (whole images at their own aspect ratios)",
+}
+SCALING = (
+    'try RoPE scaling without training (vitrel evaluate --rescue, or scaling="yarn"); these rows do not show whether it helps'
+)
 Difference = Callable[[Sequence[Row], Sequence[Row]], tuple[float, float, float]]
 
 
@@ -46,7 +52,7 @@ Difference = Callable[[Sequence[Row], Sequence[Row]], tuple[float, float, float]
 class Answer:
     """The answer for one model in one protocol; sizes are texts such as "64x96".
 
-    text: all of it in plain words, without the label.
+    line: the answer in one line, without the label. details: sentences on where and how much. text: all of it.
     keeps_from, keeps_to: the range over which accuracy is not shown lower than at train_size; None where that is missing.
     within: points of top-1 that the intervals of what is kept do not rule out as lost. lost: sizes shown lower.
     best_size, best_policy, best_top1, low, high: the best size, and the 95 % interval of its top-1, percent.
@@ -57,7 +63,8 @@ class Answer:
     """
 
     label: str
-    text: str
+    line: str
+    details: tuple[str, ...]
     protocol: str
     train_size: str
     keeps_from: str | None
@@ -74,6 +81,10 @@ class Answer:
     resampled: str
     advice: list[str]
     elsewhere: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.line, *self.details))
 
 
 class Place(NamedTuple):
@@ -108,9 +119,16 @@ def answers(rows: Sequence[Row], difference: Difference = difference) -> list[An
     return [_answer(label, protocols, difference) for label, protocols in found.items()]
 
 
-def answer_lines(rows: Sequence[Row]) -> list[str]:
-    """One line per label: its name, then the text of its answer."""
-    return [f"{answer.label}: {answer.text}" for answer in answers(rows)]
+def answer_list(rows: Sequence[Row], rescued: Mapping[str, str] | None = None) -> str:
+    """The answers as a Markdown list that reads well in a terminal: a line for each label, and below it the details.
+
+    rescued: {label: what vitrel.evaluate.rescue found}, a detail too.
+    """
+    found: list[str] = []
+    for one in answers(rows):
+        told = [f"Without training, {rescued[one.label]}."] if rescued and one.label in rescued else []
+        found += [f"- {one.label}: {one.line}", *(f"  - {text}" for text in (*one.details, *told))]
+    return "\n".join(found) + "\n"
 
 
 class _Curve:
@@ -210,17 +228,18 @@ def _answer(label: str, protocols: Mapping[str, Mapping[str, Mapping[str, Place]
     best = curve.used[curve.best].row
     cost, advice, resampled = _cost(best), _advice(curve), _resampled(curve)
     elsewhere = {name: f"{_in(name)}{_short(other)}" for name, other in curves.items() if name != protocol}
-    parts = [
+    line = [
         *([] if protocol.startswith("scale") else [f"{_in(protocol)}:"]),
-        _sentence(_use(curve)) + _losses(curve),
+        _sentence(_use(curve)),
         *map(_sentence, advice[1:]),
         *([_best(curve, cost)] if curve.learned else []),
-        resampled,
-        *(elsewhere.values() if curve.learned else ()),
+        _rules(curve),
     ]
+    details = [_losses(curve).strip(), resampled, *(elsewhere.values() if curve.learned else ())]
     return Answer(
         label=label,
-        text=" ".join(filter(None, parts)),
+        line=" ".join(filter(None, line)),
+        details=tuple(filter(None, details)),
         protocol=protocol,
         train_size=curve.train_size,
         keeps_from=curve.kept[0] if curve.kept else None,
@@ -360,7 +379,15 @@ def _cost(row: Row) -> dict[str, Any]:
     return cost | ({"memory_kind": row["memory_kind"]} if "memory_mb" in cost and row.get("memory_kind") else {})
 
 
+def _rules(curve: _Curve) -> str:
+    """What is resampled, by name."""
+    rows = [place.row for place in curve.used.values()]
+    rules = dict.fromkeys(row["resized"] for row in rows if row["resized_params"])
+    return _sentence(f"resampled at other sizes: {', '.join(rules)}" if rules else "nothing is resampled")
+
+
 def _resampled(curve: _Curve) -> str:
+    """What is resampled at which sizes, and how much of it; "" where nothing is, or is read by a rule."""
     rows = {size: place.row for size, place in curve.used.items()}
     parts = []
     for rule in dict.fromkeys(row["resized"] for row in rows.values() if row["resized"] != "nothing"):
@@ -370,9 +397,10 @@ def _resampled(curve: _Curve) -> str:
         number = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
         how = f"{number} of {params:,} parameter values are resampled" if counts[-1] else "nothing is resampled"
         parts.append(f"{how} {'by' if counts[-1] else 'under'} {rule} at {where}")
-    text = _sentence("; ".join(parts) if parts else "nothing is resampled")
-    changed = [size for size, row in rows.items() if not row["unchanged"]]
-    return text + (f" ITS STATE DICT CHANGED at {pixels(*changed)}." if changed else "")
+    text = _sentence("; ".join(parts)) if parts else ""
+    if changed := [size for size, row in rows.items() if not row["unchanged"] and not row["resized_params"]]:
+        text += f" The weights changed at {pixels(*changed)} although nothing is resampled there: this is an error."
+    return text.strip()
 
 
 def _among(sizes: Sequence[str], known: Sequence[str]) -> str:

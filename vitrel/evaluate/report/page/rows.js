@@ -35,10 +35,7 @@ function bySizeTable(protocol) {
 }
 
 function startAnswers() {
-  $("answer-list").replaceChildren(...DATA.answers.map(({ label, text }) => {
-    const end = text.search(/\. [A-Z0-9]/) + 1; // of the first sentence, what to do
-    return make("li", {}, make("b", { textContent: `${label}: ` }), end ? text.slice(0, end) : text, ...(end ? [make("span", { class: "more", textContent: text.slice(end) })] : []));
-  }));
+  $("answer-list").replaceChildren(...DATA.answers.map(({ label, line, details }) => make("li", {}, make("b", { textContent: `${label}: ` }), line, ...(details.length ? [make("span", { class: "more", textContent: ` ${details.join(" ")}` })] : []))));
   $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
   $("by-size-note").textContent = `Bold: the highest at its size. ± is half the 95 % interval; where intervals overlap the order is open. Shaded: a training size.${same}`;
