@@ -138,6 +138,6 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool 
         print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
     files = "results.csv, table.md, plots/" + (", report.html" if report else "")
-    print(f"\n{summary(rows)}\n{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
+    print(f"\n{summary(rows, folder)}\n{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
     if report:
         print(f"open {folder / 'report.html'} in a browser")

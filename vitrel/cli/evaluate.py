@@ -98,7 +98,6 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.models import read_class_indices
     from vitrel.evaluate.processes import rank_and_world
     from vitrel.evaluate.report import summary
-    from vitrel.evaluate.rescue import rescue_lines
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep
@@ -143,9 +142,7 @@ def _run(args: argparse.Namespace) -> None:
     how = {"report": args.report, "replace": args.replace, "images": args.images, "rescue": args.rescue}
     rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **how)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
-    print(
-        f"\n{summary(rows, rescue_lines(args.out))}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}"
-    )
+    print(f"\n{summary(rows, args.out)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.rescue:
         print(f"\n{(args.out / 'rescue.md').read_text('utf-8')}")
     if args.report:

@@ -4,13 +4,12 @@ Rows match that have the same label, size, protocol, crop, policy and seed; see 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitrel.evaluate.metrics import t_interval
-from vitrel.evaluate.predictions import FILE, Key, Pair, Predicted, check_same_images, compare_pairs, read_predictions
+from vitrel.evaluate.predictions import FILE, Key, Predicted, check_same_images, compare_pairs, over_seeds, read_predictions
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.results import by_area, line_key, read_csv, write_frame
 from vitrel.evaluate.settings import Row
@@ -78,21 +77,6 @@ def write_comparison(a: str | Path, b: str | Path, out: str | Path) -> str:
     with atomic_write(out / "compare.md") as part:
         part.write_text(text, "utf-8")
     return text
-
-
-def over_seeds(pairs: Sequence[Pair]) -> tuple[float, float, float]:
-    """(mean difference, lower, upper end of its 95 % interval) of pairs of several seeds on the same images, points.
-
-    The mean of the seeds' intervals is at least as wide as that of the mean over images, and Student's over seeds is added to
-    it as of an independent chance, the squares of the half widths.
-    """
-    mean = sum(pair.difference for pair in pairs) / len(pairs)
-    ends = [sum(getattr(pair, end) for pair in pairs) / len(pairs) for end in ("low", "high")]
-    if len(pairs) == 1:
-        return mean, *ends
-    half = (lambda low, high: (high - low) / 2)(*t_interval([pair.difference for pair in pairs]))
-    low, high = (((end - mean) ** 2 + half**2) ** 0.5 for end in ends)
-    return mean, max(-100.0, mean - low), min(100.0, mean + high)
 
 
 def _read(folder: str | Path) -> _Found:

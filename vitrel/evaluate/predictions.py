@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import mcnemar, paired_interval
+from vitrel.evaluate.metrics import mcnemar, paired_interval, t_interval
 from vitrel.files import atomic_write
 
 FILE = "predictions.npz"
@@ -102,6 +102,21 @@ def compare_pairs(a: Predicted, b: Predicted) -> Pair:
     interval = paired_interval(n, only_a, only_b)
     neither = n - both - only_a - only_b
     return Pair(n, both, only_a, only_b, neither, 100 * (only_a - only_b) / n, *interval, mcnemar(only_a, only_b))
+
+
+def over_seeds(pairs: Sequence[Pair]) -> tuple[float, float, float]:
+    """(mean difference, lower, upper end of its 95 % interval) of pairs of several seeds on the same images, points.
+
+    The mean of the seeds' intervals is at least as wide as that of the mean over images, and Student's over seeds is added to
+    it as of an independent chance, the squares of the half widths.
+    """
+    mean = sum(pair.difference for pair in pairs) / len(pairs)
+    ends = [sum(getattr(pair, end) for pair in pairs) / len(pairs) for end in ("low", "high")]
+    if len(pairs) == 1:
+        return mean, *ends
+    half = (lambda low, high: (high - low) / 2)(*t_interval([pair.difference for pair in pairs]))
+    low, high = (((end - mean) ** 2 + half**2) ** 0.5 for end in ends)
+    return mean, max(-100.0, mean - low), min(100.0, mean + high)
 
 
 def check_same_images(a: Predicted, b: Predicted) -> None:

@@ -19,7 +19,7 @@ from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.report import Claim, judge, markdown, table_page
-from vitrel.evaluate.rescue import rescue_lines, write_rescue
+from vitrel.evaluate.rescue import write_rescue
 from vitrel.evaluate.results import (
     COLUMNS,
     Tables,
@@ -333,7 +333,7 @@ def _not_asked(found: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list[Ev
 def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]) -> None:
     """Writes table.md, plots/ and claims.md."""
     with atomic_write(folder / "table.md") as part:
-        part.write_text(table_page(rows, title or shown(folder.name), rescue_lines(folder)), "utf-8")
+        part.write_text(table_page(rows, title or shown(folder.name), folder), "utf-8")
     from vitrel.evaluate.report.plots import plot_all  # brings matplotlib: only where a folder is written
 
     plot_all(rows, folder / "plots", title)

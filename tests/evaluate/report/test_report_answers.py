@@ -6,10 +6,13 @@ from dataclasses import asdict
 import pytest
 
 from helpers import ROOT
+from helpers.predictions import predicted
 from vitrel.evaluate.metrics import difference_interval
+from vitrel.evaluate.predictions import write_predictions
 from vitrel.evaluate.report import summary
-from vitrel.evaluate.report.answers import NEAR, answers, difference, multiply_adds, pixels
-from vitrel.evaluate.results import COLUMNS, read_csv
+from vitrel.evaluate.report.answers import NEAR, answers, answers_of, difference, multiply_adds, pixels
+from vitrel.evaluate.results import COLUMNS, line_key, read_csv
+from vitrel.files import write_cells
 
 
 def row(size="64x64", top1=90.0, policy="none", label="m", **given):
@@ -154,7 +157,7 @@ def test_what_is_resampled_is_told_where():
     assert (
         only(*rows).resampled == "6,144 of 452,068 parameter values are resampled by absolute bicubic at every size but 64 px."
     )
-    assert only(row(), row("96x96")).resampled == "Nothing is resampled."
+    assert only(row(), row("96x96")).resampled == "" and "Nothing is resampled." in only(row(), row("96x96")).line
     assert "under rope_mixed yarn at 96 px" in only(row(), row("96x96", resized="rope_mixed yarn")).resampled
     assert "weights changed at 96 px although nothing" in only(row(), row("96x96", unchanged=False)).text
 
@@ -170,16 +173,23 @@ def test_further_protocols_follow_the_first():
     assert {crops.protocol, *crops.elsewhere} == {"scale, crop 1", "scale, crop 0.9"}
 
 
-def test_another_interval_takes_the_place_of_ours():
-    """Paired predictions show a loss that independent samples do not."""
-    rows = [row(n=100), row("128x128", 86.0, n=100)]
-    asked = []
+def test_predictions_of_the_folder_show_a_loss_that_independent_samples_do_not(tmp_path):
+    rows = [row(n=100), row("128x128", 82.0, n=100)]
+    assert [one.lost for one in answers_of(rows)] == [()]
+    made = [predicted(["a", "b"], [top1 / 2] * 2, 50) for top1 in (90, 82)]
+    write_predictions(dict(zip(map(line_key, rows), made, strict=True)), tmp_path)
+    [found] = answers_of(rows, tmp_path)
+    assert found.lost == ("128x128",) and "Accuracy is lower at 128 px (82.0 %)" in found.text
+    write_predictions({line_key(rows[0]): predicted(["a", "b"], [45, 45], 50)}, tmp_path)  # of one row alone
+    assert [one.lost for one in answers_of(rows, tmp_path)] == [()]
 
-    def paired(ours, theirs):
-        asked.append((ours[0]["img_size"], theirs[0]["img_size"]))
-        return -4.0, -6.0, -2.0
 
-    assert only(*rows).lost == () and only(*rows, difference=paired).lost == ("128x128",) and ("128x128", "64x64") in asked
+def test_what_rescue_found_is_among_the_details(tmp_path):
+    about = {"label": "m", "img_size": "128x128", "protocol": "scale", "setting": "scaling linear", "code": "vitrel.load(...)"}
+    about |= {"top1": 50.0, "top1_set": 90.0, "difference": 40.0, "difference_low": 30.0, "difference_high": 50.0}
+    write_cells(tmp_path / "rescue.csv", [tuple(about), tuple(about.values())])
+    [found] = answers_of([row(), row("128x128", 50.0)], tmp_path)
+    assert "Without training, at 128x128 (scale) scaling linear raises top-1 from 50.0 to 90.0 %" in found.details[-1]
 
 
 def test_the_difference_pairs_seeds_and_takes_a_model_without_one():

@@ -6,6 +6,7 @@ rows they hold, are not shown, or do not hold.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from vitrel.evaluate.metrics import difference_interval
@@ -51,15 +52,15 @@ DETAILS = {
 }
 
 
-def summary(rows: Sequence[Row], rescued: Mapping[str, str] | None = None) -> str:
-    """The answer for every model, then the accuracy tables, as Markdown for a terminal too; rescued: see `answer_list`."""
-    return f"{answer_list(rows, rescued)}\n{accuracy_tables(aggregate(rows))}"
+def summary(rows: Sequence[Row], folder: Path | None = None) -> str:
+    """The answer for every model, then the accuracy tables, as Markdown for a terminal too; folder: of the evaluation."""
+    return f"{answer_list(rows, folder)}\n{accuracy_tables(aggregate(rows))}"
 
 
-def table_page(rows: Sequence[Row], title: str, rescued: Mapping[str, str] | None = None) -> str:
+def table_page(rows: Sequence[Row], title: str, folder: Path | None = None) -> str:
     """table.md: the answers, the accuracy tables, the curves and every aggregated row."""
     table = aggregate(rows)
-    return f"# {title}\n\n{summary(rows, rescued)}\n{curves_table(table)}\n{details_table(table)}"
+    return f"# {title}\n\n{summary(rows, folder)}\n{curves_table(table)}\n{details_table(table)}"
 
 
 def accuracy_tables(table: pd.DataFrame) -> str:

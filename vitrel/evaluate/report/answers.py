@@ -1,7 +1,8 @@
 """The answer for every model of an evaluation: up to which size to use it, where it is best, what it costs there, what to do.
 
 An answer is derived from the rows of one model by these rules. All comparisons are of top-1, by the 95 % interval of a
-difference (`difference`, or the function given in its place); there is no correction for making several of them.
+difference: of paired predictions where the folder has them (`paired_difference`), else `difference`, which is wider. There is
+no correction for making several of them.
 
 protocol    The answer is about the first protocol of the table ("scale" where there is one); the others follow in short.
 policy      At every size the default policy counts, the first of the rows, unless another is shown better there: the interval
@@ -27,11 +28,14 @@ training size missing: nothing is said of what is kept. One size alone: its accu
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.results import aggregate, by_area
+from vitrel.evaluate.predictions import Predictions, compare_pairs, over_seeds, read_predictions
+from vitrel.evaluate.rescue import rescue_lines
+from vitrel.evaluate.results import aggregate, by_area, line_key
 from vitrel.evaluate.settings import Row
 from vitrel.position import POSITIONS, select_options
 from vitrel.sizes import parse_size
@@ -109,6 +113,19 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float
     return mean, mean - half, mean + half
 
 
+def paired_difference(predictions: Predictions) -> Difference:
+    """`difference` by what both rows predict for every image (`over_seeds`), where the folder holds that of all of them."""
+
+    def paired(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float, float]:
+        kept = [{_seed(row): predictions.rows.get(line_key(row)) for row in side} for side in (ours, theirs)]
+        pairs = [(kept[0][seed], kept[1][seed]) for seed in kept[0] if seed in kept[1]]
+        if not pairs or any(one is None or other is None for one, other in pairs):
+            return difference(ours, theirs)
+        return over_seeds([compare_pairs(one, other) for one, other in pairs if one is not None and other is not None])
+
+    return paired
+
+
 def answers(rows: Sequence[Row], difference: Difference = difference) -> list[Answer]:
     """One answer per label, in the order of the rows.
 
@@ -119,16 +136,19 @@ def answers(rows: Sequence[Row], difference: Difference = difference) -> list[An
     return [_answer(label, protocols, difference) for label, protocols in found.items()]
 
 
-def answer_list(rows: Sequence[Row], rescued: Mapping[str, str] | None = None) -> str:
-    """The answers as a Markdown list that reads well in a terminal: a line for each label, and below it the details.
+def answers_of(rows: Sequence[Row], folder: Path | None = None) -> list[Answer]:
+    """`answers` of the rows of an evaluation: by paired predictions and with what rescue found, where its folder holds them."""
+    predictions = None if folder is None else read_predictions(folder)
+    rescued = {} if folder is None else rescue_lines(folder)
+    found = answers(rows, difference if predictions is None else paired_difference(predictions))
+    told = {label: (f"Without training, {line}.",) for label, line in rescued.items()}
+    return [replace(one, details=(*one.details, *told.get(one.label, ()))) for one in found]
 
-    rescued: {label: what vitrel.evaluate.rescue found}, a detail too.
-    """
-    found: list[str] = []
-    for one in answers(rows):
-        told = [f"Without training, {rescued[one.label]}."] if rescued and one.label in rescued else []
-        found += [f"- {one.label}: {one.line}", *(f"  - {text}" for text in (*one.details, *told))]
-    return "\n".join(found) + "\n"
+
+def answer_list(rows: Sequence[Row], folder: Path | None = None) -> str:
+    """`answers_of` as a Markdown list that reads well in a terminal: a line for each label, and below it the details."""
+    lines = [[f"- {one.label}: {one.line}", *(f"  - {text}" for text in one.details)] for one in answers_of(rows, folder)]
+    return "".join(f"{line}\n" for own in lines for line in own)
 
 
 class _Curve:

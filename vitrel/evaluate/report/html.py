@@ -22,11 +22,10 @@ from timm.data import ImageNetInfo
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.predictions import Predictions, read_predictions
 from vitrel.evaluate.report import DETAILS
-from vitrel.evaluate.report.answers import Answer, answers, stretches
+from vitrel.evaluate.report.answers import answers_of, stretches
 from vitrel.evaluate.report.figures import figures
 from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, has_crops, place_of
 from vitrel.evaluate.report.pictures import read_pictures, without_images
-from vitrel.evaluate.rescue import rescue_lines
 from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, line_key, read_csv, read_lines, top1_interval
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
@@ -143,7 +142,7 @@ def contents(rows: Sequence[Row], folder: Path, title: str, described: Mapping[s
             {"label": label, "policy": policy, "name": curve_name(label, policy), "rows": part.index.tolist()}
             for label, policy, part in curves(table)
         ],
-        "answers": [_answer(one, rescue_lines(folder)) for one in answers(rows)],
+        "answers": [{"label": one.label, "line": one.line, "details": one.details} for one in answers_of(rows, folder)],
         "claims": _claims(folder),
         "classes": classes,
         "confusions": [] if predictions is None else confusions(rows, predictions),
@@ -154,11 +153,6 @@ def contents(rows: Sequence[Row], folder: Path, title: str, described: Mapping[s
     }
     raw = dict.fromkeys([*(classes or {"names": []})["names"], *found["predicted"], *(described or {})])
     return found | {"words": class_words(raw, described or {})}
-
-
-def _answer(one: Answer, rescued: Mapping[str, str]) -> dict[str, Any]:
-    told = [f"Without training, {rescued[one.label]}."] if one.label in rescued else []
-    return {"label": one.label, "line": one.line, "details": [*one.details, *told]}
 
 
 def curve_name(label: str, policy: str) -> str:
