@@ -35,7 +35,7 @@ function bySizeTable(protocol) {
 }
 
 function startAnswers() {
-  $("answer-list").replaceChildren(...DATA.answers.map(({ label, line, details }) => make("li", {}, make("b", { textContent: `${label}: ` }), line, ...(details.length ? [make("span", { class: "more", textContent: ` ${details.join(" ")}` })] : []))));
+  $("answer-list").replaceChildren(...DATA.answers.map(({ label, line, details }) => make("li", {}, make("b", { textContent: `${label}: ` }), line, ...details.map((textContent) => make("span", { class: "more", textContent })))));
   $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
   $("by-size-note").textContent = `Bold: the highest at its size. ± is half the 95 % interval; where intervals overlap the order is open. Shaded: a training size.${same}`;
