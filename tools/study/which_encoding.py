@@ -113,7 +113,7 @@ def _given(key: str) -> tuple[str, str]:
     if model.pos_embed is not None:
         return f"{count:,}", "nothing: added to the tokens"
     terms = model.blocks[0].position(model.token_grid((32, 32)))
-    found = ["turned q and k"] if terms.rotary is not None else []
+    found = ["rotated q and k"] if terms.rotary is not None else []
     if any(table.bias is not None for table in terms.tables):
         found.append("a bias, H·N²")
     if any(part is not None for table in terms.tables for part in (table.query, table.key, table.gated)):

@@ -146,7 +146,7 @@ def _takes_product(linear: nn.Linear, x: Tensor) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether operators are recorded, transformed or cast here, rather than computed."""
+    """True under torch.compile, tracing, autocast or torch.func, where operators are not simply computed."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

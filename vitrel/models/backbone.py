@@ -19,7 +19,7 @@ from vitrel.position import PositionEncoding, split_position
 from vitrel.position.log_n import set_logit_scale
 from vitrel.position.terms import sum_counts
 
-LARGE = (1 << 20, 1 << 20)  # pixels; larger than any training image, so a window is all that keeps its grid
+LARGE = (1 << 20, 1 << 20)  # pixels, larger than any image: there only windowed encodings keep their training grid
 
 
 def records_arguments(init: Callable[..., None]) -> Callable[..., None]:

@@ -54,8 +54,8 @@ def attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float) -> Tensor:
     logits = masked_logits(q, k, terms, grid, mask)
-    blind = (logits == float("-inf")).all(-1, keepdim=True)  # a query that sees no key returns 0, not NaN
-    p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # a query that sees no key returns 0, not NaN
+    p = logits.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
     p = F.dropout(p, dropout_p)
     out = p @ v
     for table in terms.tables:
@@ -107,7 +107,7 @@ def with_query_bias(q: Tensor, terms: Terms) -> Tensor:
 
 
 def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """q and k turned by the rotary term; queries are the last tokens of the key grid."""
+    """q and k rotated by the rotary term; queries are the last tokens of the key grid."""
     if terms.rotary is None:
         return q, k
     if terms.key_rotary is None and q.shape == k.shape:  # both at once: half of the operators

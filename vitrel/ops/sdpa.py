@@ -43,12 +43,12 @@ def attention(
     bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
     hidden = bias == float("-inf")  # by the mask or by a table, such as a field of view
-    blind = hidden.all(-1, keepdim=True)  # backends disagree on a query that sees no key: show it all, then return 0
+    fully_masked = hidden.all(-1, keepdim=True)  # backends disagree on a query that sees no key: show it all, then return 0
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # a finite penalty stays finite in half precision
-    bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(blind, 0.0))
+    bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(fully_masked, 0.0))
     out = _fused(q, k, v, bias, dropout_p, scale)
-    return out.masked_fill(blind, 0.0)
+    return out.masked_fill(fully_masked, 0.0)
 
 
 def window_attention(

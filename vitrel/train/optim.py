@@ -1,4 +1,4 @@
-"""What is decayed, and how fast each part learns."""
+"""Optimizer parameter groups: weight decay and layer-wise learning-rate decay."""
 
 import inspect
 import math

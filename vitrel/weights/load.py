@@ -30,7 +30,7 @@ class WeightPlan(NamedTuple):
 
     rows: tuple[Row, ...]
     state: dict[str, Tensor]
-    unused: tuple[str, ...]  # names in the file, of what nothing in the model takes
+    unused: tuple[str, ...]  # keys of the file that the model does not use
     unset: tuple[str, ...]  # names in the model, of what the file does not give; "<encoding>" ones have no parameters
     differ: tuple[str, ...]  # names in the model, of what has another shape in the file
     hints: tuple[str, ...]  # what the two models differ in, and the way out

@@ -26,7 +26,7 @@ WIDTHS = (16, 32, 48, 64)  # of a head
 MOST_TOKENS = 256  # of a window
 LOG2_E = tl.constexpr(1.4426950408889634)
 VARYING = ("h", "w", "windows")  # not to be specialised: a sweep over grids compiles a kernel once
-PROGRAMS = 4096  # of a launch: enough to fill any device, few enough to share what windows have in common
+PROGRAMS = 4096  # at most per launch; each serves several windows and reuses their bias
 
 
 class Tile(NamedTuple):
@@ -208,7 +208,7 @@ def _forward(
     for window in range(chunk * sizes.per, tl.minimum((chunk + 1) * sizes.per, windows)):
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
-        q = _turned_rows(QKV, token * (3 * C) + head * sizes.d, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, token * (3 * C) + head * sizes.d, region, TURN, head, i, sizes)
         most = tl.full((sizes.rows,), -1e30, tl.float32)
         total = tl.zeros((sizes.rows,), tl.float32)
         out = tl.zeros((sizes.rows, sizes.dp), tl.float32)
@@ -216,7 +216,7 @@ def _forward(
             j = first + tl.arange(0, sizes.keys)
             other, other_region = _place(j, corner, sizes)
             to = other * (3 * C) + head * sizes.d
-            k = _turned_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+            k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
             if sizes.keys < N:
                 bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
@@ -325,18 +325,18 @@ def _store_rows(base, offset, region, value, sizes):
 
 
 @triton.jit
-def _turned_rows(base, offset, region, TURN, head, slot, sizes):
-    """_rows of queries or keys, turned by the angles of their slots where there are any."""
+def _rotated_rows(base, offset, region, TURN, head, slot, sizes):
+    """_rows of queries or keys, rotated by the angles of their slots where there are any."""
     x = _rows(base, offset, region, sizes)
     if TURN is not None:
         cos, sin = _angles(TURN, head, slot, sizes)
-        x = _turned(x, cos, sin).to(x.dtype)
+        x = _rotated(x, cos, sin).to(x.dtype)
     return x
 
 
 @triton.jit
 def _angles(TURN, head, slot, sizes):
-    """cos and sin of the slots for every column, sin with the sign that the other half of a pair has in `_turned`."""
+    """cos and sin of the slots for every column, sin with the sign that the other half of a pair has in `_rotated`."""
     HALF: tl.constexpr = sizes.d // 2
     column = tl.arange(0, sizes.dp)
     pair = column % (sizes.dp // 2)
@@ -348,8 +348,8 @@ def _angles(TURN, head, slot, sizes):
 
 
 @triton.jit
-def _turned(x, cos, sin):
-    """x in float32, each pair (p, p + D/2) turned; with -sin turned back."""
+def _rotated(x, cos, sin):
+    """x in float32, each pair (p, p + D/2) rotated; with -sin rotated back."""
     x = x.to(tl.float32)
     return x * cos + _swapped(x) * sin
 

@@ -28,11 +28,11 @@ from vitrel.ops.backends.triton_window import (
     _job,
     _logits,
     _place,
+    _rotated,
+    _rotated_rows,
     _rows,
     _store_rows,
     _swapped,
-    _turned,
-    _turned_rows,
     check_qkv,
     launch_window,
     launch_window_forward,
@@ -143,8 +143,8 @@ def _whole(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
-        q = _turned_rows(QKV, at, region, TURN, head, i, sizes)
-        k = _turned_rows(QKV + C, at, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
+        k = _rotated_rows(QKV + C, at, region, TURN, head, i, sizes)
         v = _rows(QKV + 2 * C, at, region, sizes)
         grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
         s = _logits(q, k, bias, region, region, corner, scale)
@@ -157,9 +157,9 @@ def _whole(
         table += ds
         ds = ds.to(v.dtype)
         dq = tl.dot(ds, k, input_precision="ieee") * scale
-        _store_turned(DQKV, at, region, dq, TURN, head, i, sizes)
+        _store_rotated(DQKV, at, region, dq, TURN, head, i, sizes)
         dk = tl.dot(tl.trans(ds), q, input_precision="ieee") * scale
-        _store_turned(DQKV + C, at, region, dk, TURN, head, i, sizes)
+        _store_rotated(DQKV + C, at, region, dk, TURN, head, i, sizes)
         if DTURN is not None:
             dcos, dsin = _add_turn(dcos, dsin, _rows(QKV, at, region, sizes), dq)
             dcos, dsin = _add_turn(dcos, dsin, _rows(QKV + C, at, region, sizes), dk)
@@ -193,7 +193,7 @@ def _queries(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
-        q = _turned_rows(QKV, at, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
         grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
         level, mean = _stats(STATS, token, region, head, sizes)
         dq = tl.zeros((sizes.rows, sizes.dp), tl.float32)
@@ -201,13 +201,13 @@ def _queries(
             j = first + tl.arange(0, sizes.keys)
             other, other_region = _place(j, corner, sizes)
             to = other * (3 * C) + head * sizes.d
-            k = _turned_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+            k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
             bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
             p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
             ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee") * scale
-        _store_turned(DQKV, at, region, dq, TURN, head, i, sizes)
+        _store_rotated(DQKV, at, region, dq, TURN, head, i, sizes)
         if DTURN is not None:
             dcos, dsin = _add_turn(dcos, dsin, _rows(QKV, at, region, sizes), dq)
     if DTURN is not None:
@@ -238,7 +238,7 @@ def _keys(
         corner = _corner(window, h, w, sizes)
         other, other_region = _place(j, corner, sizes)
         to = other * (3 * C) + head * sizes.d
-        k = _turned_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+        k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
         v = _rows(QKV + 2 * C, to, other_region, sizes)
         dk = tl.zeros((sizes.keys, sizes.dp), tl.float32)
         dv = tl.zeros((sizes.keys, sizes.dp), tl.float32)
@@ -246,7 +246,7 @@ def _keys(
             i = first + tl.arange(0, sizes.rows)
             token, region = _place(i, corner, sizes)
             at = token * (3 * C) + head * sizes.d
-            q = _turned_rows(QKV, at, region, TURN, head, i, sizes)
+            q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
             grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
             level, mean = _stats(STATS, token, region, head, sizes)
             bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
@@ -254,7 +254,7 @@ def _keys(
             ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
             dv += tl.dot(tl.trans(p.to(v.dtype)), grad, input_precision="ieee")
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee") * scale
-        _store_turned(DQKV + C, to, other_region, dk, TURN, head, j, sizes)
+        _store_rotated(DQKV + C, to, other_region, dk, TURN, head, j, sizes)
         _store_rows(DQKV + 2 * C, to, other_region, dv, sizes)
         if DTURN is not None:
             dcos, dsin = _add_turn(dcos, dsin, _rows(QKV + C, to, other_region, sizes), dk)
@@ -288,12 +288,12 @@ def _table(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
-        q = _turned_rows(QKV, at, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
         grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
         level, mean = _stats(STATS, token, region, head, sizes)
         other, other_region = _place(j, corner, sizes)
         to = other * (3 * C) + head * sizes.d
-        k = _turned_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+        k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
         v = _rows(QKV + 2 * C, to, other_region, sizes)
         p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
         ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
@@ -309,17 +309,17 @@ def _stats(STATS, token, region, head, sizes):
 
 
 @triton.jit
-def _store_turned(base, offset, region, grad, TURN, head, slot, sizes):
-    """_store_rows of the gradient of queries or keys, from that of the turned ones."""
+def _store_rotated(base, offset, region, grad, TURN, head, slot, sizes):
+    """_store_rows of the gradient of queries or keys, from that of the rotated ones."""
     if TURN is not None:
         cos, sin = _angles(TURN, head, slot, sizes)
-        grad = _turned(grad, cos, -sin)
+        grad = _rotated(grad, cos, -sin)
     _store_rows(base, offset, region, grad, sizes)
 
 
 @triton.jit
 def _add_turn(dcos, dsin, x, grad):
-    """The sums plus what queries or keys x and the gradient of the turned x give for cos and sin, signed as in `_angles`."""
+    """The sums plus what queries or keys x and the gradient of the rotated x give for cos and sin, signed as in `_angles`."""
     x = x.to(tl.float32)
     return dcos + grad * x, dsin + grad * _swapped(x)
 
