@@ -40,7 +40,7 @@ def compare(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("vitrel.evaluate.images.check_data", lambda *args: None)
     monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
     monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
-    monkeypatch.setattr("vitrel.evaluate.report.summary", lambda rows: "")
+    monkeypatch.setattr("vitrel.evaluate.report.summary", lambda rows, folder: "")
     monkeypatch.setattr("vitrel.evaluate.results.left_out_note", lambda rows, folder: "")
 
     def run(*arguments, **changes):
