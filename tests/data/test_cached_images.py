@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from helpers.pictures import identity, picture, tensor
 from vitrel.data import Augmentation, BadImage, Draw, Folder, Prepare, Reading, create_dataset
 from vitrel.data.augment import Augmenter
 
@@ -20,21 +21,6 @@ EVERYTHING = {"policy": "rand-m9-mstd0.5-inc1", "jitter": 0.4, "vflip": True, "e
 SIDE = 24
 SHAPES = [(24, 24), (24, 40), (20, 64), (48, 48), (48, 96), (96, 48)]  # the first three are not larger than SIDE
 KEPT = [(24, 24), (24, 40), (20, 64), (24, 24), (24, 48), (48, 24)]
-
-
-def picture(h, w, seed=0):
-    """Smooth and sharp content together, [h, w, 3] uint8."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (h // 8 + 2, w // 8 + 2, 3), dtype=np.uint8)).resize((w, h), Image.BICUBIC)
-    return np.clip(np.asarray(coarse, dtype=int) + rng.integers(-30, 30, (h, w, 3)), 0, 255).astype(np.uint8)
-
-
-def tensor(array):
-    return torch.from_numpy(array.copy()).permute(2, 0, 1)
-
-
-def identity(image):
-    return image
 
 
 @pytest.fixture

@@ -11,27 +11,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
+from helpers.pictures import identity, picture, tensor
 from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, class_names, create_dataset, folder_classes
 from vitrel.data.decode import SUFFIXES
 from vitrel.evaluate.images import out_of_memory
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-
-
-def picture(h, w, seed=0):
-    """Smooth and sharp content together, [h, w, 3] uint8."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (h // 8 + 2, w // 8 + 2, 3), dtype=np.uint8)).resize((w, h), Image.BICUBIC)
-    return np.clip(np.asarray(coarse, dtype=int) + rng.integers(-40, 40, (h, w, 3)), 0, 255).astype(np.uint8)
-
-
-def tensor(array):
-    return torch.from_numpy(array.copy()).permute(2, 0, 1)
-
-
-def identity(image):
-    return image
 
 
 @pytest.fixture

@@ -19,34 +19,29 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Four classes, noise brightened in no, the first, the second or the third channel: 24 to train, 8 to evaluate each."""
-    root = tmp_path_factory.mktemp("colours")
+def colours(root, train, val, sizes):
+    """Four classes, noise brightened in no, the first, the second or the third channel, images of `sizes` in turn."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", 24), ("val", 8)):
+    for split, count in (("train", train), ("val", val)):
         for label, name in enumerate(("grey", "red", "green", "blue")):
             (root / split / name).mkdir(parents=True)
             for i in range(count):
-                array = rng.integers(0, 100, (32, 32, 3))
+                array = rng.integers(0, 100, (*sizes[i % len(sizes)], 3))
                 array[..., label - 1 : label] += 120  # nothing for label 0
                 Image.fromarray(array.astype(np.uint8)).save(root / split / name / f"{i}.png")
     return root
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Images of one size."""
+    return colours(tmp_path_factory.mktemp("colours"), 24, 8, [(32, 32)])
 
 
 @pytest.fixture(scope="session")
 def native_folder(tmp_path_factory):
-    """As `folder`, with images of several aspect ratios, in number no multiple of a batch: 23 to train, 7 to evaluate each."""
-    root = tmp_path_factory.mktemp("native")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 23), ("val", 7)):
-        for label, name in enumerate(("grey", "red", "green", "blue")):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                array = rng.integers(0, 100, (*[(32, 32), (24, 48), (50, 20), (30, 40)][i % 4], 3))
-                array[..., label - 1 : label] += 120  # nothing for label 0
-                Image.fromarray(array.astype(np.uint8)).save(root / split / name / f"{i}.png")
-    return root
+    """Images of several aspect ratios, in number no multiple of a batch."""
+    return colours(tmp_path_factory.mktemp("native"), 23, 7, [(32, 32), (24, 48), (50, 20), (30, 40)])
 
 
 @pytest.fixture(autouse=True)
