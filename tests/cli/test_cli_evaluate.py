@@ -144,6 +144,17 @@ def weights(tmp_path):
     return ["--weights", str(path), "--model-args", "{embed_dim: 48, depth: 1, num_heads: 3, img_size: 32, patch_size: 8}"]
 
 
+def test_rescue_is_written_and_among_the_answers(tool, checkpoint, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
+    tool.main([checkpoint("vitrel_vit_n8_table", "a.ckpt"), *arguments, "--attention-n", "0", "--no-report", "--rescue"])
+    printed = capsys.readouterr().out
+    assert "settings at each on 4 images without labels, judged on 4 others" in printed
+    assert "Without training, " in printed and "Without training, " in (out / "table.md").read_text("utf-8")
+    frame = pd.read_csv(out / "rescue.csv")
+    assert frame["img_size"].tolist() == ["96x96"] and frame["judged_n"].tolist() == [4] and (out / "rescue.md").exists()
+
+
 def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]

@@ -146,7 +146,7 @@ def run_sweep(
             rows = with_curves([one.row for one in tables.rows.values()])
             tables.write(rows)
             if rescue:
-                write_rescue(models, sweep, images, folder)
+                write_rescue(models, sweep, loaded, folder)
             _show(rows, folder, shown(title), claims)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
