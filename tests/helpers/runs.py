@@ -2,6 +2,7 @@
 
 import csv
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,14 @@ def in_child(args, hook=None):
             run(args)
             code = 0
         except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
+            if isinstance(stop.code, str):  # as the interpreter does
+                print(stop.code, file=sys.stderr)
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     return pid
 
