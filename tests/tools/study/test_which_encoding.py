@@ -58,7 +58,7 @@ def test_costs_of_the_encodings_themselves():
     assert list(found) == list(POSITIONS)
     assert found["table"] == [f"{12 * 6 * (27 * 27 + 3):,}", "a bias, H·N²", "1.23", "", ""]
     assert found["absolute"][:2] == [f"{384 * 197:,}", "nothing: added to the tokens"]
-    assert found["rope_mixed"][:2] == [f"{12 * 384:,}", "turned q and k"]
+    assert found["rope_mixed"][:2] == [f"{12 * 384:,}", "rotated q and k"]
     assert found["shaw"][1] == "content scores, B·H·N²; values by offset"
     assert found["none"][:2] == ["0", "nothing"]
 
