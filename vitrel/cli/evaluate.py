@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace) -> None:
         for _ in evaluate_rows(models, sweep):
             pass  # process 0 prints and writes
         return
-    how = {"report": args.report, "replace": args.replace, "images": args.images, "rescue": args.rescue}
+    how = {"report": args.report, "replace": args.replace, "photographs": args.images, "rescue": args.rescue}
     rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **how)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"\n{summary(rows, args.out)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")

@@ -186,7 +186,8 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
 
 
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> Backbone:
-    draft = Draft(unwrap(loaded, str(path)).state)
+    state = unwrap(loaded, str(path)).state
+    draft = Draft(state)
     swin = draft.has(r"(layers|features|(swin|swinv2\.)?encoder\.layers)\.\d+\..*") and not draft.has(r"blocks\.0\..*")
     own = draft.has(r".*\.position\..*|pos_embed\.pos_embed")
     try:
@@ -206,7 +207,7 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
         model = Config(known.config.architecture, arguments, arguments["img_size"], preparation).build()
     except ValueError as error:
         raise ValueError(f"{path} gives no model like {like}: {error}") from error
-    same_names = set(unwrap(loaded, str(path)).state) - {"head.weight", "head.bias"} <= known.names
+    same_names = state.keys() - {"head.weight", "head.bias"} <= known.names
     try:
         plan = plan_weights(model, loaded, rotation=known.rotation if same_names else None)
         return apply_plan(model, plan, reset_head="num_classes" in changes).eval()  # type: ignore[return-value]

@@ -116,13 +116,13 @@ def run_sweep(
     report: bool = False,
     claims: Sequence[Claim] = (),
     replace: bool = False,
-    images: bool = True,
+    photographs: bool = True,
     rescue: bool = False,
 ) -> list[Row]:
     """Evaluates all of `tasks_of(models, sweep)` and writes results.csv, predictions.npz, translation.csv (where content is
     translated), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
-    `folder`; with `report`, pictures.json.gz, report.html and report.json too, `images` False: without photographs of the data;
-    with `rescue`, rescue.csv and rescue.md (see vitrel.evaluate.rescue).
+    `folder`; with `report`, pictures.json.gz, report.html and report.json too; with `rescue`, rescue.csv and rescue.md (see
+    vitrel.evaluate.rescue). photographs: whether images of the data may be in the report.
 
     No row is ever lost. Rows in `folder` that stem from the same weights, data and settings are not made again, and those at
     other sizes, protocols, policies or of other models stay beside the new ones. Where rows there may not stand in one table
@@ -134,19 +134,19 @@ def run_sweep(
         check_data(sweep, train_size, sizes)
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
-        loaded = Images(sweep)
-        tasks = _keyed_tasks(models, sweep, loaded)
+        images = Images(sweep)
+        tasks = _keyed_tasks(models, sweep, images)
         tables = _opened([key for _, key in tasks], folder, replace)
-        print(_header(models, sweep, tasks, loaded, tables), flush=True)
+        print(_header(models, sweep, tasks, images, tables), flush=True)
         try:
             with progress(len(tasks), "rows") as tell:
                 done = [*tables.rows.values()]
-                for one in _measured(lambda: tasks, sweep, loaded, done, lambda task, share: tell(share, task.name)):
+                for one in _measured(lambda: tasks, sweep, images, done, lambda task, share: tell(share, task.name)):
                     tables.add(one)
             rows = with_curves([one.row for one in tables.rows.values()])
             tables.write(rows)
             if rescue:
-                write_rescue(models, sweep, loaded, folder)
+                write_rescue(models, sweep, images, folder)
             _show(rows, folder, shown(title), claims)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
@@ -155,8 +155,8 @@ def run_sweep(
                 from vitrel.evaluate.report.html import write_html
                 from vitrel.evaluate.report.pictures import collect_pictures
 
-                collect_pictures(models, sweep, folder, rows=rows, images=images)
-                write_html(folder, shown(title), images)
+                collect_pictures(models, sweep, folder, rows=rows, images=photographs)
+                write_html(folder, shown(title), photographs)
         except BaseException as error:
             saved = tables.write_rest()
             if isinstance(error, RuntimeError) and out_of_memory(error):

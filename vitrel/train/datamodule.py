@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
 from vitrel.data.shards import Shards
 from vitrel.data.stream import ShardBatches
+from vitrel.sizes import token_count
 from vitrel.train.native import Filled, NativeOrder, native_shares
 from vitrel.train.order import EpochLoader, EpochOrder, EveryImageOnce, Order, Plan
 from vitrel.train.same_run import Listing
@@ -118,8 +119,8 @@ class ImageData(LightningDataModule):
                 f"data.shape native needs a model of patches for images of any size, unlike this {type(model).__name__}: take "
                 "one of vitrel list, or give model.model_args {dynamic_img_size: true} to one of timm's that knows it"
             )
-        ph, pw = self.patch = to_2tuple(embed.patch_size)
-        budget, *budgets = (-(-h // ph) * -(-w // pw) for h, w in (self.size, *(self.train_sizes or [])))
+        self.patch = to_2tuple(embed.patch_size)
+        budget, *budgets = (token_count(size, self.patch) for size in (self.size, *(self.train_sizes or [])))
         self.budget = self.tokens or budget
         sizes = self.train_set.image_sizes()
         self.val_set.image_sizes()  # an image that cannot be read stops the run here, not after an epoch

@@ -12,6 +12,7 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrel.models.create import WEIGHT_ARGUMENTS
 from vitrel.train.tuning import check_registered
 from vitrel.weights.load import load_pretrained, read_file
 from vitrel.weights.read import checksums
@@ -117,7 +118,7 @@ class Teacher:
 
 def _build(settings: Distillation, num_classes: int, size: int | Sequence[int] | None, model_args: dict[str, Any]) -> nn.Module:
     check_registered(settings.teacher)
-    kept = {name: value for name, value in model_args.items() if name not in ("checkpoint_path", "cache_dir")}  # other files
+    kept = {name: value for name, value in model_args.items() if name not in WEIGHT_ARGUMENTS}  # of other files
     arguments = {**kept, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
     if not settings.pretrained:  # timm gives pretrained weights a new head for another number, without a word
         arguments["num_classes"] = num_classes

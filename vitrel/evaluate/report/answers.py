@@ -19,7 +19,7 @@ best        The smallest size as good as the one of the highest top-1: not shown
             Its cost is that of its row, under the policies that count.
 fine-tune   At sizes that are lost under every policy tried.
 RoPE        Where sizes larger than that of training are lost, the encoding rotates, takes a `scaling`, and none acts at these
-            sizes: scaling="yarn" is named as something to try. The rows do not show that it helps.
+            sizes: --rescue and scaling="yarn" are named as something to try. The rows do not show that they help.
 learned     A model whose interval at the training size (else at the best) does not lie above the top-1 of always answering
             the most frequent class (column majority) has not been shown to learn anything, and gets no other advice.
 training size missing: nothing is said of what is kept. One size alone: its accuracy and cost.
