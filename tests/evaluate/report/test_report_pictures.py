@@ -126,6 +126,15 @@ def test_a_sweep_is_collected(trained, noise, tmp_path):
     assert {asked["protocol"] for asked in noise.asked} == {*both}
 
 
+def test_the_first_model_need_not_have_every_policy(trained, noise, tmp_path):
+    models = [trained("vitrel_vit_n8_absolute"), trained("vitrel_vit_n8_table")]
+    found = read(collect_pictures(models, Sweep("noise", ((48, 48),), n=4, policies=("bicubic", "clip")), tmp_path))
+    assert {item["policy"] for item in found["models"][1]["lattices"]} == {"none", "bicubic", "clip"}
+    assert {(item["label"], item["size"]) for item in found["seen"]} == {
+        ("vitrel_vit_n8_absolute", s) for s in ("32x32", "48x48")
+    }
+
+
 def test_no_photograph_is_collected_where_none_is_wanted(trained, noise, tmp_path):
     found = read(collect_pictures([trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 32),), n=4), tmp_path, images=False))
     assert "data:image" not in json.dumps(found) and found["seen"] == []

@@ -70,11 +70,12 @@ def collect_pictures(
     of the budget. images: without, no photograph is written.
     """
     firsts = list({trained.label: trained for trained in reversed(models)}.values())[::-1]
-    tasks = _recorded_tasks(firsts, sweep)
+    asked = tasks_of(firsts, sweep)
+    tasks = _recorded_tasks(asked, sweep)
     former = _former_pictures(folder, rows, {(task.trained.label, format_size(task.size), task.policy) for task in tasks})
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
     samples, blobs = Images(sweep), dict[str, str]()
-    seen = _what_is_seen(tasks_of(firsts[:1], sweep), samples, blobs) if images else []
+    seen = _what_is_seen([task for task in asked if task.trained is firsts[0]], samples, blobs) if images else []
     thumbnails = _thumbnails(tasks[0], samples, folder, rows) if images else {}
     budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # base64 compresses to what it encodes
     found = []
@@ -229,11 +230,11 @@ def _merged_models(former: Sequence[Item], found: Sequence[Item]) -> list[Item]:
     return [*merged.values()]
 
 
-def _recorded_tasks(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
+def _recorded_tasks(asked: Sequence[Task], sweep: Sweep) -> list[Task]:
     """One per model, size and policy, in the scale protocol where it is evaluated, and at the first crop."""
     protocol = "scale" if "scale" in sweep.protocols else sweep.protocols[0]
     found: dict[tuple, Task] = {}
-    for task in tasks_of(models, sweep):
+    for task in asked:
         if task.protocol == protocol:
             found.setdefault((id(task.trained), task.size, task.policy), task)
     return list(found.values())
