@@ -280,20 +280,20 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
 
 def test_refusals():
     model, images = trained(), torch.randn(2, 3, 32, 48)
-    with pytest.raises(ValueError, match="nothing is left to fit: relativize"):
+    with pytest.raises(ValueError, match="leaves nothing to fit: use relativize"):
         absolute_to_relative(model, images, absolute="keep")
     with pytest.raises(ValueError, match="absolute='gone' is unknown; choose one of drop, fade"):
         absolute_to_relative(model, images, absolute="gone")
     with pytest.raises(ValueError, match="needs fade_steps"):
         absolute_to_relative(model, images, absolute="fade")
-    with pytest.raises(ValueError, match="no absolute embedding to convert from: use relativize"):
+    with pytest.raises(ValueError, match="no absolute embedding to convert: use relativize"):
         absolute_to_relative(timm.create_model("vitrel_vit_n8_none"), torch.randn(2, 3, 64, 64))
     with pytest.raises(ValueError, match="the embedding is SinCos, not one learned embedding: use relativize"):
         absolute_to_relative(timm.create_model("vitrel_vit_n8_sincos"), torch.randn(2, 3, 64, 64))
-    with pytest.raises(ValueError, match="'alibi' has nothing to fit; name one of table, factorised, rope_mixed"):
+    with pytest.raises(ValueError, match="'alibi' cannot be fitted; choose table, factorised, rope_mixed"):
         absolute_to_relative(model, images, "alibi")
     post_norm = Eva(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, use_post_norm=True)
-    with pytest.raises(ValueError, match=r"in pre-norm blocks only: pass refit=False"):
+    with pytest.raises(ValueError, match="needs pre-norm blocks: pass refit=False"):
         absolute_to_relative(post_norm, torch.randn(2, 3, 32, 32))
     with pytest.raises(ValueError, match=r"does not run through scaled_dot_product_attention.*leave out"):
         absolute_to_relative(model, images, "shaw+table")

@@ -294,7 +294,7 @@ def test_refusals(name):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"unknown model 'vit_base_patch16_22'.*vit_base_patch16_224"):
         vitrel.from_timm("vit_base_patch16_22")
-    with pytest.raises(ValueError, match="num_classes is of a model to be built"):
+    with pytest.raises(ValueError, match="num_classes is for building a model"):
         vitrel.from_timm(peer(VIT), num_classes=5)
     with pytest.raises(TypeError, match="expected a timm or vitrel model, not dict"):
         vitrel.from_timm({})
@@ -307,5 +307,5 @@ def test_with_an_encoding_in_one_call():
     torch.testing.assert_close(ours(image), theirs(image), atol=1e-5, rtol=1e-5)
     dropped = vitrel.from_timm("vit_tiny_patch16_224", position="cpb", absolute="drop", depth=1, position_args=dict(hidden=8))
     assert dropped.pos_embed is None and dropped.arguments["position"] == "cpb"
-    with pytest.raises(ValueError, match="absolute is of a position to add in attention: name it"):
+    with pytest.raises(ValueError, match="absolute needs an encoding to add in attention"):
         vitrel.from_timm(theirs, absolute="drop")
