@@ -35,8 +35,8 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
     """Return the content of a .safetensors file or a torch checkpoint, with tensors on the CPU.
 
     Of .safetensors: {"state_dict": tensors, "vitrel": metadata of `vitrel.save`, {} without}. allowed: classes that a
-    torch file may contain beside tensors and plain values, e.g. argparse.Namespace. Raises FileNotFoundError, or ValueError with
-    path, size and reason: no checkpoint, a damaged one (with the damaged record or tensor), or one that would run code.
+    torch file may contain beside tensors and plain values, e.g. argparse.Namespace. FileNotFoundError, or ValueError with path,
+    size and reason: no checkpoint, a damaged one (with the damaged record or tensor), or one that would run code.
     """
     path = Path(path)
     if not path.is_file():
