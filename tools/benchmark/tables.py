@@ -26,8 +26,9 @@ TITLES = {"forward": "inference", "training": "forward and backward"}
 _GROWS_FROM = 1000  # tokens from which on growth is fitted: below, constant costs dominate
 _MOST_COMPILES = 2
 _MODEL_LEGEND = (
-    "p90: the slow tenth. Peak: of the process since its first call, compilation included. A call: memory of one call in addition to "
-    "what is held between calls. Ratios: over the fastest peer, with the lowest and highest round. Graphs: compiled by dynamo."
+    "p90: the slow tenth. Peak: of the process since its first call, compilation included. A call: memory of one call in "
+    "addition to what is held between calls. Ratios: over the fastest peer, with the lowest and highest round. Graphs: "
+    "compiled by dynamo."
 )
 _RESOLUTION_LEGEND = (
     "Seconds: from a new size to its first result, compilation included. Graphs: compiled by dynamo for it. A call: the memory "
