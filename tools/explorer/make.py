@@ -4,7 +4,8 @@ from pathlib import Path
 
 from vitrel.files import atomic_write, one_page
 
-PARTS = ("base", "math", "cells", "bias", "weights", "buckets", "start")  # scripts, in the order in which they run
+# scripts, in the order in which they run
+PARTS = ("base", "math", "cells", "fields", "square", "story", "reading", "clip", "bias", "weights", "trace", "buckets", "start")
 MARK = '<meta name="generator" content="vitrel explorer">'
 
 
