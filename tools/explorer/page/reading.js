@@ -35,6 +35,7 @@ function readPair(query, key, all) {
     ["No position", `${vec("x", query)}·${vec("x", key)} / √d = ${product(x[query], x[key])} = ${fixed(scaled[key])}`],
     ["Absolute", `(${vec("x", query)} + ${vec("p", query)})·(${vec("x", key)} + ${vec("p", key)}) / √d = ${product(xp[query], xp[key])} = ${fixed(all.absolute[query].logits[key])}`],
     ["Offset", `${state.sign === "query" ? "query − key" : "key − query"} = (${y} − ${ty}, ${x0} − ${tx}) = ${offsetText(query, key)}`],
+    ["Same bias", sharing(query, key).map(([i, j]) => `query ${i}, key ${j}`).join("; ") || "no other pair has this offset"],
     ["Relative", `${short(scaled[key])} + ${bracket(bias[key])} = ${fixed(logits[key])}: ${targets(logits).length === 4 ? "as large as the others" : rank} of its row`],
     ["Weight", `e^${bracket(logits[key])} / (sum of e^logit over the row) = ${fixed(biased.weights[key])}`],
   ];

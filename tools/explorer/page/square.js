@@ -19,6 +19,10 @@ function squareRows() {
   };
 }
 
+// The other pairs of query and key with the same offset, which share one bias.
+const sharing = (query, key) => tokens(16, (at) => [Math.floor(at / 4), at % 4])
+  .filter(([i, j]) => i !== query && String(offsetOf(i, j, 2)) === String(offsetOf(query, key, 2)));
+
 // The keys with the largest logit: several where they are alike.
 const targets = (logits) => [0, 1, 2, 3].filter((key) => logits[key] > Math.max(...logits) - 1e-9);
 

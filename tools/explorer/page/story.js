@@ -35,14 +35,13 @@ function lookPicture(name, rows) {
     return (keys.length === 4 ? [] : keys).map((key) => {
       if (key === query) return `<circle class="${kind}" cx="${x}" cy="${y}" r="10"/>`;
       const [ty, tx] = centre(key), far = Math.hypot(ty - y, tx - x), [uy, ux] = [(ty - y) / far, (tx - x) / far];
-      const from = [x + 12 * ux - 5 * uy, y + 12 * uy + 5 * ux], to = [tx - 12 * ux - 5 * uy, ty - 12 * uy + 5 * ux]; // beside the way back
-      return `<line class="${kind}" x1="${from[0]}" y1="${from[1]}" x2="${to[0]}" y2="${to[1]}" marker-end="url(#tip-${name}-${kind.length})"/>`;
+      const at = (along, across) => [x + along * ux - across * uy, y + along * uy + across * ux].map((n) => n.toFixed(1)).join(" "); // beside the way back
+      return `<path class="${kind}" d="M${at(12, 5)} L${at(far - 16, 5)}"/><path class="${kind} tip" d="M${at(far - 10, 5)} L${at(far - 20, 0)} L${at(far - 20, 10)}z"/>`;
     });
   });
-  const tip = (kind) => `<marker id="tip-${name}-${kind.length}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="5" markerHeight="5" orient="auto"><path class="${kind}" d="M0 0 8 4 0 8z"/></marker>`;
   const label = `targets with ${CASES[name]}: ${rows.map(({ logits }, query) => `patch ${query} looks at ${named(targets(logits))}`).join(", ")}`;
   const wide = 2 * cell + 2;
-  return `<svg role="img" aria-label="${label}" width="${wide}" height="${wide}" viewBox="0 0 ${wide} ${wide}"><defs>${tip("look")}${tip("look now")}</defs>${patches.join("")}${lines.join("")}</svg>`;
+  return `<svg role="img" aria-label="${label}" width="${wide}" height="${wide}" viewBox="0 0 ${wide} ${wide}">${patches.join("")}${lines.join("")}</svg>`;
 }
 
 function drawCase(name, all, top) {
@@ -57,6 +56,8 @@ function drawCase(name, all, top) {
       return { text, label, mark, ...colour(weights || value < 0 ? "down" : "up", top ? Math.abs(value) / top : 0) };
     },
   });
+  if (name === "relative") // the pairs that share the chosen pair's bias
+    storyGrids[name].all().forEach((line, query) => line.forEach((cell, key) => cell.classList.toggle("alike", sharing(state.storyQuery, state.storyKey).some((pair) => String(pair) === `${query},${key}`))));
   $(`${name}-look`).innerHTML = lookPicture(name, rows);
   $(`${name}-targets`).textContent = rows.map(({ logits }, query) => `${query} → ${named(targets(logits))}`).join("; ");
 }
