@@ -84,11 +84,12 @@ def test_three_cases_of_the_square_in_both_signs(browser, explorer):
 
 def test_typed_numbers_change_what_follows_from_them(browser, explorer):
     explorer()
-    x, biases = [[1, 0], [0, 1.25], [1, 1], [0, 0]], list(BIASES)
+    x, biases = [[1, 0], [0, 1], [1, 1], [0, 0]], list(BIASES)
     field = type_into(browser, "contents", 3, "-")
-    compare(browser, square([[1, 0], [0, 1], [1, 1], [0, 0]], CASES["square_absolute"]["inputs"]["pos_embed"], biases))
+    compare(browser, square(x, CASES["square_absolute"]["inputs"]["pos_embed"], biases))  # no number yet
     field.send_keys("1.25")
-    x[1][1] = -1.25
+    type_into(browser, "contents", 0, "1.005")  # nearly alike is not alike
+    x[0][0], x[1][1] = 1.005, -1.25
     type_into(browser, "biases", 2, "2.5")  # (-1, +1)
     biases[2] = 2.5
     type_into(browser, "positions", 6, "-0.75")
@@ -109,6 +110,7 @@ def test_row_by_row_in_sentences(browser, explorer):
 
     explorer()
     relative = torch.tensor(CASES["square_relative"]["expected"]["logits"], dtype=torch.float64)
+    absolute = torch.tensor(CASES["square_absolute"]["expected"]["logits"])
     said = browser.execute_script(LIVE, "row-said")
     assert said.startswith("Patch 0, top left, looks most at patch 2, below.")
     assert "0.7071 + bias 0.1 of offset (−1, 0) = 0.8071" in said and "patches 0 and 2 would be alike" in said
@@ -120,7 +122,10 @@ def test_row_by_row_in_sentences(browser, explorer):
         assert numbers(row[5].removesuffix(" ★") for row in rows) == pytest.approx(relative[query].tolist(), abs=6e-5)
         assert numbers(row[6] for row in rows) == pytest.approx(relative[query].softmax(-1).tolist(), abs=6e-5)
         best = relative[query].argmax().item()
-        assert re.search(rf"looks most at (patch {best}|patches .*{best}|itself)", browser.execute_script(LIVE, "row-said"))
+        said = browser.execute_script(LIVE, "row-said")
+        assert re.search(rf"looks most at (patch {best}|patches .*{best}|itself)", said)
+        best = absolute[query].argmax().item()
+        assert f"With absolute position its target is {'itself' if best == query else f'patch {best}, '}" in said
     assert [row[1:3] for row in table(browser, "row-table")] == [
         ["the query itself", "(0, 0)"],
         ["to the right", "(0, −1)"],
@@ -133,6 +138,8 @@ def test_row_by_row_in_sentences(browser, explorer):
     assert "patch 3, bottom right; patch 1, above" in pair and "(1 − 0, 1 − 1) = (+1, 0)" in pair
     assert "(0·0 + 0·1) / √2 = 0.0000" in pair and "(0.5·0 + 0.5·1.5) / √2 = 0.5303" in pair and "0 + (−0.1) = −0.1000" in pair
     assert browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    alike = "return [...document.querySelectorAll('#relative-cells .alike')].map(c => c.dataset.at)"
+    assert browser.execute_script(alike) == ["2,0"] and "query 2, key 0" in pair
 
 
 @pytest.mark.parametrize(
@@ -293,7 +300,9 @@ def test_it_all_fits_a_phone(browser, explorer_path):
         ):  # no part is scrolled either
             part = browser.find_element("id", name)
             right, cut = browser.execute_script(
-                "return [arguments[0].getBoundingClientRect().right, arguments[0].scrollWidth > arguments[0].clientWidth]", part
+                "const box = arguments[0].closest('.scroll') || arguments[0];"
+                "return [arguments[0].getBoundingClientRect().right, box.scrollWidth > box.clientWidth]",
+                part,
             )
             assert right <= PHONE[0] and not cut, name
     browser.find_element("css selector", "#relative-cells [data-at='3,1']").click()
