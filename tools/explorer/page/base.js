@@ -35,6 +35,7 @@ const fixed = (value, digits = 4) => minus(value.toFixed(digits));
 const short = (value) => minus(String(Number(value.toFixed(4))));
 const signed = (value) => (value > 0 ? `+${value}` : minus(String(value)));
 const bracket = (value) => (value < 0 ? `(${short(value)})` : short(value));
+const products = (a, b) => a.map((value, at) => `${bracket(value)}·${bracket(b[at])}`).join(" + "); // the dot product, written out
 const vector = (values, show = short) => `[${values.map((value) => show(value)).join(", ")}]`;
 
 // Text that is read aloud when it changes, so it is touched only then.

@@ -18,16 +18,16 @@ function drawClip() {
     clipGrids[name].draw({
       rows: n, columns: n, size, high: 34, font: size < 38 ? 11 : 13, picked: [i, j], heads: { corner: "i ↓\nj →", rows: names, columns: names },
       cell: (query, key) => {
-        const here = value(query, key), beyond = Math.abs(lineOffset(query, key)) > radius;
-        const label = `query ${query}, key ${key}: ${text(here)}${beyond ? ", beyond R" : ""}`;
-        return { text: text(here), label, ...colour(here < 0 ? "down" : "up", top ? (Math.abs(here) / top) * 0.8 : 0) };
+        const number = value(query, key), beyond = Math.abs(lineOffset(query, key)) > radius;
+        const label = `query ${query}, key ${key}: ${text(number)}${beyond ? ", beyond R" : ""}`;
+        return { text: text(number), label, ...colour(number < 0 ? "down" : "up", top ? (Math.abs(number) / top) * 0.8 : 0) };
       },
     });
   }
   for (const field of document.querySelectorAll("[data-list=clipBiases]")) field.disabled = Math.abs(Number(field.dataset.at) - FAR) > radius;
-  const offset = lineOffset(i, j), near = limited(offset, radius), order = sign === "query" ? [i, j] : [j, i];
-  const clipped = near === offset ? `within R = ${radius}, so it keeps a bias of its own` : `beyond R = ${radius}, so it counts as ${signed(near)}`;
-  say($("clip-said"), `Query ${i}, key ${j}: ${sign === "query" ? "i − j" : "j − i"} = ${order.join(" − ")} = ${signed(offset)} is ${clipped}: bias ${short(clipBiases[near + FAR])}. `
+  const offset = lineOffset(i, j), clipped = limited(offset, radius), order = sign === "query" ? [i, j] : [j, i];
+  const effect = clipped === offset ? `within R = ${radius}, so it keeps a bias of its own` : `beyond R = ${radius}, so it counts as ${signed(clipped)}`;
+  say($("clip-said"), `Query ${i}, key ${j}: ${sign === "query" ? "i − j" : "j − i"} = ${order.join(" − ")} = ${signed(offset)} is ${effect}: bias ${short(clipBiases[clipped + FAR])}. `
     + `Clipping needs 2R + 1 = ${2 * radius + 1} learned values per head; one for every offset would be 2L − 1 = ${2 * n - 1}.`);
 }
 

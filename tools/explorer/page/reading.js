@@ -17,24 +17,24 @@ function readRow(query, all) {
   if (best.length === 4) return `${start} at all four patches alike: every logit is ${short(row.logits[0])}. ${absolute}`;
   if (best.length > 1) return `${start} most at ${listed(best)}, alike: ${short(row.logits[best[0]])} each. ${absolute}`;
   const [key] = best;
-  const sum = `Content ${short(row.scaled[key])} + bias ${bracket(row.bias[key])} of offset ${offsetText(query, key)} = ${short(row.logits[key])}, the largest of the row, with ${fixed(row.biased.weights[key])} of the weight.`;
+  const total = `Content ${short(row.scaled[key])} + bias ${bracket(row.bias[key])} of offset ${offsetText(query, key)} = ${short(row.logits[key])}, the largest of the row, with ${fixed(row.biased.weights[key])} of the weight.`;
   const others = [0, 1, 2, 3].filter((at) => at !== key).sort((a, b) => row.logits[b] - row.logits[a]);
   const rest = `Then come ${others.map((at) => `patch ${at} (${short(row.logits[at])})`).join(", ")}.`;
-  return `${start} most at ${sideOf(query, key)}. ${sum} ${because(query, key, row)} ${rest} ${absolute}`;
+  return `${start} most at ${sideOf(query, key)}. ${total} ${because(query, key, row)} ${rest} ${absolute}`;
 }
 
-const vec = (name, patch) => name + "₀₁₂₃"[patch];
-const product = (a, b) => `(${a.map((value, at) => `${bracket(value)}·${bracket(b[at])}`).join(" + ")}) / √${a.length}`;
+const ofPatch = (name, patch) => name + "₀₁₂₃"[patch];
+const scaledProduct = (a, b) => `(${products(a, b)}) / √${a.length}`;
 
 function readPair(query, key, all) {
   const x = contents(), xp = placed(), { scaled, bias, logits, biased } = all.relative[query];
   const rank = ["the largest", "the second", "the third", "the smallest"][logits.filter((value) => value > logits[key] + 1e-9).length];
-  const minuend = state.sign === "query" ? [query, key] : [key, query], [[y, x0], [ty, tx]] = minuend.map((patch) => place(patch, 2));
+  const order = state.sign === "query" ? [query, key] : [key, query], [[row, column], [lessRow, lessColumn]] = order.map((patch) => place(patch, 2));
   return [
     ["Query, key", `patch ${query}, ${CORNERS[query]}; patch ${key}, ${key === query ? "the query itself" : side(query, key)}`],
-    ["No position", `${vec("x", query)}·${vec("x", key)} / √d = ${product(x[query], x[key])} = ${fixed(scaled[key])}`],
-    ["Absolute", `(${vec("x", query)} + ${vec("p", query)})·(${vec("x", key)} + ${vec("p", key)}) / √d = ${product(xp[query], xp[key])} = ${fixed(all.absolute[query].logits[key])}`],
-    ["Offset", `${state.sign === "query" ? "query − key" : "key − query"} = (${y} − ${ty}, ${x0} − ${tx}) = ${offsetText(query, key)}`],
+    ["No position", `${ofPatch("x", query)}·${ofPatch("x", key)} / √d = ${scaledProduct(x[query], x[key])} = ${fixed(scaled[key])}`],
+    ["Absolute", `(${ofPatch("x", query)} + ${ofPatch("p", query)})·(${ofPatch("x", key)} + ${ofPatch("p", key)}) / √d = ${scaledProduct(xp[query], xp[key])} = ${fixed(all.absolute[query].logits[key])}`],
+    ["Offset", `${state.sign === "query" ? "query − key" : "key − query"} = (${row} − ${lessRow}, ${column} − ${lessColumn}) = ${offsetText(query, key)}`],
     ["Same bias", sharing(query, key).map(([i, j]) => `query ${i}, key ${j}`).join("; ") || "no other pair has this offset"],
     ["Relative", `${short(scaled[key])} + ${bracket(bias[key])} = ${fixed(logits[key])}: ${targets(logits).length === 4 ? "as large as the others" : rank} of its row`],
     ["Weight", `e^${bracket(logits[key])} / (sum of e^logit over the row) = ${fixed(biased.weights[key])}`],
@@ -45,8 +45,8 @@ function drawReading(all) {
   const { storyQuery: query, storyKey: key } = state, { scaled, bias, logits, biased } = all.relative[query];
   $("row-name").textContent = `Query ${query} of 0 to 3, ${CORNERS[query]}`;
   say($("row-said"), readRow(query, all));
-  table($("row-table"), ["key", "where it is", "offset", "content", "bias", "logit", "weight"], [0, 1, 2, 3].map((at) => [
-    String(at), at === query ? "the query itself" : side(query, at), offsetText(query, at),
+  table($("row-table"), ["key", "offset", "content", "bias", "logit", "weight"], [0, 1, 2, 3].map((at) => [
+    `${at}, ${at === query ? "the query itself" : side(query, at)}`, offsetText(query, at),
     fixed(scaled[at]), fixed(bias[at]), fixed(logits[at]) + (targets(logits).length < 4 && targets(logits).includes(at) ? " ★" : ""), fixed(biased.weights[at]),
   ]), null, key);
   say($("pair-said"), ...readPair(query, key, all).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));

@@ -36,19 +36,19 @@ const arrow = ([up, left]) => ["↘↓↙", "→•←", "↗↑↖"][up + 1][le
 
 const only = (dy, dx, value) => tokens(9, (at) => (at === 3 * (dy + 1) + dx + 1 ? value : 0));
 const BLANK = [0, 0, 0, 0, 0, 0, 0, 0];
-const head = (biases, there, storyQuery, storyKey) => [
+const headPreset = (biases, neighbour, storyQuery, storyKey) => [
   { contents: BLANK, biases, sign: "key", storyQuery, storyKey },
-  `All contents are 0, so that the bias alone decides: a patch with a neighbour ${there} looks at it, one without sees all four alike. Change a content, and it competes with the bias. Change the sign of the offset, and the head looks the other way.`,
+  `All contents are 0, so that the bias alone decides: a patch with a neighbour ${neighbour} looks at it, one without sees all four alike. Change a content, and it competes with the bias. Change the sign of the offset, and the head looks the other way.`,
 ];
 const PRESETS = {
   "The example": [
     { contents: DEFAULTS.contents, biases: DEFAULTS.biases, sign: "query", storyQuery: 0, storyKey: 2 },
     "The same four patches three times. Without position only contents count; absolute position adds a vector p to each patch; relative position leaves the contents alone and adds a bias for each offset.",
   ],
-  "Head 1: right": head(only(0, 1, 0.2), "to the right", 0, 1),
-  "Head 2: left": head(only(0, -1, 0.2), "to the left", 1, 0),
-  "Head 3: below": head(only(1, 0, 0.3), "below", 0, 2),
-  "Head 4: below right": head(only(1, 1, 0.3), "below and to the right", 0, 3),
+  "Head 1: right": headPreset(only(0, 1, 0.2), "to the right", 0, 1),
+  "Head 2: left": headPreset(only(0, -1, 0.2), "to the left", 1, 0),
+  "Head 3: below": headPreset(only(1, 0, 0.3), "below", 0, 2),
+  "Head 4: below right": headPreset(only(1, 1, 0.3), "below and to the right", 0, 3),
   "Content against bias": [
     { contents: [1, 0, 3, 0, 0, 1, 0, 0], biases: only(0, 1, -1), sign: "key", storyQuery: 0, storyKey: 1 },
     "The bias takes 1 from every key to the right of its query. Patch 0 looks to the right all the same, because the content of patch 1 suits it so well: 2.1213 − 1 = 1.1213 is still the largest. Patch 2 has nothing of the kind to its right and looks at itself.",

@@ -19,14 +19,12 @@ function traceValues() {
   };
 }
 
-const sum = (a, b) => a.map((value, at) => `${bracket(value)}·${bracket(b[at])}`).join(" + ");
-
 // name: [the line, what it is for, how its value at row i and column j comes about (without the result)]
 const LINES = {
   q: ["q[i] = what token i looks for", "An input: one query of four numbers for each token.", () => "given"],
   k: ["k[j] = what token j offers", "An input: one key of four numbers for each token.", () => "given"],
   v: ["v[j] = what token j hands over", "An input: one value of four numbers for each token.", () => "given"],
-  scores: ["scores[i, j] = Σ q[i, c] · k[j, c]", "How well query and key match. Position has no part in it yet.", (t, i, j) => sum(t.q[i], t.k[j])],
+  scores: ["scores[i, j] = Σ q[i, c] · k[j, c]", "How well query and key match. Position has no part in it yet.", (t, i, j) => products(t.q[i], t.k[j])],
   scaled: ["scaled = scores / √d", "Divided by the root of the number of channels, so that more channels do not make larger scores.", (t, i, j) => `${short(t.scores[i][j])} / √${WIDTH}`],
   distance: ["distance[i, j] = |i − j|", "Steps from query to key; the sign is dropped.", (t, i, j) => `|${i} − ${j}|`],
   limit: ["limit = min(distance, R)", "Clipping: beyond R all distances count as R. With R = 4 none of five tokens is that far.", (t, i, j) => `min(${t.distance[i][j]}, ${state.reach})`],
@@ -36,13 +34,13 @@ const LINES = {
   shifted: ["shifted = logits − max of the row", "The largest becomes 0, so that no exponential overflows; the weights stay the same.", (t, i, j) => `${short(t.logits[i][j])} − ${bracket(t.rows[i].biased.top)}`],
   exps: ["exps = e^shifted", "All positive, the largest 1.", (t, i, j) => `e^${bracket(t.shifted[i][j])}`],
   weights: ["weights = exps / sum of the row", "Shares of attention: every row adds up to 1.", (t, i, j) => `${short(t.exps[i][j])} / ${short(t.rows[i].biased.sum)}`],
-  output: ["output[i, c] = Σ weights[i, j] · v[j, c]", "Every token's result: the values of all tokens, mixed by its weights. Columns are channels.", (t, i, c) => sum(t.weights[i], t.v.map((value) => value[c]))],
+  output: ["output[i, c] = Σ weights[i, j] · v[j, c]", "Every token's result: the values of all tokens, mixed by its weights. Columns are channels.", (t, i, c) => products(t.weights[i], t.v.map((value) => value[c]))],
   change: ["change = weights − softmax(scaled)", "What the bias did: weight moved from far keys to near ones.", (t, i, j) => `${short(t.weights[i][j])} − ${short(t.rows[i].standard.weights[j])}`],
 };
 const CODE = { linear: { growth: "growth = limit" }, none: { growth: "growth = 0" }, log: {} }; // lines that another decay changes
 
 // What stands beside a line: the number of the chosen pair, or the vector of its query or key.
-function beside(all, name, i, j) {
+function lineValue(all, name, i, j) {
   if (name === "q" || name === "output") return vector(all[name][i]);
   return name === "k" || name === "v" ? vector(all[name][j]) : short(all[name][i][j]);
 }
@@ -55,7 +53,7 @@ function drawTrace() {
     const name = label.dataset.line;
     label.querySelector("input").checked = name === line;
     label.querySelector("code").textContent = code(name);
-    label.querySelector(".value").textContent = beside(all, name, i, traceKey);
+    label.querySelector(".value").textContent = lineValue(all, name, i, traceKey);
   }
   const top = Math.max(...matrix.flat().map(Math.abs)), channel = columns === TOKENS.length ? "" : "channel ";
   const size = cellSize($("trace-cells"), columns, 48, 84, true);
