@@ -51,6 +51,6 @@ const PRESETS = {
   "Head 4: below right": headPreset(only(1, 1, 0.3), "below and to the right", 0, 3),
   "Content against bias": [
     { contents: [1, 0, 3, 0, 0, 1, 0, 0], biases: only(0, 1, -1), sign: "key", storyQuery: 0, storyKey: 1 },
-    "The bias takes 1 from every key to the right of its query. Patch 0 looks to the right all the same, because the content of patch 1 suits it so well: 2.1213 − 1 = 1.1213 is still the largest. Patch 2 has nothing of the kind to its right and looks at itself.",
+    "The bias takes 1 from every key to the right of its query. Patch 0 looks to the right all the same, because its content and that of patch 1 match so well: 2.1213 − 1 = 1.1213 is still the largest logit of its row. Patch 2 has no such match to its right and looks at itself.",
   ],
 };

@@ -56,8 +56,8 @@ function drawCase(name, all, top) {
       return { text, label, mark, ...colour(weights || value < 0 ? "down" : "up", top ? Math.abs(value) / top : 0) };
     },
   });
-  if (name === "relative") // the pairs that share the chosen pair's bias
-    storyGrids[name].all().forEach((line, query) => line.forEach((cell, key) => cell.classList.toggle("alike", sharing(state.storyQuery, state.storyKey).some((pair) => String(pair) === `${query},${key}`))));
+  const sameBias = new Set(name === "relative" ? sharing(state.storyQuery, state.storyKey).map(String) : []);
+  for (const cell of storyGrids[name].all().flat()) cell.classList.toggle("alike", sameBias.has(cell.dataset.at));
   $(`${name}-look`).innerHTML = lookPicture(name, rows);
   $(`${name}-targets`).textContent = rows.map(({ logits }, query) => `${query} → ${named(targets(logits))}`).join("; ");
 }
