@@ -44,12 +44,12 @@ def outcome(model, image, weight):
 
 
 def gradients_apart(own, theirs):
-    """{name of theirs: relative difference} of what has the same name and shape here, with the rows of qkv in any order."""
+    """Return {timm's name: relative difference} of gradients that both models have, with the rows of qkv in any order."""
     found = {}
     for name, g in theirs.items():
         here = own.get("pos_embed.pos_embed" if name == "pos_embed" else name, own.get(name.replace(".attn.", ".position.")))
         if here is not None and here.shape == g.shape and not name.endswith("k_norm.bias"):  # which softmax does not see
-            rows = ".qkv." in name or "_norm." in name  # a rotation may lie otherwise in memory
+            rows = ".qkv." in name or "_norm." in name  # rotary pairs may have another order in memory
             found[name] = apart(*(x.view(len(x), -1).norm(dim=1).sort()[0] if rows else x for x in (here, g)))
     return found
 

@@ -435,14 +435,14 @@ def _pixels(row: Row) -> tuple[int, str]:
     return h * w, f"{h}x{w}"
 
 
-def _compilations(of: dict[str, list[Row]]) -> list[str]:
+def _compilations(rows_of: dict[str, list[Row]]) -> list[str]:
     body = []
-    for name, rows in of.items():
+    for name, rows in rows_of.items():
         if "compiled" in name:
             graphs = sum(row["new_compiles"] for row in rows)
-            met = "" if rows[0]["of"] == "peer" else "met" if graphs <= _MOST_COMPILES else "missed"
+            verdict = "" if rows[0]["of"] == "peer" else "met" if graphs <= _MOST_COMPILES else "missed"
             seconds = sum(row["first_call_s"] for row in rows)
-            body.append((name, str(len(rows)), str(graphs), f"{seconds:.1f}", met))
+            body.append((name, str(len(rows)), str(graphs), f"{seconds:.1f}", verdict))
     head = ("", "sizes", "graphs compiled", "seconds to all first results", f"at most {_MOST_COMPILES}")
     return [*markdown(head, "|---|---:|---:|---:|---|", body), ""] if body else []
 

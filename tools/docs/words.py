@@ -48,7 +48,10 @@ PROSE = (
     Term(r"\bfor want of\b", "for lack of, because ... is missing"),
     Term(r"\bnone of which\b", "and none of them"),
     Term(r"\b(written|saved|stored|appears?|stays?) whole\b|\bwhole or not at all\b", "atomic, atomically"),
-    Term(r"\b(constants|keys|values|log-sum-exp|bias|angles) (is|are|was|were) kept\b", "cached; for the backward pass: saved"),
+    Term(
+        r"\b(constants|keys and values|log-sum-exp|bias|angles) (is|are|was|were) kept\b",
+        "cached; for the backward pass: saved",
+    ),
     Term(r"\b(is|are|was|were|be|when|while) watched\b", "recorded, captured, traced"),
     Term(r"[:;] elsewhere\b", "otherwise; on other devices, at other sizes"),
     Term(r"\baloud\b", "with an error"),
@@ -68,7 +71,6 @@ NAMES = (
     Term(r"turned", "rotated, flipped"),
     Term(r"told(?!_apart)", "message, report, error_text"),
     Term(r"asked", "requested, arguments, chosen"),
-    Term(r"met", "name the thing: finite, unseen, in_range"),
     Term(r"way_out", "fix"),
     Term(r"watched", "recorded, captured"),
     Term(r"transfers", "diagnosis"),
@@ -103,18 +105,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def files(paths: list[Path]) -> list[Path]:
-    """Python, Markdown and YAML files at or below `paths`, or all of them that git tracks."""
+    """Return the Python, Markdown and YAML files at or below `paths`, or all of them that git tracks."""
     if not paths:
         tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
         return [ROOT / name for name in tracked if name.endswith(SUFFIXES) and name not in SKIPPED and (ROOT / name).exists()]
     for path in paths:
         if not path.exists():
             raise SystemExit(f"no such file or folder: {path}")
-    return [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path]) if f.suffix in SUFFIXES]
+    found = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return [file for file in found if file.suffix in SUFFIXES and not file.resolve().as_posix().endswith(SKIPPED)]
 
 
 def hits(path: Path) -> list[Hit]:
-    """The terms in a file, in the order of its lines."""
+    """Return the terms in a file, in the order of its lines."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
@@ -132,7 +135,7 @@ def _in_prose(passages: list[Passage]) -> Iterator[Hit]:
 
 
 def _in_names(tokens: list[tokenize.TokenInfo]) -> Iterator[Hit]:
-    """Names with a term among their words, each once, in its first line; names of tests are sentences and pass."""
+    """Yield names with a term among their words, each at its first line; names of tests, which are sentences, are left out."""
     first: dict[str, int] = {}
     for token in tokens:
         if token.type == tokenize.NAME:
@@ -143,7 +146,7 @@ def _in_names(tokens: list[tokenize.TokenInfo]) -> Iterator[Hit]:
 
 
 def _python(tokens: list[tokenize.TokenInfo]) -> list[Passage]:
-    """Adjacent string literals and adjacent comment lines of a Python file, joined by line breaks."""
+    """Return the strings and comments of a Python file; adjacent ones are joined by line breaks."""
     strings: list[Passage] = []
     comments: list[Passage] = []
     joined = False  # whether the last token was a string
@@ -168,13 +171,13 @@ def _append(passages: list[Passage], line: int, text: str, joined: bool) -> None
 
 
 def _markdown(text: str) -> Passage:
-    """A page without its code: fenced blocks, indented code and code spans are emptied, line breaks stay."""
+    """Return a page without its code and links' targets; line breaks stay."""
     code = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`|(?<=\()[^()\s]*(?=\))", re.MULTILINE | re.DOTALL)
     return Passage(1, code.sub(lambda match: "`" + "\n" * match.group().count("\n"), text))
 
 
 def _yaml(text: str) -> list[Passage]:
-    """The comments of a YAML file."""
+    """Return the comments of a YAML file."""
     passages: list[Passage] = []
     for number, line in enumerate(text.splitlines(), 1):
         comment = re.search(r"(?:^|\s)#(.*)", line)
