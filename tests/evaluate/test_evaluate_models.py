@@ -306,7 +306,7 @@ def test_a_damaged_local_folder_is_named(tmp_path, damage):
         load_model(f"local-dir:{tmp_path}")
     text = str(caught.value)
     assert str(tmp_path) in text and "Copy the folder again" in text and len(text) < 1000
-    assert "there is nothing" in text if damage == "nothing" else "bytes" in text
+    assert "contains nothing" in text if damage == "nothing" else "bytes" in text
 
 
 def test_a_tag_brings_its_preprocessing(weights):
