@@ -277,7 +277,8 @@ def test_trace(name):
 SIZES = [(64, 64), (96, 96), (72, 112), (56, 40), (128, 64), (100, 52), (24, 28)]  # down to one window
 
 
-@pytest.mark.parametrize("name", ["vitrel_swin_n", pytest.param("vitrel_swinv2_n", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_compile_many_sizes_in_two_graphs(name):
     """No graph break, exact results, and not one graph per resolution; that of a ViT is in test_export_formats.py."""
     check_compiled(shallow(name), SIZES[::3])
