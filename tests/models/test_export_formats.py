@@ -74,11 +74,10 @@ def test_onnx_of_every_encoding(position, tmp_path):
     check_onnx(shallow("vitrel_vit_n8_none", depth=1, position=position, position_args=options), tmp_path, SIZES[1:4])
 
 
-SWIN_SLOWLY = pytest.param("vitrel_swin_n", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_rope_mixed", SWIN_SLOWLY])
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize(
+    ("name", "dynamic", "graphs"),
+    [("vitrel_vit_n8_rope_mixed", True, 2), pytest.param("vitrel_swin_n", False, 3, marks=pytest.mark.slow)],
+)
 def test_compile_dynamic_or_not(name, dynamic, graphs):
     """dynamic=False is one graph for each size, as asked for; True is at most two graphs for all of them."""
     model, counter = shallow(name, depth=1), CompileCounter()
