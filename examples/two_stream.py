@@ -7,7 +7,8 @@ query stream knows only its position, so it can predict them. Both streams read 
 order changes the attention mask alone: positions stay those of the grid.
 
 The command trains `PatchPredictor` on drawn shapes, one to two minutes of one CPU core per encoding, and prints the error
-on images that it was not trained on (results/two_stream). Without position, every patch gets the same prediction from the same visible patches.
+on images that it was not trained on (results/two_stream). Without position, every patch gets the same prediction from the
+same visible patches.
 """
 
 import argparse
