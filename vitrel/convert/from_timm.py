@@ -37,7 +37,7 @@ def from_timm(
     Raises ValueError for a model that has no counterpart, with the reason; for a name, as `vitrel.create_model`.
     """
     if isinstance(model, str):
-        check_model_name(model, elsewhere=True)
+        check_model_name(model, allow_sources=True)
         model = timm.create_model(model, pretrained=pretrained, **arguments)
     elif pretrained or arguments:
         given = ["pretrained"] * pretrained + [*arguments]
