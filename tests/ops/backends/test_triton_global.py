@@ -229,7 +229,7 @@ def test_a_refused_call_raises():
         (dict(k=torch.zeros(1, 2, 20, 16)), r"float32 \[2, 2, 20, 16\], float32 \[1, 2, 20, 16\].* twice \[B, H, 20, D\]"),
         (dict(v=torch.zeros(2, 2, 20, 32)), "of one type"),
         (dict(v=torch.zeros(2, 2, 20, 16, dtype=torch.float16)), "float16 .* of one type"),
-        (dict(bias=torch.zeros(2, 62)), r"bias of shape \[2, 62\]; the kernel takes \[2, 63\]"),
+        (dict(bias=torch.zeros(2, 62)), r"bias of shape \[2, 62\]; expected \\[2, 63\]"),
         (dict(row_scores=torch.zeros(2, 2, 20, 5)), r"row scores .* takes \[2, 2, 20, 4\]"),
         (dict(column_scores=torch.zeros(1, 2, 20, 5)), r"column scores .* takes \[2, 2, 20, 5\]"),
     ],
