@@ -91,7 +91,7 @@ def test_prefix_tokens_and_masks():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="'sincos' adds to the tokens, not in attention"):
+    with pytest.raises(ValueError, match="'sincos' adds to tokens, not in attention"):
         vitrel.RelativeAttention(16, 2, position="sincos+table")
     with pytest.raises(ValueError, match="dim 16 is not divisible by num_heads 3"):
         vitrel.RelativeAttention(16, 3)

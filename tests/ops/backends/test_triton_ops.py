@@ -267,7 +267,7 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
     for how, reason in (
         (dict(mask=torch.ones(12, 12)), "have no mask"),
         (dict(dropout_p=0.1), "use attn_drop_rate=0"),
-        (dict(width=24), "heads of width"),
+        (dict(width=24), "head widths"),
         (dict(dtype=torch.float64), "not torch.float64"),
         (dict(queries=5), "nor its last whole rows of 4"),
         (dict(terms=Terms(tables=(Table(value=torch.zeros(1, 35, 16)),))), "no key, value or gated tables"),

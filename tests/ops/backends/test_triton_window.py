@@ -207,7 +207,7 @@ def test_refusals():
     assert "not torch.float64" in refuses(torch.float64, 32, (7, 7))
     assert "not 24" in refuses(torch.float32, 24, (7, 7))
     assert "not 17x16" in refuses(torch.float32, 32, (17, 16))
-    with pytest.raises(ValueError, match="heads of width 16, 32, 48, 64, not 8"):
+    with pytest.raises(ValueError, match="head widths 16, 32, 48, 64, not 8"):
         triton_window.window_forward(torch.zeros(1, 4, 4, 24), None, None, None, (4, 4), (0, 0), 1, 1.0)
     with pytest.raises(ValueError, match="shift along width"):
         triton_window.window_forward(torch.zeros(1, 4, 4, 48), None, None, None, (4, 4), (0, 4), 1, 1.0)
