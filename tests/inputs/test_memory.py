@@ -200,7 +200,7 @@ def test_a_registered_model_in_half_precision():
 
 @pytest.mark.parametrize("key", ["absolute", "sincos"])
 def test_absolute_positions_need_the_height(key):
-    with pytest.raises(ValueError, match="pass height, the whole strip's in pixels"):
+    with pytest.raises(ValueError, match="pass height, in pixels of the whole strip"):
         forward_memory(model_of(key), strip())
 
 
@@ -213,7 +213,7 @@ def test_refusals():
         forward_memory(model, image[:1], memory)
     with pytest.raises(ValueError, match="length is the number of cached tiles, at least 0, not -1"):
         forward_memory(model, image, length=-1)
-    with pytest.raises(ValueError, match="the tile ends at row 16 of patches, the strip has 8"):
+    with pytest.raises(ValueError, match="the tile ends at row 16 of patches, but the strip has 8"):
         forward_memory(model, image, memory, height=8 * PATCH)
     other = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=1, num_heads=4, position="rope_axial").double()
     with pytest.raises(ValueError, match="memory has 3 blocks, the model 1: it is from another model"):

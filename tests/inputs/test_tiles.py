@@ -260,8 +260,8 @@ def test_errors():
     with pytest.raises(ValueError, match=r"expected 3 channels, got 2"):
         tiled_features(model, image[:, :2], 120)
     message = (
-        r"tile width 119: Swin needs tiles of at least 120x120 pixels, overlap 48 and 40 along width with steps of 32, "
-        r"or as large as the image of 140x190"
+        r"tile width 119 is too small: Swin needs tiles of at least 120x120 pixels, overlap 48 and 40 along width with steps "
+        r"of 32, or as large as the image of 140x190"
     )
     with pytest.raises(ValueError, match=message):
         tiled_features(model, image, (140, 119))

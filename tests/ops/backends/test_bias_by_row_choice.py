@@ -55,7 +55,7 @@ def test_refusals_of_graphs_and_windows(monkeypatch):
     with pytest.raises(ValueError, match="biases of windows are small"):
         window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2, backend="bias_by_row")
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    assert "a graph would hold every row of the image by itself" in bias_by_row.refuses(call(BIAS, Grid(2, 3)))
+    assert "a graph would contain every block of image rows" in bias_by_row.refuses(call(BIAS, Grid(2, 3)))
     assert not bias_by_row.pays(call(BIAS, Grid(99, 99)))
 
 

@@ -275,7 +275,7 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
     ):
         assert reason in refusal("triton", **dict(terms=Terms(), grid=grid, width=16) | on_cpu | how)
     windows = dict(entry="window_attention", window=(3, 4)) | on_cpu
-    assert "under global attention only" in refusal(
+    assert "only in global attention" in refusal(
         "triton", Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),)), grid, **windows
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
