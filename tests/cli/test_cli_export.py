@@ -202,7 +202,7 @@ def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
     for given, words in [
         (torch.nn.Linear(2, 2), "only vitrel models can be exported, not Linear"),
         (small().train(), r"call model.eval\(\) first"),
-        (small().double(), r"in float32 on the CPU, cls_token is torch.float64 on cpu"),
+        (small().double(), r"in float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:
         with pytest.raises(ValueError, match=words):
             export_model(given, tmp_path / "x.pt2", "exported", size=32)

@@ -265,7 +265,7 @@ REFUSED = [
     (lambda: build("vit"), dict(absolute="remove"), "absolute='remove' is unknown; choose one of keep, drop, fade"),
     (lambda: build("vit"), dict(rope="replace"), "rope='replace' is unknown; choose one of keep, drop"),
     (lambda: build("vit"), dict(absolute="fade"), "needs fade_steps"),
-    (lambda: build("vit"), dict(absolute="fade", fade_steps=0), "a whole number from 1, not 0"),
+    (lambda: build("vit"), dict(absolute="fade", fade_steps=0), "of 1 or more, not 0"),
     (lambda: build("vit"), dict(fade_steps=9), "fade_steps=9 needs absolute='fade', not 'keep'"),
     (lambda: build("dinov3"), dict(absolute="fade", fade_steps=9), "needs an absolute embedding, and the model has none"),
     (lambda: build("vit", num_heads=16), dict(position="rope_mixed"), "head width divisible by 4"),

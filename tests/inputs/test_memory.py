@@ -223,7 +223,7 @@ def test_refusals():
         forward_memory(heads, image, memory)
     with pytest.raises(TypeError, match=r"memory must be None or the second value .* not tuple"):
         forward_memory(model, image, forward_memory(model, image))
-    with pytest.raises(TypeError, match=r"height one of pixels, not 1 and \(32, 12\)"):
+    with pytest.raises(TypeError, match=r"height a number of pixels, not 1 and \(32, 12\)"):
         forward_memory(model, image, height=(32, 12))
     windowed = model_of("table", prefix=0, block_args=dict(window=2))
     with pytest.raises(ValueError, match="memory needs global attention in all blocks"):

@@ -108,7 +108,7 @@ def test_errors():
         layer(torch.zeros(1, 16, 16), (3, 5, 1))
     with pytest.raises(ValueError, match="x has 12 tokens, but the 3x5 grid with 0 prefix tokens has 15"):
         layer(torch.zeros(1, 12, 16), (3, 5))
-    with pytest.raises(ValueError, match="makes its own mask"):
+    with pytest.raises(ValueError, match="computes its own mask"):
         layer(torch.zeros(1, 12, 16), (3, 4), torch.ones(12, 12, dtype=torch.bool))
 
 
