@@ -69,7 +69,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """End this process when the `multiprocessing` process that started it ends; runs in a thread of its own."""
+    """End this process when the `multiprocessing` process that started it ends; run it in a separate thread."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

@@ -143,7 +143,7 @@ def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
     (taken / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match=r"contains notes.txt, which is not part of an export"):
         tool.main([*command, str(taken), "--overwrite"])
-    with pytest.raises(SystemExit, match=r"last.ckpt is a file and stays"):
+    with pytest.raises(SystemExit, match=r"last.ckpt is a file, which is not overwritten"):
         tool.main([*command, str(path), "--overwrite"])
     assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "taken"] and path.stat().st_size > 1000
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
     for given, words in [
         (torch.nn.Linear(2, 2), "only vitrel models can be exported, not Linear"),
         (small().train(), r"call model.eval\(\) first"),
-        (small().double(), r"in float32 on the CPU, but cls_token is torch.float64 on cpu"),
+        (small().double(), r"export needs float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:
         with pytest.raises(ValueError, match=words):
             export_model(given, tmp_path / "x.pt2", "exported", size=32)

@@ -54,7 +54,7 @@ def attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float) -> Tensor:
     logits = masked_logits(q, k, terms, grid, mask)
-    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # such a query returns 0, not NaN
+    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # fully masked queries return 0, not NaN
     p = logits.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
     p = F.dropout(p, dropout_p)
     out = p @ v

@@ -43,7 +43,7 @@ def attention(
     bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
     hidden = bias == float("-inf")  # by the mask or by a table (a field of view)
-    fully_masked = hidden.all(-1, keepdim=True)  # kernels disagree on such queries: unmask them, then return 0
+    fully_masked = hidden.all(-1, keepdim=True)  # kernels disagree on fully masked rows: unmask, then return 0
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
     bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # finite penalties stay finite in half precision
     bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(fully_masked, 0.0))

@@ -36,7 +36,7 @@ class Factorised(PositionEncoding):
         rows = resize_axis(self.table_h[:n], self.grid.h, grid.h, self.resize)
         columns = resize_axis(self.table_w, self.grid.w, grid.w, self.resize)
         rows = torch.cat((rows, self.table_h[n:]))  # [2h'-1 (+3), H]
-        columns = F.pad(columns, (0, 0, 0, len(self.table_h) - n))  # the prefix bias comes from table_h alone
+        columns = F.pad(columns, (0, 0, 0, len(self.table_h) - n))  # prefix rows are in table_h only
         return Terms(tables=(Table("h", bias=rows.mT), Table("w", bias=columns.mT)))
 
     def resized(self, grid: Grid) -> dict[str, int]:

@@ -70,7 +70,7 @@ class T5(PositionEncoding):
             rows, columns = self.bucket("h", grid), self.bucket("w", grid)
             bias = torch.cat((self.table_h.index_select(0, rows), self.table_h[n_h:]))
             zeros = self.table_w.new_zeros(len(self.table_h) - n_h, self.table_w.shape[1])
-            columns = torch.cat((self.table_w.index_select(0, columns), zeros))  # the prefix bias comes from table_h alone
+            columns = torch.cat((self.table_w.index_select(0, columns), zeros))  # prefix rows are in table_h only
             return Terms(tables=(Table("h", bias=bias.mT), Table("w", bias=columns.mT)))
         table = self.relative_attention_bias
         index = _pairs(*grid[:2], *h, *w, device=table.device)

@@ -322,7 +322,7 @@ def _forward(
             if column is not None:
                 s += columns
             acc, top, total = _attend(s, value, acc, top, total)
-    fully_masked = total == 0.0  # such a query returns 0
+    fully_masked = total == 0.0  # fully masked queries return 0
     total = tl.where(fully_masked, 1.0, total)
     _store_tokens(out, b, head, i, exist, acc / total[:, None], D)
     tl.store(lse + first + i, (tl.where(fully_masked, 0.0, top) + tl.log2(total)) / LOG2E, mask=exist)

@@ -350,8 +350,8 @@ def _table(
     head = tl.program_id(1).to(tl.int64)
     hidden = h - tl.minimum(queries // w, h)  # rows without queries
     top, bottom = tl.maximum(below, hidden // rows), tl.minimum(groups, groups + below)
-    left, wide = tl.maximum(right, 0), chunks - tl.maximum(right, -right)
-    high = tl.maximum(bottom - top, 0)
+    left, across = tl.maximum(right, 0), chunks - tl.maximum(right, -right)
+    down = tl.maximum(bottom - top, 0)
     lane = tl.arange(0, BLOCK)
     r = lane // w
     cell = r * (2 * w - 1) + lane - r * w
@@ -360,9 +360,9 @@ def _table(
     logits = tl.load(bias + _head_line(head, sizes, PREFIX) + offset, mask=(offset >= 0) & (offset < classes), other=0.0)
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     batches = tl.cdiv(batch - tl.program_id(2), tl.num_programs(2))
-    for n in range(batches * high * wide):
-        b = (tl.program_id(2) + n // (high * wide) * tl.num_programs(2)).to(tl.int64)
-        group, chunk = top + n // wide % high, left + n % wide
+    for n in range(batches * down * across):
+        b = (tl.program_id(2) + n // (down * across) * tl.num_programs(2)).to(tl.int64)
+        group, chunk = top + n // across % down, left + n % across
         _y, _x, i, exist = _key_tile(group, chunk, sizes, BLOCK, True)
         i += queries - prefix - h * w
         exist = exist & (i >= 0)
