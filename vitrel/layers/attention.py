@@ -105,7 +105,9 @@ class Attention(nn.Module):
         return out.flatten(1, 2) if qkv.dim() == 3 else out
 
     def project(self, x: Tensor) -> Tensor:
-        """Return q, k and v of all heads, [..., C] -> [..., 3C], normalised but without position."""
+        """Return q, k and v of all heads, [..., C] -> [..., 3C], before position acts on them; normalised
+        by qk_norm or cosine.
+        """
         qkv = self.qkv(x)
         if self.cosine:
             return self._cosine(qkv)

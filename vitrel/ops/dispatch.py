@@ -129,8 +129,8 @@ def _differentiated(*inputs: Tensor) -> bool:
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
-    """ValueError unless all terms have the rows of `grid`, `heads` and head width `width`; lookups would else be wrong
-    silently.
+    """ValueError unless all terms have the rows of `grid`, `heads` and head width `width`: lookups with other shapes can be
+    wrong silently.
     """
     on_grid = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
     advice = "compute the terms on this grid (in windows, on Grid(*window))"

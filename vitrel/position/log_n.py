@@ -56,7 +56,11 @@ class LogN:
 def temperature(
     trained: Grid, grid: Grid, logit_scale: str | float = "log_n", device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return (log N / log N_train)^p, 0-d float32: N = grid.tokens, at least 2 since log 1 = 0; p of `logit_scale`."""
+    """Return the attention temperature (log N / log N_train)^p on `grid`, 0-d float32.
+
+    N = grid.tokens, counted as at least 2 since log 1 = 0. trained: the training grid. logit_scale: "none" (p = 0), "log_n"
+    (1/2) or p.
+    """
     return _temperature(*grid, *trained, checked_power(logit_scale), device=device)
 
 

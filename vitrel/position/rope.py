@@ -71,7 +71,7 @@ class RopeAxial(PositionEncoding):
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """As PositionEncoding.switch; with a reference grid no option applies."""
+        """As PositionEncoding.switch; with a reference grid it changes nothing and returns an empty set."""
         return set() if self.reference is not None else super().switch(options)
 
     @property

@@ -61,7 +61,7 @@ class Scaling(NamedTuple):
 
     @property
     def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
-        """Arguments that identify the rule in the key of a constant (vitrel.constants)."""
+        """Return rule, training grid, turns and strength as a hashable tuple, the arguments of functions with @constant."""
         return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:

@@ -40,8 +40,8 @@ class T5(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """num_buckets: of an axis, both signs together, as in T5. max_distance: in patches, where the last bucket begins. None:
-        chosen for each axis of the training grid.
+        """num_buckets: buckets per axis, both signs together, as in T5. max_distance: in patches, the end of the logarithmic
+        range; all larger distances share the last bucket. None: chosen for each axis of the training grid.
         mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
         bidirectional: False puts all offsets below 0 into bucket 0, for causal attention. init_std: of the initial values.
         """

@@ -265,7 +265,9 @@ def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
 
 @triton.jit
 def _attend(s, v, acc, top, total):
-    """One step of the online softmax over logits s [BLOCK_M, keys]; returns output sum, maximum and weight sum."""
+    """One step of the online softmax with logits s [BLOCK_M, keys] and values v; returns the updated output sum, maximum and
+    weight sum.
+    """
     new = tl.maximum(top, tl.max(s, 1))
     shift = tl.where(new == float("-inf"), 0.0, new)  # all keys so far may be masked
     p = tl.exp2(s - shift[:, None])
