@@ -99,7 +99,7 @@ class FastBlock(Block):
     """Block that processes a few images at a time."""
 
     def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
-        """See Block.forward."""
+        """Apply the block, as Block.forward, a few images at a time if nothing requires the original forward."""
         attn = self.attn
         if torch.is_grad_enabled() or mask is not None or type(attn) is not Attention or _off(self, x) or _has_hooks(self):
             return super().forward(x, grid, terms, mask)

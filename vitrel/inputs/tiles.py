@@ -127,9 +127,10 @@ class _Axis(NamedTuple):
         return math.lcm(*self.strides, *(stride * window for stride, (_, blocks) in stages for window, _ in blocks))
 
     def exact(self, start: int, stop: int, n: int) -> list[tuple[int, int]]:
-        """For each stage, the tokens lo..hi of the whole axis of n patches that a tile of patches start..stop gives exactly.
+        """For each stage, the range lo..hi of tokens of the whole axis (n patches) whose features a tile of patches start..stop
+        equals.
 
-        None are exact if lo >= hi.
+        No token is exact if lo >= hi.
         """
         lo, hi, ranges = start, stop, []
         for merge, blocks in self.stages:

@@ -45,7 +45,9 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention; q, k and v may have any number of dimensions before [H, N, D]."""
+    """Compute attention with position terms, as vitrel.ops.attention; q, k and v may have any number of dimensions before [H,
+    N, D].
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device):
         out = _attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid, mask, dropout_p)
@@ -89,7 +91,7 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention; gathers windows, computes `attention` in them, and scatters back."""
+    """Compute attention in windows, as vitrel.ops.window_attention: gather windows, apply `attention`, scatter back."""
     layout, batch = windows(grid.h, grid.w, window, shift, qkv.device), qkv.shape[0]
     n = window[0] * window[1]
     x = qkv.flatten(1, 2)[:, layout.source].flatten(0, 1)  # [B*L*N, 3C]

@@ -35,7 +35,7 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q, k, bias, scale = prepare(q, k, terms, grid)
     if mask is None:
         bias = None if bias is None else four_dimensional(bias.to(q.dtype))
@@ -60,7 +60,7 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention."""
+    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
     layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
     mask = window_mask(grid.h, grid.w, window, shift, qkv.dtype, qkv.device)  # [L*N, N]
     x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]

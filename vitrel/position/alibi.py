@@ -1,7 +1,7 @@
 """alibi: attention with linear biases (ALiBi, arXiv 2108.12409, sec. 3), symmetric and in two dimensions:
 logit[i, j] -= m_n |(y_i - y_j, x_i - x_j)|, m_n = 2^(-8n/H) for head n = 1..H.
 
-.| is the Euclidean distance in patches, unless `distance` chooses another. Slopes are fixed unless `learnable` is set. A larger
+The distance is Euclidean, in patches, unless `distance` chooses another. Slopes are fixed unless `learnable` is set. A larger
 grid continues the same function; with resize="renormalise" offsets are first multiplied by trained side / side of the grid,
 along each axis. The bias depends on the distance alone; `directional` adds direction by four learned factors per head, for the
 offset component of keys above, below, to the left and to the right. Pairs with a prefix token have no bias.

@@ -42,7 +42,7 @@ def checked_power(logit_scale: str | float) -> float:
 
 
 class LogN:
-    """Forward hook of an encoding: multiplies Terms.temperature by (log N / log N_train)^p, N = grid.tokens."""
+    """Forward hook of an encoding that multiplies Terms.temperature by (log N / log N_train)^p (see `temperature`)."""
 
     def __init__(self, grid: Grid, logit_scale: str | float = "log_n"):
         self.trained, self.logit_scale = grid, logit_scale

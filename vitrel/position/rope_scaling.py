@@ -56,12 +56,12 @@ class Scaling(NamedTuple):
         return self
 
     def switched(self, options: Mapping[str, Any]) -> "Scaling":
-        """Return a copy with those of OPTIONS that are in `options`; ValueError as `checked`."""
+        """Return a copy with the values of `options` whose names are in OPTIONS; ValueError for an impossible value."""
         return self._replace(**{field: options[name] for name, field in OPTIONS.items() if name in options}).checked()
 
     @property
     def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
-        """Return rule, training grid, turns and strength as a hashable tuple, the arguments of functions with @constant."""
+        """Rule, training grid, turns and strength as hashable arguments for functions with @constant."""
         return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:

@@ -69,7 +69,10 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention. A bias of -inf becomes the lowest finite number, which differs only in fully masked rows."""
+    """Compute attention with position terms, as vitrel.ops.attention.
+
+    A bias of -inf becomes the lowest finite number, which makes a difference in fully masked rows only.
+    """
     q = with_query_bias(q, terms)
     scale = terms.scale * q.shape[-1] ** -0.5
     factor = 1.0 if terms.temperature is None else terms.temperature.to(q.dtype)  # of q and all columns but those of biases

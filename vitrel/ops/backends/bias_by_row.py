@@ -64,7 +64,7 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     if torch.is_autocast_enabled("cpu"):  # cast here, since the backward pass would not see casts inside SDPA
         q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])

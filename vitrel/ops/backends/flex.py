@@ -52,7 +52,7 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q = with_query_bias(q, terms)
     scale = terms.logit_scale(q.shape[-1])
     lookups = [lookup for table in terms.tables for lookup in _lookups(q, k, table, grid, scale)]

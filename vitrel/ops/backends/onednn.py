@@ -52,7 +52,7 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
     q, bias = q * scale, lattice_bias(terms, grid)
     lines = None if bias is None else expanded(bias.float(), grid)

@@ -57,7 +57,7 @@ def pays(call: Call) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     from vitrel.ops.backends import triton_ops  # registers the operators
 
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -80,7 +80,7 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention."""
+    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
     from vitrel.ops.backends import triton_ops
 
     width = qkv.shape[-1] // (3 * num_heads)

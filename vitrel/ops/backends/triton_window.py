@@ -163,7 +163,7 @@ def window_count(qkv: Tensor, window: tuple[int, int]) -> int:
 
 
 def padded_tokens(tokens: int) -> int:
-    """Tokens of a window, padded to a size that matrix products take."""
+    """Return the number of lanes for the tokens of a window: a power of two of at least 16, as matrix products need."""
     return max(16, triton.next_power_of_2(tokens))
 
 

@@ -47,7 +47,7 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention."""
+    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
     kinds, n = window_kinds(grid.h, grid.w, window, shift, qkv.shape[0], device=qkv.device), window[0] * window[1]
     x = qkv.flatten(0, 2).index_select(0, kinds.source).unflatten(0, (-1, n)).unflatten(-1, (3, num_heads, -1))
     q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)  # [b*L, H, N, D], of all images
