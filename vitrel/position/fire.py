@@ -3,7 +3,7 @@ logit[i, j] += MLP(psi(|(y_i - y_j, x_i - x_j)|) / psi(max(L n, h, w))), psi(d) 
 
 n is the longer side of the training grid, h x w the current grid. The paper divides by psi of the query's position in a causal
 sequence; here every query sees the whole grid, so the divisor is psi of the longer side. L begins at 1; below 1 it has no
-effect on grids as large as the training grid. Because of the division a larger grid is interpolated, not extrapolated: the
+effect on the training grid or a larger one. Because of the division a larger grid is interpolated, not extrapolated: the
 MLP's input keeps its range. Pairs with a prefix token read three learned rows.
 """
 

@@ -124,7 +124,10 @@ def _pairs(
 
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:
-    """First distance of every bucket of one sign, for a training axis of `length` patches; ValueError as the message says."""
+    """First distance of every bucket of one sign, for a training axis of `length` patches.
+
+    ValueError for an odd number of buckets in two directions, or a max_distance below the exact buckets.
+    """
     reach = max_distance if max_distance is not None else length - 1
     if num_buckets is None:
         choices = (_boundaries(count, reach) for count in range(min(16, length // 2 + 1), 0, -1) if reach >= count // 2)
