@@ -37,7 +37,7 @@ def from_timm(
     Raises ValueError, with the reason, for a model without counterpart; for a name, as `vitrel.create_model`.
     """
     if isinstance(model, str):
-        check_model_name(model, elsewhere=True)
+        check_model_name(model, allow_sources=True)
         model = timm.create_model(model, pretrained=pretrained, **arguments)
     elif pretrained or arguments:
         argument = "pretrained" if pretrained else next(iter(arguments))
