@@ -17,7 +17,7 @@ from torchvision.models import feature_extraction
 import vitrel
 from helpers.variants import MODELS, perturbed
 from helpers.variants import small_model as build
-from vitrel import POSITIONS, load_pretrained
+from vitrel import load_pretrained
 from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
@@ -282,8 +282,7 @@ def test_compile_many_sizes_in_two_graphs(name):
 
 
 # What the compiled and exported layers of tests/layers lack, which are of every encoding: tokens that embeddings are added to.
-AROUND_LAYERS = [f"vitrel_vit_n8_{key}" for key, encoding in POSITIONS.items() if encoding.site != "attention"]
-AROUND_LAYERS += ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n_absolute_rope_mixed"]
+AROUND_LAYERS = ["vitrel_vit_n8_sincos", "vitrel_swin_n_absolute_rope_mixed"]
 
 
 @pytest.mark.slow
@@ -293,15 +292,11 @@ def test_compile_embeddings_in_two_graphs(name):
 
 
 @pytest.mark.slow
-def test_compile_and_export_with_a_temperature():
+def test_compile_with_a_temperature():
     """Pooled over all tokens: the class token of a single block would never meet the tables of offsets."""
     options = dict(position="rope_mixed+table", position_args={"logit_scale": "log_n"}, depth=1, global_pool="avg")
     model = build("vitrel_vit_n8_none", **options)
     check_compiled(model, SIZES[:6:2])
-    program = export(model, (64, 64))
-    for size in ((64, 64), (96, 56)):
-        image = torch.randn(1, 3, *size)
-        torch.testing.assert_close(program(image), model(image), atol=1e-4, rtol=1e-4)
 
 
 OTHER_TRUNKS = {  # what the weights of other code need
@@ -343,7 +338,7 @@ def check_compiled(model, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TRIO, *AROUND_LAYERS])
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swinv2_n"])
 def test_export_serves_any_size(name):
     """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible."""
     model = shallow(name)
@@ -354,11 +349,10 @@ def test_export_serves_any_size(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vitrel_swin_t", "vitrel_vit_ti16_table"])
-def test_export_at_224_runs_at_448(name):
+def test_export_at_224_runs_at_448():
     """The last stage of the Swin, of one window where it is traced, has several and a shift there."""
-    few = dict(depth=1) if "_vit_" in name else dict(depths=(1, 1, 1, 2), embed_dim=24, num_heads=(1, 1, 2, 2))
-    model = build(name, global_pool="avg", **few)
+    few = dict(depths=(1, 1, 1, 2), embed_dim=24, num_heads=(1, 1, 2, 2))
+    model = build("vitrel_swin_t", global_pool="avg", **few)
     program = export(model, (224, 224))
     for batch, size in [(1, (224, 224)), (2, (96, 96)), (1, (448, 448)), (3, (224, 320))]:
         image = torch.randn(batch, 3, *size)
