@@ -249,9 +249,9 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
         ({"data": {"size": "big"}}, "Given value: big"),
         ({"model": {"optim": {"lr": "fast"}}}, 'Parser key "model.optim.lr"'),
         ({"run": {"save_every": 0.5}}, 'Parser key "run.save_every"'),
-        ({"data": {"seed": 3}}, "leave out data.seed, it follows from seed_everything"),
-        ({"model": {"num_classes": 3}}, "leave out model.num_classes, it follows from data.data"),
-        ({"seed_everything": True}, "seed_everything is the seed of the run, a number"),
+        ({"data": {"seed": 3}}, "leave out data.seed: it is set from seed_everything"),
+        ({"model": {"num_classes": 3}}, "leave out model.num_classes: it is set from data.data"),
+        ({"seed_everything": True}, "seed_everything must be an integer"),
     ],
 )
 def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):

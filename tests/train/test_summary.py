@@ -116,9 +116,9 @@ def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_pat
         assert found["seconds"] > seconds
         seconds = found["seconds"]
     assert len(epochs_of(CSVLog(tmp_path, resume=True).rows)) == 2
-    assert "of a finished run" not in capfd.readouterr().out
+    assert "run that finished" not in capfd.readouterr().out
     run(command("--ckpt_path=auto", "--trainer.max_epochs=2"))
-    assert "is of a finished run of 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
+    assert "run that finished its 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
 
 
 def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
