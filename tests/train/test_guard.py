@@ -128,9 +128,7 @@ def test_the_command_line_cannot_name_code(evil, args, capsys):
     write(evil.folder / "inner.yaml", "callbacks: evil.C\nclass_path: evil.C\ntrainer: {callbacks: evil.C}")
     base = write(evil.folder / "base.yaml", BASE)
     said = refused(["--config", base, *args], capsys)
-    assert any(
-        text in said for text in ("not an allowed class", "unknown key", "takes keys", "no such file", "options begin with two")
-    )
+    assert any(text in said for text in ("not an allowed class", "unknown key", "takes keys", "no such file", "two dashes"))
     assert not evil.ran()
     refused(["--config", base, "--print_config", *args], capsys)
     assert not evil.ran()

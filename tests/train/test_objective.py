@@ -66,7 +66,7 @@ def test_settings_are_checked(build, text):
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_odd_batches_are_refused_before_training(mode):
-    with pytest.raises(ValueError, match="data.batch_size must be even, not 5"):
+    with pytest.raises(ValueError, match=r"data.batch_size must be even, not 5"):
         fit(small(mixing=Mixing(mixup=1.0, mode=mode)), Tensors(batch_size=5))
 
 

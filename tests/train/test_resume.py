@@ -106,7 +106,7 @@ def test_another_order_or_schedule_is_refused(command_in, whole):
         "--trainer.limit_train_batches=4": "updates per epoch: 3, now 4",
     }
     args = command_in(folder.parent)(folder.name, *EVERYTHING, epochs=1)
-    with pytest.raises(ValueError, match="cannot resume .* settings or data differ") as caught:
+    with pytest.raises(ValueError, match=r"cannot resume .* settings or data differ") as caught:
         run([*resumed(args, folder), *changes])
     assert [text for text in changes.values() if text not in str(caught.value)] == []
 
