@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, mo
 
 def test_the_last_evaluations_answers_are_shown(command, tmp_path):
     done = run(command("--run.predictions=6", "--data.n_val=19", "--trainer.max_epochs=2"))
-    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).seen
+    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).samples
     places = [0, 4, 7, 11, 14, 18]
     images, labels = zip(*(done.datamodule.val_set[i] for i in places), strict=True)
     with torch.no_grad():
