@@ -116,7 +116,7 @@ def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_aske
     (own / "train" / "red").rename(own / "train" / odd)
     (own / "val" / "red").rename(own / "val" / odd)
     assert status(in_child(args)) == 1
-    assert "no UTF-8" in (error := capfd.readouterr().err) and "train/caf\\xe9" in error
+    assert "not valid UTF-8" in (error := capfd.readouterr().err) and "train/caf\\xe9" in error
 
 
 def test_too_many_unreadable_images_stop_the_run(command, own, capfd):
