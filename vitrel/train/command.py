@@ -35,6 +35,10 @@ from vitrel.train.summary import Predictions, Summary
 
 USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
 GO_ON = "to resume, run the same command with --ckpt_path auto"
+HELP = {  # instead of Lightning's texts, which offer more than is allowed here
+    "seed_everything": "seed of weights, order of images, augmentation, drop path and mixing",
+    "ckpt_path": "checkpoint file to resume from, or auto: last.ckpt in trainer.default_root_dir if there is one",
+}
 LINKED = {
     "data.seed": "seed_everything",
     "model.seed": "seed_everything",
@@ -120,6 +124,10 @@ class TrainCLI(LightningCLI):
         self.command = shlex.join(args)
         keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
         keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
+        for action in self._subcommand_parsers["fit"]._actions:
+            if action.help == "Path to a configuration file.":  # not true here, only --config reads files
+                action.help, action.metavar = "the keys of this section, as YAML", "YAML"
+            action.help = HELP.get(action.dest, action.help)
         guard.restrict_imports()
         try:
             guard.check(args, keys, LINKED)

@@ -48,8 +48,7 @@ class ImageData(LightningDataModule):
         tokens: maximum number of tokens of an image at native shape, for which `batch_size` is meant; null: those of `size`.
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.
-        reading: how image files are decoded, and how unreadable training images are handled. In evaluation an unreadable
-            image stops the run.
+        reading: reading of image files; in evaluation, an unreadable image stops the run.
         seed: seed of the shapes, of the order of images and of the augmentation.
 
     Raises:
