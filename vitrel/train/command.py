@@ -62,8 +62,8 @@ class Run:
         save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
             every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
         predictions: number of validation images drawn with the last evaluation's predictions in `predictions.png` (0: none).
-        profile_data: measure loading and training speed separately, print which one limits the run, and exit without
-            training; also `--profile_data`.
+        profile_data: measure loading and training speed separately, print which one limits the run, and exit; nothing is
+            saved. Also `--profile_data`.
     """
 
     save_every: int = 0

@@ -289,7 +289,7 @@ class Classifier(LightningModule):
         return plain | {name: None if group is None else asdict(group) for name, group in groups.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint's run had another model, other classes, other data or other training settings."""
+        """Restore the epoch's means; ValueError if the checkpoint's run had another model, classes, data or settings."""
         saved = {"ema": False} | checkpoint.get("vitrel", {})
         current = {"model": self.stored[0], "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
         for key, value in current.items():

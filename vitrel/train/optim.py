@@ -129,8 +129,8 @@ def parameter_groups(
     are in no group.
 
     Raises:
-        ValueError: `position_lr_scale` is not 1 and the model has no `position_parameters()`; or `layer_decay` is set and the
-            model has no `group_matcher()`.
+        ValueError: `position_lr_scale` is not 1 and the model has no trainable parameters in `position_parameters()`; or
+            `layer_decay` is set and the model has no `group_matcher()`.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     position = set(model.position_parameters()) if hasattr(model, "position_parameters") else set()
@@ -170,7 +170,7 @@ def layer_of(model: nn.Module) -> dict[str, int]:
 
 
 def create_optimizer(model: nn.Module, settings: Optimisation, images: int = 1) -> Optimizer:
-    """Return timm's optimiser of that name over `parameter_groups`, with `lr` scaled to `images` images per update.
+    """Return timm's optimiser `settings.name` over `parameter_groups`, with `lr` scaled to `images` images per update.
 
     Raises:
         ValueError: see `parameter_groups`; or an optimiser that needs second derivatives.
