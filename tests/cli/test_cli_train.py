@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        (["--trainer.accelerator=gpu", "--trainer.devices=64"], r"trainer\.devices: 64: .*\d+ CUDA devices .*leave both out"),
+        (["--trainer.accelerator=gpu", "--trainer.devices=64"], r"trainer\.devices: 64: .*\d+ CUDA devices .*leave both"),
         (["--trainer.devices=0"], r"trainer\.devices: 0: .*CPU cores"),
         (["--trainer.devices=[0, 1]"], r"trainer\.devices: \[0, 1\]: .*CPU cores"),
         (["--trainer.devices=1000"], r"trainer\.devices: 1000 .*\d+ cores"),

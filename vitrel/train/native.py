@@ -17,7 +17,7 @@ from vitrel.train.order import Order, generator, in_turns
 
 
 class NativeOrder(Order):
-    """Batches of one rank at native shape: every image once per epoch, shuffled by (seed, epoch).
+    """Batches of one rank at native shape: every image once (or `repeats` times) per epoch, shuffled by (seed, epoch).
 
     In every epoch the images are sorted by the logarithm of their aspect ratio plus noise (the change by up to half a patch)
     and cut into batches, which are then shuffled. A batch has the `native_size` of its median image. If the images do not

@@ -114,7 +114,7 @@ class Order(Sampler[list[int | Draw]], ABC):
 
 
 class EpochOrder(Order):
-    """Batches of one rank: every image at most once per epoch, shuffled by (seed, epoch).
+    """Batches of one rank: every image at most once (or `repeats` times) per epoch, shuffled by (seed, epoch).
 
     Args:
         n: number of images in the data set.
@@ -149,7 +149,7 @@ class EpochLoader(DataLoader):
     Lightning sets the epoch of a sampler only after it has created the first iterator, whose workers already read ahead.
 
     Args:
-        dataset: a data set with `set_epoch`, or the batches of a `ShardBatches`.
+        dataset: a data set of images with `set_epoch`, or a `ShardBatches`.
         progress: called at the start of an iteration; returns (epoch, number of its batches that are done).
         options: further keywords of DataLoader; `batch_sampler` is an `Order`, except with `ShardBatches`.
     """
