@@ -120,7 +120,7 @@ class Shards(ImageSet):
         return self.folder / self.shards[shard]["name"]
 
     def samples(self, shard: int) -> Iterator[Sample]:
-        """Yield the samples of a shard in order, from its headers; ValueError if labels or their number contradict the index."""
+        """Yield the samples of a shard in order, from its headers; ValueError if labels or number contradict the index."""
         classes, images, expected = len(self.classes), 0, self.shards[shard]["images"]
         previous = None  # yielded one step late, so that the last sample comes only after the number of images was checked
         for sample in _scan(self.path(shard)):
