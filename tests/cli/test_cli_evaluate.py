@@ -334,7 +334,7 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     with pytest.warns(UserWarning, match="left out of") as told:
         tool.main([*given, "--on-bad-image", "count", "--workers", "1"])
     [text] = [str(one.message) for one in told if "left out of" in str(one.message)]
-    assert "1 folder link (" in text and "1 link whose image counts already, 1 of them in another class" in text
+    assert "1 folder link (" in text and "1 link to images already used, 1 of them in another class" in text
     assert "1 file of kinds that are not decoded: 1 .tiff" in text
     frame = pd.read_csv(tmp_path / "out" / "results.csv")
     assert set(frame["n"]) == {12} and set(frame["left_out"]) == {2}
@@ -349,5 +349,5 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     with pytest.raises(SystemExit, match=r"apple/\\xffcut.png: the file is empty"):
         tool.main(given)
     (val / "banana").rename(val / os.fsdecode(b"banane\xff"))
-    with pytest.raises(SystemExit, match=r"no UTF-8.*val/banane\\xff"):
+    with pytest.raises(SystemExit, match=r"not valid UTF-8.*val/banane\\xff"):
         tool.main(given)

@@ -143,7 +143,7 @@ def test_a_set_that_is_not_there_is_not_fetched(name, tmp_path, monkeypatch):
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", fail)
-    with pytest.raises(ValueError, match=rf"{name} is not in {tmp_path}: Dataset not found.* Give download=True to fetch it"):
+    with pytest.raises(ValueError, match=rf"{name} is not in {tmp_path}: Dataset not found.* Set download=True to download it"):
         create_dataset(f"{name}:{tmp_path}", "val", (8, 8), **RAW)
 
 

@@ -164,7 +164,7 @@ def test_an_error_of_one_rank_is_told_by_it(command, capfd):
 
     assert on_two(command("run", *TWO), hurry, on_rank(1, 8, fail, "training_step")) == [1, 1]
     said = capfd.readouterr().err
-    assert "ValueError: a bad image" in said and "rank 1 (process " in said and "of its own" in said
+    assert "ValueError: a bad image" in said and "rank 1 (process " in said and "failed with an error" in said
 
 
 def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):

@@ -88,7 +88,7 @@ def test_adaptive_clipping_spares_the_head():
 @pytest.mark.parametrize(
     ("settings", "how", "text"),
     [
-        ({"clip_mode": "agc"}, {}, "optim.clip_mode agc clips nothing without trainer.gradient_clip_val"),
+        ({"clip_mode": "agc"}, {}, "optim.clip_mode agc has no effect without trainer.gradient_clip_val"),
         (
             {"clip_mode": "norm"},
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
@@ -132,14 +132,14 @@ def test_images_are_channels_last_too():
 
 
 def test_grad_checkpointing_a_model_without_it_is_refused():
-    with pytest.raises(ValueError, match=r"execution.grad_checkpointing: .* cannot do that, leave it out"):
+    with pytest.raises(ValueError, match=r"execution.grad_checkpointing: .* does not support it, leave it out"):
         Execution(grad_checkpointing=True).apply(torch.nn.Linear(2, 2))
 
 
 def test_sharded_weights_are_neither_averaged_nor_clipped_by_row():
     with pytest.raises(ValueError, match=r"leave model.ema out, or use strategy: ddp"):
         fit(small(TABLE, ema=Ema()), strategy=ModelParallelStrategy())
-    with pytest.raises(ValueError, match=r"optim.clip_mode agc compares whole rows, .* or strategy: ddp"):
+    with pytest.raises(ValueError, match=r"optim.clip_mode agc needs whole rows, .* or strategy: ddp"):
         check_sharded(averaged=False, clip_mode="agc")
 
 
