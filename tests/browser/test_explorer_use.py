@@ -185,9 +185,9 @@ def test_it_fits_every_screen_and_both_schemes(browser, explorer_path, size, sch
     assert browser.execute_script(CONTRAST)[1] == []
     assert browser.get_log("browser") == []
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith(("data:", "file:", "about:"))] == []
-    assert sum(url.startswith("file:") for url in asked) == 3  # the page itself, three times
+    requested = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
+    assert [url for url in requested if not url.startswith(("data:", "file:", "about:"))] == []
+    assert sum(url.startswith("file:") for url in requested) == 3  # the page itself, three times
 
 
 def test_all_controls_have_names_and_are_reached_by_tab(browser, explorer):

@@ -188,16 +188,16 @@ def test_an_unreadable_image_is_replaced_by_the_next_with_its_label(damaged):
 
 
 def test_a_replaced_image_is_augmented_as_the_one_asked_for(damaged):
-    asked = []
+    requested = []
 
     def augment(image, epoch, index, repeat, size):
-        asked.append((epoch, index, repeat, size))
+        requested.append((epoch, index, repeat, size))
         return image
 
     data = Folder(damaged, "train", plain(), augment, reading=Reading(on_bad="replace"))
     data.set_epoch(7)
     data[1], data[Draw(1, (16, 48), 2)], data[np.int64(4)]
-    assert asked == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
+    assert requested == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
 
 
 def test_too_many_in_a_row_stop(damaged):
@@ -294,10 +294,10 @@ def test_links_that_are_followed_give_each_file_once_under_its_own_class(root, t
     link(root / "train" / "dog" / "again", store / "more")
     link(root / "train" / "dog" / "up", "..")
     link(root / "train" / "cat" / "up", "..")
-    with pytest.warns(UserWarning, match="left out of") as told:
+    with pytest.warns(UserWarning, match="left out of") as reported:
         data = Folder(root, "train", identity, reading=Reading(follow_links=follow))
     assert sorted(names(data)) == sorted([*ORDINARY, *[("dog/again/sub/7.png", 1)] * follow])
-    text = str(told[0].message)
+    text = str(reported[0].message)
     assert ("folder links" in text) != follow and ("already used" in text) == follow
 
 
@@ -405,13 +405,13 @@ def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(roo
         save(train / "cat" / f"x{i}.{kind}", i)
     for name in ("a.tiff", "b.TIFF", "c.heic", "README", ".DS_Store"):
         (train / "dog" / name).write_bytes(b"?")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         data = Folder(root, "train", plain())
         again = pickle.loads(pickle.dumps(data))  # as to a loader process
         Folder(root, "train", plain((8, 8)))
     assert len(data) == len(again) == 12 and all(label >= 0 for _, label in data)
-    [text] = [str(one.message) for one in told]
+    [text] = [str(one.message) for one in reported]
     assert "5 files of kinds that are not decoded" in text
     for part in ("2 .tiff (", "dog/a.tiff)", "1 .heic (", "2 no suffix (", "dog/.DS_Store)"):
         assert part in text

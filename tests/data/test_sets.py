@@ -148,12 +148,12 @@ def test_a_set_that_is_not_there_is_not_fetched(name, tmp_path, monkeypatch):
 
 
 def test_download_is_handed_on(mnist, monkeypatch):
-    asked = []
-    monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda self: asked.append(self.root))
+    requested = []
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda self: requested.append(self.root))
     create_dataset(f"mnist:{mnist}", "val", (8, 8), **RAW)
-    assert asked == []
+    assert requested == []
     create_dataset(f"mnist:{mnist}", "val", (8, 8), **RAW, download=True)
-    assert asked == [str(mnist)]
+    assert requested == [str(mnist)]
 
 
 def test_unknown_sets(tmp_path):

@@ -482,16 +482,16 @@ def test_rows_say_how_classes_found_their_outputs(noise, monkeypatch):
     [one] = evaluate_rows([trained_model(head, "resnet", img_size=(32, 32))], sweep)
     assert one.row["class_map"] == "wordnet"
     small = trained_model(timm.create_model("resnet10t", num_classes=3).eval())
-    for given, names, told in [
+    for given, names, reported in [
         (small, wordnet, "order"),
         (small, ["a", "b", "c"], "order"),
         (replace(small, restrict=True), ["a", "b", "c"], "order, restricted"),
         (trained_model(head, restrict=True), wordnet, "wordnet, restricted"),
         (trained_model(head), ["n01440764", "n99999999"], "order"),
     ]:
-        assert class_map(given, names) == told
+        assert class_map(given, names) == reported
     by_file = [class_map(replace(small, outputs={"a": at}), ["a"]) for at in (0, 1)]
-    assert by_file[0] != by_file[1] and all(told.startswith("file ") for told in by_file)
+    assert by_file[0] != by_file[1] and all(reported.startswith("file ") for reported in by_file)
 
 
 def test_classes_are_counted_at_their_outputs(noise):

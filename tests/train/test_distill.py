@@ -138,14 +138,14 @@ def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
         Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4, MEAN, STD)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):
         Teacher(Distillation("resnet10t", "nowhere.pt"), 4, MEAN, STD)
-    asked = []
+    requested = []
 
     def create_model(name, pretrained, **how):
-        asked.append((name, pretrained, how))
+        requested.append((name, pretrained, how))
         return original(name, **how)
 
     original = timm.create_model
     monkeypatch.setattr(timm, "create_model", create_model)
     with pytest.raises(ValueError, match="resnet10t has 1000 classes, the student 4: use a teacher of the same classes"):
         Teacher(Distillation("resnet10t", pretrained=True), 4, MEAN, STD)
-    assert asked == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on
+    assert requested == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on

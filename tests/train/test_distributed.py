@@ -183,10 +183,10 @@ def test_a_rank_that_is_done_before_the_other_has_not_died(command, capfd):
 
 
 @pytest.mark.parametrize("told", [(0, 1), (1,)])
-def test_ctrl_c_stops_both(command, tmp_path, capfd, told):
+def test_ctrl_c_stops_both(command, tmp_path, capfd, reported):
     def tell():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        at(8, lambda: int(os.environ["RANK"]) in told and os.kill(os.getpid(), signal.SIGINT))()
+        at(8, lambda: int(os.environ["RANK"]) in reported and os.kill(os.getpid(), signal.SIGINT))()
 
     assert on_two(command("run", *TWO), tell) == [130, 130]
     assert capfd.readouterr().out.count(f"ctrl-c: saved {tmp_path}/run/checkpoints/last.ckpt (update 8)") == 1

@@ -100,17 +100,17 @@ def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_aske
     (tmp_path / "extra").mkdir()
     Image.new("RGB", (32, 32), "red").save(tmp_path / "extra" / "more.gif")
 
-    def told():  # pytest keeps warnings to itself
+    def reported():  # pytest keeps warnings to itself
         warnings.showwarning = lambda message, *where: print(f"warning: {message}")
 
     args = command("run", f"--data.data={own}", "--data.reading.bad_share=0.05", epochs=1)
-    assert status(in_child([*args, "--data.workers=2"], told)) == 0
+    assert status(in_child([*args, "--data.workers=2"], reported)) == 0
     listed = (tmp_path / "run" / "bad_images.csv").read_text("utf-8").splitlines()
     assert sorted(listed[1:]) == sorted([f"{red}/caf\\xe9.png", f"{red}/loop.png"])
     text = capfd.readouterr().out
     assert "2 of 98 training images cannot be read" in text and text.count("2 folder links") == 1
     args = command("more", f"--data.data={own}", "--data.reading.bad_share=0.05", "--data.reading.follow_links=true", epochs=1)
-    assert status(in_child(args, told)) == 0
+    assert status(in_child(args, reported)) == 0
     text = capfd.readouterr().out
     assert "folder link" not in text and "2 of 99 training images cannot be read" in text
     (own / "train" / "red").rename(own / "train" / odd)
