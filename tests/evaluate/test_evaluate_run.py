@@ -446,7 +446,7 @@ def test_rows_that_are_done_are_marked(trained, noise, tmp_path):
 
 def test_classes_that_do_not_fit_are_told_before_it_runs(noise, tmp_path):
     model = trained_model(timm.create_model("resnet10t", num_classes=5).eval(), img_size=(32, 32))
-    with pytest.raises(ValueError, match="resnet10t has 5 outputs, but noise has 3 classes: say which output is which class"):
+    with pytest.raises(ValueError, match="resnet10t has 5 outputs, but noise has 3 classes"):
         describe_tasks([model], Sweep("noise", ((64, 64),), device="cpu"), tmp_path)
 
 
@@ -558,9 +558,7 @@ def test_checkpoints_and_timm_models(checkpoint, noise):
 
 
 def test_mistakes_are_named(plain_model):
-    with pytest.raises(
-        ValueError, match=r"gives images of torch\.float32: give uint8 \[3, h, w\] or PIL images, or, of images"
-    ):
+    with pytest.raises(ValueError, match=r"images of torch\.float32: give uint8 "):
         at_sizes(plain_model, Pictures("float"), [32], **HOW)
     with pytest.raises(ValueError, match="'big' is not an image size"):
         at_sizes(plain_model, Pictures("pil"), ["big"], **HOW)
