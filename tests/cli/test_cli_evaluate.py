@@ -49,7 +49,7 @@ def test_links_to_folders_are_followed_where_asked(tool, checkpoint, tmp_path, c
     with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate and vitrel pack --follow-links"):
         tool.main(arguments)
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
-    with pytest.raises(SystemExit, match=r"may not stand in one table .*links: none there, followed now"):
+    with pytest.raises(SystemExit, match=r"may not share a table .*links: none there, followed now"):
         tool.main([*arguments, "--follow-links"])
     tool.main([*arguments, "--follow-links", "--replace"])
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them made" in capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_eval
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64x64 px), vitrel_swin_n" in header[0]
     assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
-    assert header[2] == f"12 rows, 0 of them made already; output folder {out}"
+    assert header[2] == f"12 rows, 0 of them done already; output folder {out}"
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     told = {line.partition(": ")[0]: line for line in printed.splitlines() if line.startswith("- ")}
     assert "Nothing is resampled under table clip at every size but 64 px." in printed.partition("\nTop-1 in")[0]

@@ -181,5 +181,5 @@ def test_policies_that_differ_are_matched_by_the_best_and_labels_by_name(folders
     with pytest.raises(ValueError, match="labels are m, n and x"):
         compare_folders(a, c)
     (c / FILE).unlink()
-    with pytest.raises(ValueError, match=r"c holds no predictions\.npz"):
+    with pytest.raises(ValueError, match=r"c has no predictions\.npz"):
         compare_folders(a, c)

@@ -282,7 +282,7 @@ def test_a_failure_ends_both_processes_with_its_message(folder, failing):
         status, text, rows = tool(folder, 2, "out", "--on-bad-image", "count")
         assert status == 0, text
         assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
-        assert "left out, since they cannot be read (column left_out): 1 of the images: data/val/left/0.png;" in text
+        assert "left out, because they could not be read (column left_out): 1 images: data/val/left/0.png;" in text
         assert "left/0.png" in (folder / "out" / "bad_images.csv").read_text()
 
 

@@ -253,7 +253,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
     capsys.readouterr()
     changed, asked = other_weights(model), sweep(48, n=7)
-    assert "3 other rows there would be moved aside" in describe_tasks([changed], asked, tmp_path, replace=True)
+    assert "3 other rows there would be moved" in describe_tasks([changed], asked, tmp_path, replace=True)
     rows = run_sweep([changed], asked, tmp_path, replace=True)
     printed = capsys.readouterr().out.replace("\n", " ")
     assert "3 of the 3 rows" in printed and "other weights" in printed and str(tmp_path / "replaced-1") in printed
@@ -530,7 +530,7 @@ def test_a_function_from_size_to_data_is_taken_as_it_is(plain_model):
     frame = at_sizes(plain_model, data, [24, 32], **HOW)
     assert frame["img_size"].tolist() == ["32x32", "24x24"] and set(asked) == {(32, 32), (24, 24)}
     assert set(frame["n"]) == {5} and set(frame["data"]) == {"function"}
-    with pytest.raises(ValueError, match=r"decides itself how images fill a size: protocols=\('scale',\)"):
+    with pytest.raises(ValueError, match=r"a function from size to data .*protocols=\('scale',\)"):
         at_sizes(plain_model, data, [24], protocols=("scale", "canvas"), **HOW)
 
 
@@ -546,7 +546,7 @@ def test_checkpoints_and_timm_models(checkpoint, noise):
     path = checkpoint()
     frame = at_sizes(path, "noise", [(32, 48)], n=4, label="run", **HOW)
     assert set(frame["label"]) == {"run"} and set(frame["model"]) == {"vitrel_vit_n8_table"} and set(frame["seed"]) == {7}
-    with pytest.raises(ValueError, match="a checkpoint says itself how it was trained"):
+    with pytest.raises(ValueError, match="img_size, preprocessing and class_indices are for plain models"):
         at_sizes(path, "noise", [32], img_size=(32, 32), **HOW)
     resnet = timm.create_model("resnet10t", num_classes=9)
     frame = at_sizes(resnet, "noise", [64], class_indices={"left": 8, "right": 2, "above": 0}, img_size=(32, 32), **HOW)
