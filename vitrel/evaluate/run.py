@@ -18,7 +18,8 @@ from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
 from vitrel.evaluate.processes import on_all, rank_and_world
-from vitrel.evaluate.report import Claim, judge, markdown, table_page
+from vitrel.evaluate.report import Claim, judge, markdown, summary, table_page
+from vitrel.evaluate.report.answers import Answer, answers_of
 from vitrel.evaluate.rescue import write_rescue
 from vitrel.evaluate.results import (
     COLUMNS,
@@ -123,8 +124,8 @@ def run_sweep(
 
     Writes results.csv, predictions.npz, translation.csv (with translations), bad_images.csv (with unreadable images), table.md,
     claims.md (with claims) and plots/*.png; with `report`, pictures.json.gz, report.html and report.json; with `rescue`,
-    rescue.csv and rescue.md (`vitrel.evaluate.rescue`). title: of the page and plots. photographs: whether the report may
-    contain images of the data.
+    rescue.csv and rescue.md (`vitrel.evaluate.rescue`). Prints progress, then the answers and accuracy tables. title: of the
+    page and plots. photographs: whether the report may contain images of the data.
 
     Rows in `folder` of the same weights, data and settings are reused, and rows of other models, sizes, protocols or policies
     are kept beside the new ones. ValueError, before anything is computed, where rows in the folder and new ones may not share a
@@ -149,7 +150,8 @@ def run_sweep(
             tables.write(rows)
             if rescue:
                 write_rescue(models, sweep, images, folder)
-            _show(rows, folder, shown(title), claims)
+            answers = answers_of(rows, folder)
+            _show(rows, folder, shown(title), claims, answers)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
@@ -158,7 +160,7 @@ def run_sweep(
                 from vitrel.evaluate.report.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
-                write_html(folder, shown(title), photographs)
+                write_html(folder, shown(title), photographs, answers)
         except BaseException as error:
             saved = tables.write_rest()
             if isinstance(error, RuntimeError) and out_of_memory(error):
@@ -335,10 +337,11 @@ def _other_rows(results: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list
     return others, not_comparable([result.row for result in others], keys)
 
 
-def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]) -> None:
-    """Writes table.md, plots/ and claims.md."""
+def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim], answers: Sequence[Answer]) -> None:
+    """Write table.md, plots/ and claims.md, and print the answers and the accuracy tables."""
     with atomic_write(folder / "table.md") as part:
-        part.write_text(table_page(rows, title or shown(folder.name), folder), "utf-8")
+        part.write_text(table_page(rows, title or shown(folder.name), answers), "utf-8")
+    print(f"\n{summary(rows, answers)}", flush=True)
     from vitrel.evaluate.report.plots import plot_all  # brings matplotlib: only where a folder is written
 
     plot_all(rows, folder / "plots", title)
