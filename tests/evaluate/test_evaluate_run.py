@@ -387,7 +387,11 @@ def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_pat
     assert [row["nll"] for row in rows[:5]] == [row["nll"] for row in kept]
     assert len(read_csv(tmp_path / "results.csv")) == 8
     text = (tmp_path / "table.md").read_text("utf-8")
-    assert text.startswith("# noise\n") and summary(rows, answers_of(rows, tmp_path)) in text and details_table(aggregate(rows)) in text
+    assert (
+        text.startswith("# noise\n")
+        and summary(rows, answers_of(rows, tmp_path)) in text
+        and details_table(aggregate(rows)) in text
+    )
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "throughput.png", "tradeoff.png"]
 
 

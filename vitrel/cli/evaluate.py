@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="run the models through torch.compile")
     add("--optimize", action="store_true", help="run the models through vitrel.optimize, which is faster on many CPUs")
     add("--on-bad-image", choices=("raise", "count"), default="raise",
-        help="raise: an unreadable image ends the evaluation; count: it is left out and listed; default %(default)s")  # fmt: skip
+        help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
     add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
     add("--replace", action="store_true",
         help="if --out has rows of other evaluations, first move its files into a folder replaced-N in it")  # fmt: skip
