@@ -75,12 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rescue", action="store_true", help="search settings that raise accuracy at the other sizes without training")
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
-    add(
-        "--mean",
-        type=float,
-        nargs="+",
-        help="mean of the pixels, from 0 to 1; default the pretrained_cfg's, as for the next two",
-    )
+    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next two override the pretrained_cfg")
     add("--std", type=float, nargs="+", help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
     add("--class-indices", type=Path, help="file with a class and the index of the model's output on every line")

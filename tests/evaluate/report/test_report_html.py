@@ -216,7 +216,7 @@ def test_folders_without_results_are_refused(tmp_path, folder, capsys):
     with pytest.raises(FileNotFoundError, match=r"no results\.csv in .*give the folder of an evaluation"):
         write_html(tmp_path / "none")
     edit(folder, lambda frame: frame[:0])
-    with pytest.raises(ValueError, match=r"results\.csv holds no rows: evaluate first"):
+    with pytest.raises(ValueError, match=r"results\.csv has no rows: evaluate first"):
         write_html(folder)
     with pytest.raises(SystemExit, match=r"error: .*holds no rows"):
         command("report").main([str(folder)])
