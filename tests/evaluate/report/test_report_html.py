@@ -218,7 +218,7 @@ def test_folders_without_results_are_refused(tmp_path, folder, capsys):
     edit(folder, lambda frame: frame[:0])
     with pytest.raises(ValueError, match=r"results\.csv has no rows: evaluate first"):
         write_html(folder)
-    with pytest.raises(SystemExit, match=r"error: .*holds no rows"):
+    with pytest.raises(SystemExit, match=r"error: .*has no rows"):
         command("report").main([str(folder)])
 
 

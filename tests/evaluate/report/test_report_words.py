@@ -149,7 +149,7 @@ def test_what_is_no_claim_is_refused_by_name():
             read_claim(given)
     with pytest.raises(ValueError, match="is not an image size"):
         claim(img_size="wide")
-    with pytest.raises(ValueError, match="a claim names 'c', which has no rows .* labels are a, b"):
+    with pytest.raises(ValueError, match=r"a claim names 'c', which has no rows .* labels are a, b"):
         judge([claim(better="c")], claim_rows("a", [1]) + claim_rows("b", [1]))
     with pytest.raises(ValueError, match="no rows of a at 96x96 canvas"):
         judge([claim(img_size=96)], claim_rows("a", [1]) + claim_rows("b", [1]))
