@@ -1,6 +1,6 @@
 """What the tests of explorer.html share.
 
-`PYTHONPATH=.:tests python tests/helpers/explorer_page.py` writes docs/images/explorer.png, a picture of its first two sections.
+`PYTHONPATH=.:tests python tests/helpers/explorer_page.py` writes docs/images/explorer.png, a picture of its first section.
 """
 
 import base64
@@ -23,7 +23,7 @@ NEEDS_BROWSER = [
         reason="no chromium with its driver on the path: apt-get install chromium chromium-driver",
     ),
 ]
-LAPTOP, PHONE = (1280, 800), (390, 844)
+LAPTOP, PHONE = (1280, 800), (360, 740)
 LIVE = "return document.getElementById(arguments[0]).textContent"
 
 
@@ -96,8 +96,8 @@ def screenshot():
     from PIL import Image
 
     with TemporaryDirectory() as folder, driven() as browser:
-        look(browser, write_explorer(Path(folder) / "explorer.html"), h=2, w=4, query=5, key=2)
-        height = browser.execute_script("return document.getElementById('buckets').offsetTop")
+        look(browser, write_explorer(Path(folder) / "explorer.html"), storyKey=1)
+        height = browser.execute_script("return document.getElementById('clipping').offsetTop")
         clip = {"x": 0, "y": 0, "width": LAPTOP[0], "height": height, "scale": 1}
         shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs is not started from the package; tests/oracles are shown
 
 from tools.docs import encodings, reference, studies  # noqa: E402
+from tools.explorer.make import explorer_html  # noqa: E402
 
 LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")  # of Markdown, up the tree; those that stay inside docs/ are left alone
 
@@ -35,6 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/command_line.md", content=reference.command_line()))
     files.append(File.generated(config, "reference/api.md", content=reference.api()))
     files.append(File.generated(config, "studies/photographs_tables.md", content=studies.photographs()))
+    files.append(File.generated(config, "explorer.html", content=explorer_html()))
     for page in [*files.documentation_pages()]:
         for target in LINK.findall(page.content_string):
             path = _outside(page.src_uri, target)
