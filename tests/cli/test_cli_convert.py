@@ -89,7 +89,7 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
 
     assert "unknown model 'swin_t'" in error("swin_t", "--weights", path, "--out", out)
     assert "holds bare weights of a ViT of width 32" in error(bare_vit(tmp_path / "vit.pth"), "--out", out)
-    assert "--weights and --pretrained are of a model given by name" in error(path, "--weights", path, "--out", out)
+    assert "--weights and --pretrained are for a model given by name" in error(path, "--weights", path, "--out", out)
     assert "vitrel_swin_t has no weights: give a file" in error("vitrel_swin_t", "--out", out)
     assert "--images needs an encoding to add" in error("vitrel_swin_t", "--weights", path, "--images", tmp_path, "--out", out)
     assert "no checkpoint at" in error("vitrel_swin_t", "--weights", tmp_path / "none.pth", "--out", out)
