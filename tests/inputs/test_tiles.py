@@ -57,7 +57,7 @@ def close(found, wanted):
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [*((name, (13, 29)) for name in MODELS), *((n, e) for n in ("v1", "v2", "vit") for e in ((0, 0), (1, 2)))],
+    [*((name, (13, 29)) for name in MODELS), *(("v1", extra) for extra in ((0, 0), (1, 2)))],
 )
 def test_equal_to_the_whole(name, extra):
     """Sizes: whole steps beyond a tile, one or two pixels more (a last tile of less than a window), anything."""
@@ -138,7 +138,7 @@ def test_no_less_overlap_will_do(name):
             assert differs(found, wanted).any()
 
 
-@pytest.mark.parametrize("name", ["v1", "v1 one stage", "v2"])
+@pytest.mark.parametrize("name", ["v1", "v2"])
 def test_what_a_crop_knows_exactly(name):
     """Every crop of a small image, those of less than a window too, which lose the shift that the whole has."""
     model = build(name)
@@ -148,7 +148,7 @@ def test_what_a_crop_knows_exactly(name):
     with torch.no_grad():
         whole = model.forward_features(image)
         for start in range(0, n, axis.alignment):
-            for stop in (*range(start + 1, n, 5), n):
+            for stop in (*range(start + 1, n, 9), n):
                 crop, first = model.forward_features(image[:, :, 2 * start : 2 * stop]), start // axis.strides[-1]
                 same = (crop - whole[:, first : first + crop.shape[1]]).abs().amax((0, 2, 3)) < 1e-9
                 lo, hi = axis.exact(start, stop, n)[-1]

@@ -22,11 +22,8 @@ from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
 TRIO = [*PAIR, "vitrel_swinv2_n"]
-# Every encoding once, in one trunk or the other: what does not depend on the trunk's use of it.
-EACH = [
-    f"vitrel_{'swin_n' if encoding.site == 'attention' and i % 2 else 'vit_n8'}_{key}"
-    for i, (key, encoding) in enumerate(POSITIONS.items())
-] + ["vitrel_swinv2_n", *(f"vitrel_{trunk}_absolute_rope_mixed" for trunk in ("vit_n8", "swin_n"))]
+# One model for each kind of term: added to tokens, bias tables, rotations, tables that multiply queries and keys, several.
+KINDS = [*TRIO, "vitrel_vit_n8_absolute_rope_mixed", "vitrel_vit_n8_deberta", "vitrel_swin_n_shaw", "vitrel_swin_n_cpb"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -198,7 +195,7 @@ def test_pool_size_in_the_config(name):
     assert pool is None or features.shape[1:3] == pool
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_gradient_checkpointing(name):
     """Off, on, off again: equal gradients, and when on every block runs a second time, in the backward pass."""
     model, image = shallow(name), torch.randn(2, 3, 72, 64)
@@ -236,7 +233,7 @@ def test_layer_decay_groups(name):
     assert len({scale[id(p)] for n, p in named.items() if n.startswith(first)}) == 1  # position decays with its block
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_fx_features_are_exact(name):
     model, image = shallow(name), torch.randn(1, 3, 80, 56)
     extractor = create_feature_extractor(model, {model.feature_info[1]["module"]: "mid", "norm": "last"})
@@ -265,7 +262,7 @@ def test_feature_classes():
         assert [f.shape[1:3] for f in model(image)] == [(32, 32), (16, 16), (8, 8)]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_trace(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2,), "num_heads": (1,)}
     model, image = build(name, **few), torch.randn(2, 3, 64, 64)
@@ -277,7 +274,8 @@ def test_trace(name):
 SIZES = [(64, 64), (96, 96), (72, 112), (56, 40), (128, 64), (100, 52), (24, 28)]  # down to one window
 
 
-@pytest.mark.parametrize("name", ["vitrel_swin_n", pytest.param("vitrel_swinv2_n", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_compile_many_sizes_in_two_graphs(name):
     """No graph break, exact results, and not one graph per resolution; that of a ViT is in test_export_formats.py."""
     check_compiled(shallow(name), SIZES[::3])
