@@ -166,7 +166,7 @@ def test_rows_of_two_folders_are_matched_and_written(folders, tmp_path, capsys):
     frame = pd.read_csv(tmp_path / "out" / "compare.csv")
     assert frame["only_a"].tolist()[:2] == [7, 6] and set(frame["a"]) == {"m"} and set(frame["b"]) == {"other"}
     assert sorted(path.name for path in a.iterdir()) == [FILE, "results.csv"]
-    with pytest.raises(ValueError, match="--out is the folder of a comparison"):
+    with pytest.raises(ValueError, match="--out is for the comparison"):
         report.run(parser.parse_args([str(a), "--out", str(tmp_path)]))
 
 
