@@ -4,7 +4,7 @@
 
 Patches are predicted in a random order, each from the patches before it. The content stream of a patch knows its pixels; the
 query stream knows only its position, so it can predict them. Both streams read the keys and values of the content stream. The
-order changes the attention mask alone: positions stay those of the grid.
+order changes only the attention mask: positions stay those of the grid.
 
 The command trains `PatchPredictor` on drawn shapes, one to two minutes of one CPU core per encoding, and prints the error
 on images that it was not trained on (results/two_stream). Without position, every patch gets the same prediction from the
@@ -29,18 +29,19 @@ SIZE = 48  # of the drawn images, in pixels
 
 
 def permutation_masks(order: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Which of `keys` keys the M queries, the last of them, may see: (content, query), each [..., M, keys] bool.
+    """Return the masks (content, query), each [..., M, keys] bool: keys that each of the M queries, the last of `keys` tokens,
+    may see.
 
-    order: permutation of 0..M-1, [M] or [B, M], the token predicted at each step. The content stream sees the tokens up to
-    its own step, the query stream those before it; keys in front of the M own ones (memory, prefix tokens) are seen by all.
-    ValueError for what is no permutation or fewer keys than tokens.
+    order: permutation of 0..M-1, [M] or [B, M], the token predicted at each step. The content stream sees tokens up to its own
+    step, the query stream those before it; keys before the last M (memory, prefix tokens) are seen by all. ValueError if
+    `order` is not a permutation, or there are fewer keys than tokens.
     """
     m = order.shape[-1]
     if keys < m:
-        raise ValueError(f"{keys} keys, but an order of {m} tokens: the keys hold all of them, memory first")
+        raise ValueError(f"{keys} keys, but an order of {m} tokens: keys must include all of them, after those of memory")
     rank = order.argsort(-1)  # [..., M], the step of each token
-    checked = torch.compiler.is_compiling() or order.is_meta  # neither knows values
-    if not checked and (
+    has_values = not (torch.compiler.is_compiling() or order.is_meta)
+    if has_values and (
         order.is_floating_point() or bool((order.gather(-1, rank) != torch.arange(m, device=order.device)).any())
     ):
         raise ValueError(f"order must be a permutation of 0..{m - 1}, such as torch.randperm({m})")
@@ -61,22 +62,23 @@ def two_stream_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Both streams' attention: queries [B, H, M, D] of each, keys and values [B, H, N, D] of the content -> two [B, H, M, D].
+    """Return the attention of both streams: queries [B, H, M, D] of each, keys and values [B, H, N, D] of the content -> two
+    [B, H, M, D].
 
-    grid: of the keys, N = grid.tokens; the M tokens are its last ones, whatever comes before (memory, prefix tokens) is seen
-    by all. order: see `permutation_masks`. In the query stream a token that comes first and has nothing before it returns 0.
-    Raises ValueError as `permutation_masks` and `vitrel.ops.attention`, and for streams of different shapes.
+    grid: of the keys, N = grid.tokens; the M tokens are its last ones, and all tokens before them (memory, prefix tokens) are
+    seen by all. order: see `permutation_masks`. In the query stream, a token that is first in the order with no other keys
+    returns 0. Raises ValueError as `permutation_masks` and `vitrel.ops.attention`, and for streams of different shapes.
     """
     if content.shape != query.shape or order.shape[-1] != content.shape[-2]:
         raise ValueError(
             f"streams of shapes {tuple(content.shape)} and {tuple(query.shape)} under an order of {order.shape[-1]} tokens: "
-            "both streams hold one query for each token of the order"
+            "both streams need one query for each token of the order"
         )
     if order.dim() > 2 or (order.dim() == 2 and len(order) not in (1, len(content))):
         raise ValueError(f"an order of shape {tuple(order.shape)} for a batch of {len(content)}: give [M] for all, or [B, M]")
-    seen = (mask[..., None, :, :] for mask in permutation_masks(order, grid.tokens))  # [(B,) 1, M, N]
+    masks = (mask[..., None, :, :] for mask in permutation_masks(order, grid.tokens))  # [(B,) 1, M, N]
     first, second = (
-        attention(q, k, v, terms, grid, mask, dropout_p, backend) for q, mask in zip((content, query), seen, strict=True)
+        attention(q, k, v, terms, grid, mask, dropout_p, backend) for q, mask in zip((content, query), masks, strict=True)
     )
     return first, second
 

@@ -101,7 +101,7 @@ def test_two_stream_refusals():
     for order in ([0, 1, 2, 3, 4, 4], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1, 2, 3, 4, 5, 6]):
         with pytest.raises(ValueError, match=r"must be a permutation of 0\.\.5, such as torch\.randperm\(6\)"):
             two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.tensor(order))
-    with pytest.raises(ValueError, match="both streams hold one query for each token of the order"):
+    with pytest.raises(ValueError, match="both streams need one query for each token of the order"):
         two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.arange(5))
     with pytest.raises(ValueError, match=r"an order of shape \(3, 6\) for a batch of 1: give \[M\] for all, or \[B, M\]"):
         two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.arange(6).repeat(3, 1))

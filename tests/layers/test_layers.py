@@ -92,7 +92,7 @@ def test_prefix_tokens_and_masks():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="'sincos' adds to the tokens, not in attention"):
+    with pytest.raises(ValueError, match="'sincos' adds to tokens, not in attention"):
         vitrel.RelativeAttention(16, 2, position="sincos+table")
     with pytest.raises(ValueError, match="dim 16 is not divisible by num_heads 3"):
         vitrel.RelativeAttention(16, 3)
@@ -107,9 +107,9 @@ def test_errors():
     layer = vitrel.RelativeAttention(16, 2, window=4)
     with pytest.raises(ValueError, match="the grid has 1 prefix tokens: leave them out"):
         layer(torch.zeros(1, 16, 16), (3, 5, 1))
-    with pytest.raises(ValueError, match="x has 12 tokens, the 3x5 grid with 0 prefix has 15"):
+    with pytest.raises(ValueError, match="x has 12 tokens, but the 3x5 grid with 0 prefix tokens has 15"):
         layer(torch.zeros(1, 12, 16), (3, 5))
-    with pytest.raises(ValueError, match="makes its own mask"):
+    with pytest.raises(ValueError, match="computes its own mask"):
         layer(torch.zeros(1, 12, 16), (3, 4), torch.ones(12, 12, dtype=torch.bool))
 
 

@@ -117,7 +117,7 @@ def test_masks_of_intermediates_in_other_models(twins):
         found = vitrel.optimize(copy.deepcopy(ours)).forward_intermediates(image, attn_mask=mask)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     windowed = build("vitrel_vit_n8_table", class_token=False, global_pool="avg", block_args=dict(window=4))
-    with pytest.raises(ValueError, match="a windowed layer makes its own mask"):
+    with pytest.raises(ValueError, match="a windowed layer computes its own mask"):
         windowed.get_intermediate_layers(image, attn_mask=mask[:64, :64])
 
 

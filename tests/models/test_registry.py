@@ -175,9 +175,9 @@ def test_set_input_size_takes_timms_call():
     swin.set_input_size((96, 128), window_size=4)
     vit.set_input_size(patch_size=8)
     assert swin.img_size == (96, 128) and vit.img_size == (64, 64)
-    with pytest.raises(ValueError, match=r"window_size 7 is not the model's \(4, 4\), which stays at every size"):
+    with pytest.raises(ValueError, match=r"window_size 7 differs from the model's \(4, 4\)"):
         swin.set_input_size(224, window_size=7)
-    with pytest.raises(ValueError, match=r"patch_size 16 is not the model's \(8, 8\)"):
+    with pytest.raises(ValueError, match=r"patch_size 16 differs from the model's \(8, 8\)"):
         vit.set_input_size(224, patch_size=16)
 
 

@@ -61,5 +61,5 @@ def test_unknown_option():
 
 @pytest.mark.parametrize("key", ["absolute", "table", "factorised"])
 def test_prefix_tokens_must_agree(key):
-    with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, the grid has 1"):
+    with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, but the grid has 1"):
         create_position(key, (4, 4), 2, 8)(Grid(4, 4, 1))

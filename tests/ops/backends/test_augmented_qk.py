@@ -209,8 +209,8 @@ def test_squared_distances_keep_their_precision(side):
 
 
 REFUSALS = [
-    (Terms(), {}, "no table to write as columns: scaled_dot_product_attention runs these terms as they are"),
-    (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' is in general no sum of one over"),
+    (Terms(), {}, "no table to write as columns"),
+    (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' cannot be written as columns"),
     (Terms(key_rotary=(torch.zeros(1, 6, 4),) * 2, tables=bias_terms(Grid(2, 3)).tables), {}, "overflow half precision"),
     (None, {"entry": "window_attention", "window": (2, 3)}, "shifted and padded windows need a mask"),
     (None, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "flash attention takes no mask"),
@@ -222,7 +222,7 @@ REFUSALS = [
     (
         None,
         {"grid": Grid(96, 97, 1), "width": 64},
-        "the 96x97 grid with 1 prefix tokens needs 195 columns beside the head width of 64, and flash attention takes 256",
+        "the 96x97 grid with 1 prefix tokens needs 195 columns besides the head width of 64, and flash attention takes 256",
     ),
 ]  # fmt: skip
 

@@ -213,7 +213,7 @@ def test_second_derivatives_are_refused():
     out = bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
     with pytest.raises(RuntimeError, match=r"'bias_by_row' has no second derivatives; use .*use_backend\('reference'\)"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(ValueError, match=r"backend 'bias_by_row' refuses: its backward pass is for backward\(\) alone"):
+    with pytest.raises(ValueError, match=r"backend 'bias_by_row' refuses: its backward pass supports backward\(\) only"):
         torch.func.grad(lambda x: attention(x, k, v, Terms(tables=(Table(bias=bias),)), grid, backend="bias_by_row").sum())(q)
 
 
