@@ -196,10 +196,10 @@ def test_every_model_has_its_answer_and_its_accuracy_by_size(page, folder):
         f"return [...document.querySelectorAll('#by-size tr')].find(r => r.textContent.startsWith('{SWIN}')).textContent"
     )
     one = table.query(f"label == '{SWIN}' and protocol == 'scale' and img_size == '128x128'")["top1"].item()
-    assert f"{one:.1f} ±" in cells and "nothing resized" in cells
+    assert f"{one:.1f} ±" in cells and "nothing resampled" in cells
     kinds = page("return [...document.querySelectorAll('.badge')].map(b => b.className)")
     assert set(kinds) == {"badge neutral"}  # interpolation is no alarm
-    assert "never trained" in page("return document.getElementById('warnings').textContent")
+    assert "did not occur in training" in page("return document.getElementById('warnings').textContent")
 
 
 def test_protocols_are_explained_with_what_the_model_saw(page):

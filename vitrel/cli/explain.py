@@ -1,11 +1,11 @@
-"""Attention with position taken apart into its steps, for a few tokens of a small grid, as a text to follow.
+"""Print the steps of attention with position, with all numbers, for a few tokens of a small grid.
 
     vitrel explain table --grid 2x3 --query 1
     vitrel explain log_decay --grid 1x5 --options '{decay: 0.3}' --query 0
     vitrel explain runs/a --grid 2x3 --layer 0
 
-ENCODING is a key of vitrel.POSITIONS with its values as initialised; of a MODEL it is the encoding of one layer, as trained.
-Queries, keys and values are drawn by --seed: `vitrel.explain` in Python takes your own.
+ENCODING is a key of vitrel.POSITIONS, and is used with its initial values. For a MODEL, the trained encoding of one layer is
+used. Queries, keys and values are random, with --seed; `vitrel.explain` in Python takes yours.
 """
 
 import argparse
@@ -22,18 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="ENCODING|MODEL", help=f"a key of vitrel.POSITIONS, or {MODEL}")
     add("--grid", type=grid, default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
-    add("--query", type=int, help="one query alone, counted from 0; default all")
-    add("--head", type=int, default=0, help="default %(default)s")
-    add("--heads", type=count, default=1, help="heads of an ENCODING that is built here; default %(default)s")
-    add("--dim", type=count, default=4, help="width of a head of an ENCODING that is built here; default %(default)s")
-    add("--options", type=mapping, default={}, metavar="YAML", help="of the ENCODING, e.g. '{decay: 0.3}'")
-    add("--layer", type=int, default=0, help="of a MODEL, from 0 or from the end; default %(default)s")
-    add("--seed", type=int, default=0, help="of queries, keys and values; default %(default)s")
+    add("--query", type=int, help="number of one query token, from 0; default all")
+    add("--head", type=int, default=0, help="number of the head, from 0; default %(default)s")
+    add("--heads", type=count, default=1, help="number of heads for an ENCODING; default %(default)s")
+    add("--dim", type=count, default=4, help="width of a head for an ENCODING; default %(default)s")
+    add("--options", type=mapping, default={}, metavar="YAML", help="options of the ENCODING, e.g. '{decay: 0.3}'")
+    add("--layer", type=int, default=0, help="layer of a MODEL, from 0, or negative from the end; default %(default)s")
+    add("--seed", type=int, default=0, help="seed of queries, keys and values; default %(default)s")
     add_weights(parser, random=True)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the explanation."""
+    """Print the explanation."""
     import torch
 
     from vitrel.inspect.explain import explain
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         position, options, heads, dim, prefix = args.model, args.options, args.heads, args.dim, 0
     else:
         if args.options:
-            raise ValueError("--options are those of an ENCODING: a MODEL has its own")
+            raise ValueError("--options are for an ENCODING: a MODEL has its own options, leave them out")
         position, heads, dim, prefix = _of_layer(args)
         options = {}
     generator = torch.Generator().manual_seed(args.seed)
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
-    """The encoding of one layer of a model, its heads, their width, and the prefix tokens that it counts."""
+    """(encoding, number of heads, head width, number of prefix tokens) of the chosen layer of a model."""
     from vitrel.layers.block import Block
 
     [trained] = open_models(args, random=True)
     layers = [module for module in trained.model.modules() if isinstance(module, Block)]
     if not layers:
-        raise ValueError(f"{args.model} has no attention layers of vitrel: vitrel diagnose looks at other models")
+        raise ValueError(f"{args.model} has no attention layers of vitrel: use vitrel diagnose for models of timm")
     if not -len(layers) <= args.layer < len(layers):
         raise ValueError(f"there is no layer {args.layer}: the model has layers 0 to {len(layers) - 1}")
     layer = layers[args.layer]
