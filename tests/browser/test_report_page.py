@@ -348,7 +348,7 @@ def empty_parts(browser):
     )
 
 
-def asked_of_the_network(browser):
+def network_requests(browser):
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     requested = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
     return [url for url in requested if not url.startswith(("data:", "blob:", "file:"))]
@@ -388,7 +388,7 @@ def families(tmp_path_factory):
 def test_no_panel_is_empty_for_any_model(browser, families, name):
     browser.get_log("browser"), browser.get_log("performance")
     look(browser, families / name / "report.html")
-    assert empty_parts(browser) == [] and browser.get_log("browser") == [] and asked_of_the_network(browser) == []
+    assert empty_parts(browser) == [] and browser.get_log("browser") == [] and network_requests(browser) == []
     shown = set(browser.execute_script("return [...document.querySelectorAll('main section:not([hidden])')].map(s => s.id)"))
     added = {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"}  # to tokens
     assert ("similarity" in shown) == (name in added)
@@ -439,7 +439,7 @@ def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
     )
     assert browser.execute_script(f"return {dark}") == (other == "dark")
     assert browser.get_log("browser") == []
-    assert asked_of_the_network(browser) == []
+    assert network_requests(browser) == []
 
 
 def test_all_controls_have_names_and_are_reached_by_tab(browser, page):

@@ -50,7 +50,7 @@ def finished(tool, tmp_path_factory):
 
 @pytest.fixture
 def again(tool, finished, tmp_path, capsys):
-    """again(**changes): the comparison once more, on a copy of what is finished; what was printed."""
+    """again(**changes): the comparison once more, on a copy of the finished folder; returns the printed text."""
     shutil.copytree(finished / "trial", tmp_path / "trial")
 
     def run(**changes):

@@ -143,7 +143,7 @@ def nothing_else_read(monkeypatch):
     """Fails where the network is asked, or a second file is read for a model."""
 
     def fail(*args, **how):
-        raise AssertionError(f"asked for {args[-1]!r}")
+        raise AssertionError(f"tried to reach {args[-1]!r}")
 
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, fail)

@@ -222,7 +222,7 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, checkpoint):
-    """A folder of 5 images to evaluate on and a checkpoint of its classes, in the current folder of what runs there."""
+    """A folder of 5 images to evaluate on and a checkpoint of its classes, in the working directory of the processes."""
     rng = np.random.default_rng(0)
     for part in ("train", "val"):
         for name, n in zip(("left", "right", "above"), (2, 2, 1), strict=True):

@@ -99,7 +99,7 @@ def run(argv: Sequence[str]) -> None:
         again = f": {shlex.join(['vitrel', 'train', *_without('--ckpt_path', argv), '--ckpt_path', 'auto'])}"
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's options are not known here
             again = " the same command and --ckpt_path auto"
-        train(["fit", *("--help" if arg == "--help-all" else arg for arg in argv)], f"go on with{again}")
+        train(["fit", *("--help" if arg == "--help-all" else arg for arg in argv)], f"resume with{again}")
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("ctrl-c: stopped before training began, nothing was changed", file=sys.stderr)

@@ -74,7 +74,7 @@ class Images:
     def __init__(self, sweep: Sweep, source: Source | None = None) -> None:
         self.sweep, self.source = sweep, source
         self.batch_size, self.halvings = sweep.batch_size, 0
-        self._current: tuple | None = None  # size, protocol, crop and budget of what is cached
+        self._current: tuple | None = None  # size, protocol, crop and budget of the cached images
         self._listed: ImageList | None = None
         self._datasets: dict[Preprocessing, Dataset] = {}
         self._file_sizes: list[Size] = []

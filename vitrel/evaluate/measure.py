@@ -371,7 +371,7 @@ class Runner:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak that `peak_mb` reads. On Linux that is the process's resident peak; elsewhere it cannot be reset."""
+    """Reset the peak that `peak_mb` reads. On Linux it is the resident peak; other systems cannot reset it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
