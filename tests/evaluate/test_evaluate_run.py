@@ -267,7 +267,9 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()
     noise.decoded = 0
     run_sweep([changed], requested, tmp_path, replace=True)  # the same again moves nothing
-    assert noise.decoded == 0 and not (tmp_path / "replaced-2").exists() and "former files are in" not in capsys.readouterr().out
+    assert (
+        noise.decoded == 0 and not (tmp_path / "replaced-2").exists() and "former files are in" not in capsys.readouterr().out
+    )
     run_sweep([changed], sweep(24, n=7), tmp_path, replace=True)
     assert sizes_of(tmp_path) == {"32x32", "24x24"} and sizes_of(tmp_path / "replaced-2") == {"32x32", "48x48"}
     assert noise.decoded == 7  # the row of the training size stayed

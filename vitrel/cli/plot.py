@@ -90,7 +90,7 @@ def _pictures(args: argparse.Namespace) -> list[Path]:
 
 
 def _check(args: argparse.Namespace, recorded: list["Layer"], layer: int) -> None:
-    """ValueError for layers, heads or a patch that the model does not have."""
+    """ValueError for layers, heads or a query patch that the model does not have. recorded: its layers; layer: of the query."""
     from vitrel.inspect.plot.common import chosen
     from vitrel.inspect.plot.on_image import slot_of
 
@@ -116,7 +116,10 @@ def _gallery(args: argparse.Namespace) -> list[Path]:
 
 
 def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tensor", "Tensor"]:
-    """Images [B, 3, height, width], normalised for the model and in [0, 1]: the file, cropped to shape, or built-in ones."""
+    """Return two tensors [B, 3, height, width] of the same images: normalised for the model, and with values from 0 to 1.
+
+    The images are the file at `path`, resized and cropped to `size`, or SCENES images of the built-in data set if it is None.
+    """
     import torch
     from PIL import Image, ImageOps
     from torchvision.transforms.functional import normalize, to_pil_image, to_tensor

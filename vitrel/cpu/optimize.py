@@ -27,12 +27,14 @@ from vitrel.position import PositionEncoding, Terms
 def optimize(model: nn.Module, training: bool = False, linears: str = "auto") -> nn.Module:
     """Make evaluation of `model` on a CPU faster, in place, and return it. Outputs stay within a relative 2e-6 (float32).
 
-    It acts on every nn.Linear and timm Mlp of any model, and on the blocks of vitrel's models, in model.eval() without
-    gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16. (Linear layers in bfloat16 need a processor for
-    which oneDNN has it, with AVX-512 or similar.) All other calls run as before; `restore` undoes the change.
+    Two changes: every nn.Linear and timm Mlp of any model runs in oneDNN (see `linears`), and the blocks of vitrel's models
+    process a few images at a time. They apply to calls in model.eval() without gradients (torch.no_grad,
+    torch.inference_mode) on float32 or bfloat16 tensors; in bfloat16, oneDNN needs a processor with AVX-512 or similar. All
+    other calls run as before. `restore` undoes the changes.
 
-    training: linear layers also use oneDNN while gradients are recorded, forward and backward (float32).
-    linears: "onednn", "torch", or "auto", which times both, uses the faster, and warns if that is PyTorch.
+    training: use oneDNN in float32 also in training and where gradients are recorded, forward and backward.
+    linears: what computes linear layers and MLPs: "onednn"; "torch", which leaves them as they are; or "auto", which times both
+        now on the model's most costly shapes, and warns if it leaves them as they are because oneDNN is not faster.
 
     Raises ValueError for another value of `linears`, or for "onednn" if this torch has no oneDNN.
     """

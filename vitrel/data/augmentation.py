@@ -84,7 +84,11 @@ class Augmentation:
 
     @property
     def jitter_ranges(self) -> tuple[float, float, float, float]:
-        """Strengths of brightness, contrast, saturation and hue jitter."""
+        """Strengths (brightness, contrast, saturation, hue) of colour jitter, as torchvision's ColorJitter takes them; 0: none.
+
+        A number for `jitter` is the strength of the first three, and hue has a quarter of it; of three numbers, hue is 0; None
+        is 0.3, or 0 with a policy other than "3a". ValueError for a sequence that does not have three or four numbers.
+        """
         jitter = self.jitter
         if jitter is None:
             jitter = 0.3 if self.policy in (None, "3a") else 0.0

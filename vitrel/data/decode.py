@@ -47,7 +47,10 @@ OnBad = Literal["raise", "replace", "leave_out"]
 
 
 class BadImage(ValueError):
-    """An image is damaged, not decodable or too large; the text names it."""
+    """An image cannot be read: its path cannot be opened, or it is damaged, of another format, or has too many pixels.
+
+    The message names the image and the reason.
+    """
 
 
 @dataclass(frozen=True)

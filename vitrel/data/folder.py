@@ -155,7 +155,7 @@ class Folder(ImageSet):
         return shown(self.samples[index][0])
 
     def contents(self) -> list[str]:
-        """Return one line per image, in order: its path relative to the split's folder, a tab, its label."""
+        """Return one line per image, in order: its path relative to the folder of the split, a tab, its class index."""
         return [f"{below(path, self.folder)}\t{label}" for path, label in self.samples]
 
     def checksums(self) -> Iterator[str]:

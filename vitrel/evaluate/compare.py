@@ -87,7 +87,11 @@ class Comparison:
         return tuple(dict.fromkeys((self.train_size, *map(_pair, of_entries))))
 
     def checkpoint_of(self, label: str, seed: int, folder: Path) -> Path:
-        """Return the path of a run's checkpoint for evaluation or fine-tuning; folder: of the comparison."""
+        """Return the path of the checkpoint of a run, from which it is evaluated or another run is fine-tuned.
+
+        It is the last or the best one, as the field `checkpoint` says, and need not exist. label, seed: those of the run.
+        folder: the folder of the comparison.
+        """
         return folder / f"{label}-seed{seed}" / "checkpoints" / f"{self.checkpoint}.ckpt"
 
     def training(self, entry: Entry, seed: int, folder: Path) -> dict[str, Any]:

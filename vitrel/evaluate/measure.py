@@ -115,12 +115,16 @@ class Share(NamedTuple):
 
 
 def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
-    """Return the tasks of a sweep: every model at its training size first, to which retention refers, then size by size.
+    """Return the tasks of a sweep: first every model at its training size, to which retention refers, then size by size.
 
-    A model's training size is always evaluated, unless `skip` names it. Where policies differ at a size, there is one task per
-    policy (`policies_at`). Translations are evaluated at the training size in the first protocol, as scale and canvas have the
-    same images there. The native protocol does not crop, and has one task per token budget. Tasks that share images are
-    adjacent. ValueError for a policy that no model has, and for a token budget of a model without patches.
+    A model's training size is evaluated even if `sweep.sizes` does not list it. There is one task for every protocol, every
+    crop (`sweep.crop_pct`, by default the model's own) and every policy that makes a difference at the size (`policies_at`).
+    `sweep.skip` leaves out a size in one protocol, training sizes included. The native protocol does not crop, and reads every
+    size as a token budget; budgets with the same size in pixels have a task each. Translations are evaluated only at the
+    training size in the first protocol: scale and canvas have the same images there. Tasks that share images are adjacent.
+
+    Raises ValueError for a policy that no model has, and for a token budget or the native protocol with a model that has no
+    patch size.
     """
     available = {policy for trained in models for policy in policies_of(trained.model)}
     if unknown := [policy for policy in sweep.policies or () if policy not in available]:
@@ -257,10 +261,11 @@ def translate(pixels: Tensor, by: int) -> Tensor:
 
 
 class AtSizes:
-    """Context with a model that is prepared for one image size after another, with a policy in force; restored afterwards.
+    """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
-    optimized: run the model through vitrel.optimize. `states` has the state-dict hash of every copy that was made for a size
-    (models of another library).
+    On exit the model has its own size and policy again, is on the CPU, and is not optimised, even if it was before. optimized:
+    run it through vitrel.optimize. `states` has the state-dict hash of every copy that was made for a size (models of another
+    library).
     """
 
     def __init__(self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False) -> None:

@@ -87,8 +87,9 @@ def difference_interval(ours: Sequence[float], theirs: Sequence[float] | float, 
     """Return the mean difference of two models' top-1, `ours` minus `theirs` in points, and half its 95 % interval.
 
     ours, theirs: top-1 in percent on n images, one value per seed in the same order; differences are taken seed by seed.
-    `theirs` may be a known number. The interval is Student's over seeds, widened where it is narrower than the interval of two
-    independent samples of n images (Agresti and Caffo 2000: normal, after adding a hit and a miss to each sample).
+    `theirs` may be a number, taken as exact. The interval covers the choice of images: normal, of two independent samples of n
+    images, or of one if `theirs` is a number, after adding a hit and a miss to each (Agresti and Caffo 2000). With two or more
+    seeds, Student's interval over seeds is used where it is wider.
     """
     sides = [ours] if isinstance(theirs, (int, float)) else [ours, theirs]
     subtracted = [theirs] * len(ours) if isinstance(theirs, (int, float)) else theirs

@@ -27,10 +27,10 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def why(function: Callable, *args: Any, **kwargs: Any) -> str:
-    """Run function(*args, **kwargs), and return a text about the backend that served each attention call in it.
+    """Run function(*args, **kwargs) and return a text that says which backend served each of its attention calls.
 
-    function: a model, a layer, or one of the functions of `vitrel.ops`. Each kind of call is listed once, with its number and
-    the reason why each of the other backends did not serve it. A compiled model is run uncompiled.
+    function: a model, a layer, or a function of `vitrel.ops`. Calls of the same kind are listed once, with their number and,
+    for every other backend, the reason why it did not serve them. A model from torch.compile is run uncompiled.
     """
     calls: Counter[str] = Counter()
     choose = dispatch.choose

@@ -33,10 +33,10 @@ def set_logit_scale(encoding: PositionEncoding, logit_scale: str | float, grid: 
 
 
 def checked_power(logit_scale: str | float) -> float:
-    """Return the power p for "none" (0), "log_n" (1/2) or a number above 0; ValueError for anything else."""
+    """Return the power p: 0 for "none", 1/2 for "log_n", a finite number above 0 itself; ValueError for anything else."""
     if isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool):
         if not 0 < logit_scale < float("inf"):
-            raise ValueError(f"position option logit_scale={logit_scale!r} must be greater than 0, or 'none'")
+            raise ValueError(f"position option logit_scale={logit_scale!r} must be a finite number greater than 0, or 'none'")
         return float(logit_scale)
     return POWERS[check_choice("position", "logit_scale", logit_scale, tuple(POWERS))]
 

@@ -45,11 +45,12 @@ class RopeAxial(PositionEncoding):
         reference: int | tuple[int, int] | None = None,
         **factory: Unpack[Factory],
     ):
-        """base: of the frequencies. scaling, scaling_strength, yarn_turns: rule for grids larger than the training grid
-        (vitrel.position.rope_scaling). reference: side or (h, w) of the grid on which positions are counted, instead of
-        `scaling`.
+        """base: of the fixed frequencies. scaling, scaling_strength, yarn_turns: rule that lowers the frequencies on grids
+        larger than the training grid (vitrel.position.rope_scaling). reference: side or (h, w) of a fixed grid on which
+        positions are counted; it excludes `scaling`.
 
-        Raises ValueError if head_dim is not divisible by 4.
+        Raises ValueError if head_dim is not divisible by 4, for `reference` together with `scaling`, and for an unknown or
+        impossible value of an option.
         """
         super().__init__()
         if reference is not None and scaling != "none":
@@ -143,8 +144,10 @@ class RopeMixed(PositionEncoding):
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         **factory: Unpack[Factory],
     ):
-        """base: of the initial frequencies. scaling, scaling_strength, yarn_turns: rule for grids larger than the training grid
-        (vitrel.position.rope_scaling). Raises ValueError if head_dim is not divisible by 4.
+        """base: of the magnitudes at which the learned frequencies start (`reset_parameters`). scaling, scaling_strength,
+        yarn_turns: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
+
+        Raises ValueError if head_dim is not divisible by 4, for an unknown `scaling`, or for impossible numbers of a rule.
         """
         super().__init__()
         self.grid, self.base = grid, base

@@ -79,7 +79,11 @@ class Optimisation:
         check_optimizer(self)
 
     def scaled_lr(self, images: int) -> float:
-        """Return the peak learning rate for `images` images per update."""
+        """Return the peak learning rate for `images` images per update, over all devices and accumulated batches.
+
+        It is `lr` times images / lr_base_size, or times the square root of that ratio with lr_base_scale "sqrt"; without
+        lr_base_size it is `lr`.
+        """
         if self.lr_base_size is None:
             return self.lr
         ratio = images / self.lr_base_size
@@ -108,7 +112,10 @@ def check_optimizer(settings: Optimisation) -> None:
 
 
 def check_clipping(settings: Optimisation, value: float | None, algorithm: Enum | None) -> None:
-    """Raise ValueError if `clip_mode` contradicts trainer.gradient_clip_val or trainer.gradient_clip_algorithm."""
+    """Raise ValueError if `clip_mode` is set but gradient_clip_val is not, or if gradient_clip_algorithm is another mode.
+
+    value, algorithm: the trainer's gradient_clip_val and gradient_clip_algorithm.
+    """
     mode = settings.clip_mode
     if mode is not None and not value:
         raise ValueError(f"model.optim.clip_mode {mode} has no effect without trainer.gradient_clip_val: set both or neither")

@@ -18,11 +18,13 @@ from vitrel.data.stream import Batch, ShardBatches
 
 
 class Plan:
-    """The number of images per rank, and the image size, of every batch of an epoch.
+    """The batches of an epoch: the number of images per rank and the image size of each. plan(epoch) returns them in order.
 
-    With several sizes, a batch at (h, w) holds `batch_size * (H * W) / (h * w)` images, so that every batch has about as many
-    tokens as `batch_size` images at (H, W). All sizes have about the same number of batches, shuffled by (seed, epoch), and
-    all ranks have the same size at the same step. The last images, too few for a batch at any size, are left out of the epoch.
+    Without `sizes`, every batch holds `batch_size` images, and its size is None. With `sizes`, a batch at (h, w) holds
+    `batch_size * (H * W) / (h * w)` images, rounded down, so that it has about as many tokens as `batch_size` images at (H, W).
+    The sizes take turns, so that all have about the same number of batches; the order of the batches is shuffled by
+    (seed, epoch), and all ranks have the same size at the same step. What remains when the images no longer fill the smallest
+    batch of all ranks is left out of the epoch.
 
     Args:
         n: number of images in the data set.
@@ -30,11 +32,12 @@ class Plan:
         world: number of ranks.
         size: (H, W) in pixels for which `batch_size` is meant.
         sizes: sizes (h, w) in pixels to train on; by default `size` only.
-        even: give every batch an even number of images, because mixup pairs them.
+        even: round every batch down to an even number of images, because mixup pairs them.
         seed: seed of the order of the sizes.
 
     Raises:
-        ValueError: the images do not fill a single batch.
+        ValueError: the images do not fill the smallest batch of all ranks, or `batch_size` leaves no image (with `even`, no
+            pair) at one of the sizes.
     """
 
     def __init__(

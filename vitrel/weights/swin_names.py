@@ -138,7 +138,11 @@ def _trained_window(table: torch.Tensor) -> tuple[int, int]:
 
 
 def _split_bias(draft: Draft) -> None:
-    """Split torchvision's qkv bias into separate biases of q and v, as in timm's V2; that of k is zero and is dropped."""
+    """Bring V2's biases of q and v to timm's names, q_bias and v_bias, in place.
+
+    A qkv bias (torchvision) is split; its part for k is dropped, as torchvision zeroes it before use. The biases of separate
+    projections (transformers) are renamed.
+    """
     for match in draft.find(r"(.*\.attn\.)qkv\.bias"):
         q, _, v = draft[match[0]].chunk(3)
         draft.spread(match[0], {f"{match[1]}q_bias": q, f"{match[1]}v_bias": v}, "biases of q and v separated, none for k")

@@ -373,7 +373,7 @@ def _embedding_at(task: Task) -> Tensor | None:
 
 
 def _acts(layer: Layer) -> bool:
-    """Whether position adds to the logits of a layer."""
+    """Whether position changes any logit of a layer: by a bias, a mask, a rotation or a scale; False if not recorded."""
     return layer.position is not None and bool(layer.position.any())
 
 

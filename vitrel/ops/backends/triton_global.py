@@ -164,7 +164,7 @@ def _in_log2(bias: Tensor | None) -> Tensor | None:
 
 
 def _like_tokens(x: Tensor) -> Tensor:
-    """Return an empty [B, H, N, D] tensor with memory layout [B, N, H, D], so that joining heads needs no copy."""
+    """Return an uninitialised tensor like x [B, H, N, D], stored as [B, N, H, D], so that merging the heads needs no copy."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 
