@@ -32,8 +32,10 @@ class LogDecay(PositionEncoding):
         directional: bool = False,
         **factory: Unpack[Factory],
     ):
-        """decay: a fixed lambda for all heads instead of a and b. distance: "euclidean" or "l1", resized as in alibi."""
+        """decay: a fixed lambda >= 0 for all heads instead of a and b. distance: "euclidean" or "l1", resized as in alibi."""
         super().__init__()
+        if decay is not None and not decay >= 0:
+            raise ValueError(f"log_decay option decay={decay!r} must be 0 or more: a negative decay rewards distance")
         self.grid, self.num_heads, self.decay = grid, num_heads, decay
         self.distance = check_choice("log_decay", "distance", distance, ("euclidean", "l1"))
         self.log_a = nn.Parameter(torch.empty(num_heads, **factory)) if decay is None else None

@@ -4,6 +4,8 @@ Channels p and p + D/2 of q and k are one pair, rotated by an angle that is line
 depends on the offset alone. axial: half of the pairs turn with the row, half with the column, angle = y theta_t or x theta_t,
 theta_t = base^(-4t/D), t = 0..D/4-1, base 100. mixed: angle = f_y y + f_x x with both frequencies learned per head and layer,
 initialised with base 10 and one random direction per head.
+D is a multiple of 4. On a training grid of one row or column (a sequence) any even D serves: where 4 does not divide it, axial
+rotates all pairs along that one axis, theta_t = base^(-2t/D).
 Peers store pairs interleaved and the column first; loaders permute. Prefix tokens are not rotated. Angles are at least float32.
 A larger grid is evaluated at angles never trained, unless `scaling` slows the frequencies down (vitrel.position.rope_scaling).
 EVA-02 (arXiv 2303.11331, its code) counts positions on a `reference` grid, whatever the grid: y h_ref / h in place of y.
@@ -49,17 +51,18 @@ class RopeAxial(PositionEncoding):
         self.grid, self.base = grid, base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns, scaling_strength).checked()
-        self.bands = checked_bands("rope_axial", head_dim)
+        self.bands = checked_bands("rope_axial", head_dim, grid)
+        self.axes = "hw" if head_dim % 4 == 0 else "h" if grid.w == 1 else "w"
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         how = (self.bands, float(self.base), *self.scaling.key_of_constants, self.reference or (0, 0))
         device = self.device_marker.device
         if self.perturbs:
-            at = self._augmented(grid.coordinates(device))[..., None]  # [h*w, 2, 1]
-            rotary = rotary_terms((at * _frequencies(*grid[:2], *how, device=device)).flatten(1)[None], grid)
+            theta = _frequencies(*grid[:2], *how, device=device)
+            rotary = _axial_angles(self._augmented(grid.coordinates(device)), theta, self.axes, grid)
         else:
-            rotary = _axial_rotation(*grid, *how, device=device)
+            rotary = _axial_rotation(*grid, *how, self.axes, device=device)
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
@@ -91,7 +94,7 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Radians per patch along y and x on an h x w grid, [2, D/4]; reference (0, 0): none."""
+    """Radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0): none."""
     band = torch.arange(bands, device=device)
     scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast), strength)
     theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
@@ -104,11 +107,17 @@ def _frequencies(
 @constant
 def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
-    strength: float, reference: tuple[int, int], device: torch.device,
+    strength: float, reference: tuple[int, int], axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
     theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, strength, reference, device=device)
-    angle = Grid(h, w).coordinates(device)[..., None] * theta  # [h*w, 2, D/4]
-    return rotary_terms(angle.flatten(1)[None], Grid(h, w, prefix))
+    return _axial_angles(Grid(h, w).coordinates(device), theta, axes, Grid(h, w, prefix))
+
+
+def _axial_angles(coordinates: Tensor, theta: Tensor, axes: str, grid: Grid) -> Rotary:
+    """Rotation by coordinates [h*w, 2] times frequencies [2, bands], along the given axes."""
+    first, count = "hw".index(axes[0]), len(axes)
+    angle = (coordinates[..., None] * theta).narrow(1, first, count)  # [h*w, 1|2, bands]
+    return rotary_terms(angle.flatten(1)[None], grid)
 
 
 @constant
@@ -138,7 +147,7 @@ class RopeMixed(PositionEncoding):
         super().__init__()
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
-        checked_bands("rope_mixed", head_dim)
+        checked_bands("rope_mixed", head_dim, grid)
         self.freqs = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, **factory))
         self.reset_parameters()
 
@@ -146,15 +155,15 @@ class RopeMixed(PositionEncoding):
     def reset_parameters(self) -> None:
         """Magnitudes base^(-4t/D), twice: along a random direction per head, and at right angles to it."""
         _, heads, pairs = self.freqs.shape
-        n = pairs // 2
+        n = math.ceil(pairs / 2)
         magnitude = self.base ** (-torch.arange(n, device=self.freqs.device).float() / n)
         turn = torch.rand(heads, 1, device=self.freqs.device) * 2 * math.pi
-        direction = torch.cat((turn.expand(heads, n), turn.expand(heads, n) + math.pi / 2), 1)  # [H, D/2]
-        self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2))
+        direction = torch.cat((turn.expand(heads, n), turn.expand(heads, n) + math.pi / 2), 1)[:, :pairs]  # [H, D/2]
+        self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2)[:pairs])
 
     def forward(self, grid: Grid) -> Terms:
         freqs = upcast(self.freqs)
-        freqs = self.scaling.frequencies(freqs, freqs.shape[-1] // 2, grid)
+        freqs = self.scaling.frequencies(freqs, math.ceil(freqs.shape[-1] / 2), grid)
         at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]
         if self.perturbs:
             at = torch.cat((at[: grid.prefix], self._augmented(at[grid.prefix :])))
@@ -181,12 +190,17 @@ def rotary_terms(angle: Tensor, grid: Grid) -> Rotary:
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:
-    """base^(-4t/D) for the D/4 bands t of one axis; band: [D/4] integers t."""
+    """base^(-t/T) for the T bands t of one axis; band: [T] integers t."""
     return base ** (-band.float() / len(band))
 
 
-def checked_bands(key: str, head_dim: int) -> int:
-    """Number of bands of one axis, D/4, or ValueError where D is not divisible by 4."""
+def checked_bands(key: str, head_dim: int, grid: Grid | None = None) -> int:
+    """Number of bands of one axis, D/4, or ValueError where D is not divisible by 4.
+
+    A training `grid` of one row or column needs only an even D: D/2 bands of that one axis where 4 does not divide D.
+    """
+    if head_dim % 4 == 2 and grid is not None and min(grid[:2]) == 1:
+        return head_dim // 2
     if head_dim % 4:
         raise ValueError(
             f"{key} needs a head width divisible by 4 (pairs of channels over two axes), not {head_dim}; "

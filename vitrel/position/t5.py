@@ -7,6 +7,7 @@ in T5. By default max_distance is the largest training offset and `count` half t
 holds a training distance: T5's own 32 to 128 would leave 6 of 16 untrained on a 14 x 14 grid.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -28,28 +29,26 @@ class T5(PositionEncoding):
         num_heads: int,
         head_dim: int,
         *,
-        num_buckets: int | None = None,
-        max_distance: int | None = None,
+        num_buckets: int | tuple[int, int] | None = None,
+        max_distance: int | tuple[int, int] | None = None,
         mode: str = "product",
         bidirectional: bool = True,
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """num_buckets, max_distance (patches): of both axes and signs, as in T5; tied to each axis of the training grid unless
-        given. bidirectional False: offsets below 0 share bucket 0, for causal use.
+        """num_buckets (both signs), max_distance (patches): one number as in T5, or (rows, columns); tied to each axis of the
+        training grid unless given. One number of buckets is for axes of more than one patch: an axis of one patch has one
+        bucket, so a sequence, a grid of one row, has num_buckets rows. bidirectional False: offsets below 0 share bucket 0, for
+        causal use.
         """
         super().__init__()
         self.grid, self.init_std = grid, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
-        # An axis trained at offset 0 alone has one bucket: a second one, for a sign never met, would stay untrained.
-        self.rules = tuple(
-            Rule(
-                tuple(_first(n, num_buckets, max_distance, bidirectional)),
-                bidirectional,
-                bidirectional and (n > 1 or num_buckets is not None),
-            )
-            for n in grid[:2]
-        )
+        counts, reaches = _pair("num_buckets", num_buckets), _pair("max_distance", max_distance)
+        if not isinstance(num_buckets, tuple | list):  # on an axis of one patch, all buckets but one would stay untrained
+            counts = [count if n > 1 else 1 for n, count in zip(grid[:2], counts, strict=True)]
+        axes = zip(grid[:2], counts, reaches, strict=True)
+        self.rules = tuple(_rule(n, count, reach, bidirectional) for n, count, reach in axes)
         (n_h, n_w), extra = (rule.count for rule in self.rules), 3 if grid.prefix else 0
         product = {"relative_attention_bias": n_h * n_w + extra}
         for name, rows in (product if mode == "product" else {"table_h": n_h + extra, "table_w": n_w}).items():
@@ -114,6 +113,21 @@ def _pairs(
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()
+
+
+def _pair(name: str, value: int | Sequence[int | None] | None) -> Sequence[int | None]:
+    """(rows, columns) of an option given as one number or two; ValueError naming the option for anything else."""
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2 or not all(n is None or isinstance(n, int) for n in pair):
+        raise ValueError(f"t5 option {name} is one whole number or (rows, columns), not {value!r}")
+    return pair
+
+
+def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> Rule:
+    """The buckets of a training axis of `length` patches."""
+    if num_buckets == 1:
+        return Rule((0,), bidirectional, False)
+    return Rule(tuple(_first(length, num_buckets, max_distance, bidirectional)), bidirectional, bidirectional)
 
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:

@@ -16,22 +16,33 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class OffsetTable(PositionEncoding):
-    """`relative_position_bias_table` [R, H], trained on `grid`, drawn with standard deviation `init_std`."""
+    """`relative_position_bias_table` [R, H], trained on `grid`, drawn with standard deviation `init_std`; [R, 1], one bias for
+    all heads, without `per_head`.
+    """
 
     behaviour = "resized"
     policies = POLICIES
 
-    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        per_head: bool = True,
+        init_std: float = 0.02,
+        **factory: Unpack[Factory],
+    ):
         super().__init__()
-        self.grid, self.init_std = grid, init_std
-        table = torch.empty(grid.classes(), num_heads, **factory)
+        self.grid, self.num_heads, self.init_std = grid, num_heads, init_std
+        table = torch.empty(grid.classes(), num_heads if per_head else 1, **factory)
         self.relative_position_bias_table = nn.Parameter(table)
         self.reset_parameters()
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("table", self.grid, grid)
         table = resize_table(self.relative_position_bias_table, self.grid, grid, self.resize)
-        return Terms(tables=(Table("hw", bias=table.mT),))
+        return Terms(tables=(Table("hw", bias=table.mT.expand(self.num_heads, -1)),))
 
     def resized(self, grid: Grid) -> dict[str, int]:
         if grid.h <= self.grid.h and grid.w <= self.grid.w:
