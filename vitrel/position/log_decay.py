@@ -8,7 +8,7 @@ grid nothing changes. `renormalise` and `directional` as in alibi. Pairs with a 
 from typing import Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES, distances, scaled_distances, scaled_offsets
@@ -53,16 +53,19 @@ class LogDecay(PositionEncoding):
         if self.direction is not None:
             self.direction.zero_()
 
-    def forward(self, grid: Grid) -> Terms:
+    def log_distances(self, grid: Grid) -> Tensor:
+        """log(1 + b distance) of every offset class of `grid`, b = 1 with a fixed decay, [H, R]."""
         place, device = (self.grid, grid, self.resize), self.device_marker.device
         if self.direction is None:
             distance = scaled_distances(*place, self.distance, device)  # [R]
         else:
             distance = distances(scaled_offsets(*place, device), self.distance, self.direction)  # [H, R]
         if self.decay is None:
-            a, b = (upcast(t).exp()[:, None] for t in (self.log_a, self.log_b))
-            bias = -a * torch.log1p(b * distance)  # [H, R]
-        else:
-            bias = -self.decay * torch.log1p(distance).expand(self.num_heads, -1)
+            distance = upcast(self.log_b).exp()[:, None] * distance
+        return torch.log1p(distance).expand(self.num_heads, -1)
+
+    def forward(self, grid: Grid) -> Terms:
+        factor = upcast(self.log_a).exp()[:, None] if self.decay is None else self.decay
+        bias = -factor * self.log_distances(grid)  # [H, R]
         bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
         return Terms(tables=(Table("hw", bias=pad_prefix(bias, grid)),))

@@ -5,14 +5,15 @@ At another grid: an axis that shrinks reads the exact centre of the table; an ax
 windowed model keeps its window, so for it nothing changes at any image size.
 """
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Self, Unpack
 
 import torch
 from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.resize import POLICIES, resize_table
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
 
 
 class OffsetTable(PositionEncoding):
@@ -43,6 +44,22 @@ class OffsetTable(PositionEncoding):
         check_prefix("table", self.grid, grid)
         table = resize_table(self.relative_position_bias_table, self.grid, grid, self.resize)
         return Terms(tables=(Table("hw", bias=table.mT.expand(self.num_heads, -1)),))
+
+    @torch.no_grad()
+    def set_biases(self, biases: Mapping[tuple[int, int], float], offset: str = "query-key") -> Self:
+        """Set the bias of the listed offsets (dy, dx), the same in all heads, and 0 for the others; return the encoding.
+
+        offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT count. Raises ValueError for an offset
+        that the training grid does not have.
+        """
+        sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1
+        h, w, _ = self.grid
+        self.relative_position_bias_table.zero_()
+        for (dy, dx), bias in biases.items():
+            if abs(dy) >= h or abs(dx) >= w:
+                raise ValueError(f"table has no offset ({dy}, {dx}) on a {h}x{w} grid")
+            self.relative_position_bias_table[(sign * dy + h - 1) * (2 * w - 1) + sign * dx + w - 1] = bias
+        return self
 
     def resized(self, grid: Grid) -> dict[str, int]:
         if grid.h <= self.grid.h and grid.w <= self.grid.w:
