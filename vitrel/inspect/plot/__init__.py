@@ -9,13 +9,16 @@ from vitrel.extras import optional_import
 
 with optional_import():
     from vitrel.inspect.plot.leak import leak
+    from vitrel.inspect.plot.length import Span, attention_span, spans
     from vitrel.inspect.plot.offsets import Lattice, directions, lattices, offset_maps, profiles
     from vitrel.inspect.plot.on_image import attention, overruled
     from vitrel.inspect.plot.rows import bucket_map, similarity
 
 __all__ = [
     "Lattice",
+    "Span",
     "attention",
+    "attention_span",
     "bucket_map",
     "directions",
     "lattices",
@@ -24,4 +27,5 @@ __all__ = [
     "overruled",
     "profiles",
     "similarity",
+    "spans",
 ]

@@ -186,7 +186,8 @@ def directions(
     if not found:
         name = source_name(source)
         raise ValueError(f"{name} has no bias apart from content: give images, whose attention tells")
-    reach = 1.15 * max(0.5, *(float(mean.abs().max()) for _, mean in found))
+    largest = max(float(mean.abs().max()) for _, mean in found)
+    reach = 1.15 * largest if largest > 1e-6 else 1.0  # below, a rounding error
     rows, columns = columns_for(len(found))
     title = f"{source_name(source)}: mean offset of each head, {how}\n{SIGN}"
     figure, axes = sheet(rows, columns, 2.3, 2.5, title)
@@ -264,7 +265,7 @@ def _drawn(name: str, encoding: PositionEncoding, grid: Grid) -> list[Lattice]:
 
 def _pictures(terms: Terms, grid: Grid) -> Iterator[tuple[str, str, Tensor, bool]]:
     """(what, unit, values, signed) of everything in the terms that has a number at each offset."""
-    bias, content = _bias(terms, grid), any(table.gated is not None for table in terms.tables)
+    bias, content = zero_query_bias(terms, grid), any(table.gated is not None for table in terms.tables)
     if terms.rotary is not None:
         kernel = _kernel(terms, grid)
         if bias is not None:  # a field of view
@@ -290,7 +291,7 @@ def _kernel(terms: Terms, grid: Grid) -> Tensor:
     return kernel.unflatten(1, (2 * grid.h - 1, 2 * grid.w - 1)).cpu()
 
 
-def _bias(terms: Terms, grid: Grid) -> Tensor | None:
+def zero_query_bias(terms: Terms, grid: Grid) -> Tensor | None:
     """The logit that remains of the tables where the projected query and the key are zero, [H, 2h-1, 2w-1], or None."""
     found = [part for table in terms.tables for part in _of_zero_query(table, terms, grid)]
     return sum(found[1:], found[0]).cpu() if found else None
