@@ -216,7 +216,7 @@ def rows(case: dict) -> Iterator[str]:
             label = quantity if row is None else f"{quantity} {row}"
             values = exact if row is None else exact[row]
             if printed is None or (nested and i >= len(printed)):
-                yield f"| {label} | {spaced(values)} | | |"
+                yield f"| {label} | {spaced(values)} |" + " | |" * bool(printed_values(case))
                 continue
             found = printed if row is None else printed[row]
             here = [entry[1:] if nested else entry for entry in wrong if not nested or entry[0] == i]
@@ -245,7 +245,8 @@ def section(name: str, case: dict, first: dict) -> str:
     if case["document"].startswith("not"):
         head[2] = f"{case['document'].capitalize()}. Rule: {case['rule']}.{shared}"
     given = ["```", *lines(inputs), "```", ""]
-    table = [f"| | exact | {'returned' if 'returned' in case else 'printed'} | agrees |", "|---|---|---|---|", *rows(case), ""]
+    printed = f" {'returned' if 'returned' in case else 'printed'} | agrees |" if printed_values(case) else ""
+    table = [f"| | exact |{printed}", "|---|---|" + "---|---|" * bool(printed), *rows(case), ""]
     return "\n".join([*head, *given, *table])
 
 

@@ -353,16 +353,3 @@ def test_options_need_a_key():
         five_tokens(position=encoding)
     with pytest.raises(TypeError, match="has no option 'slope'"):
         five_tokens(slope=1)
-
-
-def test_the_clipped_offsets_of_the_documents():
-    """Rows that hold their own offset, read back as the term of position."""
-    case = CASES["clip"]
-    n, reach = case["inputs"]["length"], case["inputs"]["reach"]
-    encoding = create_position("clipped", Grid(1, n), 1, 4, radius=(0, reach))
-    with torch.no_grad():
-        encoding.relative_position_bias_table.copy_(torch.arange(-float(reach), reach + 1)[:, None])
-    zeros = torch.zeros(n, 4)
-    offsets = explain(zeros, zeros, zeros, encoding).added["bias[dy, dx]"][0]
-    for row, values in case["expected"]["rows"].items():
-        assert offsets[int(row)].tolist() == values

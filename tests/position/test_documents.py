@@ -110,33 +110,3 @@ def test_absolute():
     encoding = build("absolute", Grid(2, 2), 1, 2, {"pos_embed": [rows]})
     tokens = encoding(Grid(2, 2)).tokens
     same(weights("square_absolute", encoding, tokens), logits("square_absolute"))
-
-
-def test_t5_buckets():
-    inputs, expected = CASES["t5_buckets"]["inputs"], CASES["t5_buckets"]["expected"]
-    encoding = create_position("t5", Grid(14, 14), 2, 8, **inputs)
-    grid = Grid(1, 200)
-    bucket = dict(zip(grid.offsets("w").tolist(), encoding.bucket("w", grid).tolist(), strict=True))
-    assert [bucket[d] for d in range(expected["exact_up_to"] + 1)] == list(range(expected["exact_up_to"] + 1))
-    for first, last, number in expected["ranges"]:
-        assert {bucket[d] for d in range(first, last + 1)} == {number}
-    assert {bucket[d] for d in range(expected["last"]["from"], 200)} == {expected["last"]["bucket"]}
-    assert {bucket[-d] - bucket[d] for d in range(1, 200)} == {expected["negative_adds"]}
-
-
-def test_sizes():
-    inputs, expected = CASES["sizes"]["inputs"], CASES["sizes"]["expected"]
-    window, grid = Grid(*inputs["window"]), Grid(*inputs["grid"])
-
-    def count(key, grid, heads=1, dim=8, **options):
-        return sum(p.numel() for p in create_position(key, grid, heads, dim, **options).parameters())
-
-    assert window.classes() == count("table", window) == expected["window_rows"]
-    assert grid.classes() == count("table", grid) == expected["grid_rows"]
-    assert count("table", Grid(*grid[:2], 1)) == expected["grid_rows_with_prefix"]
-    heads, reach = inputs["heads"], inputs["shaw_reach"]
-    line = Grid(1, inputs["tokens"])
-    assert count("t5", line, heads, num_buckets=inputs["buckets"], max_distance=128) == expected["t5_parameters"]
-    assert count("table", line, heads) == expected["one_per_distance_parameters"]
-    one_axis = count("shaw", Grid(40, 40), dim=inputs["shaw_width"], radius=reach) / 2
-    assert one_axis == expected["shaw_parameters"]

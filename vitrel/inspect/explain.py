@@ -97,7 +97,7 @@ class Explanation:
         columns = {"q.k": (f"raw score of query and key, {self.width} channels", self.raw), scaled: (factor, self.scaled)}
         if self.log_distance is not None:
             columns["log(1 + d)"] = (
-                "logarithm of 1 + distance in patches, times b per head where it is learned",
+                "logarithm of 1 + the distance in patches (times b, where b is learned)",
                 self.log_distance,
             )
         for name, part in self.added.items():
