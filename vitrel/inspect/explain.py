@@ -225,11 +225,11 @@ def explain(
         encoding = _built(position, grid, q, options)
         terms = encoding if isinstance(encoding, Terms) else _evaluated(encoding, grid)
         steps = _steps(q, k, v, terms, grid, _checked_mask(mask, q, k))
-        steps["log_distance"] = _log_distance(encoding, grid, steps["raw"])
+        log_distance = _log_distance(encoding, grid, steps["raw"])
     rows_of_q = [i - (grid.tokens - q.shape[-2]) for i in queries]
 
-    def part(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[heads][:, rows_of_q]
+    def part(x: Tensor) -> Tensor:
+        return x[heads][:, rows_of_q]
 
     return Explanation(
         _title(position, options),
@@ -241,6 +241,7 @@ def explain(
         width=q.shape[-1],
         scale=terms.scale,
         temperature=terms.temperature,
+        log_distance=None if log_distance is None else part(log_distance),
         added={name: part(x) for name, x in steps.pop("added").items()},
         **{name: part(x) for name, x in steps.items()},
     )
@@ -314,9 +315,9 @@ def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: floa
             if logits is not None:
                 yield f"{label}[{_AXES[table.axis]}]", logits
     if terms.temperature is not None:
-        content = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
-        without = content._replace(temperature=None)
-        yield "temperature", masked_logits(q, k, content, grid) - masked_logits(q, k, without, grid)
+        with_factor = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
+        without = with_factor._replace(temperature=None)
+        yield "temperature", masked_logits(q, k, with_factor, grid) - masked_logits(q, k, without, grid)
 
 
 def _log_distance(encoding: PositionEncoding | Terms, grid: Grid, like: Tensor) -> Tensor | None:

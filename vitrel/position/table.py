@@ -53,7 +53,7 @@ class OffsetTable(PositionEncoding):
         that the training grid does not have.
         """
         sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1
-        h, w, _ = self.grid
+        h, w = self.grid.h, self.grid.w  # type: ignore[union-attr]
         self.relative_position_bias_table.zero_()
         for (dy, dx), bias in biases.items():
             if abs(dy) >= h or abs(dx) >= w:
