@@ -5,8 +5,8 @@ vitrel's layers record through a special backend, timm's through the softmax in 
 
 Classes of timm that are covered, each without its subclasses: timm.layers.Attention (ViT, DeiT, FlexiViT, hybrids),
 AttentionRope and EvaAttention (EVA, RoPE-ViT, DINOv3, PE), BEiT's Attention, RelPosAttention, ParallelScalingBlock, and
-WindowAttention of Swin V1 and V2. The logits of all of them are split into content and position: biases are read from the module, and a layer with a rotation runs a second
-time without it.
+WindowAttention of Swin V1 and V2. The logits of all of them are split into content and position: biases are
+read from the module, and a layer with a rotation runs a second time without it.
 """
 
 import math
@@ -378,7 +378,7 @@ def _window_bias(attn: nn.Module) -> Tensor:
 def _grid(model: nn.Module, size: Size) -> Grid:
     patches = patch_grid(model, size)
     if patches is None or not hasattr(model, "num_prefix_tokens"):
-        raise ValueError(f"the tokens of {model_name(model)} cannot be placed on the image: it has no patch_embed as timm's models have")
+        raise ValueError(f"the tokens of {model_name(model)} cannot be placed on the image: it has no patch_embed of timm")
     return Grid(*patches, model.num_prefix_tokens)
 
 
