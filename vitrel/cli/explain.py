@@ -1,11 +1,11 @@
-"""Attention with position taken apart into its steps, for a few tokens of a small grid, as a text to follow.
+"""Print every step of attention with position, for a few tokens of a small grid.
 
     vitrel explain table --grid 2x3 --query 1
     vitrel explain log_decay --grid 1x5 --options '{decay: 0.3}' --query 0
     vitrel explain runs/a --grid 2x3 --layer 0
 
-ENCODING is a key of vitrel.POSITIONS with its values as initialised; of a MODEL it is the encoding of one layer, as trained.
-Queries, keys and values are drawn by --seed: `vitrel.explain` in Python takes your own.
+ENCODING is a key of vitrel.POSITIONS, with learned values as initialised; of a MODEL the encoding of one layer is taken, as
+trained. Queries, keys and values are random (--seed); `vitrel.explain` in Python takes yours.
 """
 
 import argparse
@@ -25,16 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--query", type=int, help="index of one query, from 0; default all")
     add("--head", type=int, default=0, help="index of one head, from 0; default %(default)s")
     add("--offset", choices=("query-key", "key-query"), default="query-key", help="sign of offsets; default %(default)s")
-    add("--heads", type=count, default=1, help="heads of an ENCODING that is built here; default %(default)s")
-    add("--dim", type=count, default=4, help="width of a head of an ENCODING that is built here; default %(default)s")
-    add("--options", type=mapping, default={}, metavar="YAML", help="of the ENCODING, e.g. '{decay: 0.3}'")
-    add("--layer", type=int, default=0, help="of a MODEL, from 0 or from the end; default %(default)s")
-    add("--seed", type=int, default=0, help="of queries, keys and values; default %(default)s")
+    add("--heads", type=count, default=1, help="number of heads of the ENCODING; default %(default)s")
+    add("--dim", type=count, default=4, help="width of a head of the ENCODING; default %(default)s")
+    add("--options", type=mapping, default={}, metavar="YAML", help="options of the ENCODING, e.g. '{decay: 0.3}'")
+    add("--layer", type=int, default=0, help="index of a layer of the MODEL, from 0 or, negative, from the end; default %(default)s")
+    add("--seed", type=int, default=0, help="seed of queries, keys and values; default %(default)s")
     add_weights(parser, random=True)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the explanation."""
+    """Print the explanation."""
     import torch
 
     from vitrel.inspect.explain import explain
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         position, options, heads, dim, prefix = args.model, args.options, args.heads, args.dim, 0
     else:
         if args.options:
-            raise ValueError("--options are those of an ENCODING: a MODEL has its own")
+            raise ValueError("--options is for an ENCODING; a MODEL has its options already")
         position, heads, dim, prefix = _of_layer(args)
         options = {}
     generator = torch.Generator().manual_seed(args.seed)
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
-    """The encoding of one layer of a model, its heads, their width, and the prefix tokens that it counts."""
+    """The encoding of one layer of a model, its number of heads, their width, and its number of prefix tokens."""
     from vitrel.layers.block import Block
 
     [trained] = open_models(args, random=True)
     layers = [module for module in trained.model.modules() if isinstance(module, Block)]
     if not layers:
-        raise ValueError(f"{args.model} has no attention layers of vitrel: vitrel diagnose looks at other models")
+        raise ValueError(f"{args.model} has no attention layers of vitrel: use vitrel diagnose for other models")
     if not -len(layers) <= args.layer < len(layers):
         raise ValueError(f"there is no layer {args.layer}: the model has layers 0 to {len(layers) - 1}")
     layer = layers[args.layer]

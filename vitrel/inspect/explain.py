@@ -321,7 +321,7 @@ def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: floa
 
 
 def _log_distance(encoding: PositionEncoding | Terms, grid: Grid, like: Tensor) -> Tensor | None:
-    """log(1 + b distance) for every pair, [H, M, N], where log_decay takes part; 0 where a prefix token does."""
+    """log(1 + b distance) of every pair, [H, M, N], 0 for pairs with a prefix token; None without log_decay."""
     parts = () if isinstance(encoding, Terms) else parts_of(encoding)
     found = [part.log_distances(grid) for part in parts if isinstance(part, LogDecay)]
     if not found:

@@ -1,6 +1,5 @@
 """What is drawn on the image: the recorded weights, each at its patch."""
 
-import re
 
 import numpy as np
 import pytest
