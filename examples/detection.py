@@ -1,13 +1,14 @@
-"""A torchvision RetinaNet on the features of a vitrel model, at any height and width, trained on made-up boxes for a few steps.
+"""A torchvision RetinaNet on the features of a vitrel model, trained on synthetic boxes for a few steps, at any image size.
 
     python examples/detection.py                                          # a nano Swin at 200x333, on a CPU
-    python examples/detection.py --model vitrel_vit_n8_rope_mixed         # the last map of a ViT, made into three
+    python examples/detection.py --model vitrel_vit_n8_rope_mixed         # the last map of a ViT, resized to three
     python examples/detection.py --model vitrel_swin_t --size 800 1333 --channels 256
 
-torchvision pads a batch with zeros, below and on the right, to its largest image and on to a multiple of 32 (1333 columns
-become 1344). Zeros after normalisation are the mean colour, and image to any backbone: our windows leave out the padding they
-add themselves, not this. torchvision needs the multiple because its anchors take image // map for the stride, 7 instead of 8
-for 167 columns of 1333 px. Here they are told the strides, and an image stays as large as it is (size_divisible=1).
+torchvision pads a batch with zeros, at the bottom and on the right, to its largest image and then to a multiple of 32 (1333
+columns become 1344). After normalisation zeros are the mean colour, which a backbone treats as image content: our windows mask
+only the padding that they add themselves. torchvision needs the multiple because its anchors use image size // map size as the
+stride, 7 instead of 8 for a map of 167 columns and 1333 px. Here the anchors receive the strides, so images stay unpadded
+(size_divisible=1).
 """
 
 import argparse
@@ -22,14 +23,15 @@ from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastL
 
 import vitrel  # noqa: F401  registers the models with timm
 
-COLOURS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # of the classes 1, 2, 3
+COLOURS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # colours of classes 1, 2 and 3
 
 
 class Pyramid(nn.Module):
-    """Image [B, 3, h, w] -> five maps [B, channels, ceil(h / s), ceil(w / s)], one for each s of `strides` (pixels).
+    """Feature pyramid, [B, 3, h, w] -> five maps [B, channels, ceil(h / s), ceil(w / s)], one for each stride s of `strides` in
+    pixels.
 
-    Three are the last of a timm model, joined by an FPN, two more come from strided convolutions. A ViT has one stride: its
-    last map is brought to twice, once and half its resolution first, as in ViTDet (arXiv 2203.16527).
+    Three are the last maps of a timm model, combined by an FPN; two more come from strided convolutions. A ViT has one stride:
+    its last map is first resized to twice, once and half its resolution, as in ViTDet (arXiv 2203.16527).
     """
 
     def __init__(self, name: str, channels: int):
@@ -48,13 +50,13 @@ class Pyramid(nn.Module):
         maps, (h, w) = self.body(image), image.shape[2:]
         if self.rescale is not None:
             maps = [rescale(maps[-1]) for rescale in self.rescale]
-        # doubling a map whose size was rounded up can add a row or a column beyond the image
+        # Doubling a map whose size was rounded up can add a row or column outside the image.
         maps = [x[:, :, : -(-h // s), : -(-w // s)] for x, s in zip(maps, self.strides, strict=False)]
         return self.fpn({str(level): x for level, x in enumerate(maps)})
 
 
 class Anchors(AnchorGenerator):
-    """RetinaNet's nine anchors for each cell, those of cell (i, j) around the pixel (i * stride, j * stride)."""
+    """RetinaNet's nine anchors per cell; those of cell (i, j) have their centre at the pixel (i * stride, j * stride)."""
 
     def __init__(self, strides: list[int]):
         sizes = tuple(tuple(4 * s * 2 ** (octave / 3) for octave in range(3)) for s in strides)
@@ -62,36 +64,38 @@ class Anchors(AnchorGenerator):
         self.strides = strides
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """The anchors of each image, [n, 4] as x1, y1, x2, y2 in pixels, level after level."""
+        """Return the anchors of each image, [n, 4] as x1, y1, x2, y2 in pixels, level by level."""
         self.set_cell_anchors(feature_maps[0].dtype, feature_maps[0].device)
         anchors = self.grid_anchors([x.shape[-2:] for x in feature_maps], [(s, s) for s in self.strides])
         return [torch.cat(anchors)] * len(image_list.image_sizes)
 
 
 def detector(name: str, size: tuple[int, int], channels: int) -> RetinaNet:
-    """A RetinaNet for three classes that does not resize images of `size` (h, w)."""
+    """Return a RetinaNet for three classes that does not resize images of `size` (h, w)."""
     pyramid = Pyramid(name, channels)
     data = timm.data.resolve_model_data_config(pyramid.body)
-    how = dict(anchor_generator=Anchors(pyramid.strides), image_mean=data["mean"], image_std=data["std"], size_divisible=1)
-    return RetinaNet(pyramid, len(COLOURS) + 1, min(size), max(size), **how)
+    options = dict(anchor_generator=Anchors(pyramid.strides), image_mean=data["mean"], image_std=data["std"], size_divisible=1)
+    return RetinaNet(pyramid, len(COLOURS) + 1, min(size), max(size), **options)
 
 
 def scene(size: tuple[int, int], count: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
-    """Noise [3, h, w] in 0..1 with coloured rectangles, and their boxes [count, 4] (x1, y1, x2, y2 in pixels) and labels."""
+    """Return an image [3, h, w] of noise in 0..1 with coloured rectangles, and its boxes [count, 4] (x1, y1, x2, y2) and
+    labels.
+    """
     image, boxes = torch.rand(3, *size) * 0.3, []
     labels = torch.arange(count) % len(COLOURS) + 1
     for label in labels.tolist():
-        high, wide = (int(n * (0.2 + 0.3 * torch.rand(()))) for n in size)
-        y, x = (int(torch.randint(n - side, ())) for n, side in zip(size, (high, wide), strict=True))
-        image[:, y : y + high, x : x + wide] = COLOURS[label - 1, :, None, None]
-        boxes.append([x, y, x + wide, y + high])
+        box_h, box_w = (int(n * (0.2 + 0.3 * torch.rand(()))) for n in size)
+        y, x = (int(torch.randint(n - side, ())) for n, side in zip(size, (box_h, box_w), strict=True))
+        image[:, y : y + box_h, x : x + box_w] = COLOURS[label - 1, :, None, None]
+        boxes.append([x, y, x + box_w, y + box_h])
     return image, {"boxes": torch.tensor(boxes, dtype=torch.float32), "labels": labels}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vitrel_swin_n", help="any of timm's with features_only; default vitrel_swin_n")
+    parser.add_argument("--model", default="vitrel_swin_n", help="any timm model with features_only; default vitrel_swin_n")
     parser.add_argument("--size", type=int, nargs=2, default=(200, 333), metavar=("H", "W"), help="pixels; default 200 333")
     parser.add_argument("--steps", type=int, default=30, help="updates on one image; default 30")
     parser.add_argument("--channels", type=int, default=64, help="width of the pyramid; default 64 (256 in the papers)")

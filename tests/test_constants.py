@@ -135,8 +135,10 @@ def test_nothing_of_them_in_a_model():
 
 def test_no_cuda_graph_is_captured_with_one_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"counted.* is not there yet while a CUDA graph is captured: run the model once"):
-        constants._made(next(name for name in constants._makers if name.endswith(".counted")), (3,), torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=r"counted.* cannot be computed while a CUDA graph is captured: run the model once"):
+        constants._computed(
+            next(name for name in constants._makers if name.endswith(".counted")), (3,), torch.device("cuda", 0)
+        )
 
 
 class Attend(torch.nn.Module):

@@ -64,12 +64,12 @@ def test_yaml_is_parsed_in_one_place():
 
 def test_a_resumed_run_is_read_as_plain_values_whatever_the_strategy(tmp_path, monkeypatch):
     """Some strategies read the file themselves, as the trainer is told to."""
-    asked = []
-    trainer = SimpleNamespace(fit=lambda model, **how: asked.append(how))
+    requested = []
+    trainer = SimpleNamespace(fit=lambda model, **how: requested.append(how))
     monkeypatch.setattr(command.TrainCLI, "instantiate_trainer", lambda self: trainer)
     args = ["--model.model=vitrel_vit_n8_none", "--data.data=shapes", "--data.size=64"]
     command.run(["fit", *args, "--ckpt_path=x.ckpt", f"--trainer.default_root_dir={tmp_path}"])
-    assert asked[0]["weights_only"] is True and asked[0]["ckpt_path"] == "x.ckpt"
+    assert requested[0]["weights_only"] is True and requested[0]["ckpt_path"] == "x.ckpt"
 
 
 def test_a_run_of_other_classes_is_not_resumed(tmp_path):

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from vitrel import progress as told
+from vitrel import progress as reported
 from vitrel.progress import progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(told.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(reported.time, "monotonic", lambda: now[0])
     return now
 
 

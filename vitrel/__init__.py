@@ -1,4 +1,4 @@
-"""vitrel: two-dimensional position in vision transformers, every encoding behind one interface, at any resolution.
+"""vitrel: two-dimensional position in vision transformers, with every encoding behind one interface, at any image size.
 
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
@@ -32,13 +32,15 @@ __all__ = [
 
 
 def _is_command() -> bool:
-    """Whether this process is the `vitrel` command, or `python -m vitrel`, which Python calls -m while it looks for it."""
-    started = (sys.argv or [""])[0]
-    by_module = started == "-m" and ("-m", "vitrel") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    return by_module or Path(started).stem == "vitrel"
+    """True if this process is the `vitrel` command or `python -m vitrel`, for which sys.argv[0] is -m while Python finds the
+    module.
+    """
+    program = (sys.argv or [""])[0]
+    by_module = program == "-m" and ("-m", "vitrel") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return by_module or Path(program).stem == "vitrel"
 
 
-# The command imports what a subcommand needs once its options are read: torch and timm take seconds, and help must not.
+# The command imports torch and timm, which take seconds, only after reading its options, so that --help is fast.
 if not _is_command():
     from vitrel import evaluate
     from vitrel.convert import from_timm, load, relativize, save

@@ -1,4 +1,4 @@
-"""`python -m vitrel` is the `vitrel` command."""
+"""Run the `vitrel` command by `python -m vitrel`."""
 
 from vitrel.cli import main
 

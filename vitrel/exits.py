@@ -1,4 +1,4 @@
-"""How a command ends: one line for what its user can mend, one sentence where it is stopped, and the usual exit codes."""
+"""How commands end: a one-line error message, a sentence about saved work when interrupted, and the usual exit codes."""
 
 import multiprocessing
 import os
@@ -17,24 +17,26 @@ INTERRUPTED, TERMINATED = (128 + number for number in (signal.SIGINT, signal.SIG
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was asked to end by SIGTERM; it is cleaned up after as on ctrl-c."""
+    """The process received SIGTERM; it cleans up as on ctrl-c."""
 
 
 @contextmanager
-def reported(go_on: str = "nothing was saved; the same command starts anew") -> Iterator[None]:
-    """Ends the program with one line on stderr: `error: ...` and exit code 1 for bad settings, data or files and a lack of
-    memory; where it is stopped, what was saved and how to go on, with exit code 130 (ctrl-c) or 143 (SIGTERM, by `terminable`).
+def reported(go_on: str = "nothing was saved; the same command starts again") -> Iterator[None]:
+    """Context manager that ends the program with one line on stderr instead of a traceback.
 
-    Notes of the exception (`add_note`) follow it in that line; go_on takes their place where a stopped program has none.
-    Names that are no UTF-8 are printed with their bytes escaped.
+    For invalid settings, data or files and lack of memory: `error: ...` and exit code 1. If the program is stopped: a sentence
+    about what was saved and how to continue, with exit code 130 (ctrl-c) or 143 (SIGTERM, under `terminable`).
+
+    Notes of the exception (`add_note`) are part of the line; go_on is printed for a stopped program without notes. Names that
+    are not UTF-8 are printed with their bytes escaped.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr always does
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by default
     try:
         yield
     except KeyboardInterrupt as stop:
         code, word = (TERMINATED, "SIGTERM") if isinstance(stop, Terminated) else (INTERRUPTED, "interrupted")
-        if os.environ.get("RANK", "0") == "0":  # of several processes one tells
+        if os.environ.get("RANK", "0") == "0":  # only one of several processes prints
             print(f"{word}: {one_line(stop) or go_on}", file=sys.stderr)
         raise SystemExit(code) from None
     except (ValueError, OSError, MemoryError, FloatingPointError, MissingExtra) as error:
@@ -42,22 +44,24 @@ def reported(go_on: str = "nothing was saved; the same command starts anew") -> 
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error and its notes as one line."""
+    """Return the text of an error and its notes as one line."""
     parts = (str(error), *getattr(error, "__notes__", ()))
     return "; ".join(re.sub(r"\s*\n\s*", " ", part.strip()) for part in parts if part)
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises `Terminated` in the main thread, so that it leaves no half-written file and what is done is saved."""
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    """Context manager under which SIGTERM raises `Terminated` in the main thread, so that cleanup code
+    runs and work is saved.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no handler can be set in other threads
         yield
         return
-    former = signal.signal(signal.SIGTERM, _terminate)
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
@@ -65,7 +69,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Waits for the end of the process that started this one by `multiprocessing`, then ends this one; for its own thread."""
+    """End this process when the `multiprocessing` process that started it ends; run it in a separate thread."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

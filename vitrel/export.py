@@ -1,6 +1,7 @@
-"""Files that run a model elsewhere: torch.export programs, ONNX graphs, and folders that timm reads.
+"""Export of models: torch.export programs, ONNX graphs, and folders that timm reads.
 
-Each is written beside its place, read back, and held to the eager model at several batches and sizes; only then it appears.
+A file is written under a temporary name, loaded, and compared with the eager model at several batch and image sizes before it
+gets its final name.
 """
 
 import json
@@ -24,8 +25,8 @@ from vitrel.extras import MissingExtra, absent
 from vitrel.models.backbone import Backbone
 from vitrel.ops.why import use_backend
 
-TOLERANCE = 1e-4  # of the logits, relative to the largest where that is above 1
-METADATA = "vitrel.json"  # its name among the extra files of a torch.export program
+TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one if that is above 1
+METADATA = "vitrel.json"  # name of the extra file in a torch.export program
 FOLDER = {"config.json", "model.safetensors"}
 SUFFIXES = {"exported": ".pt2", "onnx": ".onnx", "safetensors": ""}
 
@@ -33,15 +34,18 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Check(NamedTuple):
-    """A batch and a size (h, w) in pixels at which the file was run, and its largest difference from the eager logits,
-    relative to the largest logit where that is above 1."""
+    """One comparison of an exported file with the eager model: batch size, image size (h, w) in pixels, and the largest
+    difference of logits.
+
+    The difference is relative to the largest logit if that is above 1.
+    """
 
     batch: int
     size: tuple[int, int]
     error: float
 
 
-@use_backend("auto")  # kernels asked for would be asked of every machine that loads the file
+@use_backend("auto")  # a backend set by the user would be required wherever the file is loaded
 def export_model(
     model: Backbone,
     path: str | Path,
@@ -51,23 +55,25 @@ def export_model(
     about: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> list[Check]:
-    """Write a vitrel model in evaluation mode, in float32 on the CPU, and return how the file read back was checked.
+    """Export a vitrel model in evaluation mode, in float32 on the CPU, and return the checks of the file.
 
-    format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), run in onnxruntime;
-    "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub. The first two take any batch of
-    images of `size` pixels, an int or (h, w), img_size unless given; with dynamic_size, any height and width that leave two
-    tokens or more. A folder serves every size. about: plain values that go along: the extra file "vitrel.json", one entry of
-    metadata_props each (both as JSON), or config.json, which takes classes, img_size, mean, std, crop_pct and interpolation
-    alone. The model's own preprocessing stands where it says nothing.
-    Raises ValueError for what cannot be asked, FileExistsError for a path that exists without `overwrite`, MissingExtra without
-    onnx, onnxscript and onnxruntime, and RuntimeError where tracing or a check fails; then nothing is written.
+    format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), checked in onnxruntime;
+    "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size.
+    size: an int or (h, w) in pixels of the images of a program or ONNX file, by default img_size; any batch size. dynamic_size:
+    any height and width that leave two tokens or more.
+    about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
+    config.json, which has only classes, img_size, mean, std, crop_pct and interpolation. By default the model's preprocessing
+    is stored.
+
+    Raises ValueError for impossible arguments, FileExistsError for an existing path without `overwrite`, MissingExtra without
+    onnx, onnxscript and onnxruntime, RuntimeError if tracing or a check fails; nothing is written then.
     """
     _check_model(model)
     path, size = Path(path), to_2tuple(model.img_size if size is None else size)
     _check_path(path, format, overwrite)
     _check_size(model, size, dynamic_size and format != "safetensors")
     part = path.with_name(f".{os.getpid()}.{path.name}")
-    about = _own(model) | (about or {}) | {"size": size, "dynamic_size": dynamic_size}
+    about = _preprocessing(model) | (about or {}) | {"size": size, "dynamic_size": dynamic_size}
     try:
         run = _WRITERS[format](model, part, size, dynamic_size, about)
         checks = [_check(model, run, format, *at) for at in check_sizes(model, size, dynamic_size or format == "safetensors")]
@@ -78,17 +84,19 @@ def export_model(
 
 
 def check_sizes(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Batches and sizes at which an export is checked: its own at three batches, and smaller and larger, wide and tall ones."""
+    """Yield batch sizes and (h, w) in pixels at which an export is checked: `size` with three batch sizes; if dynamic, also
+    other shapes.
+    """
     h, w = size
     yield from ((1, size), (2, size), (3, size))
     if dynamic_size:
-        least = _reduction(model) + 1  # two tokens along each side, after the last stage
+        least = _reduction(model) + 1  # at least two tokens along each side after the last stage
         yield 1, (max(h // 2 + 1, least), max(w - w // 4 + 1, least))
         yield 3, (h + h // 4 + 3, max(w // 2 + 1, least))
         yield 1, (least, w + w // 2)
 
 
-def _own(model: Backbone) -> dict[str, Any]:
+def _preprocessing(model: Backbone) -> dict[str, Any]:
     cfg = model.pretrained_cfg
     names = ("mean", "std", "crop_pct", "interpolation")
     return {"model": cfg["architecture"], "img_size": model.img_size} | {name: cfg[name] for name in names}
@@ -96,14 +104,16 @@ def _own(model: Backbone) -> dict[str, Any]:
 
 def _check_model(model: Backbone) -> None:
     if not isinstance(model, Backbone):
-        raise ValueError(f"vitrel models are exported, not {type(model).__name__}")
+        raise ValueError(f"only vitrel models can be exported, not {type(model).__name__}")
     if not hasattr(model, "pretrained_cfg"):
-        raise ValueError(f"this {type(model).__name__} has no configuration: build it by timm.create_model, with its arguments")
+        raise ValueError(f"this {type(model).__name__} has no configuration: build it by timm.create_model")
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
-    if wrong := [n for n, p in model.named_parameters() if p.dtype != torch.float32 or p.device.type != "cpu"]:
-        p = model.get_parameter(wrong[0])
-        raise ValueError(f"exports are made and checked in float32 on the CPU, {wrong[0]} is {p.dtype} on {p.device}")
+    if others := [n for n, p in model.named_parameters() if p.dtype != torch.float32 or p.device.type != "cpu"]:
+        p = model.get_parameter(others[0])
+        raise ValueError(
+            f"export needs float32 on the CPU, but {others[0]} is {p.dtype} on {p.device}: call model.float().cpu()"
+        )
 
 
 def _check_path(path: Path, format: str, overwrite: bool) -> None:
@@ -112,30 +122,30 @@ def _check_path(path: Path, format: str, overwrite: bool) -> None:
     if path.suffix != SUFFIXES[format] and SUFFIXES[format]:
         raise ValueError(f"format {format!r} writes a {SUFFIXES[format]} file, not {path.name}")
     if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is no folder; make it first")
+        raise ValueError(f"{path.parent} is not a folder; create it first")
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; name another or pass overwrite")
+        raise FileExistsError(f"{path} exists; choose another path or pass overwrite")
     if path.exists() and path.is_dir() != (format == "safetensors"):
-        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a file'} and stays; name another")
+        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a file'}, which is not overwritten; choose another")
     if path.is_dir() and (other := sorted(item.name for item in path.iterdir() if item.name not in FOLDER)):
-        raise ValueError(f"{path} holds {other[0]}, which is not of an export, and stays; name another folder")
+        raise ValueError(f"{path} contains {other[0]}, which is not part of an export; choose another folder")
     if format == "onnx" and (missing := absent("onnx")):
         raise MissingExtra(f"format 'onnx' needs {', '.join(missing)}: pip install 'vitrel[onnx]'")
 
 
-def _check_size(model: Backbone, size: tuple[int, int], traced_for_others: bool) -> None:
+def _check_size(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> None:
     (h, w), least = size, _reduction(model)
     patch = model.patch_embed.patch_size
     if h < patch[0] or w < patch[1]:
         raise ValueError(f"size {h}x{w} is smaller than one patch of {patch[0]}x{patch[1]} pixels")
-    if traced_for_others and h <= least and w <= least:
+    if dynamic_size and h <= least and w <= least:
         raise ValueError(
-            f"size {h}x{w} leaves one token, which says nothing on other sizes: trace above {least} pixels along a side"
+            f"size {h}x{w} leaves one token, from which other sizes cannot be traced: use more than {least} pixels along a side"
         )
 
 
 def _reduction(model: Backbone) -> int:
-    """Pixels per token along a side after the last stage."""
+    """Pixels per token along a side after the last stage; the larger side if they differ."""
     return max(info["reduction"] for info in model.feature_info)
 
 
@@ -146,12 +156,12 @@ def _check(model: Backbone, run: Run, format: str, batch: int, size: tuple[int, 
         expected = model(image)
     try:
         logits = run(image)
-    except Exception as error:  # whatever the runtime raises
+    except Exception as error:  # runtimes raise exceptions of many types
         raise RuntimeError(f"the {format} file fails at {where}: {_first_line(error)}; nothing was written") from error
     largest = torch.inf
     if logits.shape == expected.shape:
         largest = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
-    if not largest <= TOLERANCE:  # nor NaN
+    if not largest <= TOLERANCE:  # also refuses NaN
         raise RuntimeError(
             f"the {format} file differs from the model at {where} by {largest:.1e}, above {TOLERANCE:.0e}; nothing was written"
         )
@@ -162,7 +172,7 @@ def _trace(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> torch.
     free, image = torch.export.Dim.DYNAMIC, torch.randn(2, model.in_chans, *size)
     shapes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     try:
-        # Sizes stay free, also where the example's happens to be 1 or to equal another.
+        # Keeps sizes dynamic even if one is 1 or equal to another in this example.
         with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
             return torch.export.export(model, (image,), dynamic_shapes=(shapes,))
     except Exception as error:
@@ -179,13 +189,13 @@ def _write_program(model: Backbone, part: Path, size: tuple[int, int], dynamic_s
 def _write_onnx(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
     import onnxruntime
 
-    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it tells of every constant that it does not fold
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it logs every constant that it does not fold
     program = _trace(model, size, dynamic_size)
     try:
         with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
             graph = torch.onnx.export(program, verbose=False, input_names=["image"], output_names=["logits"])
     except Exception as error:
-        raise RuntimeError(f"the exporter has no ONNX for this model: {_first_line(_origin(error))}") from error
+        raise RuntimeError(f"this model cannot be exported to ONNX: {_first_line(_origin(error))}") from error
     axes = zip(graph.model.graph.inputs[0].shape, ("batch", "", "height", "width"), strict=True)
     graph.rename_axes({axis: name for axis, name in axes if not isinstance(axis, int)})
     graph.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
@@ -199,7 +209,7 @@ def _write_folder(model: Backbone, part: Path, size: tuple[int, int], dynamic_si
     data["input_size"] = (model.in_chans, *about["img_size"])
     labels = {"label_names": list(about["classes"])} if "classes" in about else {}
     save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)
-    save(model, part / "model.safetensors")  # with the training grids, as timm does not
+    save(model, part / "model.safetensors")  # with the training grids, which timm does not store
     return timm.create_model(f"local-dir:{part}", pretrained=True).eval().requires_grad_(False)
 
 
@@ -207,7 +217,7 @@ _WRITERS = {"exported": _write_program, "onnx": _write_onnx, "safetensors": _wri
 
 
 def _move(part: Path, path: Path) -> None:
-    if part.is_dir() and path.exists():  # a folder cannot replace another at once
+    if part.is_dir() and path.exists():  # a folder cannot replace another atomically
         old = part.with_name(f"{part.name}.old")
         path.replace(old)
         part.replace(path)

@@ -1,10 +1,10 @@
-"""The optional parts of an installation: which package belongs to which extra, and what to say where it is missing."""
+"""Optional dependencies: which package belongs to which extra, and the error if it is not installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-EXTRAS = {  # extra: the modules that it brings, beside torch, torchvision, timm, numpy and what these bring
+EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy and their dependencies
     "train": (
         "lightning",
         "jsonargparse",
@@ -23,12 +23,13 @@ EXTRAS = {  # extra: the modules that it brings, beside torch, torchvision, timm
 
 
 class MissingExtra(ImportError):
-    """A package is not installed that belongs to an extra; the message names the command that installs it."""
+    """A package of an extra is not installed; the message names the command that installs it."""
 
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Around the import of a package that an extra brings: where it is not installed, a `MissingExtra` says what installs it.
+    """Context manager for the import of a package of an extra: raises `MissingExtra`, with the install command, if it is not
+    installed.
 
     >>> with optional_import():
     ...     import pandas as pd
@@ -40,10 +41,10 @@ def optional_import() -> Iterator[None]:
         extras = [extra for extra, modules in EXTRAS.items() if module in modules]
         if not extras:
             raise
-        way_out = f"pip install 'vitrel[{extras[0]}]', or 'vitrel[all]' for everything"
-        raise MissingExtra(f"{module} is not installed: {way_out}") from error
+        command = f"pip install 'vitrel[{extras[0]}]', or 'vitrel[all]' for everything"
+        raise MissingExtra(f"{module} is not installed: {command}") from error
 
 
 def absent(extra: str) -> list[str]:
-    """The modules of an extra that are not installed."""
+    """Return the modules of an extra that are not installed."""
     return [module for module in EXTRAS[extra] if find_spec(module) is None]

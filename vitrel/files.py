@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, cells of tables, pages that are one file, and the commit of a checkout."""
+"""File helpers: atomic writes, CSV cells, self-contained HTML pages, and the commit of a checkout."""
 
 import csv
 import os
@@ -12,20 +12,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # as `atomic_write` names them
-_OLD = 24 * 3600  # seconds without a write after which a part of another machine's process is taken to be left behind
-_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")  # what spreadsheets run, or what is escaped already
+_PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # names of `atomic_write`
+_OLD = 24 * 3600  # seconds without a write after which another machine's part counts as abandoned
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")  # text that spreadsheets run, or that is escaped already
 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path` when the block ends, and is removed where it raises.
+    """Context manager with a temporary path beside `path`, which replaces `path` at the end, or is removed if the block raises.
 
-    A reader, and a run that is killed, sees the former file or the new one, never a part. The folder has to exist. What killed
-    processes left in the folder is removed first. An OSError that names no file, as that of a full disk, gets the path.
+    Readers, also after a killed run, find the old file or the complete new one. The folder must exist; temporary files of
+    killed processes in it are removed first. An OSError without a file name, as of a full disk, is raised again with the path.
     """
     path = Path(path)
-    _remove_left_parts(path.parent)
+    _remove_abandoned_parts(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}@{platform.node()}.part")
     try:
         yield part
@@ -39,25 +39,25 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def shown(path: str | Path) -> str:
-    """A path, or a name in one, as text that can be written anywhere: bytes that are no UTF-8 are shown as \\xe9."""
-    text = re.sub(r"[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:x}", str(path))  # as Python reads such bytes
+    """Return a path, or a name in one, as text that can be written anywhere: bytes that are not UTF-8 are shown as \\xe9."""
+    text = re.sub(r"[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:x}", str(path))  # as surrogates
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _remove_left_parts(folder: Path) -> None:
+def _remove_abandoned_parts(folder: Path) -> None:
     for part in folder.glob(".*.part"):
         name = _PART.fullmatch(part.name)
-        with suppress(OSError):  # another process may remove it at the same time, or alone be allowed to
-            if name and _is_left(int(name["process"]), name["host"], part.stat().st_mtime):
+        with suppress(OSError):  # another process may remove it first, or this one lack permission
+            if name and _is_abandoned(int(name["process"]), name["host"], part.stat().st_mtime):
                 part.unlink()
 
 
-def _is_left(process: int, host: str, written: float) -> bool:
-    """Whether the process that wrote a part is gone. Those of another machine cannot be asked for."""
+def _is_abandoned(process: int, host: str, written: float) -> bool:
+    """True if the process that wrote a temporary file is gone; for another machine's, judged by its age."""
     if host != platform.node() or os.name != "posix":
         return time.time() - written > _OLD
     try:
-        os.kill(process, 0)  # sends nothing
+        os.kill(process, 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return True
     except PermissionError:
@@ -66,15 +66,15 @@ def _is_left(process: int, host: str, written: float) -> bool:
 
 
 def write_cells(path: str | Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Writes a CSV file by `atomic_write`, its text by `guarded`; a name that is no UTF-8 is escaped by `shown`."""
+    """Write lines of cells as a CSV file by `atomic_write`, with text escaped by `guarded`."""
     with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([guarded(cell) for cell in line] for line in lines)
 
 
 def guarded(cell: Any) -> Any:
-    """A cell as it is written into CSV: text by `shown`, with ' before it where a spreadsheet would run it as a formula.
+    """Return a cell as written into CSV: text as of `shown`, with ' before text that a spreadsheet would run as a formula.
 
-    That is text that begins with =, +, -, @, a tab or a line end and is no number. `unguarded` gives the cell back.
+    That is text that begins with =, +, -, @, a tab or a line end and is not a number. `unguarded` is the inverse.
     """
     if not isinstance(cell, str):
         return cell
@@ -83,7 +83,7 @@ def guarded(cell: Any) -> Any:
 
 
 def unguarded(cell: Any) -> Any:
-    """A cell read from CSV as it was before `guarded`."""
+    """Return the value of a CSV cell that `guarded` has escaped."""
     return cell[1:] if isinstance(cell, str) and cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
@@ -96,9 +96,10 @@ def _is_number(text: str) -> bool:
 
 
 def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:
-    """HTML that needs no other file: `package`/page/page.html with its style, its scripts in this order and `parts` filled in.
+    """Return self-contained HTML: `package`/page/page.html with its style and its scripts (in this order) inserted, and `parts`
+    filled in.
 
-    {{name}} in the template is the place of a part. One pass, so that nothing in the parts is taken for a place to fill.
+    {{name}} in the template is replaced by the part of that name, in one pass, so that parts may contain {{...}}.
     """
     page = files(package) / "page"
     parts["style"] = (page / "page.css").read_text("utf-8")
@@ -107,7 +108,7 @@ def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:
 
 
 def commit(checkout: Path) -> str:
-    """The commit of a git checkout, "-dirty" after it where a tracked file has changed; "" where it is none."""
+    """Return the commit of a git checkout, with "-dirty" if a tracked file has changed, or "" if it is not a checkout."""
     if not (checkout / ".git").exists():
         return ""
     try:

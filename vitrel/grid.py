@@ -1,7 +1,7 @@
-"""Grid: where the tokens are. Everything else about position is a function of it.
+"""Grid: the rows and columns of tokens on which every position encoding is computed.
 
-Legend used throughout the package: B batch, H heads, N tokens (prefix + h*w), D head width, C model width, R offset classes,
-L windows. Offsets are signed, query minus key, in patches; h comes before w.
+Letters for shapes, throughout the package: B batch, H heads, N tokens (prefix + h*w), D head width, C model width, R offset
+classes, L windows. Offsets are signed, query minus key, in patches; h comes before w.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ AXES = ("hw", "h", "w")
 class Grid(NamedTuple):
     """h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
 
-    An offset class is one value of the offset between a query and a key. Along axis "hw" there are (2h-1)(2w-1) of them, the
-    offset (dy, dx) being class (dy + h-1)(2w-1) + dx + w-1; along "h" and "w" there are 2h-1 and 2w-1. With prefix tokens three
-    more classes follow, in the order of BEiT and timm: prefix query to token key, token query to prefix key, prefix to prefix.
+    An offset class numbers one offset between a query and a key. Axis "hw" has (2h-1)(2w-1) classes, offset (dy, dx) being
+    class (dy + h-1)(2w-1) + dx + w-1; axes "h" and "w" have 2h-1 and 2w-1. With prefix tokens three more classes follow, in the
+    order of BEiT and timm: prefix query to token key, token query to prefix key, prefix to prefix.
     """
 
     h: int
@@ -32,21 +32,21 @@ class Grid(NamedTuple):
         return self.prefix + self.h * self.w
 
     def offset_classes(self, axis: str = "hw") -> int:
-        """Number of offset classes without those of the prefix tokens."""
+        """Number of offset classes, without the three prefix classes."""
         if axis == "hw":
             return (2 * self.h - 1) * (2 * self.w - 1)
         return 2 * (self.h if _checked(axis) == "h" else self.w) - 1
 
     def classes(self, axis: str = "hw") -> int:
-        """Number of offset classes R, the three of the prefix tokens included where there are any."""
+        """Number of offset classes R, with the three prefix classes if there are prefix tokens."""
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
-        """Offset (query minus key, in patches) of every class without the prefix ones, [R, 2] for "hw", [R] for one axis."""
+        """Offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for one axis."""
         return _offsets(self.h, self.w, _checked(axis), device=device)
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
-        """Row and column (y, x) of every token without the prefix ones, [h*w, 2]."""
+        """Row and column (y, x) of every token but the prefix tokens, [h*w, 2]."""
         return _coordinates(self.h, self.w, device=device)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:  # type: ignore[override]
@@ -85,25 +85,28 @@ def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tens
 
 
 def same_size(a: Grid, b: Grid) -> bool:
-    """Whether both have the same sides; False also where a compiled graph serves any size, since it may not branch on one."""
+    """True if both grids have the same h and w; always False in a graph compiled for any size, which may not branch on it."""
     return is_known(*a[:2], *b[:2]) and a[:2] == b[:2]
 
 
 def unseen_share(source: Grid, target: Grid) -> float:
-    """Share of the (2h'-1)(2w'-1) offset cells of `target` that lie outside the cells of `source`."""
-    seen = (2 * min(source.h, target.h) - 1) * (2 * min(source.w, target.w) - 1)
-    return 1 - seen / target.offset_classes()
+    """Share of the (2h-1)(2w-1) offsets of `target`, 0 to 1, that no pair of patches of `source` has."""
+    common = (2 * min(source.h, target.h) - 1) * (2 * min(source.w, target.w) - 1)
+    return 1 - common / target.offset_classes()
 
 
 def clip_saturated(trained: Grid, grid: Grid, radius: tuple[int, int]) -> float:
-    """Share of the offset cells of `grid` beyond the training grid whose clipped row the training grid addressed."""
-    served = 1
+    """Share of the offsets of `grid`, 0 to 1, that no pair of `trained` has but whose clipped row some pair of `trained` reads.
+
+    radius: (rows, columns) to which offsets are clipped.
+    """
+    trained_rows = 1
     for n, source, r in zip(grid[:2], trained[:2], radius, strict=True):
-        served *= 2 * (n if r < source else min(n, source)) - 1
-    return served / grid.offset_classes() - (1 - unseen_share(trained, grid))
+        trained_rows *= 2 * (n if r < source else min(n, source)) - 1
+    return trained_rows / grid.offset_classes() - (1 - unseen_share(trained, grid))
 
 
 def _checked(axis: str) -> str:
     if axis not in AXES:
-        raise ValueError(f"axis {axis!r} is none of {', '.join(AXES)}")
+        raise ValueError(f"axis {axis!r} is unknown; choose one of {', '.join(AXES)}")
     return axis

@@ -1,32 +1,32 @@
-"""Suggestions for a name that is not known."""
+"""Suggestions for misspelt names."""
 
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-_SAME_WORD = 0.15  # how much more similar names count that share the last word, such as an encoding's or a key's
+_SAME_WORD = 0.15  # added to the similarity of names that share the last word
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """The `n` known names, or fewer, that `name` was most probably meant to be, the likeliest first.
+    """Return up to `n` of the `known` names that `name` probably means, the most probable first; case does not count.
 
-    Names that begin with it come first, as `rope_axial` for `rope`; then, by similarity, those of which its last word is a
-    word, as `model.optim.lr` for `lr`, and those of similar spelling. Case does not count.
+    Names that begin with `name` come first (`rope_axial` for `rope`), then, by similarity, names that contain its last word
+    (`model.optim.lr` for `lr`) and names of similar spelling.
 
-    cutoff: the least similarity, 0 to 1 as `difflib` measures it, of names that are similar in spelling alone.
+    cutoff: minimum similarity, 0 to 1 as of `difflib`, of names that are similar in spelling only.
     """
-    given = name.lower()
-    last = _words(given)[-1:]
+    text = name.lower()
+    last = _words(text)[-1:]
     matcher = SequenceMatcher()
-    matcher.set_seq2(given)  # what is compared with many comes second: it is analysed once
-    found = []
+    matcher.set_seq2(text)  # the second sequence is analysed once and compared with many
+    matches = []
     for candidate in known:
-        text = candidate.lower()
-        matcher.set_seq1(text)
-        begins, shares = given and text.startswith(given), last and last[0] in _words(text)
+        other = candidate.lower()
+        matcher.set_seq1(other)
+        begins, shares = text and other.startswith(text), last and last[0] in _words(other)
         if begins or shares or (matcher.quick_ratio() >= cutoff and matcher.ratio() >= cutoff):
-            found.append((not begins, -matcher.ratio() - (_SAME_WORD if shares else 0), candidate))
-    return [candidate for *_, candidate in sorted(found)[:n]]
+            matches.append((not begins, -matcher.ratio() - (_SAME_WORD if shares else 0), candidate))
+    return [candidate for *_, candidate in sorted(matches)[:n]]
 
 
 def _words(name: str) -> list[str]:

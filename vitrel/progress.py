@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, a line now and then in a log."""
+"""Progress of long work: a bar on a terminal, occasional lines in a log."""
 
 import sys
 import time
@@ -12,10 +12,11 @@ EVERY = 20.0  # seconds between two lines of a log
 
 @contextmanager
 def progress(total: int, unit: str, every: float = EVERY) -> Iterator[Callable[[float, str], None]]:
-    """advance(share, what): so much more is done, in units of which there are `total`, and `what` is being done now.
+    """Context manager that gives advance(share, what): `share` more of `total` units is done, and `what` describes the current
+    work.
 
-    On standard error: a tqdm bar where it is a terminal; elsewhere a line after `every` seconds at most, and one at the end
-    where it took longer than that.
+    On stderr: a tqdm bar on a terminal. Elsewhere, a line whenever `every` seconds have passed since the last one, and one at
+    the end if the work took longer than that.
     """
     if sys.stderr.isatty():
         with tqdm(total=total, unit=unit, bar_format="{desc} {bar} {n:.1f}/{total} {unit} {elapsed}<{remaining}") as bar:
@@ -26,24 +27,24 @@ def progress(total: int, unit: str, every: float = EVERY) -> Iterator[Callable[[
 
             yield advance
         return
-    start = said = time.monotonic()
+    start = printed = time.monotonic()
     done = 0.0
 
-    def tell(what: str) -> None:
-        nonlocal said
-        said = time.monotonic()
-        left = f", about {_minutes((said - start) / done * (total - done))} left" if 0 < done < total else ""
-        print(f"{done:.1f} of {total} {unit} after {_minutes(said - start)}{left}: {what}", file=sys.stderr, flush=True)
+    def print_line(what: str) -> None:
+        nonlocal printed
+        printed = time.monotonic()
+        left = f", about {_minutes((printed - start) / done * (total - done))} left" if 0 < done < total else ""
+        print(f"{done:.1f} of {total} {unit} after {_minutes(printed - start)}{left}: {what}", file=sys.stderr, flush=True)
 
     def advance_log(share: float, what: str) -> None:
         nonlocal done
         done += share
-        if time.monotonic() - said >= every:
-            tell(what)
+        if time.monotonic() - printed >= every:
+            print_line(what)
 
     yield advance_log
     if time.monotonic() - start >= every:
-        tell("done")
+        print_line("done")
 
 
 def _minutes(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Heights and widths as text, height first: of images in pixels, of grids in tokens; and budgets of tokens."""
+"""Image sizes and grids as text, height first; budgets of tokens; and the image size for a budget."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Budget:
-    """Patch tokens of an image at most, in the place of a size in pixels; as text "196t"."""
+    """Maximum number of patch tokens of an image, given instead of a size in pixels; as text "196t"."""
 
     tokens: int
 
@@ -19,7 +19,7 @@ class Budget:
 
 
 def parse_size(text: str | int) -> Size:
-    """ "160x224" -> (160, 224), height first; "96" or 96 -> (96, 96). ValueError for anything else, with a valid example."""
+    """Parse "160x224" -> (160, 224), height first, and "96" or 96 -> (96, 96). ValueError with a valid example."""
     parts = str(text).lower().split("x")
     if isinstance(text, bool) or len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise ValueError(f"{text!r} is not an image size: write pixels as 96, or height x width as 160x224")
@@ -27,7 +27,7 @@ def parse_size(text: str | int) -> Size:
 
 
 def parse_size_or_budget(text: str | int) -> Size | Budget:
-    """As `parse_size`, and "196t" -> Budget(196). ValueError for anything else, with a valid example."""
+    """Parse a size as `parse_size`, or "196t" -> Budget(196). ValueError with a valid example."""
     number = str(text).lower().removesuffix("t")
     if str(text).lower().endswith("t") and number.isascii() and number.isdigit() and int(number):
         return Budget(int(number))
@@ -38,47 +38,49 @@ def parse_size_or_budget(text: str | int) -> Size | Budget:
 
 
 def format_size(size: Sequence[int] | Budget) -> str:
-    """(160, 224) -> "160x224", height first; Budget(196) -> "196t"."""
+    """Format (160, 224) -> "160x224", height first, and Budget(196) -> "196t"."""
     return str(size) if isinstance(size, Budget) else f"{size[0]}x{size[1]}"
 
 
 def token_count(size: Size, patch: Size) -> int:
-    """Patch tokens of an image of `size` (h, w) pixels; a last partial patch counts."""
+    """Return the number of patch tokens of an image of `size` (h, w) pixels; partial patches count."""
     return -(-size[0] // patch[0]) * -(-size[1] // patch[1])
 
 
 def native_size(height: int, width: int, budget: int, patch: tuple[int, int]) -> tuple[int, int]:
-    """Height and width in pixels, whole patches, of an image resized to at most `budget` tokens at its own aspect ratio.
+    """Return (h, w) in pixels, whole patches, of an image resized to at most `budget` tokens with about its aspect ratio.
 
-    The exact sides of `budget` tokens are rounded down or up to whole patches, each by less than one. Of the grids (h, w)
-    within the budget, the one with the least |log(h / exact h)| + |log(w / exact w)| is taken: tokens left unused and a changed
-    aspect ratio count alike; of equal ones, that of the least changed aspect ratio. Images too long for one row or column of
-    the budget get all of it in one row or column.
+    The sides that give exactly `budget` tokens are rounded down or up to whole patches. Of the resulting grids (h, w) within
+    the budget, the one with the smallest |log(h / exact h)| + |log(w / exact w)| is chosen, so that unused tokens and a changed
+    aspect ratio count alike; among equal ones, the one with the smallest change of aspect ratio. Images too elongated for this
+    fill the budget with one row or column.
 
     Args:
-        height, width: of the image, pixels.
-        budget: tokens at most.
-        patch: (height, width) of a patch, pixels.
+        height, width: of the image, in pixels.
+        budget: maximum number of tokens.
+        patch: (height, width) of a patch, in pixels.
 
     Raises:
         ValueError: a side, the budget or a patch below 1.
     """
     if min(height, width, budget, *patch) < 1:
-        raise ValueError(f"an image ({height}x{width}), its budget ({budget}) and a patch ({patch}) are at least 1")
-    tall, wide = height * patch[1], width * patch[0]  # in the ratio of the sides in patches
-    exact = sqrt(budget * tall / wide), sqrt(budget * wide / tall)  # their product is the budget
+        raise ValueError(f"an image ({height}x{width}), its budget ({budget}) and its patch ({patch}) must be at least 1")
+    h_part, w_part = height * patch[1], width * patch[0]  # proportional to the sides in patches
+    exact = sqrt(budget * h_part / w_part), sqrt(budget * w_part / h_part)  # their product is the budget
 
     def changes(grid: tuple[int, int]) -> tuple[float, float]:
         h, w = (log(side / real) for side, real in zip(grid, exact, strict=True))
-        return round(abs(h) + abs(w), 9), round(abs(h - w), 9)  # rounded, for ties to be ties
+        return round(abs(h) + abs(w), 9), round(abs(h - w), 9)  # rounded, so that ties are equal
 
-    sides = product(_whole(budget * tall, wide, budget), _whole(budget * wide, tall, budget))
+    sides = product(_whole(budget * h_part, w_part, budget), _whole(budget * w_part, h_part, budget))
     h, w = min((grid for grid in sides if grid[0] * grid[1] <= budget), key=changes)
     return h * patch[0], w * patch[1]
 
 
 def _whole(above: int, below: int, budget: int) -> list[int]:
-    """sqrt(above / below) rounded down and up, between 1 and `budget`; by integers, since floats miss whole roots."""
+    """Return sqrt(above / below) rounded down and up, within 1..budget; computed by integers, which are
+    exact for whole roots.
+    """
     down = isqrt(above // below)
     up = down + (down * down * below < above)
     return sorted({min(max(side, 1), budget) for side in (down, up)})

@@ -108,10 +108,34 @@ def test_the_address_keeps_what_is_set(browser, explorer):
     until(browser, "document.documentElement.dataset.ready === 'yes'")
     assert browser.execute_script("return [state.w, state.decay, state.both]") == [6, "linear", False]
     assert browser.execute_script("return [...document.querySelectorAll('#w, #decay')].map(e => e.value)") == ["6", "linear"]
-    wrong = {"h": 99, "w": "x", "decay": "toString", "query": 700, "lambda": -1, "buckets": 7, "max": 0, "span": 3, "y": 1}
+    set_value(browser, "sign", "key")
+    browser.execute_script("change({contents: [1, 0, -2.5, 1, 1, 1, 0, 0], line: 'bias'})")
+    until(browser, "location.hash.includes('line=bias')")
+    browser.refresh()
+    until(browser, "document.documentElement.dataset.ready === 'yes'")
+    kept = browser.execute_script("return [state.sign, state.line, state.contents[2], state.biases.length]")
+    assert kept == ["key", "bias", -2.5, 9]
+    wrong = {
+        "contents": "1,2",
+        "biases": "1,,1,1,1,1,1,1,1",
+        "positions": "0,0,0,0,0,0,0,1e9",
+        "sign": "y",
+        "line": "__proto__",
+        "h": 99,
+        "w": "x",
+        "decay": "toString",
+        "query": 700,
+        "lambda": -1,
+        "buckets": 7,
+        "max": 0,
+        "span": 3,
+        "y": 1,
+    }
     explorer(**wrong)
     kept = browser.execute_script("return [state.h, state.w, state.decay, state.query, state.lambda, state.buckets, state.max]")
     assert kept == [6, 5, "log", 29, 0, 6, 1] and browser.execute_script("return state.span") == 0
+    kept = browser.execute_script("return [state.contents[1], state.biases[0], state.positions[7], state.sign, state.line]")
+    assert kept == [0, 0.3, 99, "query", "scores"]
 
 
 def test_the_strip_and_the_map_can_be_pointed_at(browser, explorer):
@@ -161,9 +185,9 @@ def test_it_fits_every_screen_and_both_schemes(browser, explorer_path, size, sch
     assert browser.execute_script(CONTRAST)[1] == []
     assert browser.get_log("browser") == []
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith(("data:", "file:", "about:"))] == []
-    assert sum(url.startswith("file:") for url in asked) == 3  # the page itself, three times
+    requested = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
+    assert [url for url in requested if not url.startswith(("data:", "file:", "about:"))] == []
+    assert sum(url.startswith("file:") for url in requested) == 3  # the page itself, three times
 
 
 def test_all_controls_have_names_and_are_reached_by_tab(browser, explorer):
@@ -175,14 +199,20 @@ def test_all_controls_have_names_and_are_reached_by_tab(browser, explorer):
         ".filter(e => !(e.labels?.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)"
     )
     assert nameless == []
-    found = []
-    for _ in range(30):
-        press(browser, Keys.TAB)
-        found.append(browser.execute_script("const e = document.activeElement; return e.id || e.dataset.at || e.className"))
-    first = ["skip", "theme", "", "", "", "grid", "h", "w", "decay", "lambda"]  # the links to the sections have no names
+    browser.execute_script(
+        "window.found = []; addEventListener('focusin', ({target: e}) => found.push("
+        "(e.dataset.list || '') + (e.id || e.dataset.at || e.dataset.preset || e.name || e.className)))"
+    )
+    press(browser, *[Keys.TAB] * 95)
+    found = browser.execute_script("return found")
+    first = ["skip", "theme", "", "", "", "", "", "", "The example", "Head 1: right", "Head 2: left"]
     assert found[: len(first)] == first
-    order = ["0,1", "query", "0,0", "0,0", "0,0", "count", "max", "both", "span", "offset", "rows", "columns", "4,4"]
-    assert [name for name in found[len(first) :] if name in order] == order
+    fields = [*(f"contents{2 * patch + at}" for patch in range(4) for at in (0, 1)), *(f"biases{at}" for at in range(9))]
+    assert [name for name in found if name.startswith(("contents", "biases"))] == fields
+    order = ["sign", "show", "0,2", "0,2", "0,2", "row-before", "row-after", "length", "radius", "clip-sign", "clipBiases2"]
+    order += ["grid", "h", "w", "decay", "lambda", "0,1", "query", "0,0", "0,0", "0,0", "trace-query", "trace-lambda", "reach"]
+    order += ["later", "line", "0,1", "count", "max", "both", "span", "offset", "rows", "columns", "4,4"]
+    assert [name for name in found if name in order] == order
     browser.execute_script("document.querySelector('#bias-cells [tabindex=\"0\"]').focus()")
     press(browser, Keys.ARROW_RIGHT)
     assert browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"

@@ -350,8 +350,8 @@ def empty_parts(browser):
 
 def asked_of_the_network(browser):
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
-    return [url for url in asked if not url.startswith(("data:", "blob:", "file:"))]
+    requested = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
+    return [url for url in requested if not url.startswith(("data:", "blob:", "file:"))]
 
 
 SMALL = dict(img_size=56, depth=2, embed_dim=48, num_heads=3)  # of 14 px patches; of the others 64 px

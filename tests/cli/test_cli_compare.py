@@ -126,7 +126,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_pa
     (folder / "train.yaml").write_text(yaml.safe_dump(settings))
     train = CONFIG["train"] | {"trainer": CONFIG["train"]["trainer"] | {"max_epochs": 2}}
     printed = again(train=train, seeds=[1], models=CONFIG["models"][1:])
-    assert "rope-seed1: going on after epoch 1 of 2" in printed
+    assert "rope-seed1: resuming after epoch 1 of 2" in printed
     assert several.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
 
 
@@ -136,19 +136,19 @@ def test_a_changed_configuration_stops_with_the_way_out(again):
         again(train=CONFIG["train"] | {"model": model})
     text = str(caught.value)
     assert "holds a run of another configuration (model.optim.lr: 0.001 then, 0.002 now)" in text
-    assert "remove that folder to train anew, or give the comparison another name" in text
+    assert "remove that folder to train again, or give the comparison another name" in text
 
 
 def test_a_broken_checkpoint_is_named(again, tmp_path):
     path = tmp_path / "trial" / "rope-seed0" / "checkpoints" / "last.ckpt"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(SystemExit, match=r"last\.ckpt \(1,000 bytes\) is no readable .*rope-seed0 to train anew"):
+    with pytest.raises(SystemExit, match=r"last\.ckpt \(1,000 bytes\) is no readable .*rope-seed0 to train again"):
         again()
 
 
 def test_training_that_stops_early_is_not_evaluated(tool, again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: None)
-    with pytest.raises(SystemExit, match="training stopped before epoch 1; give the same command again to go on"):
+    with pytest.raises(SystemExit, match="training stopped before epoch 1; run the same command again to resume"):
         again(seeds=[5])
 
 

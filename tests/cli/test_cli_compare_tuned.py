@@ -171,6 +171,6 @@ def test_a_source_trained_anew_is_noticed(tool, finished, tmp_path):
     source["vitrel"].pop("checksums")  # a whole file of other weights, not a damaged one
     torch.save(source, path)
     with pytest.raises(
-        SystemExit, match=r"rope-tuned-seed0 was tuned from other weights than .*last\.ckpt holds now .* remove"
+        SystemExit, match=r"rope-tuned-seed0 was fine-tuned from other weights than .*last\.ckpt holds now .* remove"
     ):
         compare(tool, tmp_path, "--no-report", models=CONFIG["models"][2:4], seeds=[0])

@@ -60,7 +60,7 @@ def test_a_file_is_converted_and_every_tensor_reported(tool, torchvision_swin, t
     assert table["target"] == "layers.0.blocks.0.position.relative_position_bias_table"
     assert (table["rule"], table["resized"]) == ("renamed", "")
     assert by_source["features.1.0.attn.relative_position_index"] | dict(target="") == {
-        "source": "features.1.0.attn.relative_position_index", "target": "", "rule": "a buffer, computed anew", "resized": "",
+        "source": "features.1.0.attn.relative_position_index", "target": "", "rule": "a buffer, recomputed", "resized": "",
     }  # fmt: skip
     printed = capsys.readouterr().out
     assert "features.2.reduction.weight" in printed and "layers.1.downsample.reduction.weight" in printed

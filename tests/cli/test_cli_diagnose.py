@@ -20,7 +20,7 @@ def tool():
 def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
     small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
     diagnose = vitrel.diagnose
-    monkeypatch.setattr("vitrel.models.create.check_model_name", lambda name, elsewhere: None)
+    monkeypatch.setattr("vitrel.models.create.check_model_name", lambda name, allow_sources: None)
     monkeypatch.setattr(
         "vitrel.inspect.diagnose.diagnose", lambda name, *args, **kw: diagnose(small if "tiny" in name else name, *args, **kw)
     )

@@ -66,11 +66,11 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_eval
     assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
     assert header[2] == f"12 rows, 0 of them made already; output folder {out}"
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
-    told = {line.partition(": ")[0]: line for line in printed.splitlines() if line.startswith("- ")}
+    reported = {line.partition(": ")[0]: line for line in printed.splitlines() if line.startswith("- ")}
     assert "Nothing is resampled under table clip at every size but 64 px." in printed.partition("\nTop-1 in")[0]
-    assert "Nothing is resampled." in told["- vitrel_swin_n"] and printed.index(told["- vitrel_swin_n"]) < printed.index(
-        "Top-1 in"
-    )
+    assert "Nothing is resampled." in reported["- vitrel_swin_n"] and printed.index(
+        reported["- vitrel_swin_n"]
+    ) < printed.index("Top-1 in")
     frame = pd.read_csv(out / "results.csv")
     assert len(frame) == 2 * 2 * 3 and set(frame["img_size"]) == {"64x64", "64x96", "80x80"}
     assert frame["unchanged"].all() and (frame["n"] == 8).all()
@@ -162,8 +162,8 @@ def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
     named = ["vit_tiny_patch16_224", *weights, "--mean", "0.4", "0.5", "0.6", "--attention-n", "2"]
     tool.main([*ours, *named, *arguments, "--translations", "0", "4", "--no-report"])
     printed = capsys.readouterr().out
-    told = printed.partition("\n- vit_tiny_patch16_224: ")[2].partition("\nTop-1 in")[0]
-    assert "768 of " in told and "weights changed" not in told
+    reported = printed.partition("\n- vit_tiny_patch16_224: ")[2].partition("\nTop-1 in")[0]
+    assert "768 of " in reported and "weights changed" not in reported
     frame = pd.read_csv(out / "results.csv")
     timms = frame[frame["model"] == "vit_tiny_patch16_224"]
     assert timms["train_size"].tolist() == ["32x32"] * 2 and set(timms["mean"]) == {"0.4 0.5 0.6"}
@@ -242,15 +242,15 @@ def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, wor
 
 def test_rows_are_added_refused_or_moved_aside(tool, checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
-    asked = [path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
-    asked += ["--no-report", "--out", str(out)]
-    tool.main([*asked, "--n", "4", "--size", "80", "96"])
-    tool.main([*asked, "--n", "4", "--size", "48"])
+    requested = [path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
+    requested += ["--no-report", "--out", str(out)]
+    tool.main([*requested, "--n", "4", "--size", "80", "96"])
+    tool.main([*requested, "--n", "4", "--size", "48"])
     printed = capsys.readouterr().out.rpartition("- vitrel_vit_n8_none: ")[2]
     assert len(pd.read_csv(out / "results.csv")) == 4 and all(f" {side}x{side} " in printed for side in (48, 64, 80, 96))
     with pytest.raises(SystemExit, match=r"error: .*n_asked: 4 there, 6 now.*--out.*--replace"):
-        tool.main([*asked, "--n", "6", "--size", "48"])
-    tool.main([*asked, "--n", "6", "--size", "48", "--replace"])
+        tool.main([*requested, "--n", "6", "--size", "48"])
+    tool.main([*requested, "--n", "6", "--size", "48", "--replace"])
     assert len(pd.read_csv(out / "results.csv")) == 2 and len(pd.read_csv(out / "replaced-1" / "results.csv")) == 4
 
 
@@ -266,11 +266,11 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, t
         return measured(*given)
 
     monkeypatch.setattr(run, "measure", stopped)
-    asked = [path, "--data", "shapes", "--device", "cpu", "--n", "4", "--size", "80", "96", "--out", str(out)]
+    requested = [path, "--data", "shapes", "--device", "cpu", "--n", "4", "--size", "80", "96", "--out", str(out)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts processes in the background without it
     try:
         with pytest.raises(SystemExit) as caught:
-            tool.main([*asked, "--attention-n", "0"])
+            tool.main([*requested, "--attention-n", "0"])
     finally:
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().err.splitlines()[-1]
@@ -295,8 +295,8 @@ def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path
     frames = []
     for data in ("data", "shards"):
         out = tmp_path / f"out-{data}"
-        asked = ["--data", str(tmp_path / data), "--size", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
-        tool.main([*named, *asked, "--attention-n", "0", "--protocols", "scale", "--policies", "clip"])
+        requested = ["--data", str(tmp_path / data), "--size", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
+        tool.main([*named, *requested, "--attention-n", "0", "--protocols", "scale", "--policies", "clip"])
         frames.append(pd.read_csv(out / "results.csv"))
     for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
         assert frames[0][name].tolist() == pytest.approx(frames[1][name].tolist(), nan_ok=True), name
@@ -319,7 +319,7 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     torch.manual_seed(0)
     torch.save(timm.create_model("vitrel_vit_n8_table", num_classes=2, img_size=32).state_dict(), tmp_path / "w.pth")
     named = ["vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
-    asked = [
+    requested = [
         "--data",
         str(tmp_path / "data"),
         "--size",
@@ -330,11 +330,11 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
         str(tmp_path / "out"),
         "--no-report",
     ]
-    given = [*named, *asked, "--attention-n", "0", "--policies", "clip"]
-    with pytest.warns(UserWarning, match="left out of") as told:
+    given = [*named, *requested, "--attention-n", "0", "--policies", "clip"]
+    with pytest.warns(UserWarning, match="left out of") as reported:
         tool.main([*given, "--on-bad-image", "count", "--workers", "1"])
-    [text] = [str(one.message) for one in told if "left out of" in str(one.message)]
-    assert "1 folder link (" in text and "1 link whose image counts already, 1 of them in another class" in text
+    [text] = [str(one.message) for one in reported if "left out of" in str(one.message)]
+    assert "1 folder link (" in text and "1 link to images already used, 1 of them in another class" in text
     assert "1 file of kinds that are not decoded: 1 .tiff" in text
     frame = pd.read_csv(tmp_path / "out" / "results.csv")
     assert set(frame["n"]) == {12} and set(frame["left_out"]) == {2}
@@ -349,5 +349,5 @@ def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp
     with pytest.raises(SystemExit, match=r"apple/\\xffcut.png: the file is empty"):
         tool.main(given)
     (val / "banana").rename(val / os.fsdecode(b"banane\xff"))
-    with pytest.raises(SystemExit, match=r"no UTF-8.*val/banane\\xff"):
+    with pytest.raises(SystemExit, match=r"not valid UTF-8.*val/banane\\xff"):
         tool.main(given)

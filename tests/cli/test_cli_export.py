@@ -135,15 +135,15 @@ def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
     taken = tmp_path / "taken"
     tool.main([*command, str(taken)])
     (taken / "config.json").write_text("precious")
-    with pytest.raises(SystemExit, match="taken exists; name another or pass --overwrite"):
+    with pytest.raises(SystemExit, match="taken exists; choose another path or pass --overwrite"):
         tool.main([*command, str(taken)])
     assert (taken / "config.json").read_text() == "precious"
     tool.main([*command, str(taken), "--overwrite"])
     assert torch.equal(timm.create_model(f"local-dir:{taken}", pretrained=True).head.weight, model.head.weight)
     (taken / "notes.txt").write_text("mine")
-    with pytest.raises(SystemExit, match=r"holds notes.txt, which is not of an export, and stays"):
+    with pytest.raises(SystemExit, match=r"contains notes.txt, which is not part of an export"):
         tool.main([*command, str(taken), "--overwrite"])
-    with pytest.raises(SystemExit, match=r"last.ckpt is a file and stays"):
+    with pytest.raises(SystemExit, match=r"last.ckpt is a file, which is not overwritten"):
         tool.main([*command, str(path), "--overwrite"])
     assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "taken"] and path.stat().st_size > 1000
 
@@ -173,9 +173,7 @@ def test_what_onnx_cannot_express_is_refused(tmp_path, monkeypatch):
         raise RuntimeError("a page of advice") from ValueError("no operator aten.frobnicate\nand more")
 
     monkeypatch.setattr(torch.onnx, "export", fail)
-    with pytest.raises(
-        RuntimeError, match=r"the exporter has no ONNX for this model: ValueError: no operator aten.frobnicate$"
-    ):
+    with pytest.raises(RuntimeError, match=r"this model cannot be exported to ONNX: ValueError: no operator aten.frobnicate$"):
         export_model(small(), tmp_path / "x.onnx", "onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -191,10 +189,10 @@ def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
 
     assert "no checkpoint at" in error(tmp_path / "none.ckpt", "--format", "onnx")
     assert "writes a .pt2 file, not x.onnx" in error(path, "--format", "exported", "--out", tmp_path / "x.onnx")
-    assert "is no folder; make it first" in error(path, "--format", "exported", "--out", tmp_path / "no" / "x.pt2")
+    assert "is not a folder; create it first" in error(path, "--format", "exported", "--out", tmp_path / "no" / "x.pt2")
     assert "size 7x32 is smaller than one patch of 8x8" in error(path, "--format", "exported", "--size", "7x32")
     one = error(path, "--format", "exported", "--size", "8", "--dynamic-size")
-    assert "size 8x8 leaves one token, which says nothing on other sizes: trace above 8 pixels along a side" in one
+    assert "size 8x8 leaves one token, from which other sizes cannot be traced: use more than 8 pixels" in one
     assert "unknown model 'swin_t'" in error("swin_t", "--weights", path, "--format", "onnx")
     assert "expected a mapping" in error("vitrel_swin_t", "--weights", path, "--format", "onnx", "--model-args", "4")
     monkeypatch.setitem(EXTRAS, "onnx", ("onnx", "onnxruntime_of_nobody"))
@@ -202,9 +200,9 @@ def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
     assert lacking in error(path, "--format", "onnx")
 
     for given, words in [
-        (torch.nn.Linear(2, 2), "vitrel models are exported, not Linear"),
+        (torch.nn.Linear(2, 2), "only vitrel models can be exported, not Linear"),
         (small().train(), r"call model.eval\(\) first"),
-        (small().double(), r"in float32 on the CPU, cls_token is torch.float64 on cpu"),
+        (small().double(), r"export needs float32 on the CPU, but cls_token is torch.float64 on cpu"),
     ]:
         with pytest.raises(ValueError, match=words):
             export_model(given, tmp_path / "x.pt2", "exported", size=32)

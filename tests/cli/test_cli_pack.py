@@ -100,7 +100,7 @@ def test_unreadable_images_are_all_named_and_no_index_is_left(tool, source, tmp_
     assert not (out / "index.json").exists()
     with pytest.raises(ValueError, match=r"index\.json is missing"):
         Shards(out, "train", PREPARE)
-    with pytest.raises(SystemExit, match=r"out exists and is not empty: nothing is overwritten"):
+    with pytest.raises(SystemExit, match=r"out exists and is not empty, and is not overwritten"):
         tool.main([str(source), str(out)])
     tool.main([str(source), str(tmp_path / "unchecked"), "--no-check"])
     assert len(Shards(tmp_path / "unchecked", "train", PREPARE)) == 18
@@ -127,7 +127,7 @@ def test_links_to_folders_are_followed_where_asked(tool, source, tmp_path):
     with pytest.warns(UserWarning, match=r"val: 2 folder links \(.*dog/more, .*dog/up\)"):
         tool.main([str(source), str(tmp_path / "out"), "--splits", "val"])
     assert Shards(tmp_path / "out", "val", PREPARE).class_counts() == [3, 3]
-    with pytest.warns(UserWarning, match="counts already"):
+    with pytest.warns(UserWarning, match="already used"):
         tool.main([str(source), str(tmp_path.parent / "followed"), "--splits", "val", "--follow-links"])
     # all of tmp_path lies behind the link: the training images are found there too, and more.png; its shards are no images
     assert Shards(tmp_path.parent / "followed", "val", PREPARE).class_counts() == [3, 22]

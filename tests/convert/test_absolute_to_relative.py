@@ -95,8 +95,8 @@ def test_a_rotation_is_recovered_from_what_it_does_to_the_logits():
     q, k = (base + 0.3 * torch.randn(4, 2, grid.tokens, 8) for _ in range(2))
     with torch.no_grad():
         known.freqs.mul_(0.2)
-        turned = [rotate(x, *known(grid).rotary) for x in (q, k)]
-        gap = mean_logits(*turned, scale) - mean_logits(q, k, scale)
+        rotated = [rotate(x, *known(grid).rotary) for x in (q, k)]
+        gap = mean_logits(*rotated, scale) - mean_logits(q, k, scale)
         fitted = create_position("rope_mixed", grid, 2, 8)
         fit_rotation(fitted, q, k, gap, scale, grid)
         now = mean_logits(*(rotate(x, *fitted(grid).rotary) for x in (q, k)), scale) - mean_logits(q, k, scale)
@@ -189,12 +189,12 @@ def test_nothing_absolute_is_left():
     model = trained(class_token=False, global_pool="avg", img_size=64)
     ours = absolute_to_relative(model, torch.randn(6, 3, 64, 64))
     image = torch.randn(1, 3, 64, 64)
-    turned = image.unflatten(3, (8, 8)).unflatten(2, (8, 8)).flip(2, 4).flatten(4, 5).flatten(2, 3)  # patches, not pixels
+    flipped = image.unflatten(3, (8, 8)).unflatten(2, (8, 8)).flip(2, 4).flatten(4, 5).flatten(2, 3)  # patches, not pixels
     for block in ours.blocks:  # a table that knows no direction
         table = block.position.relative_position_bias_table
         table.data.copy_((table + table.flip(0)) / 2)
-    torch.testing.assert_close(ours(turned), ours(image), atol=1e-5, rtol=0)
-    assert (model(turned) - model(image)).abs().max() > 1e-3
+    torch.testing.assert_close(ours(flipped), ours(image), atol=1e-5, rtol=0)
+    assert (model(flipped) - model(image)).abs().max() > 1e-3
 
 
 def test_fitting_follows_the_original_more_closely_than_dropping():
@@ -259,7 +259,7 @@ def test_models_of_timm(options):
     ids=["eva02", "rope_vit"],
 )
 def test_rope_of_the_models_own_stays_beside_a_table(options):
-    """An embedding that needs no place leaves nothing to fit, the rotation included; a rotation of ours takes its place."""
+    """An embedding equal at all patches leaves nothing to fit: the rotation stays. A rotation to add replaces the model's."""
     options = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, use_rot_pos_emb=True) | options
     model = Eva(num_classes=5, **options).eval()
     nn.init.normal_(model.pos_embed)
@@ -273,29 +273,29 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
     if "rope_type" in options:
         return
     nn.init.normal_(model.pos_embed)
-    turned = absolute_to_relative(model, images, "rope_mixed")
-    assert [key_of(part) for part in parts_of(turned.blocks[0].position)] == ["rope_mixed"]
-    assert turned(torch.randn(1, 3, 40, 56)).isfinite().all()
+    flipped = absolute_to_relative(model, images, "rope_mixed")
+    assert [key_of(part) for part in parts_of(flipped.blocks[0].position)] == ["rope_mixed"]
+    assert flipped(torch.randn(1, 3, 40, 56)).isfinite().all()
 
 
 def test_refusals():
     model, images = trained(), torch.randn(2, 3, 32, 48)
-    with pytest.raises(ValueError, match="nothing is left to fit: relativize"):
+    with pytest.raises(ValueError, match="leaves nothing to fit: use relativize"):
         absolute_to_relative(model, images, absolute="keep")
     with pytest.raises(ValueError, match="absolute='gone' is unknown; choose one of drop, fade"):
         absolute_to_relative(model, images, absolute="gone")
     with pytest.raises(ValueError, match="needs fade_steps"):
         absolute_to_relative(model, images, absolute="fade")
-    with pytest.raises(ValueError, match="no absolute embedding to convert from: use relativize"):
+    with pytest.raises(ValueError, match="no absolute embedding to convert: use relativize"):
         absolute_to_relative(timm.create_model("vitrel_vit_n8_none"), torch.randn(2, 3, 64, 64))
     with pytest.raises(ValueError, match="the embedding is SinCos, not one learned embedding: use relativize"):
         absolute_to_relative(timm.create_model("vitrel_vit_n8_sincos"), torch.randn(2, 3, 64, 64))
-    with pytest.raises(ValueError, match="'alibi' has nothing to fit; name one of table, factorised, rope_mixed"):
+    with pytest.raises(ValueError, match="'alibi' cannot be fitted; choose table, factorised, rope_mixed"):
         absolute_to_relative(model, images, "alibi")
     post_norm = Eva(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, use_post_norm=True)
-    with pytest.raises(ValueError, match=r"in pre-norm blocks only: pass refit=False"):
+    with pytest.raises(ValueError, match="needs pre-norm blocks: pass refit=False"):
         absolute_to_relative(post_norm, torch.randn(2, 3, 32, 32))
-    with pytest.raises(ValueError, match=r"does not run through scaled_dot_product_attention.*leave out"):
+    with pytest.raises(ValueError, match=r"does not call scaled_dot_product_attention.*leave out"):
         absolute_to_relative(model, images, "shaw+table")
     for bad, text in [
         ("x.jpg", r"one tensor \[B, 3, height, width\] of at least one image, got str"),

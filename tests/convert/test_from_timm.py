@@ -44,12 +44,12 @@ def outcome(model, image, weight):
 
 
 def gradients_apart(own, theirs):
-    """{name of theirs: relative difference} of what has the same name and shape here, with the rows of qkv in any order."""
+    """Return {timm's name: relative difference} of gradients that both models have, with the rows of qkv in any order."""
     found = {}
     for name, g in theirs.items():
         here = own.get("pos_embed.pos_embed" if name == "pos_embed" else name, own.get(name.replace(".attn.", ".position.")))
         if here is not None and here.shape == g.shape and not name.endswith("k_norm.bias"):  # which softmax does not see
-            rows = ".qkv." in name or "_norm." in name  # a rotation may lie otherwise in memory
+            rows = ".qkv." in name or "_norm." in name  # rotary pairs may have another order in memory
             found[name] = apart(*(x.view(len(x), -1).norm(dim=1).sort()[0] if rows else x for x in (here, g)))
     return found
 
@@ -294,7 +294,7 @@ def test_refusals(name):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"unknown model 'vit_base_patch16_22'.*vit_base_patch16_224"):
         vitrel.from_timm("vit_base_patch16_22")
-    with pytest.raises(ValueError, match="num_classes is of a model to be built"):
+    with pytest.raises(ValueError, match="num_classes is for building a model"):
         vitrel.from_timm(peer(VIT), num_classes=5)
     with pytest.raises(TypeError, match="expected a timm or vitrel model, not dict"):
         vitrel.from_timm({})
@@ -307,5 +307,5 @@ def test_with_an_encoding_in_one_call():
     torch.testing.assert_close(ours(image), theirs(image), atol=1e-5, rtol=1e-5)
     dropped = vitrel.from_timm("vit_tiny_patch16_224", position="cpb", absolute="drop", depth=1, position_args=dict(hidden=8))
     assert dropped.pos_embed is None and dropped.arguments["position"] == "cpb"
-    with pytest.raises(ValueError, match="absolute is of a position to add in attention: name it"):
+    with pytest.raises(ValueError, match="absolute needs an encoding to add in attention"):
         vitrel.from_timm(theirs, absolute="drop")

@@ -182,11 +182,11 @@ def test_interface_of_timm(name):
 def test_pooling_that_a_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="global_pool='map' needs a model built with global_pool='map'"):
         relativize(build("vit")).reset_classifier(3, "map")
-    with pytest.raises(ValueError, match="pools its class and distillation token, not 'avg'"):
+    with pytest.raises(ValueError, match="dist_token needs global_pool='token'"):
         relativize(build("deit")).reset_classifier(3, "avg")
     with pytest.raises(ValueError, match="dist_token needs class_token=True and global_pool='token'"):
         ViT(**TINY, dist_token=True, global_pool="avg")
-    with pytest.raises(ValueError, match="are of attention pooling"):
+    with pytest.raises(ValueError, match="need attention pooling"):
         ViT(**TINY, pool_args=dict(num_heads=2))
     with pytest.raises(ValueError, match="needs a position that adds to the tokens; 'table' does not"):
         ViT(**TINY, position="table", absolute_fade=3)
@@ -230,7 +230,7 @@ def test_half_precision(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reg", "deit", "map", "mixed"])
+@pytest.mark.parametrize("name", ["reg", "mixed"])
 def test_compile(name):
     model, counter = randomise(relativize(build(name), absolute="fade", fade_steps=3)), CompileCounter()
     torch._dynamo.reset()
@@ -246,7 +246,7 @@ def test_compile(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reg", "deit", "map", "cat", "dinov3"])
+@pytest.mark.parametrize("name", ["map", "dinov3"])
 def test_export(name):
     model, dynamic = randomise(relativize(build(name))), torch.export.Dim.DYNAMIC
     with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
@@ -261,11 +261,11 @@ REFUSED = [
     (lambda: build("vit"), dict(position="absolute+table"), "'absolute' adds to the tokens, .* attention keys only"),
     (lambda: build("vit"), dict(position="tabel"), "did you mean 'table'"),
     (lambda: build("vit"), dict(position_args=dict(radius=3)), "has no option 'radius'"),
-    (lambda: build("vit"), dict(position_args=dict(init_std=1.0)), "init_std=1.0 has no effect, .* pass zero_init=False"),
+    (lambda: build("vit"), dict(position_args=dict(init_std=1.0)), "init_std=1.0 has no effect .* pass zero_init=False"),
     (lambda: build("vit"), dict(absolute="remove"), "absolute='remove' is unknown; choose one of keep, drop, fade"),
     (lambda: build("vit"), dict(rope="replace"), "rope='replace' is unknown; choose one of keep, drop"),
     (lambda: build("vit"), dict(absolute="fade"), "needs fade_steps"),
-    (lambda: build("vit"), dict(absolute="fade", fade_steps=0), "a whole number from 1, not 0"),
+    (lambda: build("vit"), dict(absolute="fade", fade_steps=0), "of 1 or more, not 0"),
     (lambda: build("vit"), dict(fade_steps=9), "fade_steps=9 needs absolute='fade', not 'keep'"),
     (lambda: build("dinov3"), dict(absolute="fade", fade_steps=9), "needs an absolute embedding, and the model has none"),
     (lambda: build("vit", num_heads=16), dict(position="rope_mixed"), "head width divisible by 4"),
@@ -301,7 +301,7 @@ def test_fade(name):
     x, model = image(), relativize(build(name), absolute="fade", fade_steps=4)
     full, bare = relativize(build(name))(x), relativize(build(name), absolute="drop")(x)
     assert absolute_scale(model) == 1 and torch.equal(model(x), full)
-    with pytest.raises(ValueError, match="still acts, at scale 1: train on, or pass force=True"):
+    with pytest.raises(ValueError, match=r"still has scale 1: train .*, or pass force=True"):
         drop_absolute(model)
     scales = []
     for _ in range(5):

@@ -26,8 +26,8 @@ def both(function, plain, inputs, learned=None):
         own = [None if x is None else x.detach().to(dtype).requires_grad_(ask) for x, ask in zip(inputs, learned, strict=True)]
         out = run(*own)
         weight = torch.cos(torch.arange(out.numel())).view(out.shape).to(dtype)
-        asked = [x for x in own if x is not None and x.requires_grad]
-        found.append([out, *torch.autograd.grad((out * weight).sum(), asked)])
+        requested = [x for x in own if x is not None and x.requires_grad]
+        found.append([out, *torch.autograd.grad((out * weight).sum(), requested)])
     return found
 
 

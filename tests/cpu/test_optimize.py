@@ -208,7 +208,7 @@ def test_attention_is_seen_by_why():
         if torch.backends.mkldnn.is_available():
             assert ": onednn (first of auto+onednn that serves it)" in text and "sdpa: comes after onednn" in text
         model.blocks[0].attn.backend = "reference"
-        assert "1 x" in why(model, image) and ": reference (asked for by name)" in why(model, image)
+        assert "1 x" in why(model, image) and ": reference (given by name)" in why(model, image)
         with use_backend("sdpa"):
             assert "onednn (first" not in why(model, image)
 

@@ -12,7 +12,7 @@ from vitrel.data import Batch, Prepare, ShardBatches, Shards
 from vitrel.data.pack import pack
 
 PLAIN = Prepare((8, 12), (0.0,) * 3, (1.0,) * 3)
-NOT_A_TAR = r"train/00000.tar is no tar file, or a damaged or compressed one"
+NOT_A_TAR = r"train/00000.tar is not a tar file, or it is damaged or compressed"
 
 
 @pytest.fixture
@@ -113,12 +113,12 @@ def test_impossible_headers_are_named(read, part):
 def test_links_and_devices_are_no_images(read, kind):
     link = tarfile.TarInfo("b.png")
     link.type, link.linkname = kind, "/etc/hostname"
-    with pytest.raises(ValueError, match=r"train/00000.tar holds 1 images and index.json says 2"):
+    with pytest.raises(ValueError, match=r"train/00000.tar holds 1 images, but index.json says 2"):
         read(sample("a"), member("b.cls", b"0"), link.tobuf(tarfile.GNU_FORMAT))
 
 
 def test_more_images_than_the_index_says(read):
-    with pytest.raises(ValueError, match=r"train/00000.tar holds 5 images and index.json says 2"):
+    with pytest.raises(ValueError, match=r"train/00000.tar holds 5 images, but index.json says 2"):
         read(*map(sample, "abcde"))
 
 

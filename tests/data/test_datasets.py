@@ -41,7 +41,7 @@ def test_a_region_changes_where_shapes_lie():
 
 
 def test_what_does_not_apply_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="mirroring changes the label"):
+    with pytest.raises(ValueError, match="mirroring would change"):
         create_dataset("shapes", "train", (64, 64), **CFG, augment=Augmentation())
     with pytest.raises(ValueError, match="evaluation images are not augmented"):
         create_dataset(str(tmp_path), "val", (64, 64), **CFG, augment=Augmentation())
@@ -49,7 +49,7 @@ def test_what_does_not_apply_is_refused(tmp_path):
         create_dataset("shapes", "test", (64, 64), **CFG)
     with pytest.raises(TypeError, match="protocl"):
         create_dataset("shapes", "val", (64, 64), **CFG, protocl="canvas")
-    with pytest.raises(ValueError, match="data is 'shapes' or a folder"):
+    with pytest.raises(ValueError, match="data must be 'shapes', a folder"):
         create_dataset(str(tmp_path / "shape"), "train", (64, 64), **CFG)
 
 

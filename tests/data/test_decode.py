@@ -290,8 +290,8 @@ def test_the_limit_names_the_sides(kind, nothing_decodes):
     [
         ({"decoder": "opencv"}, "unknown decoder 'opencv'; use one of torchvision, pillow"),
         ({"on_bad": "skip"}, "unknown on_bad 'skip'; use one of raise, replace, leave_out"),
-        ({"max_pixels": HARD_LIMIT + 1}, "max_pixels lies between 1 and 178,956,970"),
-        ({"bad_limit": 0}, "bad_limit is at least 1"),
+        ({"max_pixels": HARD_LIMIT + 1}, "max_pixels must be between 1 and 178,956,970"),
+        ({"bad_limit": 0}, "bad_limit must be at least 1"),
     ],
 )
 def test_settings_are_checked(settings, text):

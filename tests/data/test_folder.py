@@ -103,7 +103,7 @@ def test_canvas_keeps_pixels_shows_more_content_and_pads_with_the_mean():
     [
         ({"interpolation": "lanczos"}, "unknown interpolation 'lanczos'; use one of bicubic, bilinear"),
         ({"protocol": "stretch"}, "unknown protocol 'stretch'; use 'scale', 'canvas' or 'native'"),
-        ({"crop_pct": 0.0}, "0 < crop_pct <= 1, not 0.0"),
+        ({"crop_pct": 0.0}, "0 < crop_pct <= 1 .* not 0.0"),
         ({"protocol": "canvas"}, "give base_size"),
     ],
 )
@@ -123,12 +123,12 @@ def test_items_and_classes(root):
 def test_a_subset_is_drawn_by_the_seed(root):
     pick = [[p for p, _ in Folder(root, "train", identity, n=3, seed=s).samples] for s in (0, 0, 1)]
     assert pick[0] == pick[1] != pick[2] and len(set(pick[0])) == 3
-    with pytest.raises(ValueError, match="holds 6 images, 7 were asked for"):
+    with pytest.raises(ValueError, match=r"holds 6 images: .* not 7"):
         Folder(root, "train", identity, n=7)
 
 
 def test_missing_folders_say_which_layout_is_expected(tmp_path):
-    with pytest.raises(ValueError, match=r"'shapes' or a folder laid out as .*/train/<class>/\*.jpg and .*/val/<class>"):
+    with pytest.raises(ValueError, match=r"'shapes', a folder with the layout .*/train/<class>/\*.jpg and .*/val/<class>"):
         folder_classes(tmp_path / "nowhere")
 
 
@@ -188,16 +188,16 @@ def test_an_unreadable_image_is_replaced_by_the_next_with_its_label(damaged):
 
 
 def test_a_replaced_image_is_augmented_as_the_one_asked_for(damaged):
-    asked = []
+    requested = []
 
     def augment(image, epoch, index, repeat, size):
-        asked.append((epoch, index, repeat, size))
+        requested.append((epoch, index, repeat, size))
         return image
 
     data = Folder(damaged, "train", plain(), augment, reading=Reading(on_bad="replace"))
     data.set_epoch(7)
     data[1], data[Draw(1, (16, 48), 2)], data[np.int64(4)]
-    assert asked == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
+    assert requested == [(7, 1, 0, None), (7, 1, 2, (16, 48)), (7, 4, 0, None)]
 
 
 def test_too_many_in_a_row_stop(damaged):
@@ -294,11 +294,11 @@ def test_links_that_are_followed_give_each_file_once_under_its_own_class(root, t
     link(root / "train" / "dog" / "again", store / "more")
     link(root / "train" / "dog" / "up", "..")
     link(root / "train" / "cat" / "up", "..")
-    with pytest.warns(UserWarning, match="left out of") as told:
+    with pytest.warns(UserWarning, match="left out of") as reported:
         data = Folder(root, "train", identity, reading=Reading(follow_links=follow))
     assert sorted(names(data)) == sorted([*ORDINARY, *[("dog/again/sub/7.png", 1)] * follow])
-    text = str(told[0].message)
-    assert ("folder links" in text) != follow and ("counts already" in text) == follow
+    text = str(reported[0].message)
+    assert ("folder links" in text) != follow and ("already used" in text) == follow
 
 
 def test_class_folders_and_images_may_be_links(root, tmp_path_factory):
@@ -325,9 +325,7 @@ def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
     link(train / "dog" / "x.png", store / "7.png")
     link(train / "dog" / "y.png", store / "to 7.png")
     link(train / "dog" / "z.png", train.resolve() / ".." / "train" / "dog" / "x.png")
-    with pytest.warns(
-        UserWarning, match=r"3 links whose image .* 1 of them in another class \(.*0 is dog 1.png is .*dog/1.png"
-    ):
+    with pytest.warns(UserWarning, match=r"3 links to images .* 1 of them in another class \(.*0 is dog 1.png is .*dog/1.png"):
         data = Folder(root, "train", identity)
     assert names(data) == [*ORDINARY, ("dog/x.png", 1)]
     os.link(train / "cat" / "0.png", train / "cat" / "9.png")  # as a copy is, which it may be to save room
@@ -337,9 +335,7 @@ def test_one_file_counts_once_whatever_links_lead_to_it(root, tmp_path_factory):
 def test_two_class_folders_that_are_one_are_refused(root):
     for split in ("train", "val"):
         link(root / split / "kitten", "cat")
-    with pytest.raises(
-        ValueError, match=r"without images in .*train: kitten; .*links whose image counts already.*another class"
-    ):
+    with pytest.raises(ValueError, match=r"without images in .*train: kitten; .*links to images already used.*another class"):
         Folder(root, "train", identity)
 
 
@@ -366,7 +362,7 @@ def test_loops_of_links_are_unreadable_images_or_left_out_or_refused(root):
     assert [data.name(i).split("train/")[1] for i in data.bad_indices()] == ["cat/a.png", "cat/b.png", "cat/gone.png"]
     with pytest.raises(BadImage, match=r"cannot decode .*cat/a.png: Too many levels of symbolic links; repair"):
         Folder(root, "train", plain())[3]
-    with pytest.raises(ValueError, match=r"cannot be read, .*cat/round \(a link that leads nowhere\)"):
+    with pytest.raises(ValueError, match=r"cannot be read, .*cat/round \(a broken link\)"):
         Folder(root, "train", plain(), reading=Reading(follow_links=True))
 
 
@@ -374,7 +370,7 @@ def test_loops_of_links_are_unreadable_images_or_left_out_or_refused(root):
 def test_a_class_folder_that_is_a_link_to_nothing_is_not_a_class_less(root, target):
     for split in ("train", "val"):
         link(root / split / "emu", target)
-    with pytest.raises(ValueError, match=r"links among class folders that lead nowhere.*: .*train/emu; mend or remove"):
+    with pytest.raises(ValueError, match=r"broken links among the class folders: .*train/emu; repair or remove"):
         folder_classes(root)
 
 
@@ -409,13 +405,13 @@ def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(roo
         save(train / "cat" / f"x{i}.{kind}", i)
     for name in ("a.tiff", "b.TIFF", "c.heic", "README", ".DS_Store"):
         (train / "dog" / name).write_bytes(b"?")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         data = Folder(root, "train", plain())
         again = pickle.loads(pickle.dumps(data))  # as to a loader process
         Folder(root, "train", plain((8, 8)))
     assert len(data) == len(again) == 12 and all(label >= 0 for _, label in data)
-    [text] = [str(one.message) for one in told]
+    [text] = [str(one.message) for one in reported]
     assert "5 files of kinds that are not decoded" in text
     for part in ("2 .tiff (", "dog/a.tiff)", "1 .heic (", "2 no suffix (", "dog/.DS_Store)"):
         assert part in text
@@ -460,12 +456,12 @@ def test_a_class_or_a_root_whose_name_is_no_utf8_is_refused_with_its_name(root):
         lambda data: create_dataset(data, "val", (8, 8), **RAW),
         lambda data: Folder(data, "val", plain()),
     ):
-        with pytest.raises(ValueError, match="no UTF-8") as caught:
+        with pytest.raises(ValueError, match="not valid UTF-8") as caught:
             ask(str(root))
         assert b"train/caf\\xe9" in str(caught.value).encode() and "rename" in str(caught.value)
     odd = root / f"{NO_TEXT} data"
     (root / "val").rename(save(odd / "x.png").parent / "val")
-    with pytest.raises(ValueError, match=r"path of the data is no UTF-8: .*caf\\xe9 data; .* rename"):
+    with pytest.raises(ValueError, match=r"path of the data is not valid UTF-8: .*caf\\xe9 data; .* rename"):
         class_names(str(odd))
 
 

@@ -143,17 +143,17 @@ def test_a_set_that_is_not_there_is_not_fetched(name, tmp_path, monkeypatch):
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", fail)
-    with pytest.raises(ValueError, match=rf"{name} is not in {tmp_path}: Dataset not found.* Give download=True to fetch it"):
+    with pytest.raises(ValueError, match=rf"{name} is not in {tmp_path}: Dataset not found.* Set download=True to download it"):
         create_dataset(f"{name}:{tmp_path}", "val", (8, 8), **RAW)
 
 
 def test_download_is_handed_on(mnist, monkeypatch):
-    asked = []
-    monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda self: asked.append(self.root))
+    requested = []
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda self: requested.append(self.root))
     create_dataset(f"mnist:{mnist}", "val", (8, 8), **RAW)
-    assert asked == []
+    assert requested == []
     create_dataset(f"mnist:{mnist}", "val", (8, 8), **RAW, download=True)
-    assert asked == [str(mnist)]
+    assert requested == [str(mnist)]
 
 
 def test_unknown_sets(tmp_path):

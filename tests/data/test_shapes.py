@@ -216,14 +216,14 @@ def test_normalised_by_mean_and_std():
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"n": 0}, r"n \(0\) is at least 1"),
+        ({"n": 0}, r"n \(0\) must be at least 1"),
         ({"seed": -1}, r"seed \(-1\) at least 0"),
         ({"protocol": "zoom"}, "unknown protocol 'zoom'; use 'scale' or 'canvas'"),
-        ({"size": 4}, "size is a side or .* at least 8, not 4"),
-        ({"base": (0, 64), "protocol": "canvas"}, "base is a side"),
+        ({"size": 4}, "size must be a side or .* at least 8, not 4"),
+        ({"base": (0, 64), "protocol": "canvas"}, "base must be a side"),
         ({"size": 32, "protocol": "canvas"}, "objects do not fit: the canvas protocol at 32x32 px .* 32x32 units.* needs 46"),
         ({"region": (0.0, 0.0, 1.0, 0.5)}, "objects do not fit: the scale protocol .* leave 64x32 units"),
-        ({"region": (0.5, 0.0, 0.2, 1.0)}, "region is .* 0 <= top < bottom <= 1"),
+        ({"region": (0.5, 0.0, 0.2, 1.0)}, "region must be .* 0 <= top < bottom <= 1"),
     ],
 )
 def test_errors_name_the_way_out(kwargs, text):

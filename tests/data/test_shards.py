@@ -111,7 +111,7 @@ def test_create_dataset_knows_shards(packed):
     assert isinstance(data, Shards) and data[3][0].shape == (3, 16, 16) and data[Draw(3, (4, 6))][0].shape == (3, 4, 6)
     assert class_names(str(packed)) == ["cat", "dog"]
     for address in ("pipe:cat shards.tar", "s3://bucket/train", "http://host/a.tar"):
-        with pytest.raises(ValueError, match=r"neither a folder nor a set by name.*they run commands or use the network"):
+        with pytest.raises(ValueError, match=r"neither a folder nor a known set.*they run commands or use the network"):
             create_dataset(address, "val", (16, 16), **RAW)
 
 
@@ -256,13 +256,13 @@ def test_evaluation_sees_each_image_once_and_fills_up(packed, world, workers):
 
 def test_plans_that_do_not_fit_are_refused(packed):
     shards = Shards(packed, "train", plain())
-    with pytest.raises(ValueError, match=r"the plan takes 102 images and .*train holds 50: plan fewer batches"):
+    with pytest.raises(ValueError, match=r"the plan takes 102 images, but .*train holds 50: plan fewer batches"):
         next(iter(ShardBatches(shards, lambda e: [Batch(51)], 0, 2)))
     with pytest.raises(ValueError, match=r"takes 49 of the 50 images .* evaluation needs all"):
         next(iter(ShardBatches(shards, lambda e: [Batch(49)], shuffle=False)))
-    with pytest.raises(ValueError, match="streamed whole: leave out n"):
+    with pytest.raises(ValueError, match="streamed completely: leave out n"):
         ShardBatches(Shards(packed, "train", plain(), n=3), uneven)
-    with pytest.raises(ValueError, match=r"rank \(2\) lies between 0 and world \(2\)"):
+    with pytest.raises(ValueError, match=r"rank \(2\) must be .* below world \(2\)"):
         ShardBatches(shards, uneven, 2, 2)
 
 
@@ -327,7 +327,7 @@ def test_names_that_are_no_utf8_are_shown_escaped_and_classes_refused(root):
         Shards(root, "train", plain())[0]
     index = json.loads((root / "index.json").read_text())
     (root / "index.json").write_text(json.dumps(index | {"classes": [odd, "dog"]}))
-    with pytest.raises(ValueError, match=r"index.json names classes that are no UTF-8: caf\\xe9; rename"):
+    with pytest.raises(ValueError, match=r"index.json: class names are not valid UTF-8: caf\\xe9; rename"):
         class_names(str(root))
 
 
@@ -368,9 +368,9 @@ def test_only_images_and_labels_are_read_and_nothing_is_written(root, tmp_path, 
     [
         ([("0.cls", b"2"), ("0.png", b"")], "train/00000.tar: 0 has label 2, but there are 2 classes; pack it again"),
         ([("0.cls", b"-1"), ("0.png", b"")], r"train/00000.tar: 0.cls is not a class number: b'-1'"),
-        ([("0.png", b"")], "train/00000.tar: 0 is not one image and its .cls"),
-        ([("0.cls", b"0"), ("0.png", b""), ("0.jpg", b"")], "train/00000.tar: 0 is not one image and its .cls"),
-        ([("0.cls", b"0"), ("0.png", b"")], "00000.tar holds 1 images and index.json says 7"),
+        ([("0.png", b"")], "train/00000.tar: 0: a sample must be one image and its .cls"),
+        ([("0.cls", b"0"), ("0.png", b""), ("0.jpg", b"")], "train/00000.tar: 0: a sample must be one image and its .cls"),
+        ([("0.cls", b"0"), ("0.png", b"")], "00000.tar holds 1 images, but index.json says 7"),
     ],
 )
 def test_damaged_samples_are_named(root, content, text):
@@ -400,11 +400,11 @@ def test_missing_changed_and_compressed_shards(root):
     whole = path.read_bytes()
     path.write_bytes(whole[:-1024])
     with pytest.raises(
-        ValueError, match=rf"shard .*00002.tar has {len(whole) - 1024:,} bytes and index.json says {len(whole):,}"
+        ValueError, match=rf"shard .*00002.tar has {len(whole) - 1024:,} bytes, but index.json says {len(whole):,}"
     ):
         Shards(root, "train", plain())
     path.write_bytes(b"\x1f\x8b" + whole[2:])
-    with pytest.raises(ValueError, match=r"00002.tar is no tar file, or a damaged or compressed one"):
+    with pytest.raises(ValueError, match=r"00002.tar is not a tar file, or it is damaged or compressed"):
         Shards(root, "train", plain()).name(20)
     with pytest.raises(ValueError, match=r"00002.tar has changed since it was packed"):
         Shards(root, "train", plain()).verify()
@@ -416,8 +416,8 @@ def test_missing_changed_and_compressed_shards(root):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda i: i.update(format=2), "has format 2, and this version reads 1"),
-        (lambda i: i.update(classes=["dog", "cat"]), "does not list its classes once each and sorted"),
+        (lambda i: i.update(format=2), "has format 2, but this version reads format 1"),
+        (lambda i: i.update(classes=["dog", "cat"]), "list of classes is empty, not sorted or has duplicates"),
         (lambda i: i.update(classes=["cat"]), "counts of train do not fit its classes"),
         (
             lambda i: i["splits"]["train"]["counts"].reverse() or i["splits"]["val"]["counts"].append(0),
@@ -442,5 +442,5 @@ def test_no_index_and_no_json(root):
     with pytest.raises(ValueError, match=r"index.json is damaged \(JSONDecodeError"):
         Shards(root, "train", plain())
     (root / "index.json").unlink()
-    with pytest.raises(ValueError, match=r"index.json is missing: .* was not packed to its end"):
+    with pytest.raises(ValueError, match=r"index.json is missing: .* was not packed completely"):
         Shards(root, "train", plain())

@@ -35,6 +35,8 @@ def test_site_builds_with_search_and_generated_pages(site):
         page = (site / "encodings" / f"{key}.html").read_text("utf-8")
         assert "At a larger grid" in page and "double loop" in page and f"encodings/{key}.html" in search
         assert (site / "encodings" / f"{key}.png").stat().st_size > 5_000
+    assert "explorer.html" in (site / "how_to" / "pictures.html").read_text("utf-8")
+    assert "vitrel explorer" in (site / "explorer.html").read_text("utf-8")
     line = (site / "reference" / "command_line.html").read_text("utf-8")
     assert all(f"vitrel {name}" in line for name in COMMANDS)
     assert "absolute_to_relative" in (site / "reference" / "api.html").read_text("utf-8")

@@ -34,15 +34,15 @@ class Noise(Dataset):
 @pytest.fixture
 def noise(monkeypatch):
     """Replaces the data sets by Noise and records what was asked for."""
-    asked = []
+    requested = []
 
     def create(data, split, size, **how):
-        asked.append({"data": data, "split": split, "size": size, **how})
+        requested.append({"data": data, "split": split, "size": size, **how})
         return Noise(size, how["n"])
 
     monkeypatch.setattr(images, "create_dataset", create)
     monkeypatch.setattr(Noise, "decoded", 0)
-    Noise.asked = asked
+    Noise.requested = requested
     return Noise
 
 

@@ -170,8 +170,8 @@ def test_where_the_data_lie_may_be_said_beside_the_file(load, tmp_path, monkeypa
         load(data="path/to/flowers")
     path = tmp_path / "trial.yaml"
 
-    def found(asked):
-        return [(one.name, one.data) for one in load_comparison(path, asked)]
+    def found(requested):
+        return [(one.name, one.data) for one in load_comparison(path, requested)]
 
     # one data set may lie anywhere
     assert found(str(tmp_path / "elsewhere" / "images")) == [("trial", str(tmp_path / "elsewhere" / "images"))]
@@ -179,10 +179,10 @@ def test_where_the_data_lie_may_be_said_beside_the_file(load, tmp_path, monkeypa
     path.write_text(path.read_text().replace("data: path/to/flowers", "data: [path/to/flowers, images, shapes]"))
     assert found("elsewhere/flowers") == [("trial/flowers", "elsewhere/flowers")]
     assert found("images") == [("trial/images", "images")]  # the others need not be there
-    for asked, told in [("./elsewhere", "its name"), ("none/flowers", "no such folder"), ("birds", "--data birds")]:
+    for requested, reported in [("./elsewhere", "its name"), ("none/flowers", "no such folder"), ("birds", "--data birds")]:
         with pytest.raises(ValueError, match="the data of this configuration are flowers, images, shapes") as caught:
-            found(asked)
-        assert told in str(caught.value)
+            found(requested)
+        assert reported in str(caught.value)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -196,11 +196,13 @@ def test_classes_add_up_to_the_row(trained, noise):
 
 def test_every_crop_is_evaluated_and_refers_to_its_own_training_size(trained, noise):
     model = trained("vitrel_vit_n8_none", crop_pct=0.8)
-    asked = [(task.size, task.crop_pct) for task in tasks_of([model], sweep(sizes=((48, 48),), protocols=("scale",)))]
-    assert asked == [((32, 32), 0.8), ((48, 48), 0.8)]  # the model's own
+    requested = [(task.size, task.crop_pct) for task in tasks_of([model], sweep(sizes=((48, 48),), protocols=("scale",)))]
+    assert requested == [((32, 32), 0.8), ((48, 48), 0.8)]  # the model's own
     rows = [one.row for one in evaluate_rows([model], sweep(sizes=((48, 48),), crop_pct=(1, 0.5)))]
     assert [row["crop_pct"] for row in rows] == [1.0, 0.5] * 4
-    assert {(asked["crop_pct"], asked["size"]) for asked in noise.asked} == {(c, (s, s)) for c in (1.0, 0.5) for s in (32, 48)}
+    assert {(requested["crop_pct"], requested["size"]) for requested in noise.requested} == {
+        (c, (s, s)) for c in (1.0, 0.5) for s in (32, 48)
+    }
     assert all(row["retention"] == 1 for row in rows[:4])
 
 

@@ -187,10 +187,10 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     assert other["resized"] != "nothing" and other["attention_entropy"] > 0
     costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
     assert min(costs.values()) < other["gflops"] < max(costs.values())
-    told = policies.telling_shapes(Counter(sizes))
-    assert {min(sizes, key=lambda s: s[0] / s[1]), max(sizes, key=lambda s: s[0] / s[1])} <= set(told)
+    reported = policies.telling_shapes(Counter(sizes))
+    assert {min(sizes, key=lambda s: s[0] / s[1]), max(sizes, key=lambda s: s[0] / s[1])} <= set(reported)
     shown = Counter(sizes)
-    mean = sum(costs[size] * shown[size] for size in told) / sum(shown[size] for size in told)
+    mean = sum(costs[size] * shown[size] for size in reported) / sum(shown[size] for size in reported)
     assert other["gflops"] == pytest.approx(mean, abs=1e-4)
 
 
@@ -304,9 +304,9 @@ def test_models_that_cannot_are_refused_before_anything_runs(folder, monkeypatch
     with pytest.raises(ValueError, match="--protocols scale canvas"):
         at_sizes(fixed, str(folder), [32], protocols=["native"], **HOW)
     convolutions = timm.create_model("resnet10t", num_classes=3).eval()
-    for asked in ({"sizes": ["9t"], "protocols": ["scale"]}, {"sizes": [32], "protocols": ["native"]}):
+    for requested in ({"sizes": ["9t"], "protocols": ["scale"]}, {"sizes": [32], "protocols": ["native"]}):
         with pytest.raises(ValueError, match="patch_size"):
-            at_sizes(convolutions, str(folder), asked.pop("sizes"), **asked, **HOW)
+            at_sizes(convolutions, str(folder), requested.pop("sizes"), **requested, **HOW)
     with pytest.raises(ValueError, match="scale"):
         at_sizes(fixed, lambda size: Pictures(), [32], protocols=["native"], **HOW)
 

@@ -116,7 +116,7 @@ def test_an_interval_over_seeds_is_no_narrower_than_that_of_the_images_or_the_se
 
 def test_other_images_or_labels_are_refused_by_name():
     one = predicted("ab", (5, 5))
-    for images, told in (
+    for images, reported in (
         (
             ImageList([*one.images.names[:-1], "new.jpg"], one.images.classes),
             r"2 are in .* alone, such as 'b/19\.jpg'",
@@ -124,7 +124,7 @@ def test_other_images_or_labels_are_refused_by_name():
         (ImageList(one.images.names[::-1], one.images.classes), "in another order"),
         (ImageList(one.images.names, ["a", "c"]), "classes differ"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             compare_pairs(one, replace(one, images=images))
     labels = one.labels.copy()
     labels[2] = 1

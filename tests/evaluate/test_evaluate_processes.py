@@ -146,7 +146,7 @@ def test_nothing_readable_is_an_error(trained, noise, unreadable, rows_of):
 
 def test_the_data_set_is_told_to_leave_them_out(trained, noise, rows_of):
     [*_] = rows_of([trained("vitrel_vit_n8_none")], sweep(on_bad_image="count"))
-    assert all(asked["reading"] == Reading(on_bad="leave_out") for asked in noise.asked)
+    assert all(requested["reading"] == Reading(on_bad="leave_out") for requested in noise.requested)
     with pytest.raises(ValueError, match="on_bad_image is raise or count, got 'skip'"):
         sweep(on_bad_image="skip")
 
@@ -204,18 +204,18 @@ def test_one_failure_ends_all(monkeypatch):
 
 
 def test_more_processes_than_gpus_are_told(monkeypatch):
-    asked = []
+    requested = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_device", requested.append)
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        asked.clear()
+        requested.clear()
         with processes.joined():
-            assert asked == device
+            assert requested == device
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match="no device cuda:3 here: 2 GPUs are seen; start at most 2 processes, or use cpu"):
             sweep(device=device)
@@ -239,8 +239,21 @@ def folder(tmp_path, checkpoint):
 def tool(folder, world, out, *more):
     """Runs `vitrel evaluate` there; (status, what it printed, its rows)."""
     launched = ["torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m"] if world > 1 else []
-    asked = ["last.ckpt", "--data", "data", "--size", "48", "--device", "cpu", "--batch-size", "2", "--out", out, "--no-report"]
-    command = [sys.executable, "-m", *launched, "vitrel", "evaluate", *asked, *more]
+    requested = [
+        "last.ckpt",
+        "--data",
+        "data",
+        "--size",
+        "48",
+        "--device",
+        "cpu",
+        "--batch-size",
+        "2",
+        "--out",
+        out,
+        "--no-report",
+    ]
+    command = [sys.executable, "-m", *launched, "vitrel", "evaluate", *requested, *more]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command, cwd=folder, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
@@ -339,7 +352,7 @@ def test_processes_of_this_machine_share_the_work_and_the_threads(request, start
         (tell, (Exits(),), "a process of the evaluation ended before it began"),
     ],
 )
-def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, arguments, told):
-    with pytest.raises(processes.OtherProcessError, match=told), processes.shared_with(1, work, *arguments):
+def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, arguments, reported):
+    with pytest.raises(processes.OtherProcessError, match=reported), processes.shared_with(1, work, *arguments):
         processes.on_all(lambda: 1)
     assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()

@@ -181,14 +181,14 @@ def other_weights(model):
         (lambda model: replace(other_weights(model), label="new"), {"n": 7}, "n_asked: none there, 7 now"),
     ],
 )
-def test_what_may_not_stand_in_one_table_is_refused_before_anything_runs(model, noise, tmp_path, change, given, told):
+def test_what_may_not_stand_in_one_table_is_refused_before_anything_runs(model, noise, tmp_path, change, given, reported):
     run_sweep([model], sweep(48), tmp_path)
     before, noise.decoded = files_of(tmp_path), 0
     with pytest.raises(ValueError, match=r"--out.*--replace") as caught:
         run_sweep([change(model)], sweep(24, **given), tmp_path)
-    assert told in str(caught.value) and str(tmp_path) in str(caught.value) and "Nothing was computed" in str(caught.value)
+    assert reported in str(caught.value) and str(tmp_path) in str(caught.value) and "Nothing was computed" in str(caught.value)
     assert noise.decoded == 0 and files_of(tmp_path) == before
-    assert told in describe_tasks([change(model)], sweep(24, **given), tmp_path)
+    assert reported in describe_tasks([change(model)], sweep(24, **given), tmp_path)
 
 
 @pytest.fixture
@@ -214,30 +214,30 @@ def test_data_that_changed_are_noticed(trained, pictures, tmp_path):
     same = run_sweep([model], sweep(48, data=str(moved), batch_size=2), out)
     assert [row["infer_samples_per_sec"] for row in same] == [row["infer_samples_per_sec"] for row in first]
     moved.rename(pictures)
-    file, asked = pictures / "val" / "left" / "0.png", sweep(48, 24, data=str(pictures))
+    file, requested = pictures / "val" / "left" / "0.png", sweep(48, 24, data=str(pictures))
     before = file.read_bytes()
 
-    def told():
+    def reported():
         with pytest.raises(ValueError, match=f"the data changed: {pictures} holds other") as caught:
-            run_sweep([model], asked, out)
+            run_sweep([model], requested, out)
         return "Nothing was computed" in str(caught.value)
 
     Image.fromarray(np.full((40, 48, 3), 81, np.uint8)).save(file)
-    assert file.stat().st_size == len(before) and told()  # a file of the same size
+    assert file.stat().st_size == len(before) and reported()  # a file of the same size
     file.rename(pictures / "val" / "right" / "9.png")
-    assert told()
+    assert reported()
     (pictures / "val" / "right" / "9.png").unlink()
     file.write_bytes(before)
-    assert len(run_sweep([model], asked, out)) == 3
+    assert len(run_sweep([model], requested, out)) == 3
 
 
 def test_attention_of_other_numbers_of_images_is_made_again(trained, noise):
     model, one = trained("vitrel_vit_n8_table"), dict(sizes=((32, 32),), protocols=("scale",))
     [done] = evaluate_rows([model], small_sweep(**one, attention_n=2))
-    for asked, times in ((0, 0), (2, 0), (3, 12 + 3)):
+    for requested, times in ((0, 0), (2, 0), (3, 12 + 3)):
         noise.decoded = 0
-        list(evaluate_rows([model], small_sweep(**one, attention_n=asked), [done]))
-        assert noise.decoded == times, asked
+        list(evaluate_rows([model], small_sweep(**one, attention_n=requested), [done]))
+        assert noise.decoded == times, requested
 
 
 def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
@@ -252,9 +252,9 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     (tmp_path / "last.ckpt").write_text("not of the evaluation")
     (tmp_path / "claims.md").write_text("- **It holds.** This is so.")
     capsys.readouterr()
-    changed, asked = other_weights(model), sweep(48, n=7)
-    assert "3 other rows there would be moved aside" in describe_tasks([changed], asked, tmp_path, replace=True)
-    rows = run_sweep([changed], asked, tmp_path, replace=True)
+    changed, requested = other_weights(model), sweep(48, n=7)
+    assert "3 other rows there would be moved aside" in describe_tasks([changed], requested, tmp_path, replace=True)
+    rows = run_sweep([changed], requested, tmp_path, replace=True)
     printed = capsys.readouterr().out.replace("\n", " ")
     assert "3 of the 3 rows" in printed and "other weights" in printed and str(tmp_path / "replaced-1") in printed
     assert len(rows) == 2 and {row["n"] for row in rows} == {7} and sizes_of(tmp_path) == {"32x32", "48x48"}
@@ -265,7 +265,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists() and (aside / "claims.md").exists()
     assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()
     noise.decoded = 0
-    run_sweep([changed], asked, tmp_path, replace=True)  # the same again moves nothing
+    run_sweep([changed], requested, tmp_path, replace=True)  # the same again moves nothing
     assert noise.decoded == 0 and not (tmp_path / "replaced-2").exists() and "are not asked for" not in capsys.readouterr().out
     run_sweep([changed], sweep(24, n=7), tmp_path, replace=True)
     assert sizes_of(tmp_path) == {"32x32", "24x24"} and sizes_of(tmp_path / "replaced-2") == {"32x32", "48x48"}
@@ -274,9 +274,9 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
 
 def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
     models = [trained("vitrel_vit_n8_table", label=label) for label in ("a", "b")]
-    asked = dict(policies=("clip",), n=4)
-    run_sweep(models, sweep(48, **asked), tmp_path, report=True)
-    run_sweep(models[:1], sweep(24, **asked), tmp_path, report=True)
+    requested = dict(policies=("clip",), n=4)
+    run_sweep(models, sweep(48, **requested), tmp_path, report=True)
+    run_sweep(models[:1], sweep(24, **requested), tmp_path, report=True)
     stored = json.loads(gzip.decompress((tmp_path / "pictures.json.gz").read_bytes()))
     found = {one["label"]: one for one in stored["models"]}
     for kind in ("lattices", "maps"):
@@ -288,7 +288,7 @@ def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
     # pictures alone, of whatever weights, are not taken for those of new rows
     for path in tmp_path.glob("*.csv"):
         path.unlink()
-    run_sweep(models[:1], sweep(24, **asked), tmp_path, report=True)
+    run_sweep(models[:1], sweep(24, **requested), tmp_path, report=True)
     stored = json.loads(gzip.decompress((tmp_path / "pictures.json.gz").read_bytes()))
     assert [one["label"] for one in stored["models"]] == ["a"]
     assert {item["size"] for item in stored["models"][0]["lattices"]} == {"32x32", "24x24"}
@@ -521,14 +521,14 @@ def test_a_data_set_is_prepared_as_a_folder_is(plain_model, kind):
 
 
 def test_a_function_from_size_to_data_is_taken_as_it_is(plain_model):
-    asked = []
+    requested = []
 
     def data(size):
-        asked.append(size)
+        requested.append(size)
         return [(torch.full((3, *size), 0.1 * i), i % 3) for i in range(5)]
 
     frame = at_sizes(plain_model, data, [24, 32], **HOW)
-    assert frame["img_size"].tolist() == ["32x32", "24x24"] and set(asked) == {(32, 32), (24, 24)}
+    assert frame["img_size"].tolist() == ["32x32", "24x24"] and set(requested) == {(32, 32), (24, 24)}
     assert set(frame["n"]) == {5} and set(frame["data"]) == {"function"}
     with pytest.raises(ValueError, match=r"decides itself how images fill a size: protocols=\('scale',\)"):
         at_sizes(plain_model, data, [24], protocols=("scale", "canvas"), **HOW)

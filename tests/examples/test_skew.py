@@ -72,7 +72,7 @@ def test_compiles_and_exports():
 def test_refusals():
     with pytest.raises(ValueError, match="along one axis, 'h' or 'w', not 'hw'"):
         skew(torch.zeros(12, 35), Grid(3, 4), "hw")
-    with pytest.raises(ValueError, match=r"7 offset classes, the grid \(3, 4, 0\) has 5 along 'h'"):
+    with pytest.raises(ValueError, match=r"7 offset classes, but Grid\(h=3, w=4, prefix=0\) has 5 along 'h'"):
         skew(torch.zeros(12, 7), Grid(3, 4), "h")
     for m in (5, 14):
         with pytest.raises(ValueError, match=f"{m} queries are neither all 13 tokens of the grid nor its last whole rows of 4"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import oracles
-from examples.two_stream import permutation_masks, two_stream_attention
+from examples.two_stream import PatchPredictor, permutation_masks, train, two_stream_attention
 from helpers.variants import make, oracle_logits, perturbed, serving
 from vitrel import Grid, Terms
 
@@ -101,9 +101,47 @@ def test_two_stream_refusals():
     for order in ([0, 1, 2, 3, 4, 4], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1, 2, 3, 4, 5, 6]):
         with pytest.raises(ValueError, match=r"must be a permutation of 0\.\.5, such as torch\.randperm\(6\)"):
             two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.tensor(order))
-    with pytest.raises(ValueError, match="both streams hold one query for each token of the order"):
+    with pytest.raises(ValueError, match="both streams need one query for each token of the order"):
         two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.arange(5))
     with pytest.raises(ValueError, match=r"an order of shape \(3, 6\) for a batch of 1: give \[M\] for all, or \[B, M\]"):
         two_stream_attention(q, q, q, q, Terms(), Grid(2, 3), torch.arange(6).repeat(3, 1))
     with pytest.raises(ValueError, match="4 keys, but an order of 6 tokens"):
         permutation_masks(torch.arange(6), 4)
+
+
+def test_a_prediction_knows_the_patches_before_it_and_no_others():
+    """A change of the pixels of one patch changes the predictions of the patches that follow it in the order, and no others."""
+    torch.manual_seed(0)
+    model, image = PatchPredictor("transformer_xl").eval(), torch.randn(1, 3, 48, 48)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    order = torch.randperm(144)
+    step, changed = 70, image.clone()
+    row, column = divmod(int(order[step]), 12)
+    changed[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
+    difference = (model(changed, order) - model(image, order)).abs().amax((0, 2))
+    assert set(difference.nonzero().flatten().tolist()) == set(order[step + 1 :].tolist())
+
+
+def test_without_position_all_patches_get_one_prediction_from_what_is_visible():
+    model, image = PatchPredictor("none", patch=16).eval(), torch.randn(1, 3, 48, 48)
+    first, second = torch.arange(9), torch.tensor([0, 1, 2, 3, 4, 5, 6, 8, 7])  # 7 and 8 each come after the same seven
+    alike = torch.allclose(model(image, first)[0, 7], model(image, second)[0, 8], atol=1e-5)
+    relative = PatchPredictor("transformer_xl", patch=16).eval()
+    assert alike and not torch.allclose(relative(image, first)[0, 7], relative(image, second)[0, 8], atol=1e-5)
+
+
+def test_embeddings_added_to_tokens_are_refused():
+    with pytest.raises(ValueError, match="absolute is added to tokens"):
+        PatchPredictor("table+absolute")
+
+
+@pytest.mark.slow
+def test_position_lowers_the_error_of_prediction():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        errors = {position: train(position, steps=300, n_val=64, lr=5e-3) for position in ("none", "rope_axial")}
+    finally:
+        torch.set_num_threads(threads)
+    assert errors["rope_axial"] < 0.8 * errors["none"]

@@ -1,4 +1,4 @@
-"""What several tests share: the repository root, golden files, and optional real data beside the checkout."""
+"""Helpers of the tests: the repository root, golden files, and optional real data beside the checkout."""
 
 import importlib.util
 import json
@@ -18,14 +18,14 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 def golden(key: str) -> dict:
-    """The golden file of an encoding; a clear failure where it has none."""
+    """Return the golden file of an encoding; fail with a clear message if it has none."""
     path = GOLDEN / f"{key}.json"
     assert path.is_file(), f"encoding {key!r} has no golden file: add its oracle and run tests/golden/make.py"
     return json.loads(path.read_text())
 
 
 def script(path: str) -> ModuleType:
-    """A file outside the package as a module, e.g. "tools/compare.py"."""
+    """Import a file outside the package, e.g. "tools/compare.py"."""
     spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -38,10 +38,10 @@ def command(name: str) -> SimpleNamespace:
 
 
 def shared(name: str) -> Path:
-    """A folder of real data or weights beside the checkout; skips the test where it is missing."""
+    """Return a folder of real data or weights beside the checkout; skip the test if it is missing."""
     path = ROOT.parent / "shared" / name
     if not path.exists():
-        pytest.skip(f"../shared/{name} is not there: this test needs real data")
+        pytest.skip(f"../shared/{name} does not exist: this test needs real data")
     return path
 
 

@@ -1,6 +1,6 @@
-"""What the tests of explorer.html share.
+"""Helpers of the tests of explorer.html: drive a browser, read and change the page.
 
-`PYTHONPATH=.:tests python tests/helpers/explorer_page.py` writes docs/images/explorer.png, a picture of its first two sections.
+`PYTHONPATH=.:tests python tests/helpers/explorer_page.py` writes docs/images/explorer.png, a picture of its first section.
 """
 
 import base64
@@ -23,7 +23,7 @@ NEEDS_BROWSER = [
         reason="no chromium with its driver on the path: apt-get install chromium chromium-driver",
     ),
 ]
-LAPTOP, PHONE = (1280, 800), (390, 844)
+LAPTOP, PHONE = (1280, 800), (360, 740)
 LIVE = "return document.getElementById(arguments[0]).textContent"
 
 
@@ -49,10 +49,10 @@ def look(browser, path, size=LAPTOP, scheme="light", **set_to):
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [
         {"name": "prefers-color-scheme", "value": scheme},
-        {"name": "prefers-reduced-motion", "value": "reduce"},  # a page that glides is hard to hit
+        {"name": "prefers-reduced-motion", "value": "reduce"},  # animations would move what is clicked
     ]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get("about:blank")  # or an address with another end would not be loaded anew
+    browser.get("about:blank")  # else an address that differs in its fragment only would not be reloaded
     browser.get(path.as_uri() + ("#" + "&".join(f"{name}={value}" for name, value in set_to.items()) if set_to else ""))
     until(browser, "document.documentElement.dataset.ready === 'yes'")
 
@@ -69,7 +69,7 @@ def numbers(texts):
 
 
 def cells(browser, name):
-    """Texts of a grid of cells, row by row."""
+    """Return the texts of a grid of cells, row by row."""
     return browser.execute_script(
         "return [...document.querySelectorAll(`#${arguments[0]}-cells [role=gridcell]`)].map(c => c.textContent)", name
     )
@@ -92,12 +92,12 @@ def press(browser, *keys):
 
 
 def screenshot():
-    """Writes docs/images/explorer.png, as a laptop shows it."""
+    """Write docs/images/explorer.png at a laptop's window size."""
     from PIL import Image
 
     with TemporaryDirectory() as folder, driven() as browser:
-        look(browser, write_explorer(Path(folder) / "explorer.html"), h=2, w=4, query=5, key=2)
-        height = browser.execute_script("return document.getElementById('buckets').offsetTop")
+        look(browser, write_explorer(Path(folder) / "explorer.html"), storyKey=1)
+        height = browser.execute_script("return document.getElementById('clipping').offsetTop")
         clip = {"x": 0, "y": 0, "width": LAPTOP[0], "height": height, "scale": 1}
         shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")

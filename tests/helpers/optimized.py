@@ -1,4 +1,4 @@
-"""A plain model and its optimized twin: small models that hide nothing, how far outputs are apart, what ran."""
+"""Helpers for tests of vitrel.optimize: small models, comparison of outputs, operators that ran."""
 
 import copy
 
@@ -25,7 +25,7 @@ IMAGE = (40, 88)  # not square, no multiple of a window
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """In evaluation; position and all that starts at zero at standard deviation 0.5, the rest away from its start."""
+    """Return the model in evaluation mode with noise on all weights: std 0.5 on position and zero weights, 0.1 on others."""
     own = model.position_parameters() if hasattr(model, "position_parameters") else set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,7 +46,7 @@ def build(kind: str, **options) -> nn.Module:
 
 
 def twins(model: nn.Module, **how) -> tuple[nn.Module, nn.Module]:
-    """A plain copy, and the model itself optimized; by oneDNN wherever there is one, whether it is faster here or not."""
+    """Return a plain copy of the model, and the model optimized, with oneDNN if available, even if slower."""
     plain = copy.deepcopy(model)
     return plain, vitrel.optimize(model, **({"linears": "onednn" if torch.backends.mkldnn.is_available() else "torch"} | how))
 
@@ -56,7 +56,7 @@ def picture(batch: int = 2, size: tuple[int, int] = IMAGE, channels: int = 3) ->
 
 
 def apart(found, wanted) -> float:
-    """Largest norm of the difference over the norm, of tensors in lists, tuples and dictionaries."""
+    """Return the largest relative error (norm of the difference / norm) of tensors in lists, tuples and dictionaries."""
     if isinstance(wanted, Tensor):
         assert found.shape == wanted.shape and found.dtype == wanted.dtype
         assert found.isfinite().all() and wanted.isfinite().all()
@@ -74,7 +74,7 @@ def assert_near(found, wanted, limit: float = NEAR) -> None:
 
 
 def check(plain: nn.Module, model: nn.Module, image: Tensor) -> None:
-    """Logits without gradients, computed twice."""
+    """Compare the logits of both models, without gradients, twice (the second call may use caches)."""
     with torch.no_grad():
         wanted = plain(image)
         assert_near(model(image), wanted)
@@ -82,7 +82,7 @@ def check(plain: nn.Module, model: nn.Module, image: Tensor) -> None:
 
 
 def change(*models: nn.Module, scale: float = 0.3) -> None:
-    """Every parameter of the models changed in place, by the same numbers."""
+    """Add the same noise to the parameters of all models, in place."""
     with torch.no_grad():
         for group in zip(*(m.parameters() for m in models), strict=True):
             noise = torch.randn(group[0].shape, dtype=torch.float64) * scale
@@ -91,19 +91,19 @@ def change(*models: nn.Module, scale: float = 0.3) -> None:
 
 
 def operators(call) -> set[str]:
-    """Names of all operators that a call runs."""
+    """Return the names of all operators that a call runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return {event.key for event in profile.key_averages()}
 
 
 def uses_onednn(call) -> bool:
-    """Whether some linear layer of the call runs through oneDNN's own operator."""
+    """Return whether a linear layer of the call runs through an operator of oneDNN."""
     return any(name.startswith("mkldnn") and "linear" in name for name in operators(call))
 
 
 def graph(output: Tensor) -> list[str]:
-    """Names of all nodes that the backward pass of `output` visits, in a fixed order."""
+    """Return the names of all nodes of the autograd graph of `output`, in a fixed order."""
     names, seen, todo = [], set(), [output.grad_fn]
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""Predictions by numbers of hits."""
+"""Predictions with a given number of correct images per class."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from vitrel.evaluate.predictions import NO_CLASS, Predicted
 
 
 def predicted(classes, hits, n=10):
-    """n images of each class: the first hits[class] are predicted right, the others to be of the next class, or of none."""
+    """Return predictions of n images per class: the first hits[class] correct, the rest as the next class (or none)."""
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), n)
     right = np.concatenate([np.arange(n) < count for count in hits])
     names = ImageList([f"{classes[label]}/{at}.jpg" for at, label in enumerate(labels)], [*classes])

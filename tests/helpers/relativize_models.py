@@ -1,4 +1,4 @@
-"""Tiny models of every family that from_timm and relativize take, all weights random, and what their tests ask of them."""
+"""Tiny models of every family that from_timm and relativize support, with random weights, and helpers of their tests."""
 
 import torch
 from timm.models.deit import VisionTransformerDistilled

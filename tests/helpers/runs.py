@@ -1,4 +1,4 @@
-"""What tests of whole runs share: settings under which everything random acts, and what a run leaves."""
+"""Helpers for tests of training runs: settings with every random feature, runs in a child process, comparison of runs."""
 
 import csv
 import os
@@ -31,15 +31,15 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-MEASURED = {"images_per_s", "data_wait", "memory_mb"}  # differ from run to run
+MEASURED = {"images_per_s", "data_wait", "memory_mb"}  # columns that differ between equal runs
 
 
 def in_child(args, hook=None):
-    """Starts a run in a forked process; returns its process id."""
+    """Start a run in a forked process and return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
-        # renews PyTorch's thread pool, which a fork cannot take over, while there is one thread: two at once may find none
+        # creates PyTorch's thread pool again, which does not survive a fork, while only one thread may use it
         torch.set_num_threads(torch.get_num_threads())
         try:
             if hook is not None:
@@ -64,7 +64,7 @@ def status(pid):
 
 
 def at(call, action, hook="on_train_batch_start"):
-    """A hook that does something at the given call of a method of Classifier: a signal to this process, or any function."""
+    """Return a function that makes the `call`-th call of a Classifier method first send a signal (or run a function)."""
     calls = 0
 
     def install():
@@ -88,7 +88,7 @@ def resumed(args, folder):
 
 
 def assert_same_run(a, b):
-    """All that two finished runs left is the same: every tensor of the last checkpoint, and the logs."""
+    """Assert that two finished runs left equal checkpoints (every tensor) and logs."""
     one, two = (read(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
     for key in ("state_dict", "current_model_state"):
         assert one.get(key, {}).keys() == two.get(key, {}).keys()

@@ -27,7 +27,7 @@ class Batches:
 
 
 class Tensors(LightningDataModule):
-    """What `Classifier` asks of a data module, over random images of 32x32 pixels."""
+    """A data module for `Classifier` with random images of 32x32 pixels."""
 
     data = "random tensors"
 
@@ -48,7 +48,7 @@ class Tensors(LightningDataModule):
 
 
 def small(name: str = "vitrel_vit_n8_none", num_classes: int = 4, **how) -> Classifier:
-    """A two-block ViT of 32x32 pixels that learns after half an epoch."""
+    """Return a Classifier with a two-block ViT for 32x32 pixels and half an epoch of warm-up."""
     return Classifier(name, num_classes, 32, SMALL, **{"optim": Optimisation(lr=3e-3, warmup_epochs=0.5)} | how)
 
 

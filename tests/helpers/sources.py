@@ -1,4 +1,4 @@
-"""The package's own code, read and parsed once and only where a test asks."""
+"""The source code of the package, tools and examples, read and parsed once on demand."""
 
 import ast
 import functools
@@ -8,12 +8,12 @@ from helpers import ROOT
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """{path from the root: text} of every file of the package, the tools and the examples, in order."""
+    """Return {path from the root: text} of every file of the package, the tools and the examples, sorted."""
     files = sorted(path for folder in ("vitrel", "tools", "examples") for path in (ROOT / folder).rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
 
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """{path from the root: syntax tree} of the same files."""
+    """Return {path from the root: syntax tree} of the files of `sources`."""
     return {name: ast.parse(text) for name, text in sources().items()}

@@ -1,4 +1,4 @@
-"""timm models of every family, small, with weights far from initialisation, for what reads them."""
+"""Small timm models of every family with random weights far from initialisation, for tests of loading."""
 
 import timm
 import torch
@@ -41,7 +41,7 @@ NAMES = {name: SMALL | OWN.get(name, {}) for name in VITS.split()} | {name: WIND
 
 
 def scattered(model):
-    """Tables and embeddings at standard deviation 0.5, norms and scales around 1, biases that matter, nothing zero."""
+    """Draw weights so that errors show: tables and embeddings of std 0.5, norms and scales near 1, no zero biases."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             last = name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What the tests of encodings share: every key with its options, parameters far from zero, attention on bare q, k and v."""
+"""Helpers for tests of encodings: every key with its options, random parameters, attention on given q, k and v."""
 
 import inspect
 
@@ -14,11 +14,11 @@ from vitrel.ops import BACKENDS, attention
 from vitrel.ops.dispatch import Call
 
 KEYS = list(POSITIONS)
-GENERAL = ("sdpa", "reference")  # backends that serve nearly everything; the others have tests of their own
+GENERAL = ("sdpa", "reference")  # backends that support nearly everything; the rest have separate tests
 IN_ATTENTION = [key for key, encoding in POSITIONS.items() if encoding.site == "attention"]
 SMALL = {"pape": {"parabolas": 3}, "cpb": {"hidden": 6}}  # options of every test of these keys
-# Encodings that enter attention in different ways, for windows, whose grid is always the same: biases by offset, by axis and
-# computed, tables met by queries, by keys and by values, a bias of queries, rotations of both and of each.
+# One encoding per way to enter attention, for tests of windows: biases by offset, by axis and computed, tables multiplied by
+# queries, by keys and by the weights of values, a bias of queries, rotations of both and of each.
 WAYS = ["table", "factorised", "cpb", "decomposed", "deberta", "shaw", "transformer_xl", "rope_mixed", "xpos"]
 MODELS = [f"vitrel_vit_n8_{key}" for key in (*KEYS, "absolute_rope_mixed")]
 MODELS += [f"vitrel_swin_n_{key}" for key in (*WAYS, "absolute_rope_mixed")] + ["vitrel_swin_n", "vitrel_swinv2_n"]
@@ -57,7 +57,7 @@ VARIANT_IDS = ["-".join([key, *(f"{name}={value}" for name, value in options.ite
 
 
 def spread(cases, others) -> list:
-    """pytest parameters (key, options, other): an encoding as it is with all of `others`, with options with every second."""
+    """Return pytest parameters (key, options, other): without options, all of `others`; with options, every second."""
     return [
         pytest.param(key, options, other, id=f"{key}-{options or ''}-{other}")
         for i, (key, options) in enumerate(cases)
@@ -67,13 +67,13 @@ def spread(cases, others) -> list:
 
 
 def make(key: str, grid, heads: int = 2, dim: int = 8, **options) -> nn.Module:
-    """The encoding with small hidden sizes."""
+    """Build an encoding with small hidden sizes."""
     dtype = options.pop("dtype", None)
     return create_position(key, grid, heads, dim, dtype=dtype, **SMALL.get(key, {}), **options)
 
 
 def perturbed(module: nn.Module, std: float = 0.5) -> nn.Module:
-    """Parameters far from their initialisation: a zero table hides every sign and index error."""
+    """Add noise to all parameters in place, since a table of zeros would hide wrong signs and indices."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * std)
@@ -81,12 +81,12 @@ def perturbed(module: nn.Module, std: float = 0.5) -> nn.Module:
 
 
 def small_model(name: str, **keywords) -> nn.Module:
-    """A small model in evaluation with parameters far from their initialisation."""
+    """Build a small model in evaluation mode with noise on its parameters."""
     return perturbed(timm.create_model(name, **({"num_classes": 5} | keywords)).eval(), 0.2)
 
 
 def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) -> str:
-    """Why a backend does not take the terms on a grid, in training, or ""."""
+    """Return why a backend refuses the terms on a grid in training, "" if it supports them."""
     call = Call(
         "attention", terms, Grid(*grid), None, heads, width, Grid(*grid).tokens, torch.float64, torch.device("cpu"), True
     )
@@ -94,12 +94,12 @@ def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) ->
 
 
 def serving(terms, grid, heads: int = 2, width: int = 8, **how) -> list[str]:
-    """The backends that take the terms on a grid, in training."""
+    """Return the backends that support the terms on a grid in training."""
     return [name for name in BACKENDS if not refusal(name, terms, grid, heads, width, **how)]
 
 
 def attend(encoding, q, k, v, grid, backend="reference"):
-    """q, k, v [B, H, N, D] with what the encoding adds to tokens (as with identity projections) and to attention."""
+    """Return attention of q, k, v [B, H, N, D] with an encoding; rows added to tokens are added to q, k and v."""
     terms = encoding(grid)
     if reason := refusal(backend, terms, grid, *q.shape[1::2]):
         pytest.skip(f"{backend} refuses these terms, as it says: {reason}")
@@ -114,29 +114,29 @@ def qkv(grid, heads=2, dim=8, dtype=torch.float64):
 
 
 def oracle_output(key, encoding, q, k, v, grid, trained, options):
-    """[H, N, D] from the encoding's oracle for q, k, v [H, N, D], with the parameters of `encoding`."""
+    """Return the output [H, N, D] of the encoding's oracle for q, k, v [H, N, D], with the parameters of `encoding`."""
     return _oracle(key, encoding, q, k, v, grid, trained, options)[1]
 
 
 def oracle_logits(key, encoding, q, k, grid, trained, options):
-    """[H, N, N], as `oracle_output`."""
+    """Return the logits [H, N, N] of the encoding's oracle, as `oracle_output`."""
     return _oracle(key, encoding, q, k, k, grid, trained, options)[0]
 
 
 def _oracle(key, encoding, q, k, v, grid, trained, options):
     oracle = oracles.ORACLES[key]
-    given = {name: p.detach().numpy() for name, p in encoding.named_parameters()} | SMALL.get(key, {}) | options
+    arguments = {name: p.detach().numpy() for name, p in encoding.named_parameters()} | SMALL.get(key, {}) | options
     if "trained" in inspect.signature(oracle).parameters:
-        given["trained"] = tuple(trained[:2])
-    return oracle(*(t.numpy() for t in (q, k, v)), *grid, **given)
+        arguments["trained"] = tuple(trained[:2])
+    return oracle(*(t.numpy() for t in (q, k, v)), *grid, **arguments)
 
 
 def tensors(terms) -> list[torch.Tensor]:
-    """Every tensor inside the terms."""
-    found = []
+    """Return every tensor in the terms."""
+    result = []
     for item in terms:
         if isinstance(item, torch.Tensor):
-            found.append(item)
+            result.append(item)
         elif isinstance(item, tuple):
-            found += tensors(item)
-    return found
+            result += tensors(item)
+    return result

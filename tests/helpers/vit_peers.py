@@ -1,4 +1,4 @@
-"""Peers of the ViT: small models of other code with weights that hide nothing, and what it means to be the same as one."""
+"""Helpers to compare vitrel's ViT with other implementations: random weights, equality of logits and gradients."""
 
 import re
 
@@ -14,7 +14,7 @@ POSITION = re.compile(r".*(bias_table|pos_embed|rel_pos_[hw])")
 
 
 def perturb(model):
-    """Position at standard deviation 0.5, layer scales around 1, heads and projections that matter, nothing zero."""
+    """Draw weights so that errors show: position of std 0.5, layer scales near 1, matrices of 1/sqrt(fan-in), no zeros."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if POSITION.fullmatch(name) or p.shape[:1] == (1,):
@@ -31,7 +31,7 @@ def ours(position, block_args=None, **own):
 
 
 class Read(dict):
-    """A dictionary that knows which of its names were read."""
+    """A dictionary that records in `seen` which names were read."""
 
     def __getitem__(self, name):
         self.seen = getattr(self, "seen", set()) | {name}
@@ -39,7 +39,7 @@ class Read(dict):
 
 
 def qkv_rows(interleaved, x_first):
-    """rows[i] = our row of the peer's row i of qkv: pair p of a head is (p, p + D/2) here, (2p, 2p + 1) or so there."""
+    """Return rows, where rows[i] is vitrel's row of qkv for the peer's row i: vitrel's pairs are (p, p + D/2), rows first."""
     rows = list(range(3 * C))
     for part, head, half, pair in torch.cartesian_prod(*map(torch.arange, (2, HEADS, 2, D // 2))).tolist():
         at = part * C + head * D
@@ -50,7 +50,7 @@ def qkv_rows(interleaved, x_first):
 
 
 def in_peer_layout(name, shape, g, rows):
-    """Our gradient of the peer's parameter `name`, put together from ours by plain slices."""
+    """Return the gradient of the peer's parameter `name`, assembled by slicing from vitrel's gradients g."""
     name = (
         name.removeprefix("trunk.")
         .replace(".gamma_", ".ls")
@@ -76,7 +76,7 @@ def in_peer_layout(name, shape, g, rows):
 
 
 def same(model, peer, image, rows=(False, False), features=None):
-    """Logits within 2e-5, and the gradient of every parameter of the peer within 2e-5 of its norm; all of ours take part."""
+    """Assert equal logits (to 2e-5) and gradients of the peer's parameters (2e-5 of the norm); all of vitrel's count."""
     a, b = (model(image), peer(image)) if features is None else features(model, peer, image)
     assert a.std() > 0.1
     torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
@@ -93,7 +93,7 @@ def same(model, peer, image, rows=(False, False), features=None):
 
 
 def renamed(state, *pairs):
-    """The state dict under other names, as the authors' code would save it."""
+    """Return the state dict with names replaced by (pattern, new) pairs, as the authors' code would save it."""
     out = {}
     for name, value in state.items():
         for old, new in pairs:

@@ -1,4 +1,4 @@
-"""A benchmark's worker without a process."""
+"""A replacement of the benchmark's Worker that runs in the test's process."""
 
 import importlib
 
@@ -6,9 +6,9 @@ from tools.benchmark.worker import WorkerFailed
 
 
 class Here:
-    """Builds and calls in this process; what is raised is raised as WorkerFailed.
+    """Builds and runs a contender in this process; its errors are raised as WorkerFailed.
 
-    wrong: {name of a contender, see `named`: what its outputs are multiplied with}; failing: {the same: error}.
+    wrong: {name of a contender (see `named`): factor of its outputs}. failing: {name: error}.
     """
 
     wrong, failing, started = {}, {}, []
@@ -20,7 +20,7 @@ class Here:
 
     @staticmethod
     def named(args):
-        """How `wrong` and `failing` call a contender, by what builds it."""
+        """Return a contender's name in `wrong` and `failing`, from its arguments."""
         return args.get("method") or f"{args.get('library')}, {args.get('how')}"
 
     def start(self):
@@ -35,8 +35,8 @@ class Here:
         self._attempt(lambda: self.call.set(**args))
 
     def outcome(self):
-        found = self._attempt(lambda: getattr(self.call, "checked", dict)(self.kept))
-        return {name: value * self.wrong.get(self.name, 1.0) for name, value in found.items()}
+        tensors = self._attempt(lambda: getattr(self.call, "checked", dict)(self.kept))
+        return {name: value * self.wrong.get(self.name, 1.0) for name, value in tensors.items()}
 
     def run(self, calls):
         for _ in range(calls):

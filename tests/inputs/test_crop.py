@@ -100,17 +100,20 @@ def test_one_graph_for_every_crop():
 
 @pytest.mark.parametrize(("origin", "h", "w"), [((3, 0), 4, 2), ((0, 6), 2, 2), ((-1, 0), 2, 2), ((0, 0), 0, 2)])
 def test_a_crop_outside(origin, h, w):
-    with pytest.raises(ValueError, match=rf"a crop of {h}x{w} tokens at row .* does not lie in the 6x7 grid: origin counts"):
+    with pytest.raises(ValueError, match=rf"a crop of {h}x{w} tokens at row .* is not inside the 6x7 grid: origin counts"):
         crop_terms(Terms(), Crop(Grid(6, 7), origin, h, w))
 
 
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (Terms(tokens=torch.zeros(30, 4)), "tokens of 30 rows: the 6x7 grid with 1 prefix tokens needs 43; crop the terms of"),
-        (Terms(rotary=(torch.zeros(1, 42, 2),) * 2), "rotary of 42 rows: .* needs 43"),
-        (Terms(tables=(Table("h", bias=torch.zeros(2, 11)),)), "table over 'h' of 11 rows: .* needs 14"),
-        (Terms(tables=(Table(gated=(torch.zeros(1, 3, 4), torch.zeros(1, 143, 3))),)), "table over 'hw' of 143 rows: .* 146"),
+        (
+            Terms(tokens=torch.zeros(30, 4)),
+            "tokens has 30 rows, but the 6x7 grid with 1 prefix tokens needs 43; pass the terms of",
+        ),
+        (Terms(rotary=(torch.zeros(1, 42, 2),) * 2), "rotary has 42 rows, .* needs 43"),
+        (Terms(tables=(Table("h", bias=torch.zeros(2, 11)),)), "table over 'h' has 11 rows, .* needs 14"),
+        (Terms(tables=(Table(gated=(torch.zeros(1, 3, 4), torch.zeros(1, 143, 3))),)), "table over 'hw' has 143 rows, .* 146"),
     ],
 )
 def test_terms_of_another_grid(terms, message):

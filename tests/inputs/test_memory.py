@@ -200,30 +200,30 @@ def test_a_registered_model_in_half_precision():
 
 @pytest.mark.parametrize("key", ["absolute", "sincos"])
 def test_absolute_positions_need_the_height(key):
-    with pytest.raises(ValueError, match="pass height, the whole strip's in pixels"):
+    with pytest.raises(ValueError, match="pass height, in pixels of the whole strip"):
         forward_memory(model_of(key), strip())
 
 
 def test_refusals():
     model, image = model_of("rope_axial"), strip()
     _, memory = forward_memory(model, image)
-    with pytest.raises(ValueError, match="a batch of 2 tiles 2 patches wide cannot go below one of 2, 3 wide"):
+    with pytest.raises(ValueError, match="a batch of 2 tiles 2 patches wide cannot continue a strip of 2 tiles 3 patches"):
         forward_memory(model, image[..., : 2 * PATCH], memory)
     with pytest.raises(ValueError, match="a batch of 1 tiles 3 patches wide"):
         forward_memory(model, image[:1], memory)
-    with pytest.raises(ValueError, match="length is the number of tiles remembered, at least 0, not -1"):
+    with pytest.raises(ValueError, match="length is the number of cached tiles, at least 0, not -1"):
         forward_memory(model, image, length=-1)
-    with pytest.raises(ValueError, match="the tile ends at row 16 of patches, the strip has 8"):
+    with pytest.raises(ValueError, match="the tile ends at row 16 of patches, but the strip has 8"):
         forward_memory(model, image, memory, height=8 * PATCH)
     other = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=1, num_heads=4, position="rope_axial").double()
-    with pytest.raises(ValueError, match="memory of 3 blocks, the model has 1: it is another model's"):
+    with pytest.raises(ValueError, match="memory has 3 blocks, the model 1: it is from another model"):
         forward_memory(other, image, memory)
     heads = ViT(img_size=8, patch_size=PATCH, embed_dim=32, depth=3, num_heads=2, position="rope_axial").double()
-    with pytest.raises(ValueError, match="memory of 4 heads, 8 wide, the model has 2 of 16: it is another's"):
+    with pytest.raises(ValueError, match="memory has 4 heads of width 8, the model 2 of width 16"):
         forward_memory(heads, image, memory)
-    with pytest.raises(TypeError, match=r"memory is the second of what forward_memory gave .* not tuple"):
+    with pytest.raises(TypeError, match=r"memory must be None or the second value .* not tuple"):
         forward_memory(model, image, forward_memory(model, image))
-    with pytest.raises(TypeError, match=r"height one of pixels, not 1 and \(32, 12\)"):
+    with pytest.raises(TypeError, match=r"height a number of pixels, not 1 and \(32, 12\)"):
         forward_memory(model, image, height=(32, 12))
     windowed = model_of("table", prefix=0, block_args=dict(window=2))
     with pytest.raises(ValueError, match="memory needs global attention in all blocks"):
@@ -234,9 +234,7 @@ def test_only_the_last_tile_may_end_inside_a_patch():
     model, image = model_of("rope_axial"), strip()[:, :, : (3 + 1) * PATCH + 2]  # padded to five rows
     first, rest = image[:, :, : 3 * PATCH], image[:, :, 3 * PATCH :]
     for tile, height in ((rest, None), (rest, 8 * PATCH)):
-        with pytest.raises(
-            ValueError, match="a tile of 6 pixels is no whole rows of 4: its padding would lie inside the strip"
-        ):
+        with pytest.raises(ValueError, match="a tile of 6 rows of pixels is not divisible into patches of 4"):
             forward_memory(model, tile, height=height)
     found, memory = forward_memory(model, first, height=image.shape[2])
     assert_same([found, forward_memory(model, rest, memory, height=image.shape[2])[0]], whole(model, image, (3, 2)))
@@ -262,9 +260,7 @@ def test_a_short_tile_inside_a_strip_is_refused():
     model, image = model_of("rope_axial"), strip()
     _, memory = forward_memory(model, image[:, :, :PATCH], height=8 * PATCH)
     for height in (8 * PATCH, None):
-        with pytest.raises(
-            ValueError, match="a tile of 1 pixels is no whole rows of 4: its padding would lie inside the strip"
-        ):
+        with pytest.raises(ValueError, match="a tile of 1 rows of pixels is not divisible into patches of 4"):
             forward_memory(model, image[:, :, :1], memory, height=height)
     with pytest.raises(ValueError, match="image of 1x12 pixels is smaller than one patch of 4x4"):  # as model(image) says
         forward_memory(model, image[:, :, :1], height=1)

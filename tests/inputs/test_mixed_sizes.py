@@ -110,7 +110,7 @@ def test_sizes_of_any_kind():
 def test_a_fading_embedding():
     model = vitrel.relativize(build("vitrel_vit_n8_absolute"), "table", absolute="fade", fade_steps=4)
     check(model)
-    with pytest.raises(ValueError, match="an embedding that fades counts forward passes"):
+    with pytest.raises(ValueError, match="absolute_fade counts forward passes"):
         forward_mixed(model.train(), batch()[1], SIZES)
 
 

@@ -57,7 +57,7 @@ def close(found, wanted):
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [*((name, (13, 29)) for name in MODELS), *((n, e) for n in ("v1", "v2", "vit") for e in ((0, 0), (1, 2)))],
+    [*((name, (13, 29)) for name in MODELS), *(("v1", extra) for extra in ((0, 0), (1, 2)))],
 )
 def test_equal_to_the_whole(name, extra):
     """Sizes: whole steps beyond a tile, one or two pixels more (a last tile of less than a window), anything."""
@@ -138,7 +138,7 @@ def test_no_less_overlap_will_do(name):
             assert differs(found, wanted).any()
 
 
-@pytest.mark.parametrize("name", ["v1", "v1 one stage", "v2"])
+@pytest.mark.parametrize("name", ["v1", "v2"])
 def test_what_a_crop_knows_exactly(name):
     """Every crop of a small image, those of less than a window too, which lose the shift that the whole has."""
     model = build(name)
@@ -148,7 +148,7 @@ def test_what_a_crop_knows_exactly(name):
     with torch.no_grad():
         whole = model.forward_features(image)
         for start in range(0, n, axis.alignment):
-            for stop in (*range(start + 1, n, 5), n):
+            for stop in (*range(start + 1, n, 9), n):
                 crop, first = model.forward_features(image[:, :, 2 * start : 2 * stop]), start // axis.strides[-1]
                 same = (crop - whole[:, first : first + crop.shape[1]]).abs().amax((0, 2, 3)) < 1e-9
                 lo, hi = axis.exact(start, stop, n)[-1]
@@ -214,7 +214,7 @@ def test_images_of_other_kinds(tmp_path):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         assert len(taken) == 8 and all(h <= 120 and w <= 120 for h, w in taken)
         assert tiled_features(model, opened, 120, device="meta").device.type == "meta"
-    with pytest.raises(TypeError, match=r"the image holds torch.uint8: pass floats, normalised as the model expects"):
+    with pytest.raises(TypeError, match=r"the image has dtype torch.uint8: pass floats, normalised as the model expects"):
         tiled_features(build("v1"), image.numpy().astype(np.uint8), 120)
 
 
@@ -253,22 +253,22 @@ def test_a_smaller_model():
 def test_errors():
     model = build("v1")
     image = picture(model, (140, 190))
-    with pytest.raises(ValueError, match=r"what training draws .* would differ between tiles: call model.eval\(\)"):
+    with pytest.raises(ValueError, match=r"in training mode .* would differ between tiles: call model.eval\(\)"):
         tiled_features(build("v1").train(), image, 120)
     with pytest.raises(ValueError, match=r"expected images \[B, C, height, width\], got shape \(3, 140, 190\); add a batch"):
         tiled_features(model, image[0], 120)
     with pytest.raises(ValueError, match=r"expected 3 channels, got 2"):
         tiled_features(model, image[:, :2], 120)
     message = (
-        r"tile width 119: Swin needs tiles of at least 120x120 pixels, overlap 48 and 40 along width with steps of 32, "
-        r"or as large as the image of 140x190"
+        r"tile width 119 is too small: Swin needs tiles of at least 120x120 pixels, overlap 48 and 40 along width with steps "
+        r"of 32, or as large as the image of 140x190"
     )
     with pytest.raises(ValueError, match=message):
         tiled_features(model, image, (140, 119))
     plain = timm.create_model("vitrel_vit_n8_none", **VIT, block_args=dict(window=3, global_blocks=(1,))).eval()
-    with pytest.raises(ValueError, match=r"block 1 attends globally: .* no tile can equal it.* block_args=dict\(window"):
+    with pytest.raises(ValueError, match=r"block 1 attends globally, .* block_args=dict\(window"):
         tiled_features(plain, image.float(), 64)
-    with pytest.raises(ValueError, match="tiles serve vitrel's Swin and ViT, not Linear"):
+    with pytest.raises(ValueError, match="tiles need a Swin or ViT of vitrel, not Linear"):
         tiled_features(torch.nn.Linear(2, 2), image, 120)
     with pytest.raises(ValueError, match="not Linear"):
         tile_margins(torch.nn.Linear(2, 2))

@@ -276,8 +276,8 @@ def test_many_keys():
     assert len(shown) == 64 and min(shown) >= seen.weights.flatten().sort(descending=True)[0][64].item() - 1e-4
     left = float(re.search(r"and 26 keys of less weight, together (\S+) of the weight", text)[1])
     assert left == pytest.approx(1 - sum(shown), abs=5e-3)
-    blind = str(explain(q, k, v, "alibi", grid, query=0, head=0, mask=torch.zeros(90, 90).bool()))
-    assert "together 0.0000 of the weight" in blind and "nan" not in blind
+    fully_masked = str(explain(q, k, v, "alibi", grid, query=0, head=0, mask=torch.zeros(90, 90).bool()))
+    assert "together 0.0000 of the weight" in fully_masked and "nan" not in fully_masked
     with pytest.raises(ValueError, match=r"23040 rows are too many to read, at most 1024: choose query=.* and head="):
         explain(q, k, v, "alibi", grid)
     with pytest.raises(ValueError, match=r"5760 rows .* choose query=\(row, column\)$"):

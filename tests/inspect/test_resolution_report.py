@@ -35,11 +35,11 @@ def run(model, size):
 @pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_stages_are_those_of_a_run(name, size):
     model = timm.create_model(name, num_classes=2)
-    told, seen = resolution_report(model, size), run(model, size)
-    assert seen["patches"] == [(size[0] + told.image_padding[0], size[1] + told.image_padding[1])]
-    assert [s.merging_padding for s in told.stages] == [(0, 0), *((h % 2, w % 2) for h, w in seen["merging"])]
+    reported, seen = resolution_report(model, size), run(model, size)
+    assert seen["patches"] == [(size[0] + reported.image_padding[0], size[1] + reported.image_padding[1])]
+    assert [s.merging_padding for s in reported.stages] == [(0, 0), *((h % 2, w % 2) for h, w in seen["merging"])]
     grids = iter(seen["blocks"])
-    for stage, line in zip(model.layers, told.stages, strict=True):
+    for stage, line in zip(model.layers, reported.stages, strict=True):
         assert line.blocks == len(stage.blocks)
         attended = []
         for block in stage.blocks:
@@ -64,13 +64,13 @@ def test_stages_are_those_of_a_run(name, size):
 
 def test_a_global_trunk_is_one_stage_without_windows():
     model = timm.create_model("vitrel_vit_n8_table", num_classes=2, reg_tokens=2)
-    told, seen = resolution_report(model, (50, 70)), run(model, (50, 70))
-    [stage] = told.stages
-    assert seen["patches"] == [(56, 72)] and told.image_padding == (6, 2)
+    reported, seen = resolution_report(model, (50, 70)), run(model, (50, 70))
+    [stage] = reported.stages
+    assert seen["patches"] == [(56, 72)] and reported.image_padding == (6, 2)
     assert {(shape[1], grid) for shape, grid in seen["blocks"]} == {(3 + 7 * 9, Grid(7, 9, 3))}
     assert (stage.grid, stage.blocks, stage.window, stage.windows) == ((7, 9), len(seen["blocks"]), None, (1, 1))
     assert (stage.attended, stage.padding, stage.padded_share, stage.shift) == ((66, 66.0, 66), (0, 0), 0.0, (0, 0))
-    assert (told.grid, told.prefix, told.trained_grid, told.trained_size) == ((7, 9), 3, (8, 8), (64, 64))
+    assert (reported.grid, reported.prefix, reported.trained_grid, reported.trained_size) == ((7, 9), 3, (8, 8), (64, 64))
 
 
 def offsets(grid):
@@ -105,10 +105,10 @@ def test_unseen_and_saturated_are_counted_by_brute_force(position, options, size
     known = offsets(trained)
     new = offsets(grid) - known
     read = set(rows[trained].values())
-    told = resolution_report(model, size)
-    assert told.unseen == pytest.approx(len(new) / len(rows[grid]))
-    assert told.saturated == pytest.approx(sum(rows[grid][offset] in read for offset in new) / len(rows[grid]))
-    assert told.saturated == model.saturated(size) and told.unseen == model.unseen(size)
+    reported = resolution_report(model, size)
+    assert reported.unseen == pytest.approx(len(new) / len(rows[grid]))
+    assert reported.saturated == pytest.approx(sum(rows[grid][offset] in read for offset in new) / len(rows[grid]))
+    assert reported.saturated == model.saturated(size) and reported.unseen == model.unseen(size)
 
 
 @pytest.mark.parametrize("key", POSITIONS)
@@ -117,12 +117,12 @@ def test_every_encoding_is_reported_without_a_run_on_the_meta_device(trunk, key)
     heads = {} if trunk == "swin_n" else {"num_heads": 4}
     with torch.device("meta"):
         model = timm.create_model(f"vitrel_{trunk}_none" if trunk == "vit_n8" else "vitrel_swin_n", position=key, **heads)
-        told = resolution_report(model, (96, 72))
-    assert told.resized == model.resized((96, 72)) and told.resampled == sum(told.resized.values())
-    assert sum(e.parameters for e in told.encodings) == sum(
+        reported = resolution_report(model, (96, 72))
+    assert reported.resized == model.resized((96, 72)) and reported.resampled == sum(reported.resized.values())
+    assert sum(e.parameters for e in reported.encodings) == sum(
         parameter.numel() for name, parameter in model.named_parameters() if name in model.position_parameters()
     )
-    line = next(e for e in told.encodings if e.key == key)
+    line = next(e for e in reported.encodings if e.key == key)
     assert (line.site, line.behaviour, line.policies) == (
         POSITIONS[key].site, POSITIONS[key].behaviour, POSITIONS[key].policies
     )  # fmt: skip
@@ -130,30 +130,30 @@ def test_every_encoding_is_reported_without_a_run_on_the_meta_device(trunk, key)
         assert (line.layers, line.grid, line.trained, line.effect.split(",")[0]) == (
             6, (4, 4), (4, 4), "no position" if key == "none" else "as trained"
         )  # fmt: skip
-        assert not line.resized and told.unseen == told.saturated == 0
-    assert json.loads(json.dumps(told.to_dict())) == told.to_dict()
-    assert f"\n{key} " in str(told) and "96x72 px, built for 64x64" in str(told)
+        assert not line.resized and reported.unseen == reported.saturated == 0
+    assert json.loads(json.dumps(reported.to_dict())) == reported.to_dict()
+    assert f"\n{key} " in str(reported) and "96x72 px, built for 64x64" in str(reported)
 
 
 def test_layers_that_are_alike_are_one_line_with_their_sum():
     model = timm.create_model("vitrel_vit_n8_none", position="absolute+rope_mixed+table", num_classes=2)
-    told = resolution_report(model, (96, 70))
+    reported = resolution_report(model, (96, 70))
     assert split_position("absolute+rope_mixed+table") == ("absolute", "rope_mixed+table")
-    assert [(e.key, e.site, e.layers) for e in told.encodings] == [
+    assert [(e.key, e.site, e.layers) for e in reported.encodings] == [
         ("absolute", "tokens", 1), ("rope_mixed", "attention", 4), ("table", "attention", 4)
     ]  # fmt: skip
-    absolute, rope, table = told.encodings
+    absolute, rope, table = reported.encodings
     assert absolute.resized == {"absolute bicubic": 64 * 96} and absolute.policy == "bicubic"
     assert table.resized == {"table geometric": 4 * 3 * 15**2}
     assert table.parameters == sum(block.position.parts["table"].relative_position_bias_table.numel() for block in model.blocks)
-    assert told.resized == absolute.resized | rope.resized | table.resized
-    assert [e.effect for e in told.encodings] == [
+    assert reported.resized == absolute.resized | rope.resized | table.resized
+    assert [e.effect for e in reported.encodings] == [
         "resampled by absolute bicubic", "evaluated, at offsets never trained", "resampled by table geometric"
     ]  # fmt: skip
     model.blocks[1].position.parts["table"].resize = "clip"
-    told = resolution_report(model, (96, 70))
-    assert [(e.key, e.layers, e.policy) for e in told.encodings[2:]] == [("table", 3, "geometric"), ("table", 1, "clip")]
-    assert told.resized["table geometric"] == 3 * 3 * 15**2 and told.resized["table clip"] == 0
+    reported = resolution_report(model, (96, 70))
+    assert [(e.key, e.layers, e.policy) for e in reported.encodings[2:]] == [("table", 3, "geometric"), ("table", 1, "clip")]
+    assert reported.resized["table geometric"] == 3 * 3 * 15**2 and reported.resized["table clip"] == 0
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_the_effect_is_told_in_words(position, options, effect):
 
 
 def test_a_smaller_table_is_read_as_trained():
-    told = resolution_report(timm.create_model("vitrel_vit_n8_table", num_classes=2), (32, 64))
-    assert told.resized == {} and told.encodings[0].effect == "read as trained"
+    reported = resolution_report(timm.create_model("vitrel_vit_n8_table", num_classes=2), (32, 64))
+    assert reported.resized == {} and reported.encodings[0].effect == "read as trained"
 
 
 @pytest.mark.parametrize("position", ["table", "none", "rope_axial+alibi"])
@@ -186,10 +186,10 @@ def test_the_temperature_is_that_of_the_terms(position):
     how = dict(position=position, position_args={"logit_scale": "log_n"}, num_classes=2)
     model = timm.create_model("vitrel_vit_n8_none", **how)
     for size in ((64, 64), (96, 200), (8, 8)):
-        told = resolution_report(model, size)
+        reported = resolution_report(model, size)
         scale = float(model.blocks[0].position(model.token_grid(size)).temperature)
-        assert [e.temperature for e in told.encodings] == pytest.approx([scale] * len(told.encodings))
-        assert f"logits x {scale:.3f} (log_n)" in str(told)
+        assert [e.temperature for e in reported.encodings] == pytest.approx([scale] * len(reported.encodings))
+        assert f"logits x {scale:.3f} (log_n)" in str(reported)
     swin = timm.create_model("vitrel_swin_n", **how)
     assert {e.temperature for e in resolution_report(swin, (96, 200)).encodings} == {1.0}
     assert "log_n" not in str(resolution_report(timm.create_model("vitrel_vit_n8_table"), 96))

@@ -63,20 +63,18 @@ def test_where_the_options_go():
 
 
 def test_impossible_options():
-    with pytest.raises(
-        TypeError, match=r"block_args has no option 'windows'; it takes init_values, mlp, mlp_norm, post_norm, "
-    ):
+    with pytest.raises(TypeError, match=r"block_args has no option 'windows'; it has init_values, mlp, mlp_norm, post_norm, "):
         ViT(**SMALL, block_args=dict(windows=3))
     with pytest.raises(ValueError, match="mlp='relu' is unknown; choose one of gelu, gelu_tanh, quick_gelu, swiglu"):
         ViT(**SMALL, block_args=dict(mlp="relu"))
-    words = r"blocks with a window: class_token=False, reg_tokens=0, and an encoding each \(no share_position\)"
+    words = r"blocks with a window need class_token=False, reg_tokens=0 and share_position=False"
     for own in (dict(), dict(WINDOWED, reg_tokens=1), dict(WINDOWED, share_position=True)):
         with pytest.raises(ValueError, match=words):
             ViT(**SMALL | own, block_args=dict(window=3))
     for index in (3, -1):
-        with pytest.raises(ValueError, match=rf"global_blocks names block {index}: it needs a window and indices from 0 to 2"):
+        with pytest.raises(ValueError, match=rf"global_blocks contains {index}; it needs a window, and indices from 0 to 2"):
             ViT(**SMALL | WINDOWED, block_args=dict(window=3, global_blocks=(1, index)))
-    with pytest.raises(ValueError, match="global_blocks names block 0: it needs a window"):
+    with pytest.raises(ValueError, match="global_blocks contains 0; it needs a window"):
         ViT(**SMALL | WINDOWED, block_args=dict(global_blocks=(0,)))
 
 

@@ -17,16 +17,13 @@ from torchvision.models import feature_extraction
 import vitrel
 from helpers.variants import MODELS, perturbed
 from helpers.variants import small_model as build
-from vitrel import POSITIONS, load_pretrained
+from vitrel import load_pretrained
 from vitrel.layers import Block
 
 PAIR = ["vitrel_vit_n8_table", "vitrel_swin_n"]
 TRIO = [*PAIR, "vitrel_swinv2_n"]
-# Every encoding once, in one trunk or the other: what does not depend on the trunk's use of it.
-EACH = [
-    f"vitrel_{'swin_n' if encoding.site == 'attention' and i % 2 else 'vit_n8'}_{key}"
-    for i, (key, encoding) in enumerate(POSITIONS.items())
-] + ["vitrel_swinv2_n", *(f"vitrel_{trunk}_absolute_rope_mixed" for trunk in ("vit_n8", "swin_n"))]
+# One model for each kind of term: added to tokens, bias tables, rotations, tables that multiply queries and keys, several.
+KINDS = [*TRIO, "vitrel_vit_n8_absolute_rope_mixed", "vitrel_vit_n8_deberta", "vitrel_swin_n_shaw", "vitrel_swin_n_cpb"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,7 +117,7 @@ def test_masks_of_intermediates_in_other_models(twins):
         found = vitrel.optimize(copy.deepcopy(ours)).forward_intermediates(image, attn_mask=mask)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     windowed = build("vitrel_vit_n8_table", class_token=False, global_pool="avg", block_args=dict(window=4))
-    with pytest.raises(ValueError, match="a windowed layer makes its own mask"):
+    with pytest.raises(ValueError, match="a windowed layer computes its own mask"):
         windowed.get_intermediate_layers(image, attn_mask=mask[:64, :64])
 
 
@@ -198,7 +195,7 @@ def test_pool_size_in_the_config(name):
     assert pool is None or features.shape[1:3] == pool
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_gradient_checkpointing(name):
     """Off, on, off again: equal gradients, and when on every block runs a second time, in the backward pass."""
     model, image = shallow(name), torch.randn(2, 3, 72, 64)
@@ -236,7 +233,7 @@ def test_layer_decay_groups(name):
     assert len({scale[id(p)] for n, p in named.items() if n.startswith(first)}) == 1  # position decays with its block
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_fx_features_are_exact(name):
     model, image = shallow(name), torch.randn(1, 3, 80, 56)
     extractor = create_feature_extractor(model, {model.feature_info[1]["module"]: "mid", "norm": "last"})
@@ -265,7 +262,7 @@ def test_feature_classes():
         assert [f.shape[1:3] for f in model(image)] == [(32, 32), (16, 16), (8, 8)]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_trace(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2,), "num_heads": (1,)}
     model, image = build(name, **few), torch.randn(2, 3, 64, 64)
@@ -277,15 +274,15 @@ def test_trace(name):
 SIZES = [(64, 64), (96, 96), (72, 112), (56, 40), (128, 64), (100, 52), (24, 28)]  # down to one window
 
 
-@pytest.mark.parametrize("name", ["vitrel_swin_n", pytest.param("vitrel_swinv2_n", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_swinv2_n"])
 def test_compile_many_sizes_in_two_graphs(name):
     """No graph break, exact results, and not one graph per resolution; that of a ViT is in test_export_formats.py."""
     check_compiled(shallow(name), SIZES[::3])
 
 
 # What the compiled and exported layers of tests/layers lack, which are of every encoding: tokens that embeddings are added to.
-AROUND_LAYERS = [f"vitrel_vit_n8_{key}" for key, encoding in POSITIONS.items() if encoding.site != "attention"]
-AROUND_LAYERS += ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swin_n_absolute_rope_mixed"]
+AROUND_LAYERS = ["vitrel_vit_n8_sincos", "vitrel_swin_n_absolute_rope_mixed"]
 
 
 @pytest.mark.slow
@@ -295,15 +292,11 @@ def test_compile_embeddings_in_two_graphs(name):
 
 
 @pytest.mark.slow
-def test_compile_and_export_with_a_temperature():
+def test_compile_with_a_temperature():
     """Pooled over all tokens: the class token of a single block would never meet the tables of offsets."""
     options = dict(position="rope_mixed+table", position_args={"logit_scale": "log_n"}, depth=1, global_pool="avg")
     model = build("vitrel_vit_n8_none", **options)
     check_compiled(model, SIZES[:6:2])
-    program = export(model, (64, 64))
-    for size in ((64, 64), (96, 56)):
-        image = torch.randn(1, 3, *size)
-        torch.testing.assert_close(program(image), model(image), atol=1e-4, rtol=1e-4)
 
 
 OTHER_TRUNKS = {  # what the weights of other code need
@@ -345,7 +338,7 @@ def check_compiled(model, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TRIO, *AROUND_LAYERS])
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swinv2_n"])
 def test_export_serves_any_size(name):
     """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible."""
     model = shallow(name)
@@ -356,11 +349,10 @@ def test_export_serves_any_size(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vitrel_swin_t", "vitrel_vit_ti16_table"])
-def test_export_at_224_runs_at_448(name):
+def test_export_at_224_runs_at_448():
     """The last stage of the Swin, of one window where it is traced, has several and a shift there."""
-    few = dict(depth=1) if "_vit_" in name else dict(depths=(1, 1, 1, 2), embed_dim=24, num_heads=(1, 1, 2, 2))
-    model = build(name, global_pool="avg", **few)
+    few = dict(depths=(1, 1, 1, 2), embed_dim=24, num_heads=(1, 1, 2, 2))
+    model = build("vitrel_swin_t", global_pool="avg", **few)
     program = export(model, (224, 224))
     for batch, size in [(1, (224, 224)), (2, (96, 96)), (1, (448, 448)), (3, (224, 320))]:
         image = torch.randn(batch, 3, *size)

@@ -281,5 +281,5 @@ def test_meta_tensors():
 
 
 def test_grid_rejects_an_unknown_axis():
-    with pytest.raises(ValueError, match="axis 'x' is none of hw, h, w"):
+    with pytest.raises(ValueError, match="axis 'x' is unknown; choose one of hw, h, w"):
         Grid(2, 2).index("x")

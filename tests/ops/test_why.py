@@ -54,7 +54,7 @@ def test_why_of_an_entry_a_swin_and_a_compiled_model():
     with torch.no_grad():
         text = why(attention, *q, Terms(), Grid(2, 3), backend="reference")
     assert text.startswith(
-        "1 x attention, 2x3 tokens, 6 queries, 2 heads of 8, float32 on cpu, inference: reference (asked for by name)"
+        "1 x attention, 2x3 tokens, 6 queries, 2 heads of 8, float32 on cpu, inference: reference (given by name)"
     )
     text = why(torch.compile(timm.create_model("vitrel_swin_n", num_classes=2)), IMAGE)
     assert text.count("tokens in windows of 4x4") == 3
@@ -65,7 +65,7 @@ def test_why_of_an_entry_a_swin_and_a_compiled_model():
 def test_what_is_asked_for_serves_or_says_why_not():
     model = small("table")
     with use_backend("reference"):
-        assert "reference (asked for by name)" in why(model, IMAGE)
+        assert "reference (given by name)" in why(model, IMAGE)
         plain = model(IMAGE)
     assert "sdpa (first of auto" in why(model, IMAGE)
     torch.testing.assert_close(plain, model(IMAGE))
@@ -84,8 +84,8 @@ def test_a_layers_own_backend_comes_first():
     model.blocks[0].attn.backend = "sdpa"
     with use_backend("reference"):
         text = why(model, IMAGE)
-    assert "sdpa (asked for by name)" in text
-    assert "reference (asked for by name)" in text
+    assert "sdpa (given by name)" in text
+    assert "reference (given by name)" in text
 
 
 def test_a_compiled_model_follows():
@@ -104,6 +104,6 @@ def test_the_environment_asks_too():
     code = "import torch, vitrel; layer = vitrel.RelativeAttention(8, 2); "
     code += "print(vitrel.ops.why(layer, torch.randn(1, 4, 8), (2, 2)))"
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "reference"}, capture_output=True, text=True)
-    assert "reference (asked for by name)" in run.stdout, run.stderr
+    assert "reference (given by name)" in run.stdout, run.stderr
     run = subprocess.run([sys.executable, "-c", code], env={"VITREL_BACKEND": "fast"}, capture_output=True, text=True)
     assert "unknown backend 'fast'; choose auto, triton, onednn, bias_by_row" in run.stderr

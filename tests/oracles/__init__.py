@@ -1,11 +1,11 @@
-"""Independent truth: every encoding as a plain double loop over queries i and keys j, in float64, written from its paper.
+"""Oracles for tests: every encoding as a plain double loop over queries i and keys j, in float64, written from its paper.
 
-Imports nothing from the package. H heads, N = prefix + h*w tokens (row-major after the prefix), D head width, C = H*D.
+They import nothing from the package. H heads, N = prefix + h*w tokens (row-major after the prefix), D head width, C = H*D.
 Offsets are query minus key, in patches; h comes before w everywhere.
 An encoding's oracle is `f(q, k, v, h, w, prefix=0, *, trained=None, options..., parameters...)` -> (logits [H, N, N], output
 [H, N, D]), with q, k, v [H, N, D] and the logits complete: scaled, biased, ready for softmax, -inf where a head cannot see.
-`trained` is the (h, w) of the grid that the encoding was built for, by default (h, w); an oracle whose value does not depend
-on it goes without. Parameters have the names and shapes of the state dict; where a name has a dot they come as **parameters.
+`trained` is the (h, w) of the grid that the encoding was built for, by default (h, w); an oracle that does not depend on it
+has no such argument. Parameters have the names and shapes of the state dict; names with a dot come as **parameters.
 """
 
 from oracles.algebra import attention, log_n, relative_shift, window_canvas

@@ -1,4 +1,4 @@
-"""The general algebra of attention with terms, windows on an infinite canvas, and what holds for every encoding."""
+"""Attention with all terms, shifted windows, the relative shift, and the log-n temperature, pair by pair."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ from oracles.common import offset, rotate, softmax
 
 
 def attention(q, k, v, scale=1.0, bias=None, rq=None, rk=None, rv=None, angles=None, query_bias=None, mask=None):
-    """The general algebra, one pair at a time -> (logits [H, M, N], output [H, M, D]); absent arrays are zero.
+    """Attention with all kinds of terms, pair by pair -> (logits [H, M, N], output [H, M, D]); absent arrays are zero.
 
     q [H, M, D], k, v [H, N, D]: the queries are the LAST M rows of the key grid, on which bias [H, N, N], rq, rk, rv
     [H, N, N, D] and angles [H, N, D/2] lie. query_bias [H, D]. mask broadcasts to [H, M, N]: bool True = attend, or additive.
@@ -71,5 +71,5 @@ def relative_shift(x):
 
 
 def log_n(tokens, trained_tokens):
-    """Temperature for another number of tokens, prefix included: sqrt(ln N / ln N_T), N no less than 2."""
+    """Temperature for another number of tokens, prefix included: sqrt(ln N / ln N_T), N at least 2."""
     return math.sqrt(math.log(max(tokens, 2)) / math.log(max(trained_tokens, 2)))

@@ -51,11 +51,11 @@ def log_spaced(step, reference):
 def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, resize="keep", pretrained_window=None, prefix_bias=None, **mlp):
     """Swin V2 (2111.09883, section 3.3): + 16 sigmoid(MLP(g(dy), g(dx))), g `log_spaced` by the training grid.
 
-    cpb_mlp.0.weight [hidden, 2], cpb_mlp.0.bias [hidden], cpb_mlp.2.weight [H, hidden]; prefix_bias [3, H] is added as it is.
+    cpb_mlp.0.weight [hidden, 2], cpb_mlp.0.bias [hidden], cpb_mlp.2.weight [H, hidden]; prefix_bias [3, H] is added unchanged.
     resize "keep": g has the training grid (pretrained_window, if given); "renormalise": the evaluated grid.
     """
-    kept = pair(pretrained_window or trained or (h, w))
-    reference = {"keep": kept, "renormalise": (h, w)}[resize]
+    trained_window = pair(pretrained_window or trained or (h, w))
+    reference = {"keep": trained_window, "renormalise": (h, w)}[resize]
     W1, b1, W2 = (mlp.pop(f"cpb_mlp.{name}") for name in ("0.weight", "0.bias", "2.weight"))
     assert not mlp and len(W1) == hidden and (prefix_bias is not None) == bool(prefix)
 
@@ -67,7 +67,7 @@ def cpb(q, k, v, h, w, prefix=0, *, trained=None, hidden=512, resize="keep", pre
 
 
 def stretched(n, delta, grid, trained, direction, resize):
-    """The offset whose length counts: "renormalise" measures it in patches of the training grid, then `direction` weighs it.
+    """Return the offset whose length is penalised: "renormalise" measures it in training patches, then `direction` weighs it.
 
     direction [4, H] or None: exp(direction[c, head]) multiplies dy > 0, dy < 0, dx > 0 and dx < 0 for c = 0, 1, 2, 3.
     """
@@ -157,7 +157,7 @@ def fire(q, k, v, h, w, prefix=0, *, trained=None, c, L, prefix_bias=None, **mlp
     c, top = abs(c[0]), max(abs(L[0]) * max(trained or (h, w)), h, w)
 
     def bias(n, dy, dx):
-        place = math.log(1 + c * math.hypot(dy, dx)) / math.log(1 + c * top)
-        return np.dot(W2[n], np.maximum(W1[:, 0] * place + b1, 0)) + b2[n]
+        position = math.log(1 + c * math.hypot(dy, dx)) / math.log(1 + c * top)
+        return np.dot(W2[n], np.maximum(W1[:, 0] * position + b1, 0)) + b2[n]
 
     return biased(q, k, v, h, w, prefix, bias, prefix_bias)

@@ -20,8 +20,8 @@ def t5_bucket(delta, num_buckets=32, max_distance=128, bidirectional=True):
 
 
 def t5_axis(length, num_buckets=None, max_distance=None, bidirectional=True):
-    """(num_buckets, max_distance) of an axis of `length` patches at training; whatever is given stays, but an axis of one
-    patch has one bucket.
+    """(num_buckets, max_distance) of an axis of `length` patches in training; given values are kept, but an axis of one patch
+    has one bucket.
 
     By default the farthest training offset, and the most buckets per sign, but no more than 16 and half the length (plus one,
     so that distances are exact below a quarter of it), that the training distances reach without a gap.

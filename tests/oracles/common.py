@@ -93,10 +93,10 @@ def rotated(q, k, v, h, w, prefix, angles, factor=1.0):
     """factor * d^-1/2 rot(q).rot(k) with angles(head, y, x) -> [D/2]; prefix tokens are not rotated."""
     at, scale = positions(h, w, prefix), factor * q.shape[-1] ** -0.5
 
-    def turn(x):
+    def rotate_rows(x):
         return [
             [row if i is None else rotate(row, angles(n, *i)) for i, row in zip(at, x[n], strict=True)] for n in range(len(x))
         ]
 
-    q, k = turn(q), turn(k)
+    q, k = rotate_rows(q), rotate_rows(k)
     return attend(v, h, w, prefix, lambda n, i, j, delta: scale * np.dot(q[n][i], k[n][j]))

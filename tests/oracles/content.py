@@ -1,4 +1,4 @@
-"""Encodings whose relative vectors meet the content of queries, keys or values."""
+"""Encodings with vectors per offset that are multiplied by queries or keys, or added to values."""
 
 import math
 
@@ -95,7 +95,7 @@ def decomposed(q, k, v, h, w, prefix=0, *, trained=None, rel_pos_h, rel_pos_w):
     """MViTv2 (2112.01526) as coded there and in SAM (2304.02643): d^-1/2 q.k + q.R_h[dy] + q.R_w[dx], q itself unscaled.
 
     rel_pos_h [2h-1, D], rel_pos_w [2w-1, D] of the training grid, shared over heads; pairs with a prefix token keep the first
-    term only. An axis that grows has its rows stretched linearly, one that does not reads its own.
+    term only. The rows of an axis longer than in training are interpolated linearly; other axes read theirs unchanged.
     """
     along, middle = [], []
     for rows, length, old in zip((rel_pos_h, rel_pos_w), (h, w), trained or (h, w), strict=True):

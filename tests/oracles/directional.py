@@ -1,4 +1,4 @@
-"""Encodings whose heads look one way: keys outside a head's field of view have the logit -inf."""
+"""Encodings with directional heads: keys outside a head's field of view have the logit -inf."""
 
 import math
 
@@ -12,9 +12,9 @@ def xpos(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, gamma=0.4, scale_
 
     zeta_t = (t/T + gamma) / (1 + gamma); d is the offset along the axis of the head, which sees, by n mod 4, only keys that
     are not below it (dy >= 0), not above (dy <= 0), not to the right (dx >= 0), not to the left (dx <= 0). scale_base is half
-    the longer side of the training grid. Prefix tokens are seen by all and not turned; in a pair with one the token has its
-    own turn and scale, zeta^±(place along the axis of the head, from the middle of the grid), and each prefix token the factor
-    zeta^(what half the axis exceeds half the training axis by), so that no pair gains more than it could in training.
+    the longer side of the training grid. Prefix tokens are seen by all and not rotated. In a pair with a prefix token a
+    patch is rotated and scaled by zeta^±(its place along the axis of the head, from the middle of the grid), and the prefix
+    token has the factor zeta^(half the excess of the axis over its training length), so the scale never exceeds training's.
     """
     at, D = positions(h, w, prefix), q.shape[-1]
     T = D // 4
@@ -22,18 +22,18 @@ def xpos(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, gamma=0.4, scale_
     zeta = [(t / T + gamma) / (1 + gamma) for t in range(T)]
     scale_base = max(trained or (h, w)) / 2 if scale_base is None else scale_base
 
-    def turn(channels, place):
+    def rotate_at(channels, place):
         return rotate(channels, [place[0] * t for t in theta] + [place[1] * t for t in theta])
 
     def scaled(channels, place, n, sign):
-        """One side of the product, its place counted from the middle of the grid; a pair with a prefix token shows it."""
+        """Return q or k of a pair with a prefix token, rotated and scaled by its place from the middle of the grid."""
         if place is None:
             length, trained_length = ((h, w)[n % 4 // 2], (trained or (h, w))[n % 4 // 2])
             excess = max(length - trained_length, 0) / 2
             return channels * np.array([zeta[p % T] ** (excess / scale_base) for p in range(D // 2)] * 2)
         y, x = place[0] - (h - 1) / 2, place[1] - (w - 1) / 2
         factors = [zeta[p % T] ** (sign * (y, -y, x, -x)[n % 4] / scale_base) for p in range(D // 2)]
-        return turn(channels, place) * np.array(factors * 2)
+        return rotate_at(channels, place) * np.array(factors * 2)
 
     def logit(n, i, j, delta):
         if delta is None:
@@ -42,7 +42,7 @@ def xpos(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, gamma=0.4, scale_
         ahead = (delta[0], -delta[0], delta[1], -delta[1])[n % 4]
         if ahead < 0:
             return -math.inf
-        products = turn(q[n, i], at[i]) * turn(k[n, j], at[j])
+        products = rotate_at(q[n, i], at[i]) * rotate_at(k[n, j], at[j])
         decay = [zeta[p % T] ** (ahead / scale_base) for p in range(D // 2)]
         return D**-0.5 * sum(decay[p] * (products[p] + products[p + D // 2]) for p in range(D // 2))
 
@@ -78,14 +78,14 @@ def lookhere(q, k, v, h, w, prefix=0, *, fov=90, slope=1.0):
     The last U = max(1, min(4, H // 3)) heads see everything, m = 4^-(1+u); head n before them has view n mod P of the P of
     `views` and m = 2^-(1 + n // P). Pairs with a prefix token have content only and are never hidden.
     """
-    H, seen = len(q), views(fov)
+    H, fields = len(q), views(fov)
     directed = H - max(1, min(4, H // 3))
 
     def bias(n, dy, dx):
         if n >= directed:
             return -slope * 4.0 ** -(1 + n - directed) * math.hypot(dy, dx)
-        if not seen[n % len(seen)](dy, dx):
+        if not fields[n % len(fields)](dy, dx):
             return -math.inf
-        return -slope * 2.0 ** -(1 + n // len(seen)) * math.hypot(dy, dx)
+        return -slope * 2.0 ** -(1 + n // len(fields)) * math.hypot(dy, dx)
 
     return biased(q, k, v, h, w, prefix, bias)

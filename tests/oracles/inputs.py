@@ -19,11 +19,11 @@ def no_content(h, w, prefix=0, heads=2, width=8):
 
 
 def from_corner(logits, h, w, prefix=0):
-    """[H, h, w] of the query at (0, 0): what it has for the key at (y, x), offset (-y, -x)."""
+    """Return the logits [H, h, w] of the query at (0, 0), whose offset to the key at (y, x) is (-y, -x)."""
     return logits[:, prefix, prefix:].reshape(-1, h, w)
 
 
 def assert_same(first, second):
-    """Two oracles' logits and outputs agree."""
+    """Assert that two oracles' logits and outputs agree."""
     for a, b in zip(first, second, strict=True):
         assert_allclose(a, b, rtol=1e-10, atol=1e-12)

@@ -15,14 +15,14 @@ def rescaled(frequency, band, bands, stretch, trained_length, scaling):
         return frequency * stretch ** (-band / max(bands - 1, 1))
     if scaling == "yarn":
         turns = trained_length * abs(frequency) / (2 * math.pi)
-        kept = min(max((turns - 1) / (32 - 1), 0), 1)
-        return frequency * (kept + (1 - kept) / stretch)
+        unscaled = min(max((turns - 1) / (32 - 1), 0), 1)
+        return frequency * (unscaled + (1 - unscaled) / stretch)
     assert scaling == "none"
     return frequency
 
 
 def stretches(h, w, trained):
-    """By how much each axis outgrew its training length, at least 1."""
+    """Return the length of each axis over its training length, at least 1."""
     return tuple(max(1, now / then) for now, then in zip((h, w), trained, strict=True))
 
 
@@ -33,7 +33,7 @@ def content_factor(h, w, trained, scaling):
 
 
 def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="none", reference=None):
-    """RoPE-Axial (2403.13298): theta_t = base^(-4t/d), t < d/4; the first d/4 pairs turn by y*theta, the others by x*theta.
+    """RoPE-Axial (2403.13298): theta_t = base^(-4t/d), t < d/4; angle y*theta for the first d/4 pairs, x*theta for the rest.
 
     At a larger grid: "none", "linear" (position interpolation, 2306.15595), "ntk", "yarn" (2309.00071), per axis.
     reference (EVA-02): position y counts as y / h * reference rows, x likewise.
@@ -76,9 +76,9 @@ def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="non
 
 
 def rope_normalised(q, k, v, h, w, prefix=0, *, base=100.0):
-    """DINOv3 (2508.10104): the middle of patch i of n lies at 2(i + 1/2)/n - 1, and turns by 2 pi * that / base^(4t/d).
+    """DINOv3 (2508.10104): the middle of patch i of n has the coordinate c = 2(i + 1/2)/n - 1, rotated by 2 pi c / base^(4t/d).
 
-    The first d/4 pairs turn by y, the others by x.
+    The first d/4 pairs are rotated by y, the rest by x.
     """
     D = q.shape[-1]
 

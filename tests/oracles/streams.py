@@ -9,7 +9,7 @@ from oracles.common import clip, offset, rotate, sincos_1d, softmax
 
 
 def segment_mask(sizes, length=None):
-    """[N, N] bool, True = query i sees key j: both in segments of `sizes` tokens, j's among the `length` before i's or i's own.
+    """[N, N] bool, True = query i sees key j: j is in i's segment (of `sizes` tokens) or one of the `length` before.
 
     length None: all earlier segments; 0: no other segment.
     """
@@ -19,7 +19,7 @@ def segment_mask(sizes, length=None):
 
 
 def masked_attention(logits, v, mask, rv=None):
-    """Output [H, M, D] from logits [H, M, N], v [H, N, D], mask [M, N] (True = sees) and what values gain, rv [H, M, N, D].
+    """Output [H, M, D] from logits [H, M, N], v [H, N, D], mask [M, N] (True = sees) and rv [H, M, N, D], added to values.
 
     A query that sees no key returns 0.
     """
@@ -33,7 +33,7 @@ def masked_attention(logits, v, mask, rv=None):
 
 
 def causal_by_segment(q, k, v, logits_of, sizes, length=None, rv=None):
-    """Output [H, N, D] of what segments with memory amount to: the whole at once under `segment_mask`.
+    """Output [H, N, D] equal to that of segments with memory: all segments at once under `segment_mask`.
 
     Transformer-XL (1901.02860, section 3.2), of segment t+1 in layer n, with SG a stop of the gradient and o concatenation:
     m = SG(h_t^{n-1}) o h_{t+1}^{n-1};  q = h_{t+1}^{n-1} W_q', k = m W_k', v = m W_v';  h_{t+1}^n = Layer(q, k, v).
@@ -63,12 +63,12 @@ def log_decay_pair(h, w, log_a, log_b):
 
 
 def rope_mixed_pair(h, w, freqs):
-    """RoPE-Mixed (2403.13298): each side turned by its own coordinates, freqs [2, H, D/2]."""
+    """RoPE-Mixed (2403.13298): q and k rotated by their coordinates, freqs [2, H, D/2]."""
 
-    def turn(n, x, at):
+    def rotated(n, x, at):
         return rotate(x, freqs[0, n] * at[0] + freqs[1, n] * at[1])
 
-    return lambda n, q, k, i, j: len(q) ** -0.5 * np.dot(turn(n, q, i), turn(n, k, j)), None
+    return lambda n, q, k, i, j: len(q) ** -0.5 * np.dot(rotated(n, q, i), rotated(n, k, j)), None
 
 
 def shaw_pair(h, w, key_h, key_w, value_h, value_w):
@@ -105,20 +105,20 @@ PAIRS = {
 
 
 def recurrent(encoding, q, k, v, rows, w, length=None, restart=False, **parameters):
-    """Output [H, N, D] of a vertical strip of width w, segment after segment of `rows`, as `causal_by_segment` words it.
+    """Output [H, N, D] of a vertical strip of width w, segment after segment of `rows`, as in `causal_by_segment`.
 
-    Each segment attends to the keys and values that were kept of the `length` segments before it (None: of all), then to its
-    own. encoding is one of PAIRS, with that oracle's parameters for the whole strip; q, k, v [H, N, D].
-    Coordinates count on across the borders; restart: they begin at row 0 in every segment and are kept so (the error that
-    section 3.3 of the paper is about).
+    Each segment attends to the cached keys and values of the `length` segments before it (None: of all) and to its own
+    keys. encoding: one of PAIRS, with its parameters for the whole strip; q, k, v [H, N, D].
+    Coordinates continue across the borders; restart: they begin at row 0 in every segment and are cached so (the error that
+    section 3.3 of the paper describes).
     """
     logit, value = PAIRS[encoding](sum(rows), w, **parameters)
     output, memory, start = np.zeros(v.shape), [], 0
     for height in rows:
         first = 0 if restart else start
         own = [(start * w + t, (first + t // w, t % w)) for t in range(height * w)]  # where it is stored, and its (y, x)
-        kept = memory if length is None else memory[len(memory) - min(length, len(memory)) :]
-        keys = [*chain(*kept), *own]
+        cached = memory if length is None else memory[len(memory) - min(length, len(memory)) :]
+        keys = [*chain(*cached), *own]
         for n, (row, i) in product(range(len(q)), own):
             weights = softmax([logit(n, q[n, row], k[n, column], i, j) for column, j in keys])
             for weight, (column, j) in zip(weights, keys, strict=True):
@@ -129,7 +129,7 @@ def recurrent(encoding, q, k, v, rows, w, length=None, restart=False, **paramete
 
 
 def permutation_masks(order, memory=0):
-    """What the content and the query stream see, each [N, memory + N] bool; order[t] is the token predicted at step t."""
+    """Return the masks of the content and the query stream, [N, memory + N] bool; order[t] is the token predicted at step t."""
     assert sorted(order) == list(range(len(order)))
     step = {token: t for t, token in enumerate(order)}
     tokens, seen = range(len(order)), [True] * memory
@@ -143,8 +143,8 @@ def two_stream(q_h, q_g, k, v, bias_logits, order, memory=None, bias_g=None):
 
     At step t of the order z, keys and values always of h, the memory m before them:
     h_{z_t} = Attention(Q = h_{z_t}, KV = [m, h_{z<=t}]);  g_{z_t} = Attention(Q = g_{z_t}, KV = [m, h_{z<t}]).
-    q_h, q_g, k, v [H, N, D]; memory: its keys and values, [H, M, D] each. Without, the first g sees nothing and returns 0.
-    bias_logits [H, N, M + N]: what position adds, complete; bias_g: the same for g, where it depends on the query.
+    q_h, q_g, k, v [H, N, D]; memory: its keys and values, [H, M, D] each. Without memory the first g sees no key and returns 0.
+    bias_logits [H, N, M + N]: position's part of the logits; bias_g: that of g, if it depends on the query.
     """
     if memory is not None:
         k, v = (np.concatenate([old, new], axis=1) for old, new in zip(memory, (k, v), strict=True))

@@ -1,4 +1,4 @@
-"""Additive encodings against what is known by hand and against each other."""
+"""Oracles of additive encodings against values computed by hand and against each other."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Encodings that meet the content, against hand formulas and each other."""
+"""Oracles of content encodings against formulas by hand and against each other."""
 
 import math
 from itertools import product

@@ -1,4 +1,4 @@
-"""Heads that look one way: who is seen, and how much distance costs."""
+"""Oracles of directional heads: which keys are visible, and the penalty of distance."""
 
 import numpy as np
 import pytest
@@ -37,16 +37,16 @@ def test_xpos_decay_by_hand():
 
 
 def test_xpos_with_prefix_tokens():
-    """A prefix token is neither turned nor scaled, a token beside it is, counted from the middle of the grid."""
+    """A prefix token is neither rotated nor scaled; its partner is, counted from the middle of the grid."""
     plain, logits = (rule(*qkv(2, 3, 2, heads=4))[0] for rule in (oracles.none, oracles.xpos))
     assert_allclose(logits[:, :2, :2], plain[:, :2, :2])
     assert np.isfinite(logits[:, :2]).all() and np.isfinite(logits[:, :, :2]).all()
-    slow = np.eye(8)[None, [1] * 13].repeat(5, axis=0)  # turns by y / 10, zeta 0.9 / 1.4
+    slow = np.eye(8)[None, [1] * 13].repeat(5, axis=0)  # rotates by y / 10, zeta 0.9 / 1.4
     logits = oracles.xpos(slow, slow, slow, 3, 4, 1)[0] * 8**0.5
-    last, zeta, turned = 12, 0.9 / 1.4, np.cos(0.2)
+    last, zeta, cosine = 12, 0.9 / 1.4, np.cos(0.2)
     of_heads = [zeta**0.5, zeta**-0.5, zeta**0.75, zeta**-0.75, zeta**0.5]  # y is 1 from the middle, x 1.5, scale_base 2
-    assert_allclose(logits[:, last, 0], np.array(of_heads) * turned)
-    assert_allclose(logits[:, 0, last], turned / np.array(of_heads))
+    assert_allclose(logits[:, last, 0], np.array(of_heads) * cosine)
+    assert_allclose(logits[:, 0, last], cosine / np.array(of_heads))
 
 
 def seen(fov, *delta):

@@ -1,4 +1,4 @@
-"""Rotations against each other, and what each scaling does to a frequency."""
+"""Oracles of rotary encodings against each other, and the effect of each scaling on a frequency."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_normalised_is_a_mixed_rope_of_the_grids_size(base):
 
 
 def test_normalised_coordinates_lie_about_the_middle():
-    """A middle token is not turned: with a prefix token it keeps plain content; the first of two is at -1/2."""
+    """A middle token is not rotated: with a prefix token it keeps plain content; the first of two is at -1/2."""
     q, k, v, *grid = qkv(1, 3, 1)
     plain = oracles.none(q, k, v, *grid)[0]
     logits, _ = oracles.rope_normalised(q, k, v, *grid)
@@ -85,7 +85,7 @@ def test_yarn_keeps_fast_frequencies_and_interpolates_slow_ones():
 
 def test_yarn_temperature_multiplies_every_content_logit():
     linear, yarn = (oracles.rope_axial(*qkv(4, 6, 1), trained=(2, 4), scaling=kind)[0] for kind in ("linear", "yarn"))
-    assert_allclose(yarn, linear * (0.1 * math.log(3**0.5) + 1) ** 2, atol=1e-12)  # too slow to turn once in training
+    assert_allclose(yarn, linear * (0.1 * math.log(3**0.5) + 1) ** 2, atol=1e-12)  # less than one rotation in training
     assert content_factor(4, 6, (2, 4), "linear") == content_factor(2, 3, (2, 4), "yarn") == 1
     assert content_factor(4, 1, (2, 4), "yarn") == pytest.approx((0.1 * math.log(2**0.5) + 1) ** 2)
 

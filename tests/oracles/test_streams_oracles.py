@@ -1,4 +1,4 @@
-"""Segments with memory, two streams and shifted scores by hand, against torch, and against each other."""
+"""Oracles of segments with memory, two streams and shifted scores: by hand, against torch, against each other."""
 
 from functools import partial
 
@@ -25,20 +25,20 @@ each_encoding = pytest.mark.parametrize("encoding", PAIRS)
 
 
 def oracle(encoding, q, k, v):
-    """That encoding's own oracle on the strip."""
+    """Return the logits of the encoding's oracle on the strip."""
     options = {"radius": 2} if encoding == "shaw" else {}
     return getattr(oracles, encoding)(q, k, v, *STRIP, **options, **PARAMETERS[encoding])
 
 
 def shaw_values():
-    """[H, N, N, D]: what Shaw's values gain."""
+    """Return Shaw's vectors that are added to values, [H, N, N, D]."""
     at, tables = oracles.positions(*STRIP), PARAMETERS["shaw"]
     dy, dx = np.moveaxis(np.clip([[oracles.offset(i, j) for j in at] for i in at], -2, 2) + 2, -1, 0)
     return np.stack([tables["value_h"][dy] + tables["value_w"][dx]] * 2)
 
 
 def whole(encoding, length=None, sizes=SIZES):
-    """The strip at once under the mask by segments."""
+    """Return the output of the whole strip at once under the segment mask."""
     rv = shaw_values() if encoding == "shaw" else None
     return oracles.causal_by_segment(*qkv(*STRIP)[:3], lambda *x: oracle(encoding, *x)[0], sizes, length, rv)
 
@@ -99,7 +99,7 @@ def test_without_memory_every_segment_is_alone():
 
 @each_encoding
 def test_positions_restarted_in_each_segment_are_not_the_whole(encoding):
-    """The negative control: only the first segment, and segments without memory, cannot tell."""
+    """Negative control: restarted coordinates change every segment but the first, if there is memory."""
     restarted, right = recurrent(encoding, restart=True), whole(encoding)
     assert_allclose(restarted[:, : SIZES[0]], right[:, : SIZES[0]], atol=1e-12)
     for start, size in ((SIZES[0], SIZES[1]), (SIZES[0] + SIZES[1], SIZES[2])):
@@ -121,7 +121,7 @@ def test_two_streams_by_hand():
 
 
 def streams(tokens=6, memory=0):
-    """q_h, q_g, k, v, what position adds, and the keys and values of the memory."""
+    """Return q_h, q_g, k, v, position's part of the logits, and keys and values of the memory."""
     bias, kept = draw(1, 2, tokens, memory + tokens), draw(2, 2, 2, memory, 8)
     return *draw(0, 4, 2, tokens, 8), bias, kept
 

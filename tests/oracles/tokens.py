@@ -1,4 +1,4 @@
-"""Content alone, and what is added to the tokens after the patch embedding."""
+"""Attention without position, and encodings that are added to the tokens after the patch embedding."""
 
 import numpy as np
 

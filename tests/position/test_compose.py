@@ -55,11 +55,11 @@ def test_errors(arguments, error, text):
 
 
 def test_unknown_option():
-    with pytest.raises(TypeError, match="position 'table' has no option 'bse'; it takes init_std, logit_scale, resize"):
+    with pytest.raises(TypeError, match="position 'table' has no option 'bse'; it takes init_std, logit_scale, per_head, resize"):
         create_position("table", (4, 4), 2, 8, bse=3)
 
 
 @pytest.mark.parametrize("key", ["absolute", "table", "factorised"])
 def test_prefix_tokens_must_agree(key):
-    with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, the grid has 1"):
+    with pytest.raises(ValueError, match=f"{key} was built for 0 prefix tokens, but the grid has 1"):
         create_position(key, (4, 4), 2, 8)(Grid(4, 4, 1))

@@ -75,7 +75,7 @@ def test_range_of_the_augmentations(option, strength):
     high = strength if option == "shift" else math.log(strength)
     low = -high
     ones = torch.ones(1, 2)
-    draws = torch.stack([encoding._augmented(ones)[0] for _ in range(2000)])  # [2000, 2]
+    draws = torch.stack([encoding._perturbed(ones)[0] for _ in range(2000)])  # [2000, 2]
     value = draws - 1 if option == "shift" else draws.log()
     assert low - 1e-6 <= value.min() < low * 0.98 and high * 0.98 < value.max() <= high + 1e-6
     assert value.mean().abs() < 0.05 * high * 2
@@ -178,8 +178,8 @@ def test_lookhere_heads(heads, fov):
         assert share == pytest.approx(fov / 360, abs=0.02)
 
 
-def test_lookhere_with_one_head_says_that_it_has_no_field_of_view():
-    with pytest.warns(UserWarning, match=r"num_heads=1 .*no field of view.* 2 or more, .* 11 or more"):
+def test_lookhere_with_one_head_warns_that_no_head_is_directed():
+    with pytest.warns(UserWarning, match=r"num_heads=1 .*no directed head.* 2 or more .* 11 or more"):
         make("lookhere", Grid(3, 3), 1)
     with pytest.warns(UserWarning, match=r"11 or more"):
         make("lookhere", Grid(3, 3), 1, fov=45)

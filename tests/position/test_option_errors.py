@@ -30,16 +30,20 @@ from vitrel import Grid, create_position
             dict(resize="keep"),
             "'keep' is unknown to 'decomposed'; choose one of linear, clip, geometric",
         ),
-        ("clipped", dict(radius=-1), r"clipped needs a radius of 0 or more patches, one or \(rows, columns\), not -1"),
-        ("shaw", dict(radius=(1, 2, 3)), r"shaw needs a radius of 0 or more patches, one or \(rows, columns\)"),
+        ("clipped", dict(radius=-1), "clipped needs a radius of 0 or more patches, .* not -1"),
+        ("shaw", dict(radius=(1, 2, 3)), "shaw needs a radius of 0 or more patches"),
         ("rope_axial", dict(scaling="pi"), "rope_axial scaling 'pi' is unknown; choose one of none, linear, ntk, yarn"),
         ("rope_axial", dict(reference=4, scaling="ntk"), "takes a reference grid or scaling='ntk', not both: leave one out"),
         (
             "rope_axial",
             dict(reference=(4,)),
-            r"rope_axial option reference is one side or \(h, w\), in whole patches, not \(4,\)",
+            r"rope_axial option reference must be one side or \(h, w\), in whole patches, not \(4,\)",
         ),
-        ("cpb", dict(pretrained_window=(8,)), r"cpb option pretrained_window is one side or \(h, w\), in whole patches, not"),
+        (
+            "cpb",
+            dict(pretrained_window=(8,)),
+            r"cpb option pretrained_window must be one side or \(h, w\)",
+        ),
         ("rope_normalised", dict(jitter=0.5), "rope_normalised needs jitter of at least 1, or None for none, not 0.5"),
         ("pape", dict(parabolas=0), "option parabolas=0 of position 'pape' must be greater than 0"),
         ("rope_axial", dict(base=0), "option base=0 of position 'rope_axial' must be greater than 0"),
@@ -49,7 +53,7 @@ from vitrel import Grid, create_position
         ("log_decay", dict(decay=-1.0), "log_decay option decay=-1.0 must be 0 or more"),
         ("cpb", dict(pretrained_window=(8, 0)), r"option pretrained_window=\(8, 0\) of position 'cpb' must be greater than 0"),
         ("t5", dict(max_distance=-1), "option max_distance=-1 of position 't5' must be greater than 0"),
-        ("shaw", dict(radius=1.5), r"shaw needs a radius of 0 or more patches, one or \(rows, columns\), not 1.5"),
+        ("shaw", dict(radius=1.5), "shaw needs a radius of 0 or more patches, .* not 1.5"),
         (
             "table+cpb",
             dict(resize="linear"),
@@ -77,5 +81,5 @@ def test_width(key):
 
 @pytest.mark.parametrize("grid", [(0, 4), (4, 0), (4, 4, -1)])
 def test_impossible_grids(grid):
-    with pytest.raises(ValueError, match=r"no position 'table' for Grid\(.*: sides start at 1"):
+    with pytest.raises(ValueError, match="position 'table' needs sides, num_heads and head_dim of at least 1"):
         create_position("table", grid, 2, 8)

@@ -120,7 +120,7 @@ def test_evaluation_images_are_those_without(photos):
 def test_streamed_shards_cache_nothing(photos, tmp_path):
     pack(photos, tmp_path / "shards")
     assert len(Data(tmp_path / "shards", None).train(1)) == 3
-    with pytest.raises(ValueError, match="shards are streamed"):
+    with pytest.raises(ValueError, match="cached_side does not work with shards"):
         Data(tmp_path / "shards", 24)
 
 

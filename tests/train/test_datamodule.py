@@ -15,7 +15,7 @@ def test_classes_are_known_before_the_data_is_built():
 
 
 def test_counts_are_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"data.batch_size \(0\) is at least 1"):
+    with pytest.raises(ValueError, match=r"data.batch_size \(0\) must be at least 1"):
         ImageData("shapes", 64, batch_size=0)
-    with pytest.raises(ValueError, match="data is 'shapes' or a folder"):
+    with pytest.raises(ValueError, match="data must be 'shapes', a folder"):
         ImageData(str(tmp_path), 64)

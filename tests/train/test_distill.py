@@ -103,9 +103,7 @@ def test_a_checkpoint_of_a_run_tells_how_the_teacher_was_built(tmp_path):
         torch.testing.assert_close(recipe.teacher(images), first.eval()(images))
     other = Tensors()
     other.classes = ["c1", "c0", "c2", "c3"]
-    with pytest.raises(
-        ValueError, match=r"distillation.checkpoint was trained on classes other .* or in another order: take a"
-    ):
+    with pytest.raises(ValueError, match=r"distillation.checkpoint was trained on classes other .* or in another order: use a"):
         fit(recipe, other)
 
 
@@ -130,26 +128,24 @@ def test_settings_are_checked(how, text):
 
 
 def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
-    with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot take .*resnet.pt: .*size mismatch for fc"):
+    with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot load .*resnet.pt: .*size mismatch for fc"):
         Teacher(resnet(weights), 5, MEAN, STD)
     state = torch.load(weights / "resnet.pt", weights_only=True)
     torch.save({f"model.{name}": value for name, value in state.items()} | {"loss.scale": torch.ones(1)}, weights / "more.pt")
-    with pytest.raises(ValueError, match=r"cannot take .*more.pt: it holds loss.scale beside the weights of a model"):
+    with pytest.raises(ValueError, match=r"cannot load .*more.pt: .* holds loss.scale besides the weights"):
         Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4, MEAN, STD)
     with pytest.raises(ValueError, match=r"unknown model 'resnet10'; nearest: .*resnet1"):
         Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4, MEAN, STD)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):
         Teacher(Distillation("resnet10t", "nowhere.pt"), 4, MEAN, STD)
-    asked = []
+    requested = []
 
     def create_model(name, pretrained, **how):
-        asked.append((name, pretrained, how))
+        requested.append((name, pretrained, how))
         return original(name, **how)
 
     original = timm.create_model
     monkeypatch.setattr(timm, "create_model", create_model)
-    with pytest.raises(
-        ValueError, match="resnet10t tells 1000 classes apart, the student 4: take a teacher of the same classes"
-    ):
+    with pytest.raises(ValueError, match="resnet10t has 1000 classes, the student 4: use a teacher of the same classes"):
         Teacher(Distillation("resnet10t", pretrained=True), 4, MEAN, STD)
-    assert asked == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on
+    assert requested == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on

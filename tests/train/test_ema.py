@@ -175,8 +175,8 @@ def test_counters_are_copied():
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"decay": 1.0}, "ema.decay is the share that the average keeps, 0 <= decay < 1, not 1.0"),
-        ({"start_epoch": -1}, r"ema.start_epoch \(-1\) is >= 0"),
+        ({"decay": 1.0}, "ema.decay must satisfy 0 <= decay < 1, not 1.0"),
+        ({"start_epoch": -1}, r"ema.start_epoch \(-1\) must be at least 0"),
         ({"every": 0}, r"ema.every \(0\) at least 1"),
     ],
 )

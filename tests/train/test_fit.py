@@ -113,7 +113,7 @@ def test_the_seed_decides(command, whole, tmp_path):
 def test_a_finished_run_is_not_overwritten(command_in, whole):
     folder = whole(epochs=1)
     before = (folder / "checkpoints" / "last.ckpt").read_bytes()
-    with pytest.raises(FileExistsError, match=r"holds a run already: go on with --ckpt_path .*/run/checkpoints/last.ckpt"):
+    with pytest.raises(FileExistsError, match=r"holds a run already: resume it with --ckpt_path .*/run/checkpoints/last.ckpt"):
         run(command_in(folder.parent)(folder.name, epochs=1))
     assert (folder / "checkpoints" / "last.ckpt").read_bytes() == before
 
@@ -136,15 +136,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        (["--data.batch_size=15", "--model.mixing.mixup=0.2"], "data.batch_size 15 is odd, make it even"),
+        (["--data.batch_size=15", "--model.mixing.mixup=0.2"], "data.batch_size must be even, not 15"),
         (["--data.batch_size=128"], "96 training images are fewer than one batch of 128: lower data.batch_size"),
         (["--model.model=vitrel_vit_n8_tables"], "unknown model 'vitrel_vit_n8_tables'; nearest: vitrel_vit_n8_table"),
-        (["--model.model_args={num_classes: 7}"], "model_args must not set num_classes: the data decides"),
+        (["--model.model_args={num_classes: 7}"], "model_args must not set num_classes"),
         (["--model.optim.warmup_epochs=3"], "warm-up of 18 updates in a run of 18: lower model.optim.warmup_epochs"),
         (["--trainer.max_epochs=-1"], "set trainer.max_epochs or trainer.max_steps"),
         (["--model.optim.position_lr_scale=2", "--model.model=vitrel_vit_n8_none"], "no position parameters to apply it to"),
-        (["--data.region=[0, 0, 1, 0.5]"], "data.region limits where shapes are drawn"),
-        (["--data.n_train=97"], "holds 96 images, 97 were asked for"),
+        (["--data.region=[0, 0, 1, 0.5]"], "data.region is the part of an image in which"),
+        (["--data.n_train=97"], "holds 96 images: .* not 97"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(command, tmp_path, extra, text):

@@ -84,7 +84,7 @@ def test_files_cannot_name_code(evil, name, extra, capsys):
     base, bad = write(evil.folder / "base.yaml", BASE), write(evil.folder / "bad.yaml", FILES[name])
     said = refused([f"--config={base}", "--config", bad, *extra], capsys)
     assert not evil.ran()
-    assert "bad.yaml: " in said and any(text in said for text in ("names code", "unknown key", "takes keys"))
+    assert "bad.yaml: " in said and any(text in said for text in ("not an allowed class", "unknown key", "takes keys"))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_command_line_cannot_name_code(evil, args, capsys):
     write(evil.folder / "inner.yaml", "callbacks: evil.C\nclass_path: evil.C\ntrainer: {callbacks: evil.C}")
     base = write(evil.folder / "base.yaml", BASE)
     said = refused(["--config", base, *args], capsys)
-    assert any(text in said for text in ("names code", "unknown key", "takes keys", "no such file", "options begin with two"))
+    assert any(text in said for text in ("not an allowed class", "unknown key", "takes keys", "no such file", "two dashes"))
     assert not evil.ran()
     refused(["--config", base, "--print_config", *args], capsys)
     assert not evil.ran()
@@ -229,9 +229,9 @@ def test_every_class_of_the_list_exists_and_every_parameter_that_takes_one_is_kn
         (["--optimizer=sgd"], "unknown key optimizer; --help lists the keys"),
         (["--data.size.h=3"], "unknown key data.size.h"),
         (["--weights_only=false"], "unknown key weights_only"),
-        (["--data.seed=3"], "leave out data.seed, it follows from seed_everything"),
+        (["--data.seed=3"], "leave out data.seed: it is set from seed_everything"),
         (["--config=none.yaml"], "--config none.yaml: no such file"),
-        (["stray"], "'stray' follows no option"),
+        (["stray"], "'stray' is a value without an option"),
     ],
 )
 def test_unknown_keys_are_named_with_the_nearest(args, text, capsys):
@@ -243,7 +243,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, capsys):
     (tmp_path / "image.yaml").write_bytes(bytes(range(256)))
     assert "image.yaml: " in refused(["--config", str(tmp_path / "image.yaml")], capsys)
     assert "torn.yaml: " in refused(["--config", write(tmp_path / "torn.yaml", "a: [1")], capsys)
-    assert "begins with fit, not 'validate'" in _first_word("validate", capsys)
+    assert "begin with fit, not 'validate'" in _first_word("validate", capsys)
 
 
 def _named(node):
@@ -296,7 +296,7 @@ def test_a_sharded_checkpoint_is_refused(tmp_path, capsys):
     file = write(tmp_path / "resume.yaml", f"ckpt_path: {folder}")
     for given in (["--ckpt_path", str(folder)], [f"--ckpt_path='{folder}'"], ["--config", file]):
         said = refused(["--config", config, *given], capsys)
-        assert f"ckpt_path {folder} is a folder: torch would unpickle what is in it; name a checkpoint file" in said
+        assert f"ckpt_path {folder} is a folder, which torch would unpickle: name a checkpoint file" in said
     assert not (tmp_path / "ran").exists()
 
 
@@ -322,7 +322,7 @@ def test_options_that_are_nested_too_deeply_are_refused(depth, capsys):
 def test_text_within_text_is_refused_as_well(tmp_path, capsys):
     """Each text is read once more, so that quoting cannot hide what is deep."""
     text = "\n".join(f"{' ' * depth}a: |" for depth in range(2, 700))
-    assert "nested too deeply" in refused(["--config", write(tmp_path / "bad.yaml", f"model:\n model_args:\n{text}")], capsys)
+    assert "nested more than" in refused(["--config", write(tmp_path / "bad.yaml", f"model:\n model_args:\n{text}")], capsys)
 
 
 @pytest.mark.parametrize("path", ["none.ckpt", "last", "hpc", "registry", "ftp://127.0.0.1/x.ckpt"])

@@ -45,18 +45,18 @@ def test_binary_cross_entropy_is_timms(thresh, total):
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: Objective("ce", bce_sum=True), "bce_sum are of loss: bce"),
-        (lambda: Objective("bce", bce_target_thresh=1.0), "bce_target_thresh is a target's value, 0 <= value < 1, not 1.0"),
-        (lambda: Objective().build(1.0), "label_smoothing is the share of a label that is spread, .* not 1.0"),
+        (lambda: Objective("ce", bce_sum=True), "bce_sum need model.objective.loss: bce"),
+        (lambda: Objective("bce", bce_target_thresh=1.0), "bce_target_thresh must satisfy 0 <= value < 1, not 1.0"),
+        (lambda: Objective().build(1.0), "label_smoothing must satisfy .* not 1.0"),
         (lambda: Mixing(mixup=-1.0), r"mixing.mixup \(-1.0\) .* at least 0"),
         (lambda: Mixing(mixup=1.0, prob=2.0), r"mixing.prob \(2.0\) .* within 0..1"),
         (
             lambda: Mixing(cutmix_minmax=(0.5, 0.2)),
-            r"mixing.cutmix_minmax is \[least, greatest\] within 0..1, not \[0.5, 0.2\]",
+            r"mixing.cutmix_minmax must be \[minimum, maximum\] within 0..1, not \[0.5, 0.2\]",
         ),
-        (lambda: Mixing(mixup=1.0, off_epoch=-1), "mixing.off_epoch is an epoch"),
-        (lambda: Mixing(mixup=1.0).check_batch(5, (32, 32)), "data.batch_size 5 is odd, make it even"),
-        (lambda: Mixing(cutmix_minmax=(0.5, 0.51)).check_batch(4, (64, 32)), r"no box on images of 64x32 pixels: widen it"),
+        (lambda: Mixing(mixup=1.0, off_epoch=-1), "mixing.off_epoch must be an epoch"),
+        (lambda: Mixing(mixup=1.0).check_batch(5, (32, 32)), "data.batch_size must be even, not 5"),
+        (lambda: Mixing(cutmix_minmax=(0.5, 0.51)).check_batch(4, (64, 32)), r"empty box on images of 64x32 pixels: widen"),
     ],
 )
 def test_settings_are_checked(build, text):
@@ -66,7 +66,7 @@ def test_settings_are_checked(build, text):
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_odd_batches_are_refused_before_training(mode):
-    with pytest.raises(ValueError, match=r"data.batch_size 5 is odd"):
+    with pytest.raises(ValueError, match=r"data.batch_size must be even, not 5"):
         fit(small(mixing=Mixing(mixup=1.0, mode=mode)), Tensors(batch_size=5))
 
 

@@ -81,7 +81,7 @@ def test_batches_that_are_mixed_stay_even():
 def test_what_fills_no_batch_is_refused():
     with pytest.raises(ValueError, match=r"10 training images are fewer than one batch of 12: lower data.batch_size"):
         Plan(10, 6, 2, (64, 64))
-    with pytest.raises(ValueError, match=r"a batch of 2 images at 64x64 has the tokens of less than 1 at 128x128"):
+    with pytest.raises(ValueError, match=r"a batch of 2 images at 64x64 has room for less than 1 at 128x128"):
         Plan(10, 2, 1, (64, 64), [(128, 128)])
 
 

@@ -19,16 +19,16 @@ def measured(**given):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"loading": 300.0}, "training is the limit: the loader could feed 3.0 times as much"),
-        ({"loading": 50.0}, "the loader is the limit, 50% of what training takes: data.workers 3 would keep up"),
-        ({"loading": 50.0, "devices": 4}, "data.workers 1 would keep up (this machine has 8 cores)"),
+        ({"loading": 300.0}, "training is the limit: the loader is 3.0 times as fast"),
+        ({"loading": 50.0}, "the loader is the limit, at 50% of the training speed: set data.workers to 3"),
+        ({"loading": 50.0, "devices": 4}, "set data.workers to 1 (this machine has 8 cores)"),
         (
             {"loading": 50.0, "one_process": 10.0},
-            "data.workers 12 would keep up, more than this machine has cores (8): keep smaller images",
+            "data.workers 12 would be enough, but this machine has only 8 cores",
         ),
         (
             {"loading": 300.0, "workers": 0, "one_process": 300.0},
-            "without workers the two take turns, 75 images/s: set data.workers to 1",
+            "loading and training alternate, at 75 images/s: set data.workers to 1",
         ),
     ],
 )
@@ -38,9 +38,9 @@ def test_advice(given, text):
 
 def test_the_report_names_all_that_was_measured():
     first, second, _ = str(measured(loading=1234.4, devices=4, decoding=0.012)).splitlines()
-    one = "one process prepares 50, 20.00 ms each, 12.00 of them to decode"
+    one = "one process prepares 50 images/s, 20.00 ms per image, 12.00 ms of it for decoding"
     assert first == f"loading   1,234 images/s with 2 workers for each of 4 devices ({one})"
-    assert second == "training  100 images/s on one batch again and again"
+    assert second == "training  100 images/s on one batch, repeated"
 
 
 class Slow(Dataset):
@@ -73,5 +73,5 @@ def test_slow_data_is_found_to_be_the_limit(tmp_path, capsys, monkeypatch):
     result = next(c for c in done.trainer.callbacks if isinstance(c, DataProfile)).measured
     assert result.loading == pytest.approx(20, rel=0.3) and result.one_process == pytest.approx(20, rel=0.3)
     assert result.training > 3 * result.loading
-    assert "take turns" in capsys.readouterr().out
+    assert "alternate" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not done.trainer.validating

@@ -78,7 +78,7 @@ def test_peak_memory_is_what_the_system_tells():
     assert peak_memory(torch.device("cpu")) == pytest.approx(peak / 1024, rel=0.02)
 
 
-def told(monkeypatch, capsys, rank_zero=True):
+def reported(monkeypatch, capsys, rank_zero=True):
     speed = Speed()
     speed.rate, speed.data_wait, speed.memory_mb, speed.eta = 123.4, 0.25, 2048.0, 3725.0
     lines = Lines(speed)
@@ -99,11 +99,11 @@ def told(monkeypatch, capsys, rank_zero=True):
 
 
 def test_a_line_of_plain_text(monkeypatch, capsys):
-    assert told(monkeypatch, capsys) == (
+    assert reported(monkeypatch, capsys) == (
         "epoch 2/90  loss 1.2500  top1 0.5000  val loss 1.5000  val top1 0.2500  "
         "images/s 123  data wait 25%  memory 2,048 MiB  eta 1:02:05\n"
     )
-    assert told(monkeypatch, capsys, rank_zero=False) == ""
+    assert reported(monkeypatch, capsys, rank_zero=False) == ""
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, Progress), (False, Lines)])

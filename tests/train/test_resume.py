@@ -69,7 +69,7 @@ def test_sigterm_to_loader_processes_too(command, tmp_path):
 
 def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
     assert status(in_child(command("run"), at(1, signal.SIGTERM, "on_train_epoch_start"))) == 143
-    assert "SIGTERM: before anything was trained" in capfd.readouterr().out
+    assert "SIGTERM: stopped before anything was trained" in capfd.readouterr().out
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
@@ -106,7 +106,7 @@ def test_another_order_or_schedule_is_refused(command_in, whole):
         "--trainer.limit_train_batches=4": "updates per epoch: 3, now 4",
     }
     args = command_in(folder.parent)(folder.name, *EVERYTHING, epochs=1)
-    with pytest.raises(ValueError, match="cannot resume, the run would see other batches") as caught:
+    with pytest.raises(ValueError, match=r"cannot resume .* settings or data differ") as caught:
         run([*resumed(args, folder), *changes])
     assert [text for text in changes.values() if text not in str(caught.value)] == []
 
@@ -166,7 +166,7 @@ def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd):
     assert status(in_child(args, at_ctrl_c(8, signal.SIGINT))) == 130
     assert read(last)["vitrel"]["step"] == 4
     said = capfd.readouterr()
-    assert f"ctrl-c: saved {last} (update 4); go on with" in said.out and "--ckpt_path auto" in said.out
+    assert f"ctrl-c: saved {last} (update 4); to resume" in said.out and "--ckpt_path auto" in said.out
     assert "again" in said.err and "Traceback" not in said.err
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
@@ -174,7 +174,7 @@ def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd):
 
 def test_ctrl_c_before_anything_was_trained(command, tmp_path, capfd):
     assert status(in_child(command("run"), at_ctrl_c(1, signal.SIGINT, "on_train_epoch_start"))) == 130
-    assert "ctrl-c: before anything was trained" in capfd.readouterr().out
+    assert "ctrl-c: stopped before anything was trained" in capfd.readouterr().out
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     assert status(in_child(command("earlier"), at_ctrl_c(1, signal.SIGINT, "setup"))) == 130
     assert "ctrl-c: nothing is saved yet" in capfd.readouterr().out
@@ -192,7 +192,7 @@ def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
     args, last = command("run", "--run.save_every=1", epochs=2), tmp_path / "run" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at_ctrl_c(8, wait, "training_step"))) == 130 and time.perf_counter() - begin < 200
     said = capfd.readouterr()
-    assert f"ctrl-c: the last checkpoint is {last} (update 7); go on with" in said.out and "Traceback" not in said.err
+    assert f"ctrl-c: the last checkpoint is {last} (update 7); to resume" in said.out and "Traceback" not in said.err
     assert status(in_child(resumed(args, tmp_path / "run"))) == 0
 
 
@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_the_former_checkpoint(command, whole, tmp_path, capf
     args, last = command("cut", "--run.save_every=1", epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at(9, fill))) == 1
     text = capfd.readouterr().err
-    assert f"cannot write the checkpoint {last}" in text and "the former file is kept" in text
+    assert f"cannot write the checkpoint {last}" in text and "the old file is unchanged" in text
     assert read(last)["vitrel"]["step"] == 8 and last.stat().st_size > 60_000
     assert {path.name for path in last.parent.iterdir()} <= {"last.ckpt", "best.ckpt"}
     assert status(in_child(resumed(args, tmp_path / "cut"))) == 0
@@ -253,15 +253,14 @@ def saved_at(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_kills_at_random(command, tmp_path, workers):
+def test_kills_at_random(command, tmp_path):
     """kill -9 at any moment, in the middle of a save too; every run goes on from what the killed one left."""
-    extra = (*EVERYTHING, "--run.save_every=1", f"--data.workers={workers}")
+    extra = (*EVERYTHING, "--run.save_every=1", "--data.workers=2")
     begin = time.perf_counter()
     assert status(in_child(command("whole", *extra, epochs=20))) == 0
     length = time.perf_counter() - begin
     args, folder = command("cut", *extra, epochs=20), tmp_path / "cut"
-    chance, kills, steps = random.Random(workers), 0, set()
+    chance, kills, steps = random.Random(2), 0, set()
     while kills < 10:
         before = saved_at(folder)
         pid = in_child(resumed(args, folder))

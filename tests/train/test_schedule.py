@@ -40,10 +40,10 @@ def test_steps():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"warmup_lr": 2.0}, "model.optim.schedule.warmup_lr is a share of model.optim.lr, within 0..1, not 2.0"),
-        ({"cooldown_epochs": 1.0, "sched": "step"}, "step has no final rate to stay at"),
+        ({"warmup_lr": 2.0}, "model.optim.schedule.warmup_lr must be a share of model.optim.lr, within 0..1, not 2.0"),
+        ({"cooldown_epochs": 1.0, "sched": "step"}, "0 with sched step"),
         ({"decay_rate": 0.0}, r"decay_rate \(0.0\) .* must be positive"),
-        ({"decay_milestones": (2.0, 1.0)}, "decay_milestones rise, these do not"),
+        ({"decay_milestones": (2.0, 1.0)}, "decay_milestones must be in increasing order"),
     ],
 )
 def test_settings_are_checked(settings, text):

@@ -116,9 +116,9 @@ def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_pat
         assert found["seconds"] > seconds
         seconds = found["seconds"]
     assert len(epochs_of(CSVLog(tmp_path, resume=True).rows)) == 2
-    assert "of a finished run" not in capfd.readouterr().out
+    assert "run that finished" not in capfd.readouterr().out
     run(command("--ckpt_path=auto", "--trainer.max_epochs=2"))
-    assert "is of a finished run of 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
+    assert "run that finished its 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
 
 
 def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, mo
 
 def test_the_last_evaluations_answers_are_shown(command, tmp_path):
     done = run(command("--run.predictions=6", "--data.n_val=19", "--trainer.max_epochs=2"))
-    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).seen
+    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).samples
     places = [0, 4, 7, 11, 14, 18]
     images, labels = zip(*(done.datamodule.val_set[i] for i in places), strict=True)
     with torch.no_grad():

@@ -59,7 +59,7 @@ def test_the_classifier_is_new_where_the_classes_differ(run, capsys):
 def test_other_classes_of_the_same_number_get_a_new_classifier(run, capsys):
     other = Tensors()
     other.classes = ["c0", "c1", "c3", "c2"]
-    with pytest.raises(ValueError, match=r"of classes other than those .* set model.tuning.reset_head to null or true"):
+    with pytest.raises(ValueError, match=r"on classes other than those .* set model.tuning.reset_head to null or true"):
         fit(small(ABSOLUTE, tuning=Tuning(str(run), reset_head=False)), other)
     module = small(ABSOLUTE, tuning=Tuning(str(run), trainable=["norm"]))
     fit(module, other, max_epochs=1)
@@ -110,12 +110,12 @@ def test_a_timm_model_with_an_encoding_added(pretrained, absolute, tmp_path, cap
 def test_what_does_not_go_together_in_tuning(pretrained):
     for how, text in (
         (dict(pretrained=True, init_from="a.pth"), "exclude each other"),
-        (dict(absolute="fade"), "are of model.tuning.position"),
-        (dict(reset_head=True), "model.tuning.reset_head is of model.tuning.init_from"),
+        (dict(absolute="fade"), "need model.tuning.position"),
+        (dict(reset_head=True), "model.tuning.reset_head needs model.tuning.init_from"),
     ):
         with pytest.raises(ValueError, match=text):
             Tuning(**how)
-    with pytest.raises(ValueError, match="is a file, and has its own weights"):
+    with pytest.raises(ValueError, match="is a file that holds the weights"):
         small(str(pretrained[1]), tuning=Tuning(str(pretrained[1])))
     with pytest.raises(ValueError, match=r"resnet18 .* has no vitrel model"):
         Classifier("resnet18", 4, 32, tuning=Tuning(position="table"))
@@ -160,8 +160,8 @@ def test_names_are_whole_ones():
     ("trainable", "text"),
     [
         (["head", "fc_nrm"], r"tuning.trainable: the model has no 'fc_nrm'; nearest: .*fc_norm"),
-        (["fc_norm"], r"tuning.trainable: nothing under fc_norm has parameters"),
-        ([], r"tuning.trainable: nothing under an empty list has parameters"),
+        (["fc_norm"], r"tuning.trainable: fc_norm has no parameters"),
+        ([], r"tuning.trainable: an empty list has no parameters"),
     ],
 )
 def test_names_that_train_nothing_are_refused(trainable, text):

@@ -277,7 +277,9 @@ def test_naver(rope, table):
 
 def test_naver_files_name_their_rotation():
     mixed, axial = (Microsoft(table=False, rope=rope).state_dict() for rope in ("mixed", "axial"))
-    with raises(r"mixed\), which turns q and k by rope_mixed \(learned\); .* none that rotates: build .*position='rope_mixed'"):
+    with raises(
+        r"mixed\), which rotates q and k by rope_mixed \(learned\); .* none that rotates: build .*position='rope_mixed'"
+    ):
         vitrel.load_pretrained(swin(), mixed)
     with raises(r"encoding is rope_axial: build it with position='rope_mixed', joined by '\+' to others$"):
         vitrel.load_pretrained(swin(position="rope_axial"), mixed)

@@ -167,7 +167,7 @@ def test_through_timm_from_a_file(tmp_path, suffix):
     other = timm.create_model("vitrel_vit_n8_rope_axial", **own | dict(num_classes=7)).eval()
     torch.testing.assert_close(other.forward_features(image), model.forward_features(image), atol=0, rtol=0)
     assert other(image).shape == (2, 7)
-    with pytest.raises(ValueError, match="turns q and k by rope_axial"):
+    with pytest.raises(ValueError, match="rotates q and k by rope_axial"):
         timm.create_model("vitrel_vit_n8_rope_mixed", **own)
 
 
@@ -177,14 +177,14 @@ OF_EVA = "rope_axial (base=10000.0, reference=(16, 16))"
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("eva02_tiny_patch14_336", f"EVA-02, which turns q and k by {OF_EVA}"),
-        ("eva02_large_patch14_448", f"EVA-02, which turns q and k by {OF_EVA}"),
-        ("vit_medium_patch16_rope_reg1_gap_256", f"timm's ViT with RoPE and registers, which turns q and k by {OF_EVA}"),
-        ("vit_betwixt_patch16_rope_reg4_gap_256", f"timm's ViT with RoPE and registers, which turns q and k by {OF_EVA}"),
-        ("vit_large_patch16_rope_224", "RoPE-ViT (axial), which turns q and k by rope_axial (base=100.0, reference=None)"),
-        ("vit_base_patch16_rope_mixed_ape_224", "RoPE-ViT (mixed), which turns q and k by rope_mixed (learned)"),
-        ("vit_7b_patch16_dinov3", "DINOv3, which turns q and k by rope_normalised (base=100.0)"),
-        ("vit_small_patch16_dinov3_qkvb", "DINOv3, which turns q and k by rope_normalised (base=100.0)"),
+        ("eva02_tiny_patch14_336", f"EVA-02, which rotates q and k by {OF_EVA}"),
+        ("eva02_large_patch14_448", f"EVA-02, which rotates q and k by {OF_EVA}"),
+        ("vit_medium_patch16_rope_reg1_gap_256", f"timm's ViT with RoPE and registers, which rotates q and k by {OF_EVA}"),
+        ("vit_betwixt_patch16_rope_reg4_gap_256", f"timm's ViT with RoPE and registers, which rotates q and k by {OF_EVA}"),
+        ("vit_large_patch16_rope_224", "RoPE-ViT (axial), which rotates q and k by rope_axial (base=100.0, reference=None)"),
+        ("vit_base_patch16_rope_mixed_ape_224", "RoPE-ViT (mixed), which rotates q and k by rope_mixed (learned)"),
+        ("vit_7b_patch16_dinov3", "DINOv3, which rotates q and k by rope_normalised (base=100.0)"),
+        ("vit_small_patch16_dinov3_qkvb", "DINOv3, which rotates q and k by rope_normalised (base=100.0)"),
     ],
 )
 def test_published_shapes_are_recognised(name, layout):

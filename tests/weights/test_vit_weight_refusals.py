@@ -32,15 +32,15 @@ def eva(**own):
 def refused(model, peer, error, *words, **options):
     """Every one of `words` is in the error, and the model is as it was."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as error_info:
         vitrel.load_pretrained(model, peer if isinstance(peer, dict) else peer.state_dict(), **options)
     for text in words:
-        assert text in str(told.value)
+        assert text in str(error_info.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("options", "own", "words", "way_out"),
+    ("options", "own", "words", "fix"),
     [
         (dict(pre_norm=True), {}, "a norm before the blocks (CLIP) (build with pre_norm=True, patch_bias=False)",
          dict(pre_norm=True, patch_bias=False)),
@@ -52,11 +52,11 @@ def refused(model, peer, error, *words, **options):
          dict(block_args=dict(attn_norm=True))),
     ],
 )  # fmt: skip
-def test_other_trunks(options, own, words, way_out):
-    """The way out that the error names is one."""
+def test_other_trunks(options, own, words, fix):
+    """With the fix that the error names, the weights load and compute the same."""
     peer = VisionTransformer(**SMALL | options).eval()
     refused(ours("absolute", **own), peer, RuntimeError, "What differs:", words)
-    model = vitrel.load_pretrained(ours("absolute", **own | way_out), peer.state_dict())
+    model = vitrel.load_pretrained(ours("absolute", **own | fix), peer.state_dict())
     torch.testing.assert_close(model(x := torch.randn(1, 3, 48, 48)), peer(x))
 
 
@@ -81,20 +81,20 @@ def test_norm_and_gate_inside_attention_of_eva():
         "a norm inside attention (build with attn_norm=True in block_args)",
     )
     state = eva(**EVA02, scale_mlp=True).state_dict() | {"blocks.0.attn.gate.weight": torch.zeros(C, C)}
-    refused(own, state, RuntimeError, "gated attention (no trunk here has it)")
+    refused(own, state, RuntimeError, "gated attention (no vitrel model has it)")
     authors = renamed(peer.state_dict(), (r"attn\.norm\.", "attn.inner_attn_ln."))
     refused(own, authors, RuntimeError, "not in the model: blocks.0.attn.inner_attn_ln.weight", "a norm inside attention")
 
 
 def test_bias_mlp_of_timm():
     peer = VisionTransformerRelPos(**SMALL, rel_pos_type="mlp", fc_norm=True, init_values=1.0)
-    words = "a bias MLP over log offsets (timm's vit_relpos) (vitrel.from_timm makes a table of it)"
+    words = "a bias MLP over log offsets (timm's vit_relpos) (convert the timm model with vitrel.from_timm)"
     refused(ours("table", SCALED, **NO_CLASS), peer, RuntimeError, "not in the model: blocks.0.attn.rel_pos.mlp.fc1", words)
 
 
 def test_other_families():
     mvit = MultiScaleVit(MultiScaleVitCfg(depths=(1, 1), embed_dim=16, num_heads=1))
-    words = "the file is of MViT, whose attention pools queries and keys (no trunk here does), the model is a plain ViT"
+    words = "the file is of MViT, whose attention pools queries and keys (no vitrel model does), the model is a plain ViT"
     refused(ours("decomposed", patch_size=7), mvit, RuntimeError, f"What differs: {words}.")
     swin = timm.create_model("vitrel_swin_n", num_classes=5)
     refused(ours("table", patch_size=2), swin, RuntimeError, "the file is of a hierarchical model, the model is a plain ViT")
@@ -110,16 +110,16 @@ FOUR = dict(reg_tokens=4, qkv_bias=False)
     [
         (EVA02, ("absolute+rope_axial", SWIGLU, OF_EVA02), "rope_axial with base=100.0, reference=None: build it with"),
         (EVA02, ("absolute+rope_axial", SWIGLU, OF_EVA02), "and position_args=dict(base=10000.0, reference=(16, 16))"),
-        (EVA02, ("absolute+table", SWIGLU, OF_EVA02), "the weights are of EVA-02, which turns q and k by rope_axial"),
+        (EVA02, ("absolute+table", SWIGLU, OF_EVA02), "the weights are of EVA-02, which rotates q and k by rope_axial"),
         (EVA02, ("absolute+table", SWIGLU, OF_EVA02), "the model's encoding is none that rotates"),
         (ROPE_VIT, ("rope_axial", SCALED, dict(position_args=dict(base=10.0))), OF_ROPE_VIT),
         (ROPE_VIT, ("table", SCALED, {}), f"the model's encoding is none that rotates: {OF_ROPE_VIT}"),
         (ROPE_VIT, ("rope_mixed", SCALED, {}), f"the model's encoding is rope_mixed: {OF_ROPE_VIT}"),
-        (MIXED, ("rope_axial", SCALED, {}), "RoPE-ViT (mixed), which turns q and k by rope_mixed (learned); the model's"),
+        (MIXED, ("rope_axial", SCALED, {}), "RoPE-ViT (mixed), which rotates q and k by rope_mixed (learned); the model's"),
         (MIXED, ("rope_axial", SCALED, {}), "encoding is rope_axial: build it with position='rope_mixed', joined by"),
-        (MIXED, ("rope_mixed", SCALED, dict(num_heads=4)), "rope.freqs is (2, 2, 2, 16), [2, depth, heads, pairs of"),
+        (MIXED, ("rope_mixed", SCALED, dict(num_heads=4)), "rope.freqs is (2, 2, 2, 16), not [2, depth, heads, pairs]"),
         (MIXED, ("rope_mixed", SCALED, dict(num_heads=4)), "the model has 4 heads of 8 pairs: build it with the file's"),
-        (DINOV3, ("rope_axial", SCALED, FOUR), "DINOv3, which turns q and k by rope_normalised (base=100.0); the model's"),
+        (DINOV3, ("rope_axial", SCALED, FOUR), "DINOv3, which rotates q and k by rope_normalised (base=100.0); the model's"),
         (DINOV3, ("rope_axial", SCALED, FOUR), "encoding is rope_axial: build it with position='rope_normalised'"),
         (DINOV3, ("rope_normalised", SCALED, FOUR | dict(position_args=dict(base=50.0))), "position_args=dict(base=100.0)"),
         (DINOV3, ("rope_normalised", SCALED, FOUR), "DINOv3, whose norms have eps 1e-5, the model's have 1e-06: build it"),
@@ -140,9 +140,14 @@ def test_reference_of_a_config_file_is_a_list():
     [
         ({}, "rope_axial", {}, "not in the file: blocks.0.position <rope_axial>, blocks.1.position <rope_axial>."),
         ({}, "rope_axial", {}, "an absolute embedding (build with 'absolute' in position)"),
-        ({}, "rope_axial", {}, "without rope_axial (choose its own position, or allow_unset=['*position*'])"),
+        ({}, "rope_axial", {}, "without rope_axial (choose the file's position, or allow_unset=['*position*'])"),
         ({}, "absolute+rope_axial", {}, "What differs: the file was trained without rope_axial"),
-        ({}, "absolute+table", {}, "What differs: the file lacks an encoding (allow_unset=['*position*'] trains it anew)."),
+        (
+            {},
+            "absolute+table",
+            {},
+            "What differs: the file lacks an encoding (pass allow_unset=['*position*']",
+        ),
         ({}, "absolute", AVG, "the file normalises before it pools (build with global_pool='token' or '')"),
         (AVG, "absolute", {}, "a norm after pooling (build with global_pool='avg')"),
         ({}, "absolute", dict(reg_tokens=2), "the file has no register tokens (build with reg_tokens=0)"),
@@ -186,7 +191,7 @@ def test_tables_of_beit():
     shared = Beit(**SMALL, use_shared_rel_pos_bias=True, use_abs_pos_emb=False)
     refused(ours("rope_axial", **AVG), shared, RuntimeError, "one bias table for all blocks (build with position='table')")
     state = peer.state_dict() | {"blocks.0.attn.q_proj.weight": torch.zeros(C, C)}
-    refused(ours("table", **AVG), state, ValueError, "but no blocks.0.attn.k_proj.weight: it is cut short")
+    refused(ours("table", **AVG), state, ValueError, "but no blocks.0.attn.k_proj.weight: it is incomplete")
 
 
 def test_parts_beside_the_trunk_are_named():
@@ -244,10 +249,10 @@ def test_plan():
     parts = ("blocks.1.attn.q_proj.bias", "blocks.1.attn.v_proj.bias")
     assert rows[parts].rule == "bias of q, zeros for k, bias of v; q and k rows permuted: pairs split"
     assert rows["pos_embed",][1:] == ("pos_embed.pos_embed", "resampled", "6x6 -> 8x5, bicubic")
-    assert rows["blocks.0.mlp.fc1.weight",][1:] == ("blocks.0.mlp.fc1_g.weight", "SwiGLU's halves taken apart", "")
-    assert rows["cls_token",][1:] == ("cls_token", "as it is", "")
+    assert rows["blocks.0.mlp.fc1.weight",][1:] == ("blocks.0.mlp.fc1_g.weight", "SwiGLU's halves separated", "")
+    assert rows["cls_token",][1:] == ("cls_token", "unchanged", "")
     assert rows["mask_token",][1:3] == ("", "unused")
-    assert rows["rope.freqs_cos",][1:3] == ("", "a buffer, computed anew")
+    assert rows["rope.freqs_cos",][1:3] == ("", "a buffer, recomputed")
     assert {name for row in plan.rows for name in row.source} == set(state)
     assert plan.unused == ("mask_token",) and plan.unset == () and plan.differ == ()
     assert "blocks.1.attn.q_proj.bias + blocks.1.attn.v_proj.bias " in str(plan)

@@ -61,14 +61,14 @@ def test_packed_swiglu():
 
 
 def test_non_square_source():
-    """A 4x8 grid has as many rows as an 8x4 one: without source_grid it is the model's, here rightly."""
+    """A 4x8 grid has as many rows as an 8x4 one: without source_grid the model's is assumed, which is right here."""
     peer = perturb(VisionTransformer(**SMALL | dict(img_size=(32, 64)), dynamic_img_size=True))
     model = vitrel.load_pretrained(ours("absolute", img_size=(32, 64)), peer.state_dict())
     for size in ((32, 64), (64, 32), (48, 48)):
         same(model, peer, torch.randn(1, 3, *size))
-    turned = vitrel.load_pretrained(ours("absolute", img_size=(64, 32)), peer.state_dict(), source_grid=(4, 8))
+    transposed = vitrel.load_pretrained(ours("absolute", img_size=(64, 32)), peer.state_dict(), source_grid=(4, 8))
     image = torch.randn(1, 3, 64, 32)
-    torch.testing.assert_close(turned(image), model(image), atol=2e-5, rtol=0)
+    torch.testing.assert_close(transposed(image), model(image), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("size", [(48, 48), (56, 80)])
@@ -165,7 +165,7 @@ def before_the_neck(model, peer, image):
 
 @pytest.mark.parametrize("layout", ["timm", "sam", "vitdet"])
 def test_sam(layout):
-    """Grids that the window divides: elsewhere SAM attends to its padding. A class row of pretraining is left out."""
+    """Grids that the window divides; at others SAM attends to its padding. The class row of pretraining is dropped."""
     peer = sam()
     state = {name: value for name, value in peer.state_dict().items()}
     if layout == "sam":

@@ -57,7 +57,7 @@ def test_grids_of_tables_need_no_naming(saved):
         (
             "vit_n8_fire",
             dict(img_size=96),
-            r"position \(fire\) refers to its training grid, 8x8, which is 12x12 here",
+            r"position \(fire\) refers to its training grid, 8x8, which is 12x12 in",
         ),
         ("vit_n8_xpos", dict(img_size=96), r"scale_base=4\.0, the model has 6\.0"),
         (
@@ -87,7 +87,7 @@ def test_policies_and_scaling_are_the_users_choice(saved):
     load_pretrained(build("vit_n8_rope_axial", position_args=dict(scaling="ntk")), path)
     load_pretrained(build("vit_n8_rope_axial", position_args=dict(logit_scale="log_n")), path)
     load_pretrained(build("vit_n8_rope_axial", img_size=96), path)  # the grid is no part of the function
-    with pytest.raises(ValueError, match="refers to its training grid, 8x8, which is 12x12 here"):
+    with pytest.raises(ValueError, match="refers to its training grid, 8x8, which is 12x12 in"):
         load_pretrained(build("vit_n8_rope_axial", img_size=96, position_args=dict(scaling="ntk")), path)
 
 

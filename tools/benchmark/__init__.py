@@ -1,4 +1,4 @@
-"""Models and attention measured beside their peers, on the machine at hand: what fills results/benchmark.
+"""Benchmarks of models and attention against other libraries on this machine, written to results/benchmark.
 
-Nothing here is installed with the package: `python -m tools.benchmark` runs it.
+Run by `python -m tools.benchmark`; not installed with the package.
 """

@@ -1,16 +1,16 @@
-"""Measures models and attention beside their peers; writes samples, tables and plots to results/benchmark/<device>/<suite>.
+"""Benchmark models and attention against other libraries; writes results/benchmark/<device>/<suite>.
 
-    python -m tools.benchmark --suite cpu         # models on the processor; again: what is still missing
+    python -m tools.benchmark --suite cpu         # models on the CPU; run again: only missing rows
     python -m tools.benchmark --suite gpu         # models on the GPU
     python -m tools.benchmark --suite ops         # attention: backends and peers, and cost against the number of tokens
     python -m tools.benchmark --suite kernels     # attention in the shapes of a GPU, and which kernel of SDPA serves a bias
     python -m tools.benchmark --suite sizes       # models over eight resolutions: speed, memory, compilations
-    python -m tools.benchmark --suite profile     # where the time of a model goes
-    python -m tools.benchmark --suite cpu --quick # small models and few repeats: to see that all of it runs
-    python -m tools.benchmark --suite cpu --table # the table and the plots anew, from the samples
+    python -m tools.benchmark --suite profile     # time of a model by kind of work
+    python -m tools.benchmark --suite cpu --quick # small models and few repeats: a smoke test
+    python -m tools.benchmark --suite cpu --table # table and plots again, from the samples
 
-Nothing is timed that does not pass its gate: outputs and gradients against the definition in float64. A failure is a row.
-On a processor everything runs in one thread and is measured in processor time. Without a GPU the Triton kernels are measured
+Only what passes its gate is timed: outputs and gradients are compared with the definition in float64. A failure is a row.
+On a CPU everything runs in one thread and is measured in CPU time. Without a GPU the Triton kernels are measured
 only where TRITON_INTERPRET=1 is set, and those times mean nothing.
 """
 
@@ -54,7 +54,7 @@ _TIMES = {"cpu": "processor time of the process", "cuda": "CUDA events around a 
 
 
 class Suite(NamedTuple):
-    """What is measured, `cases(gpu, quick)`, the page that it becomes, and the code whose change makes rows obsolete."""
+    """A suite: title, `cases(gpu, quick)`, the function that renders its page, the code whose change makes rows obsolete."""
 
     title: str
     cases: Callable[[bool, bool], list[Case]]
@@ -74,7 +74,7 @@ SUITES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line; ends with status 2 on bad usage, and where the suite needs a GPU and there is none."""
+    """Run the command line; exit with status 2 on bad usage, or if the suite needs a GPU and there is none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -82,10 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small models and few repeats")
     parser.add_argument("--table", action="store_true", help="measure nothing, rewrite the table and the plots")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
-    parser.add_argument("--seconds", type=float, default=520, help="after which no further case is started")
-    parser.add_argument("--commit", default="", help="what to write as commit where there is no git")
+    parser.add_argument("--seconds", type=float, default=520, help="time after which no further case is started")
+    parser.add_argument("--commit", default="", help="commit to record if there is no git")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "results" / "benchmark", help="folder, with one folder a device in it"
+        "--out", type=Path, default=ROOT / "results" / "benchmark", help="output folder; results go to DEVICE/SUITE in it"
     )
     args = parser.parse_args(argv)
     try:

@@ -1,8 +1,8 @@
-"""The suites of attention alone: every backend beside its peers, SDPA's own kernels with a bias, and cost against size.
+"""The suites of attention alone: every backend against its peers, SDPA's kernels with a bias, and cost against size.
 
-Cost against size is time and memory of global attention from 196 to 16384 tokens. Memory is what one call takes at its peak
-beyond what is held before it, outputs and gradients included; to it comes the index [N, N] that some peers keep. There no
-process may take more than `memory_limit`: what needs more is a row, not a machine that stalls.
+Cost against size is time and memory of global attention from 196 to 16384 tokens. Memory is the peak of one call minus the
+memory held before it, outputs and gradients included; the index [N, N] that some peers cache is added to it. A process that
+needs more than `memory_limit` fails, which is a row of the results.
 """
 
 import resource
@@ -37,23 +37,23 @@ SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-SDPA_MODES = ("inference", "training without bias gradient", "training")  # in the last the bias requires its gradient
-_PARTS = 8  # of a batch, for each of which the definition is computed alone: it holds every score in float64
-_WHOLE = 2000  # tokens up to which outputs and gradients are checked, beyond them the outputs of the last _ROWS
+SDPA_MODES = ("inference", "training without bias gradient", "training")  # the last one computes a gradient of the bias
+_PARTS = 8  # of a batch, computed one by one in the definition, which holds all scores in float64
+_WHOLE = 2000  # up to so many tokens all outputs and gradients are checked, else the outputs of the last _ROWS queries
 _ROWS = 64
-_RATE = 5e10  # operations a second of one core, for the number of repeats alone
-_STATM = Path("/proc/self/statm")  # its first number are the pages of the address space
+_RATE = 5e10  # assumed operations per second of one core, to choose the number of repeats
+_STATM = Path("/proc/self/statm")  # its first number is the size of the address space in pages
 _QUICK_PLAN = Repeats(2, 3, 0.0, 1)
 
 
 def ops_cases(gpu: bool, quick: bool) -> list[Case]:
-    """Every backend beside its peers in shapes that the device can take; then cost against size."""
+    """Return the cases of the suite "ops": backends against peers in shapes for the device, then cost against size."""
     shapes = QUICK_SHAPES if quick else SHAPES if gpu else CPU_SHAPES
     return [*_backends(shapes, gpu, quick), *size_cases(gpu, quick)]
 
 
 def kernel_cases(gpu: bool, quick: bool) -> list[Case]:
-    """Every backend beside its peers in the shapes of a GPU, and which kernel of SDPA serves a bias."""
+    """Return the cases of the suite "kernels": backends against peers in shapes of a GPU, and SDPA's kernels with a bias."""
     plan = _QUICK_PLAN if quick else Repeats()
     sdpa = [sdpa_case(shape, mode, plan) for shape in sdpa_shapes(gpu) for mode in SDPA_MODES]
     first = [case for case in sdpa if case.dtype == _dtype(gpu)]
@@ -65,64 +65,68 @@ def _backends(shapes: Sequence[Shape], gpu: bool, quick: bool) -> list[Case]:
 
 
 def backend_case(shape: Shape, mode: str, gpu: bool, quick: bool = False) -> Case:
-    """All methods for a shape. Hard, small problems are checked too, in float32 and half precision.
+    """Return the case of all methods for a shape, which are also checked on small, hard problems.
 
-    What takes long to compile is spared a part: compiled peers are checked at full size only, kernels with other warps not in
-    float32.
+    Hard problems are in float32 and half precision. To save compilations, compiled peers are checked at full size only, and
+    kernels with other warps in half precision only.
     """
     training, dtype = mode == "training", _dtype(gpu)
     hard = ("float32", "bfloat16" if gpu else "float16")
     common = dict(shape=shape, training=training, dtype=dtype)
-    found = []
-    for one in methods(shape, gpu):
-        own = () if one.compiled or one.kind == "floor" else hard[1:] if one.warps else hard
-        truth = None if one.kind == "floor" else common | dict(method=DEFINITION, hard=hard)
-        found.append(Contender(one.name, one.kind, common | dict(method=one.name, hard=own), truth, one.kind == "ours"))
+    contenders = []
+    for method in methods(shape, gpu):
+        hard_dtypes = () if method.compiled or method.kind == "floor" else hard[1:] if method.warps else hard
+        truth = None if method.kind == "floor" else common | dict(method=DEFINITION, hard=hard)
+        contenders.append(
+            Contender(
+                method.name, method.kind, common | dict(method=method.name, hard=hard_dtypes), truth, method.kind == "ours"
+            )
+        )
     row = shape._asdict() | {"grid": list(shape.grid), "tokens": shape.tokens, "flops": shape.flops(training)}
     del row["name"], row["compiled"]
     plan = _QUICK_PLAN if quick else Repeats() if gpu else cpu_repeats(shape, training)
     build = f"{__name__}:attention_call"
-    return Case(shape.name, build, tuple(found), (Visit(mode),), dtype, plan, row=row, largest=True, patience=300.0)
+    return Case(shape.name, build, tuple(contenders), (Visit(mode),), dtype, plan, row=row, largest=True, patience=300.0)
 
 
 def cpu_repeats(shape: Shape, training: bool) -> Repeats:
-    """20 calls to warm up for what takes milliseconds; for what takes seconds 2, and one call a round."""
+    """Return the repeats on a CPU: 20 calls of warm-up for a shape that takes milliseconds, 2 for one that takes seconds."""
     seconds = shape.flops(training) / _RATE
     return Repeats(warmup=max(2, min(20, int(2 / seconds))), seconds=0.1)
 
 
 class Sized(NamedTuple):
-    """One line of the plot of cost against size: the method of that name with an encoding."""
+    """A line of the plot of cost against size: a method by its name, with an encoding."""
 
     name: str
     encoding: str = "table"
 
     @property
     def label(self) -> str:
-        """How rows and tables call it."""
+        """Its name in rows and tables."""
         return self.name if self.encoding == "table" else f"{self.name}, {self.encoding}"
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps the index [N, N] of int64."""
+        """Whether the method caches the int64 index [N, N]."""
         return self.name.startswith(("softmax", GATHERED))
 
 
 def size_cases(gpu: bool, quick: bool) -> list[Case]:
-    """Cost against size: one contender after the other, size after size; then compiled calls in turn."""
+    """Return the cases of cost against size, by size, and at last one of compiled calls at changing sizes."""
     if not gpu and not _STATM.exists():  # the memory of a process is read from /proc
         return []
     sizes = QUICK_TOKENS if quick else TOKENS
-    found = [] if gpu else [_precision()]
+    cases = [] if gpu else [_precision()]
     for mode in MODES:
         for number, size in enumerate(sizes):
-            smaller = tuple(sized_shape("table", one).name for one in sizes[:number])
-            found.append(sized_case(lineup(gpu, quick), size, mode, gpu, smaller))
-    return found if quick else [*found, turn_case(gpu, sizes[:5])]
+            smaller = tuple(sized_shape("table", other).name for other in sizes[:number])
+            cases.append(sized_case(lineup(gpu, quick), size, mode, gpu, smaller))
+    return cases if quick else [*cases, turn_case(gpu, sizes[:5])]
 
 
 def lineup(gpu: bool, quick: bool) -> list[Sized]:
-    """Who is measured, ours first."""
+    """Return the methods measured against size, vitrel's first."""
     if quick:
         return [Sized("auto"), Sized(GATHERED)]
     ours = [name for name in ("triton" if gpu else "bias_by_row",) if name in BACKENDS]
@@ -131,58 +135,58 @@ def lineup(gpu: bool, quick: bool) -> list[Sized]:
 
 
 def sized_shape(encoding: str, size: tuple[int, int]) -> Shape:
-    """One image of ViT-S, h x w tokens without prefix."""
+    """Return the shape of ViT-S on one image of h x w tokens, without prefix tokens."""
     h, w = size
     return Shape(f"size {h}x{w}", encoding, Grid(h, w), 1, 6, 64)
 
 
 def sized_case(
-    known: Sequence[Sized], size: tuple[int, int], mode: str, gpu: bool = False, smaller: tuple[str, ...] = ()
+    lines: Sequence[Sized], size: tuple[int, int], mode: str, gpu: bool = False, smaller: tuple[str, ...] = ()
 ) -> Case:
-    """One size. In float32 our output is held to rounding. A process ends where it takes more than `memory_limit`."""
-    dtype, found, kinds = _dtype(gpu), [], {}
-    for one in known:
-        shape = sized_shape(one.encoding, size)
+    """Return the case of one size, in `memory_limit`. smaller: a line that failed in one of these cases is skipped."""
+    dtype, contenders, kinds = _dtype(gpu), [], {}
+    for line in lines:
+        shape = sized_shape(line.encoding, size)
         kinds = kinds or {method.name: method.kind for method in methods(shape, gpu)}
         rows = _ROWS if shape.tokens > _WHOLE else 0
         common = dict(shape=shape, training=mode == "training", dtype=dtype, rows=rows)
-        args = common | dict(method=one.name, keep=one.keeps, limit=memory_limit())
-        truth = None if one.name == FLOOR else common | dict(method=DEFINITION)
-        exact = dtype == "float32" and (one.name == "auto" or one.name in BACKENDS)
-        row = {"tokens": shape.tokens, "kept_bytes": 8 * shape.tokens**2 if one.keeps else 0}
+        args = common | dict(method=line.name, keep=line.keeps, limit=memory_limit())
+        truth = None if line.name == FLOOR else common | dict(method=DEFINITION)
+        exact = dtype == "float32" and (line.name == "auto" or line.name in BACKENDS)
+        row = {"tokens": shape.tokens, "kept_bytes": 8 * shape.tokens**2 if line.keeps else 0}
         env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of processes
-        found.append(Contender(one.label, kinds[one.name], args, truth, exact, row, env))
+        contenders.append(Contender(line.label, kinds[line.name], args, truth, exact, row, env))
     plan = Repeats(1, 1, 1.5, 15)
     build, name = f"{__name__}:attention_call", f"size {size[0]}x{size[1]}"
-    return Case(name, build, tuple(found), (Visit(mode),), dtype, plan, kind="size", together=False, after=smaller)
+    return Case(name, build, tuple(contenders), (Visit(mode),), dtype, plan, kind="size", together=False, after=smaller)
 
 
 def turn_case(gpu: bool, sizes: Sequence[tuple[int, int]]) -> Case:
-    """Compiled calls in processes that meet one size after the other: seconds of the first call of each, and graphs."""
-    shapes = [sized_shape("table", size)._replace(name=TURN) for size in sizes]  # one name: dynamo would compile for another
+    """Return the case of compiled calls at one size after another in a process: seconds of the first call, and graphs."""
+    shapes = [sized_shape("table", size)._replace(name=TURN) for size in sizes]  # one name, since dynamo recompiles for another
     visits = [
         Visit(f"forward, {h}x{w}", {"shape": shape}, {"size": [h, w]}) for (h, w), shape in zip(sizes, shapes, strict=True)
     ]
-    found = []
-    for one in (Sized("auto"), Sized(GATHERED), Sized("flex")):
+    contenders = []
+    for line in (Sized("auto"), Sized(GATHERED), Sized("flex")):
         common = dict(shape=shapes[0], training=False, dtype=_dtype(gpu), rows=_ROWS)
-        args = common | dict(method=one.name, keep=one.keeps, compiled=True)
+        args = common | dict(method=line.name, keep=line.keeps, compiled=True)
         truth = common | dict(method=DEFINITION)
-        found.append(Contender(f"{one.label} compiled", "ours" if one.name == "auto" else "peer", args, truth))
+        contenders.append(Contender(f"{line.label} compiled", "ours" if line.name == "auto" else "peer", args, truth))
     build = f"{__name__}:attention_call"
-    return Case(TURN, build, tuple(found), tuple(visits), _dtype(gpu), kind="turn", together=False)
+    return Case(TURN, build, tuple(contenders), tuple(visits), _dtype(gpu), kind="turn", together=False)
 
 
 def memory_limit() -> int:
-    """Bytes that one process may take beyond what it begins with: 16 GiB, or 0.7 of what is free."""
+    """Return how many bytes a process may allocate: 16 GiB, or 0.7 of the free memory if that is less."""
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return min([16 * 2**30, *(7 * one // 10 for one in free)])
+    return min([16 * 2**30, *(7 * count // 10 for count in free)])
 
 
 class AttentionCall:
-    """A method's call on the numbers of a shape; what gates see of it are `hard` problems too, or its last `rows` alone."""
+    """A method's call on random numbers of a shape. Gates also check `hard` problems, or only the last `rows` queries."""
 
     isolated = True
 
@@ -191,20 +195,20 @@ class AttentionCall:
         self.hard, self.rows, self.keep = hard, rows, keep
 
     def set(self, shape: Shape) -> None:
-        """The next calls are of that shape."""
+        """Use this shape from the next call on."""
         self.problem = _problem(shape, self.dtype, self.device, keep=self.keep)
 
     def __call__(self) -> dict[str, Tensor]:
         return outcome(self.problem, self.function, self.training)
 
-    def checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With the outcomes of hard problems, whose names say their type."""
+    def checked(self, returned: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors for the gate; those of hard problems are named "hard DTYPE: ..."."""
         if self.rows:
-            return {"output": found["output"][:, :, -self.rows :]}
+            return {"output": returned["output"][:, :, -self.rows :]}
         for dtype, problem in _hard_problems(self.problem.shape, self.hard, self.device):
-            of_hard = outcome(problem, self.function, self.training)
-            found = found | {f"hard {dtype}: {name}": x for name, x in of_hard.items()}
-        return found
+            hard_outcome = outcome(problem, self.function, self.training)
+            returned = returned | {f"hard {dtype}: {name}": x for name, x in hard_outcome.items()}
+        return returned
 
 
 def attention_call(
@@ -219,21 +223,21 @@ def attention_call(
     compiled: bool = False,
     limit: int = 0,
 ) -> Callable[[], dict[str, Tensor]]:
-    """What a worker builds: a method of that name, or the definition in float64, on the numbers of a shape.
+    """Return the call of a worker: a method by its name, or the definition in float64, on random numbers of a shape.
 
-    hard: types in which hard, small problems are checked too. rows: the last queries, whose output alone is checked; 0: all.
-    keep: whether what peers keep is made. compiled: by torch.compile, for any size. limit: bytes that the process may take
-    beyond what it has; 0: as many as there are.
+    hard: dtypes in which small, hard problems are checked too. rows: number of last queries whose output is checked; 0: all.
+    keep: whether tensors that peers cache are made. compiled: by torch.compile, for any size. limit: bytes that the process
+    may still allocate; 0: no limit.
     """
     if method == DEFINITION:
         return lambda: _truth(shape, training, dtype, device, hard, rows)
     if limit and device == "cpu":
         limit += int(_STATM.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    one = next(one for one in methods(shape, device == "cuda") if one.name == method)
-    function = global_flex if compiled and method == "flex" else one.function
-    if one.warps:
-        force_warps(one.warps)
+    chosen = next(chosen for chosen in methods(shape, device == "cuda") if chosen.name == method)
+    function = global_flex if compiled and method == "flex" else chosen.function
+    if chosen.warps:
+        force_warps(chosen.warps)
     call = AttentionCall(torch.compile(function) if compiled else function, training, dtype, device, hard, rows, keep)
     call.set(shape)
     return call
@@ -251,20 +255,20 @@ def _truth(shape: Shape, training: bool, dtype: str, device: str, hard: Sequence
     problem = _problem(shape, dtype, device, keep=False)
     if rows:
         return last_rows(problem, rows)
-    found = whole_truth(problem, training)
-    for name, one in _hard_problems(shape, hard, device):
-        found |= {f"hard {name}: {key}": x for key, x in whole_truth(one, training).items()}
-    return found
+    tensors = whole_truth(problem, training)
+    for name, hard_problem in _hard_problems(shape, hard, device):
+        tensors |= {f"hard {name}: {key}": x for key, x in whole_truth(hard_problem, training).items()}
+    return tensors
 
 
 def whole_truth(problem: Problem, training: bool) -> dict[str, Tensor]:
-    """The definition in float64, a few images at a time: output, and where `training` every gradient."""
-    size, found = -(-problem.grad.shape[0] // _PARTS), []
+    """Return the output of the definition in float64, and if `training` every gradient, computed a few images at a time."""
+    size, parts = -(-problem.grad.shape[0] // _PARTS), []
     for first in range(0, problem.grad.shape[0], size):
-        found.append(outcome(problem.part(first, first + size).to(torch.float64), _definition, training))
+        parts.append(outcome(problem.part(first, first + size).to(torch.float64), _definition, training))
     return {
-        name: sum(part[name] for part in found) if name in problem.leaves else torch.cat([part[name] for part in found])
-        for name in found[0]
+        name: sum(part[name] for part in parts) if name in problem.leaves else torch.cat([part[name] for part in parts])
+        for name in parts[0]
     }
 
 
@@ -276,33 +280,33 @@ def _definition(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Seq
 
 
 def last_rows(problem: Problem, rows: int) -> dict[str, Tensor]:
-    """The output of the definition in float64 for the last queries alone: nothing of [N, N] has to be made then."""
+    """Return the output of the definition in float64 for the last queries only, without a tensor of [N, N]."""
     problem = problem.to(torch.float64)
     (_, k, v), terms, grid = problem.inputs.values(), problem.terms(), problem.shape.grid
-    q, turned_k = rotated(problem.inputs["q"], k, terms)
-    logits = q[:, :, -rows:] @ turned_k.mT * k.shape[-1] ** -0.5
+    q, rotated_k = rotated(problem.inputs["q"], k, terms)
+    logits = q[:, :, -rows:] @ rotated_k.mT * k.shape[-1] ** -0.5
     y, x = grid.coordinates(k.device).unbind(-1)
-    row, column = (at[-rows:, None] - at + n - 1 for at, n in ((y, grid.h), (x, grid.w)))
+    row, column = (coordinate[-rows:, None] - coordinate + n - 1 for coordinate, n in ((y, grid.h), (x, grid.w)))
     for table in terms.tables:
         logits = logits + table.bias[:, {"h": row, "w": column, "hw": row * (2 * grid.w - 1) + column}[table.axis]]
     return {"output": logits.softmax(-1) @ v}
 
 
 def _precision() -> Case:
-    """What is measured of calls whose memory is known, by which the measurement of memory is measured itself."""
+    """Return the case of calls that allocate a known number of bytes, to check the measurement of memory."""
     visits = tuple(Visit(f"{size} bytes", {"size": size}, {"asked": size}) for size in (10**6, 16 * 10**6, 256 * 10**6))
     known = Contender("bytes", "floor", {"size": visits[0].set["size"]}, None)
     return Case("a call of known memory", f"{__name__}:Known", (known,), visits, plan=Repeats(1, 1, 0.0, 1), kind="precision")
 
 
 class Known:
-    """A call that holds so many bytes."""
+    """A call that allocates `size` bytes."""
 
     def __init__(self, size: int, device: str = "cpu"):
         self.size, self.device = size, device
 
     def set(self, size: int) -> None:
-        """The next calls hold so many."""
+        """Allocate `size` bytes from the next call on."""
         self.size = size
 
     def __call__(self) -> dict[str, Tensor]:
@@ -310,7 +314,7 @@ class Known:
 
 
 class Biased(NamedTuple):
-    """q, k, v [B, H, N, D] and a bias [1, H, N, N] of one type, for SDPA itself."""
+    """Shape of q, k, v [B, H, N, D] and of a bias [1, H, N, N] in one dtype, for SDPA itself."""
 
     name: str
     batch: int
@@ -321,7 +325,7 @@ class Biased(NamedTuple):
 
 
 def sdpa_shapes(gpu: bool) -> list[Biased]:
-    """ViT-B at 224, 448 and 1024 px in half precision, and Swin-T's first stage with windows folded into heads."""
+    """Return the shapes of ViT-B at 224, 448 and 1024 px, and of Swin-T's first stage with windows folded into heads."""
     if not gpu:
         return [Biased("N=12", 1, 2, 12, 16, "float32")]
     sizes = (
@@ -330,20 +334,20 @@ def sdpa_shapes(gpu: bool) -> list[Biased]:
         ("N=4096", 2, 12, 4096, 64),
         ("64 windows, N=49", 256, 192, 49, 32),
     )
-    return [Biased(*one, dtype) for dtype in ("bfloat16", "float16") for one in sizes]
+    return [Biased(*size, dtype) for dtype in ("bfloat16", "float16") for size in sizes]
 
 
 def sdpa_case(shape: Biased, mode: str, plan: Repeats) -> Case:
     truth = dict(shape=shape, kernel=DEFINITION, mode=mode)
-    found = [Contender(kernel, "peer", truth | dict(kernel=kernel), truth) for kernel in SDPA_KERNELS]
+    contenders = [Contender(kernel, "peer", truth | dict(kernel=kernel), truth) for kernel in SDPA_KERNELS]
     name, build = f"SDPA, {shape.name}, {shape.dtype}", f"{__name__}:SdpaCall"
-    return Case(name, build, tuple(found), (Visit(mode),), shape.dtype, plan, kind="sdpa", largest=True)
+    return Case(name, build, tuple(contenders), (Visit(mode),), shape.dtype, plan, kind="sdpa", largest=True)
 
 
 class SdpaCall:
     """scaled_dot_product_attention with an additive bias by one kernel, or its definition in float64.
 
-    Gates see the first image alone, and no gradient of the bias, which is a sum over images: suites of backends check it.
+    Gates check the first image only, and not the gradient of the bias, a sum over images, which the suites of backends check.
     """
 
     isolated = True
@@ -362,26 +366,26 @@ class SdpaCall:
         self.leaves = {name: self.inputs[name].requires_grad_() for name in names}
 
     def __call__(self) -> dict[str, Tensor]:
-        """RuntimeError, with what torch says of the reason, where the kernel does not serve the shape."""
+        """Run once; RuntimeError with torch's reason if the kernel does not support the shape."""
         with self._around():
             if self.served:
                 return self._once()
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    found = self._once()
+                    returned = self._once()
                 except RuntimeError as error:
-                    reasons = dict.fromkeys(str(w.message).partition(" (Triggered internally")[0] for w in said)
+                    reasons = dict.fromkeys(str(w.message).partition(" (Triggered internally")[0] for w in caught)
                     raise RuntimeError(" ".join([str(error), *reasons])) from error
             self.served = True
-            return found
+            return returned
 
-    def checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the first image."""
-        return {name: x[:1] for name, x in found.items() if name != "bias"}
+    def checked(self, returned: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the first image's tensors."""
+        return {name: x[:1] for name, x in returned.items() if name != "bias"}
 
     def about(self) -> dict[str, Any]:
-        """Operators of attention and kernels of the device, in order; the reason, where the profiler gives none."""
+        """Return the operators of attention and the GPU's kernels, in order, or the profiler's error."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -395,7 +399,7 @@ class SdpaCall:
                 for event in profile.events()
                 if event.device_type == torch.autograd.DeviceType.CUDA or event.name.startswith("aten::_scaled_dot_product")
             ]
-        except Exception as error:  # a profiler that does not work here is no reason to measure nothing
+        except Exception as error:  # the times are still worth measuring
             names = [f"profiler: {error}"]
         return {"ran": list(dict.fromkeys(names))}
 
@@ -410,8 +414,8 @@ class SdpaCall:
         return {"output": out.detach()} | dict(zip(self.leaves, gradients, strict=True))
 
     def _around(self) -> AbstractContextManager:
-        one = SDPA_KERNELS.get(self.kernel)
-        return nullcontext() if one is None else sdpa_kernel([one])
+        kernel = SDPA_KERNELS.get(self.kernel)
+        return nullcontext() if kernel is None else sdpa_kernel([kernel])
 
 
 def _dtype(gpu: bool) -> str:

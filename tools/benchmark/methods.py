@@ -1,4 +1,4 @@
-"""Ways to compute attention: every backend, the Triton kernels at other numbers of warps, and peers as one would write them."""
+"""Methods of attention: every backend, the Triton kernels with other numbers of warps, and the usual code of peers."""
 
 import importlib
 import os
@@ -18,15 +18,15 @@ from vitrel.position.terms import Terms
 Function = Callable[[Shape, Sequence[Tensor], Terms, Sequence[Tensor]], Tensor]
 FLOOR = "sdpa without bias"
 GATHERED = "sdpa + gathered bias"
-_SLOW = 1024  # tokens above which uncompiled flex_attention and the definition are not worth their minutes on a CPU
+_SLOW = 1024  # tokens above which uncompiled flex_attention and the definition take minutes on a CPU
 _KERNELS = ("triton_window", "triton_window_backward", "triton_global", "triton_global_backward")
 
 
 class Method(NamedTuple):
     """One way to compute attention, `function(shape, inputs, terms, fixed)` (see Problem).
 
-    kind: "ours", "peer", or "floor", which leaves position out and is therefore not comparable. warps: of the Triton kernels,
-    where it is not their own choice.
+    kind: "ours", "peer", or "floor", which has no position and is therefore not comparable. warps: of the Triton kernels, 0 for
+    their default.
     """
 
     name: str
@@ -37,28 +37,28 @@ class Method(NamedTuple):
 
 
 def methods(shape: Shape, gpu: bool) -> list[Method]:
-    """All for a shape, the one that others are held to first; those that do not serve it refuse when they are called."""
-    found = [_backend("sdpa", "peer")]
+    """Return all methods for a shape, the yardstick first; one that does not support it raises when called."""
+    chosen = [_backend("sdpa", "peer")]
     if gpu or os.environ.get("TRITON_INTERPRET") == "1":
-        found.append(_backend("triton", "ours"))
-    if gpu:  # the interpreter knows no warps
-        own = found[-1]
-        found += [own._replace(name=f"triton, {n} warps", warps=n) for n in (4, 8)]
-    found += [_backend(name, "ours") for name in ("auto", *BACKENDS) if name not in ("triton", "sdpa", "flex", "reference")]
+        chosen.append(_backend("triton", "ours"))
+    if gpu:  # the interpreter has no warps
+        triton = chosen[-1]
+        chosen += [triton._replace(name=f"triton, {n} warps", warps=n) for n in (4, 8)]
+    chosen += [_backend(name, "ours") for name in ("auto", *BACKENDS) if name not in ("triton", "sdpa", "flex", "reference")]
     if gpu or shape.grid.tokens <= _SLOW:
-        found += [_backend("flex", "peer", compiled=gpu), _backend("reference", "peer")]
+        chosen += [_backend("flex", "peer", compiled=gpu), _backend("reference", "peer")]
     softmax = window_softmax if shape.window else global_softmax
-    found.append(Method("softmax", softmax, "peer"))
+    chosen.append(Method("softmax", softmax, "peer"))
     if shape.encoding != "rope" or shape.window:  # else there is no bias, and it would be the backend
-        found.append(Method(GATHERED, gathered_sdpa, "peer"))
+        chosen.append(Method(GATHERED, gathered_sdpa, "peer"))
     if not shape.window or shape.tokens % (shape.window[0] * shape.window[1]) == 0:
-        found.append(Method(FLOOR, _floor, "floor"))
-    return found + (_compiled(shape, found, gpu) if shape.compiled else [])
+        chosen.append(Method(FLOOR, _floor, "floor"))
+    return chosen + (_compiled(shape, chosen, gpu) if shape.compiled else [])
 
 
-def _compiled(shape: Shape, found: list[Method], gpu: bool) -> list[Method]:
-    chosen = [one for one in found if one.name in ("sdpa", "softmax", GATHERED)]
-    peers = [(f"{one.name} compiled", torch.compile(one.function, dynamic=False)) for one in chosen]
+def _compiled(shape: Shape, chosen: list[Method], gpu: bool) -> list[Method]:
+    plain = [method for method in chosen if method.name in ("sdpa", "softmax", GATHERED)]
+    peers = [(f"{method.name} compiled", torch.compile(method.function, dynamic=False)) for method in plain]
     if shape.window:
         peers.append(("flex in windows, compiled", torch.compile(window_flex, dynamic=False)))
     elif not gpu and shape.encoding in ("table", "factorised"):  # on a GPU the backend is compiled
@@ -67,14 +67,14 @@ def _compiled(shape: Shape, found: list[Method], gpu: bool) -> list[Method]:
 
 
 def force_warps(number: int) -> None:
-    """From now on, in this process, every tile that the Triton kernels choose for themselves has that many warps."""
-    found = False
+    """Make all Triton kernels of this process use this number of warps."""
+    replaced = False
     for module in (importlib.import_module(f"vitrel.ops.backends.{name}") for name in _KERNELS):
         for name, function in list(vars(module).items()):
             if name.endswith("_tile") and isinstance(function, types.FunctionType):
                 setattr(module, name, _with_warps(function, number))
-                found = True
-    if not found:
+                replaced = True
+    if not replaced:
         raise RuntimeError("no function that chooses a tile was found in the Triton kernels")
 
 
@@ -97,7 +97,7 @@ def _backend(backend: str, kind: str, compiled: bool = False) -> Method:
 
 
 def global_softmax(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """Attention written out in the type of its inputs: [B, H, N, D] three times -> [B, H, N, D]."""
+    """Global attention as explicit products and softmax in the inputs' dtype: q, k, v [B, H, N, D] -> [B, H, N, D]."""
     q, k, v = inputs
     bias = _global_bias(shape, q, terms, fixed)
     q, k = rotated(q, k, terms)
@@ -106,7 +106,7 @@ def global_softmax(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: 
 
 
 def gathered_sdpa(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """SDPA with the bias as models bring it: looked up by a kept index, permuted, [1, H, N, N]; of windows one for each."""
+    """SDPA with a bias as in common models: gathered by a cached index, permuted to [1, H, N, N]; if shifted, per window."""
     if not shape.window:
         q, k, v = inputs
         bias = _global_bias(shape, q, terms, fixed)
@@ -124,7 +124,7 @@ def gathered_sdpa(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: S
 
 
 def global_flex(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """flex_attention that computes the offset class of every pair, as nothing of size [N, N] has to be kept then."""
+    """flex_attention that computes the offset class of every pair, so no index [N, N] is cached."""
     from torch.nn.attention.flex_attention import flex_attention
 
     grid, tables = shape.grid, terms.tables
@@ -147,14 +147,14 @@ def global_flex(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Seq
 
 
 def _gathered(terms: Terms, indices: Sequence[Tensor]) -> Tensor | None:
-    """Sum of the biases of the tables, looked up by rows and permuted into [1, H, N, N]."""
+    """Return the sum of the tables' biases, gathered by rows and permuted to [1, H, N, N]."""
     if not terms.tables:
         return None
-    found = [
+    biases = [
         table.bias.mT.contiguous()[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1).contiguous()[None]
         for table, index in zip(terms.tables, indices, strict=True)
     ]
-    return sum(found[1:], found[0])
+    return sum(biases[1:], biases[0])
 
 
 def _global_bias(shape: Shape, q: Tensor, terms: Terms, indices: Sequence[Tensor]) -> Tensor | None:
@@ -172,7 +172,7 @@ def _global_bias(shape: Shape, q: Tensor, terms: Terms, indices: Sequence[Tensor
 
 
 def window_softmax(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """Shifted windows as they are usually written: pad, roll, partition, softmax, reverse, roll, crop."""
+    """Shifted-window attention as in common models: pad, roll, partition, softmax, reverse, roll, crop."""
     q, k, v = _partitioned(shape, inputs[0])  # [B*L, H, N, D]
     visible = fixed[0]
     bias = _gathered(terms, fixed[2:])
@@ -185,7 +185,7 @@ def window_softmax(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: 
 
 
 def window_flex(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """The same around flex_attention, bias and mask looked up inside it."""
+    """Shifted-window attention by flex_attention, which looks up bias and mask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = _partitioned(shape, inputs[0])
@@ -202,7 +202,7 @@ def window_flex(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Seq
 
 
 def _floor(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence[Tensor]) -> Tensor:
-    """Plain SDPA over as many scores, without any position; windows are cut as the tokens happen to lie in memory."""
+    """SDPA over as many scores without position; windows are consecutive tokens in memory, not regions of the image."""
     if not shape.window:
         return F.scaled_dot_product_attention(*inputs)
     (qkv,), (h, w) = inputs, shape.window
@@ -212,7 +212,7 @@ def _floor(shape: Shape, inputs: Sequence[Tensor], terms: Terms, fixed: Sequence
 
 
 def _steps(shape: Shape) -> tuple[list[int], list[int]]:
-    """Padding on the right and below, and the shift, 0 along an axis that fits into one window; (h, w) each."""
+    """Return padding (at the bottom and right) and shift (0 along an axis that fits into one window), (h, w) each."""
     sides = list(zip(shape.grid[:2], shape.window, shape.shift, strict=True))
     return [-n % m for n, m, _ in sides], [s if n > m else 0 for n, m, s in sides]
 
@@ -227,7 +227,7 @@ def _partitioned(shape: Shape, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reversed(shape: Shape, out: Tensor) -> Tensor:
-    """[B*L, H, N, D] -> [B, h, w, C], the way back."""
+    """Reverse `_partitioned`: [B*L, H, N, D] -> [B, h, w, C]."""
     padding, shift = _steps(shape)
     (h, w), rows, columns = shape.window, shape.grid.h + padding[0], shape.grid.w + padding[1]
     x = out.view(shape.batch, rows // h, columns // w, shape.heads, h, w, shape.width)
@@ -237,7 +237,7 @@ def _reversed(shape: Shape, out: Tensor) -> Tensor:
 
 
 def outcome(problem: Problem, function: Function, training: bool) -> dict[str, Tensor]:
-    """Output of a method's function, and where `training` the gradients of inputs and leaves that it has."""
+    """Return the output of a method and, if `training`, the gradients of the inputs and tables that it uses."""
     groups = [problem.inputs, problem.leaves]
     if training:
         groups = [{name: x.detach().requires_grad_() for name, x in group.items()} for group in groups]

@@ -1,6 +1,7 @@
-"""The suites of whole models: ours and the peers at their best setting, on one size of image, and over eight resolutions.
+"""The suites of whole models: vitrel's and the peers' at their best setting, at one image size and over eight resolutions.
 
-Ours are checked first at a size that nothing divides, where timm looks into padding: there our plain model is the yardstick.
+vitrel's models are first checked at an image size that windows and patches do not divide, where timm attends to padding: there
+vitrel's plain model is the yardstick.
 """
 
 from typing import Any, NamedTuple
@@ -12,18 +13,19 @@ from tools.benchmark.worker import Repeats
 HARD = (200, 232)  # pixels: neither windows nor patches divide it, and it is not square
 RESOLUTIONS = ((224, 224), (96, 96), (128, 128), (128, 192), (160, 224), (320, 256), (384, 320), (448, 448))  # native first
 QUICK_RESOLUTIONS = ((112, 112), (96, 144), (128, 128))
-_FEW = ((224, 224), (128, 128), (320, 256), (448, 448))  # for peers that a processor compiles a minute for each
-_HALF_GRADIENT = 0.99  # sums that nearly cancel (of norms' biases) have no exact digit in bf16, 0.7; one that is missing has 1
+_FEW = ((224, 224), (128, 128), (320, 256), (448, 448))  # for peers whose compilation takes a minute per size on a CPU
+# Gradients that nearly cancel (biases of norms) have errors up to 0.7 in bf16; a missing gradient has an error of 1.
+_HALF_GRADIENT = 0.99
 _BUILD, _PATIENCE = "tools.benchmark.models:model_call", 1200.0  # seconds, for the longest compilation
 _PLANS = {"quick": Repeats(1, 2, 0.2, 2), "cpu": Repeats(3, 7, 3.0, 3), "gpu": Repeats(20, 7, 0.5, 20)}
 _SWEEPS = {"quick": Repeats(1, 2, 0.2, 2), "cpu": Repeats(2, 7, 1.0, 3), "gpu": Repeats(20, 7, 0.3, 20)}
 
 
 class Task(NamedTuple):
-    """What is done with one model, or with several that are timed against each other. size: (h, w) in pixels.
+    """A measurement of one model, or of several against each other. size: (h, w) in pixels.
 
-    dtype: "float32", "bfloat16" (weights too) or "amp". mode: "inference" or "training". thorough: with what takes minutes to
-    compile.
+    dtype: "float32", "bfloat16" (weights too) or "amp". mode: "inference" or "training". thorough: include contenders that
+    take minutes to compile.
     """
 
     name: str
@@ -45,7 +47,7 @@ def _task(models: str, side: int, batch: int, mode: str, dtype: str = "float32",
 
 
 _POSITIONS = "ViT-B table against ViT-B none against ViT-B rope against ViT-B none scaled"
-CPU_TASKS = (  # what matters most comes first
+CPU_TASKS = (  # the most important first
     _task("Swin-T", 224, 8, "inference", thorough=True),
     _task("Swin-T", 224, 1, "inference"),
     _task("Swin-T", 224, 8, "training"),
@@ -80,7 +82,7 @@ GPU_TASKS = (
     _task("ViT-S absolute", 224, 256, "inference", "bfloat16"),
     _task("ViT-B absolute", 224, 256, "inference", "bfloat16", thorough=True),
 )
-QUICK_TASKS = (  # to see that all of it runs
+QUICK_TASKS = (  # smoke test
     _task("Swin nano", 112, 2, "inference"),
     _task("Swin nano", 112, 2, "training"),
     _task("ViT nano table", 96, 2, "inference"),
@@ -89,27 +91,27 @@ QUICK_TASKS = (  # to see that all of it runs
 
 
 def model_cases(gpu: bool, quick: bool) -> list[Case]:
-    """The cases of a device, what matters most first."""
+    """Return the cases of a device, the most important first."""
     return [model_case(task, gpu, quick) for task in (QUICK_TASKS if quick else GPU_TASKS if gpu else CPU_TASKS)]
 
 
 def model_case(task: Task, gpu: bool, quick: bool = False) -> Case:
-    """All contenders; of every model timm's own comes first, whose error is the yardstick. quick: nothing compiled."""
-    found = [one for model in task.models for one in _of_model(model, task, gpu, quick)]
+    """Return the case of a task; for every model timm's comes first, as the yardstick. quick: nothing compiled."""
+    contenders = [contender for model in task.models for contender in _of_model(model, task, gpu, quick)]
     row = dict(size=list(task.size), batch=task.batch)
     plan = _PLANS["quick" if quick else "gpu" if gpu else "cpu"]
-    return _case(task.name, found, (Visit(task.mode),), task.dtype, plan=plan, row=row)
+    return _case(task.name, contenders, (Visit(task.mode),), task.dtype, plan=plan, row=row)
 
 
-def _case(name: str, found: list[Contender], visits: tuple[Visit, ...], dtype: str, **more: Any) -> Case:
+def _case(name: str, contenders: list[Contender], visits: tuple[Visit, ...], dtype: str, **more: Any) -> Case:
     half = None if dtype == "float32" else _HALF_GRADIENT
-    return Case(name, _BUILD, tuple(found), visits, dtype, gradient_cap=half, patience=_PATIENCE, **more)
+    return Case(name, _BUILD, tuple(contenders), visits, dtype, gradient_cap=half, patience=_PATIENCE, **more)
 
 
 def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]:
-    spec, found, several = MODELS[model], [], len(task.models) > 1
+    spec, contenders, several = MODELS[model], [], len(task.models) > 1
     swin = "swin" in spec.timm
-    hows = ["eager"] if gpu else ["eager", "optimized"]
+    ways = ["eager"] if gpu else ["eager", "optimized"]
 
     def add(library: str, how: str, fused: bool = False) -> None:
         name = library if how == "eager" else f"{library}, {how}"
@@ -117,9 +119,9 @@ def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]
         before = None
         if library == "ours":
             small = how.startswith("compiled")
-            gate = hard_case(spec.small or model, task.mode, ["eager", how]) if small else hard_case(model, task.mode, hows)
+            gate = hard_case(spec.small or model, task.mode, ["eager", how]) if small else hard_case(model, task.mode, ways)
             before = gate, f"ours, {how}"
-        found.append(_contender(f"{name}, fused attention" if fused else name, library, model, how, task, fused, before))
+        contenders.append(_contender(f"{name}, fused attention" if fused else name, library, model, how, task, fused, before))
 
     add("timm", "eager")
     if swin and not several:
@@ -129,11 +131,11 @@ def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]
         add("ours", "optimized")
         add("timm", "optimized", fused=swin)
     if quick or (several and not gpu):
-        return found
+        return contenders
     add("ours", "compiled")
     add("timm", "compiled")
     if several:
-        return found
+        return contenders
     if swin:
         add("timm", "compiled", fused=True)
     if task.thorough:
@@ -145,7 +147,7 @@ def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]
             add(library, "eager")
             if task.thorough:
                 add(library, "compiled")
-    return found
+    return contenders
 
 
 def _contender(
@@ -158,9 +160,9 @@ def _contender(
     before: tuple[Case, str] | None = None,
     **more: Any,
 ) -> Contender:
-    """One network in one library, run one way; its truth is our definition with that library's weights (ours have timm's).
+    """Return a contender: a model of a library, run one way. Its truth is vitrel's definition with the same weights.
 
-    fused: with fused attention in timm's Swin, which it has to be asked for.
+    vitrel's models have timm's weights. fused: fused attention in timm's Swin, which is off by default.
     """
     of = "ours" if library == "ours" else "both" if how == "optimized" else "peer"
     common = dict(model=model, size=task.size, batch=task.batch, mode=task.mode)
@@ -171,25 +173,25 @@ def _contender(
     return Contender(name, of, args, truth, of != "peer", dict(model=model, how=how), env, before=before, **more)
 
 
-def hard_case(model: str, mode: str, hows: list[str]) -> Case:
-    """Ours at HARD, plain and in other ways; nothing is timed."""
+def hard_case(model: str, mode: str, ways: list[str]) -> Case:
+    """Return the case that checks vitrel's model at size HARD, run in several ways, and times nothing."""
     task = Task(f"{model}, {HARD[0]}x{HARD[1]}", (model,), (224, 224), 2, "float32", mode)
-    found = [_contender(f"ours, {how}", "ours", model, how, task) for how in hows]
+    contenders = [_contender(f"ours, {how}", "ours", model, how, task) for how in ways]
     image = dict(image=HARD)
-    found = [one._replace(args=one.args | image, truth=one.truth | image) for one in found]
-    return _case(task.name, found, (Visit(mode),), task.dtype, kind="gate")
+    contenders = [contender._replace(args=contender.args | image, truth=contender.truth | image) for contender in contenders]
+    return _case(task.name, contenders, (Visit(mode),), task.dtype, kind="gate")
 
 
 def resolution_cases(gpu: bool, quick: bool) -> list[Case]:
-    """One process a contender, many resolutions: speed, memory, and what a new size costs until its first result is there."""
+    """Return the cases over resolutions: speed, memory, and the time to the first result at a new size."""
     models = ("Swin nano", "ViT nano table") if quick else ("Swin-T", "ViT-S table")
     return [resolution_case(model, gpu, quick) for model in models]
 
 
 def resolution_case(model: str, gpu: bool, quick: bool = False) -> Case:
-    """timm's plain model first, whose error at the native size is the yardstick.
+    """Return the case of a model over resolutions, timm's plain model first, whose error at the native size is the yardstick.
 
-    Peers are held to the definition at the native size alone: elsewhere they resize tables or look into padding, their own way.
+    Peers are checked at the native size only: at other sizes they resize tables or attend to padding by other rules.
     """
     sizes, swin = QUICK_RESOLUTIONS if quick else RESOLUTIONS, "swin" in MODELS[model].timm
     batch, dtype = (32, "bfloat16") if gpu else (1, "float32")
@@ -197,12 +199,12 @@ def resolution_case(model: str, gpu: bool, quick: bool = False) -> Case:
     visits = tuple(
         Visit(f"inference, {h}x{w}", {"image": (h, w)}, {"size": [h, w]}, exact_only=(h, w) != sizes[0]) for h, w in sizes
     )
-    found = [_contender("timm", "timm", model, "eager", task, swin), _contender("ours", "ours", model, "eager", task)]
+    contenders = [_contender("timm", "timm", model, "eager", task, swin), _contender("ours", "ours", model, "eager", task)]
     if not gpu:
-        found.append(_contender("ours, optimized", "ours", model, "optimized", task))
+        contenders.append(_contender("ours, optimized", "ours", model, "optimized", task))
     if not quick:  # minutes, even for small models
-        found.append(_contender("ours, compiled", "ours", model, "compiled", task))
+        contenders.append(_contender("ours, compiled", "ours", model, "compiled", task))
         skips = () if gpu else tuple(visit.mode for visit, size in zip(visits, sizes, strict=True) if size not in _FEW)
-        found.append(_contender("timm, compiled", "timm", model, "compiled", task, swin, skips=skips))
+        contenders.append(_contender("timm, compiled", "timm", model, "compiled", task, swin, skips=skips))
     plan = _SWEEPS["quick" if quick else "gpu" if gpu else "cpu"]
-    return _case(task.name, found, visits, dtype, plan=plan, row=dict(batch=batch))
+    return _case(task.name, contenders, visits, dtype, plan=plan, row=dict(batch=batch))

@@ -1,4 +1,4 @@
-"""Whole models to measure: ours and those of other libraries, with the same weights, as calls that a worker times."""
+"""Models to measure, vitrel's and other libraries', with the same weights, as calls that a worker times."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from vitrel.weights.load import plan_weights
 
 Translate = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 LIBRARIES = ("timm", "torchvision", "transformers")
-_PART = 4 * 224 * 224  # pixels that the definition computes at a time: it holds every score in float64
+_PART = 4 * 224 * 224  # pixels per pass of the definition, which holds all scores in float64
 _TABLES = re.compile(r".*(bias_table|pos_embed\w*|position_embeddings)")
 _TORCHVISION_VIT = (
     (r"^class_token$", "cls_token"),
@@ -47,7 +47,7 @@ _TRANSFORMERS_VIT = (
 
 
 class Model(NamedTuple):
-    """One network in our code and in others'. Empty where a library does not have it, or not with weights that we read."""
+    """A model's name in vitrel and in other libraries; "" if a library lacks it or vitrel cannot read its weights."""
 
     ours: str
     timm: str
@@ -56,11 +56,11 @@ class Model(NamedTuple):
     torchvision: str = ""
     transformers: str = ""
     transformers_args: dict[str, Any] = {}  # noqa: RUF012
-    small: str = ""  # one of the same kind, for gates that take long
+    small: str = ""  # a small model of the same kind, for slow gates
 
 
 def _swin(ours: str, peer: str, **more: Any) -> Model:
-    """Drop path is 0: with it no two contenders compute the same step."""
+    """Return a Swin; drop path is 0, since with random drops no two contenders compute the same step."""
     args = more.pop("args", {})
     window = dict(window_size=12) if "window12" in peer else {}
     timm_args = dict(drop_path_rate=0.0, dynamic_img_size=True, **args)
@@ -78,13 +78,15 @@ def _vit(letter: str, kind: str, **args: Any) -> Model:
     if kind == "none":
         timm_args = dict(pos_embed="none", fc_norm=True, **plain, **any_size)
         return Model(ours, f"{peer}_224", plain | args, timm_args | args, small=small)
-    scaled = dict(block_args=dict(init_values=1.0))  # RoPE-ViT's weights are not told from ours without
+    scaled = dict(block_args=dict(init_values=1.0))  # without layer scale, RoPE-ViT's weights look like vitrel's
     if kind == "none scaled":
         timm_args = dict(pos_embed="none", init_values=1.0, **any_size)
         return Model(ours.removesuffix(" scaled"), f"{peer}_224", scaled | args, timm_args | args, small=small)
     if kind == "rope":
-        own = dict(position_args=dict(base=100.0, reference=None), **scaled)
-        return Model(f"{ours}_axial", f"{peer}_rope_224", own | args, dict(init_values=1.0) | any_size | args, small=small)
+        rope_args = dict(position_args=dict(base=100.0, reference=None), **scaled)
+        return Model(
+            f"{ours}_axial", f"{peer}_rope_224", rope_args | args, dict(init_values=1.0) | any_size | args, small=small
+        )
     config = dict(hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width, layer_norm_eps=1e-6)
     return Model(ours, f"{peer}_224", args, any_size | args, "vit_b_16" if letter == "b" else "", "ViT", config, small)
 
@@ -110,9 +112,9 @@ MODELS = {
 
 
 def peer_model(library: str, name: str, size: tuple[int, int]) -> nn.Module:
-    """A library's own model, built for images of (h, w), with weights drawn from a fixed seed; in train mode.
+    """Return a library's model for images of (h, w), with weights drawn from a fixed seed; in train mode.
 
-    Raises ImportError where the library is not installed, ValueError where it has no such model.
+    Raises ImportError if the library is not installed, ValueError if it has no such model.
     """
     spec, square = MODELS[name], size[0] == size[1]
     torch.manual_seed(0)
@@ -139,14 +141,14 @@ def peer_model(library: str, name: str, size: tuple[int, int]) -> nn.Module:
 
 
 def our_model(weights: str, name: str, size: tuple[int, int]) -> nn.Module:
-    """Our model with the weights of `peer_model(weights, name, size)`; in train mode."""
+    """Return vitrel's model with the weights of `peer_model(weights, name, size)`; in train mode."""
     net = timm.create_model(MODELS[name].ours, img_size=size, **MODELS[name].ours_args)
     state = peer_model(weights, name, size).state_dict()
     return vitrel.load_pretrained(net, renamed(state, weights))
 
 
 def draw_weights(net: nn.Module) -> nn.Module:
-    """Numbers that hide nothing: position of standard deviation STD, vectors moved, matrices so large that each counts."""
+    """Draw weights so large that errors show: position of STD, vectors changed by 0.1, matrices of 1/sqrt(fan-in)."""
     with torch.no_grad():
         for name, value in net.named_parameters():
             if _TABLES.fullmatch(name) or value.shape[:1] == (1,):
@@ -159,30 +161,30 @@ def draw_weights(net: nn.Module) -> nn.Module:
 
 
 def renamed(state: dict[str, Tensor], library: str) -> dict[str, Tensor]:
-    """A peer's state dict, or its gradients, under names that load_pretrained reads; most are already."""
+    """Return a peer's state dict, or gradients, under names that load_pretrained reads."""
     rules = ()
     if "class_token" in state and library == "torchvision":
         rules = _TORCHVISION_VIT
     elif library == "transformers" and any(name.startswith("vit.") for name in state):
         rules = _TRANSFORMERS_VIT
-    found = {}
+    result = {}
     for name, value in state.items():
         for pattern, new in rules:
             name = re.sub(pattern, new, name)
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
-def under_our_names(net: nn.Module, found: dict[str, Tensor], library: str) -> dict[str, Tensor]:
-    """Gradients of a peer's parameters as those of `net`, our model: moved and joined as the weights are, which is linear."""
-    return {name: value for name, value in plan_weights(net, renamed(found, library)).state.items() if value is not None}
+def under_our_names(net: nn.Module, gradients: dict[str, Tensor], library: str) -> dict[str, Tensor]:
+    """Return a peer's gradients under the names of `net`, vitrel's model: rearranged as the weights are, which is linear."""
+    return {name: value for name, value in plan_weights(net, renamed(gradients, library)).state.items() if value is not None}
 
 
 class ModelCall:
     """One call of a model: a forward pass, or a training step of forward, cross entropy, backward and fused AdamW.
 
-    Returns {"output"} or {"loss"} and the gradients by parameter. Images are random; `set` makes new ones of another size.
-    translate: from gradients of a peer's parameters to those of ours, which is what gates look at.
+    Returns {"output"} or {"loss"} and the gradients by parameter. Images are random; `set` draws images of another size.
+    translate: maps gradients of a peer's parameters to the names of vitrel's, for gates.
     """
 
     def __init__(self, net: nn.Module, how: str, batch: int, dtype: str, mode: str, device: str, translate: Translate | None):
@@ -219,14 +221,14 @@ class ModelCall:
         self.optimizer.step()
         return {"loss": loss.detach()} | self._gradients()
 
-    def checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What was returned, gradients under the names of our parameters."""
+    def checked(self, returned: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors for the gate, with gradients under the names of vitrel's parameters."""
         if self.translate is None or not self.training:
-            return found
-        return {"loss": found["loss"]} | self.translate({name: x for name, x in found.items() if name != "loss"})
+            return returned
+        return {"loss": returned["loss"]} | self.translate({name: x for name, x in returned.items() if name != "loss"})
 
     def _definition(self) -> dict[str, Tensor]:
-        """The same by the backend that defines it, a few images at a time; weights stay as they are."""
+        """Return the same by the backend `reference`, a few images at a time and without an update of the weights."""
         self.net.zero_grad()
         part = max(1, _PART // self.images[0, 0].numel())
         parts = list(zip(self.images.split(part), self.targets.split(part), strict=True))
@@ -268,10 +270,10 @@ def model_call(
     device: str = "cpu",
     image: tuple[int, int] | None = None,
 ) -> ModelCall:
-    """What a worker builds. library: "ours" (weights of timm), "ours/<library>" (of that one), or a library of LIBRARIES.
+    """Return the call of a worker. library: "ours" (vitrel, timm's weights), "ours/<library>" (its weights), or of LIBRARIES.
 
-    how: "eager", "optimized", "compiled", "compiled, max-autotune", "reference". size: (h, w) that the model is built for,
-    image: that of its images, the same unless given. dtype: "float32", "float64", "bfloat16" (weights too) or "amp".
+    how: "eager", "optimized", "compiled", "compiled, max-autotune", "reference". size: (h, w) that the model is built for.
+    image: size of its images, default `size`. dtype: "float32", "float64", "bfloat16" (weights too) or "amp".
     """
     ours, _, weights = library.partition("/")
     net = our_model(weights or "timm", model, size) if ours == "ours" else peer_model(library, model, size)

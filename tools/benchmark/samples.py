@@ -1,4 +1,4 @@
-"""The raw rows of a measurement: one JSON line each, written as they come; what is there is not measured again."""
+"""The raw rows of a measurement: a file of JSON lines, written row by row; rows in it are not measured again."""
 
 import hashlib
 import json
@@ -15,15 +15,23 @@ from vitrel.cli.doctor import installed_version, processor_name
 from vitrel.files import commit as commit_of
 
 ROOT = Path(__file__).parents[2]
-KEY = ("kind", "case", "mode", "contender")  # what makes two rows the same measurement
-STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")  # what decides whether a row is measured anew
-ENDS = ("refused", "wrong", "failed")  # kinds of rows that say why there is no time
+KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
+STAMP = (
+    "device",
+    "threads",
+    "torch",
+    "timm",
+    "triton",
+    "interpreter",
+    "code",
+)  # columns that must agree, else a row is measured again
+ENDS = ("refused", "wrong", "failed")  # kinds of rows that hold a reason instead of times
 
 
 class Samples:
-    """Rows of one file. A row of other code, or of another machine, is kept there but counts as not measured.
+    """The rows of one file. Rows of other code or another machine stay in it, but count as not measured.
 
-    stamp: what every row carries and has to agree in. carried: what every row carries besides.
+    stamp: columns of every row that must agree. carried: further columns of every row.
     """
 
     def __init__(self, path: Path, stamp: dict[str, str], carried: dict[str, str] | None = None):
@@ -33,12 +41,12 @@ class Samples:
         self._known = {_key(row) for row in self.rows if all(row.get(name) == value for name, value in stamp.items())}
 
     def add(self, kind: str, **row: Any) -> None:
-        """Write a row and see it on the disk before anything else happens."""
+        """Append a row and flush it to the disk."""
         row = {"kind": kind, **row, **self.carried, **self.stamp}
         with self.path.open("a+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell() and not _ends_line(file):
-                file.write(b"\n")  # a killed run left a part of a row
+                file.write(b"\n")  # a killed run may leave an incomplete row
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -46,20 +54,20 @@ class Samples:
         self._known.add(_key(row))
 
     def has(self, kind: str, **row: Any) -> bool:
-        """Whether this code has such a row on this machine."""
+        """Return whether the file has this row, measured with this code on this machine."""
         return _key({"kind": kind, **row}) in self._known
 
     def find(self, kind: str, **row: Any) -> dict[str, Any]:
-        """The last such row. KeyError where there is none."""
+        """Return the last such row; KeyError if there is none."""
         key = _key({"kind": kind, **row})
-        for found in reversed(self.rows):
-            if _key(found) == key and all(found.get(name) == value for name, value in self.stamp.items()):
-                return found
+        for match in reversed(self.rows):
+            if _key(match) == key and all(match.get(name) == value for name, value in self.stamp.items()):
+                return match
         raise KeyError(key)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a file, none where there is no file; a killed run may have left a part of one."""
+    """Return the complete rows of a file, [] if there is no file; a killed run may have left an incomplete one."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -70,9 +78,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) -> dict[str, str]:
-    """What the figures depend on: hardware, driver, versions, commit, and a fingerprint of the code that is measured.
+    """Return what the numbers depend on: hardware, driver, versions, commit, and a hash of the measured code.
 
-    code: patterns of its files, from the root of the repository.
+    code: glob patterns of its files, relative to the root of the repository.
     """
     gpu = device.type == "cuda"
     return {
@@ -94,45 +102,45 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
     }
 
 
-def stamp(found: dict[str, str]) -> dict[str, str]:
-    """The part of `machine` that decides whether a row is measured anew."""
-    return {name: found[name] for name in STAMP}
+def stamp(about: dict[str, str]) -> dict[str, str]:
+    """Return the part of `machine` that must agree, else a row is measured again."""
+    return {name: about[name] for name in STAMP}
 
 
 def last_run(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The "machine" row that was written last, and all rows of that machine and code. ValueError where there is none."""
+    """Return the last "machine" row, and all rows of that machine and code. ValueError if there is none."""
     machines = [row for row in rows if row["kind"] == "machine"]
     if not machines:
         raise ValueError("the rows do not say on which machine they were measured: measure first")
     return machines[-1], [row for row in rows if all(row.get(name) == machines[-1].get(name) for name in STAMP)]
 
 
-def machine_lines(found: dict[str, Any]) -> list[str]:
-    """A "machine" row as a list in Markdown, but what is unknown or does not apply; how it was measured is the last line."""
-    left_out = ("kind", "how", *(("device",) if found.get("device") == found.get("cpu") else ()))
-    lines = [f"- {name}: {value}" for name, value in found.items() if value and name not in left_out]
-    return [*lines, "", f"How: {found['how']}"] if found.get("how") else lines
+def machine_lines(about: dict[str, Any]) -> list[str]:
+    """Return a "machine" row as a Markdown list without empty values, with the method of measurement as the last line."""
+    left_out = ("kind", "how", *(("device",) if about.get("device") == about.get("cpu") else ()))
+    lines = [f"- {name}: {value}" for name, value in about.items() if value and name not in left_out]
+    return [*lines, "", f"How: {about['how']}"] if about.get("how") else lines
 
 
-def footer(found: dict[str, Any]) -> str:
-    """A "machine" row as one line, for the bottom of a plot."""
-    threads = f"{found['threads']} thread{'s' if found['threads'] != '1' else ''}"
-    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "timm", "python") if found.get(name))
-    return ", ".join(filter(None, (found["device"], threads, versions, f"commit {found['commit']}" if found["commit"] else "")))
+def footer(about: dict[str, Any]) -> str:
+    """Return a "machine" row as one line, for the bottom of a plot."""
+    threads = f"{about['threads']} thread{'s' if about['threads'] != '1' else ''}"
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "timm", "python") if about.get(name))
+    return ", ".join(filter(None, (about["device"], threads, versions, f"commit {about['commit']}" if about["commit"] else "")))
 
 
 def hardware_name(device: torch.device) -> str:
-    """Name of the accelerator or of the processor."""
+    """Return the name of the GPU or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found[0].strip()
+    return lines[0].strip()
 
 
 def _fingerprint(patterns: Iterable[str]) -> str:

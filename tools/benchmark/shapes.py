@@ -1,4 +1,4 @@
-"""Shapes of attention in models in use, the small shapes on which everything has to be right first, and their numbers."""
+"""Shapes of attention to benchmark, small hard shapes for checks, and random inputs for both."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from vitrel.ops.window import windows
 from vitrel.position import create_position
 from vitrel.position.terms import Table, Terms
 
-STD = 0.5  # of bias and query tables: a table near zero hides every index error
+STD = 0.5  # of bias and query tables; with values near zero, wrong indices would not show
 
 
 class Shape(NamedTuple):
-    """One call of an entry of vitrel.ops; windowed where `window` is given. width: D, of a head."""
+    """Shape of a call of vitrel.ops.attention, or of window_attention if `window` is set. width: D, of a head."""
 
     name: str
     encoding: str  # "table" | "factorised" | "decomposed" | "rope"
@@ -24,31 +24,31 @@ class Shape(NamedTuple):
     width: int
     window: tuple[int, int] | None = None
     shift: tuple[int, int] = (0, 0)
-    compiled: bool = True  # whether compiled peers, whose compilation takes most of the time, are measured too
+    compiled: bool = True  # whether to measure compiled peers too (their compilation takes most of the time)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole batch."""
+        """Number of tokens in the batch."""
         return self.batch * self.grid.tokens
 
     def flops(self, training: bool) -> float:
-        """Of the two matrix products of attention; training has five more beside them."""
+        """Floating-point operations of the matrix products of attention: two forward, five more in training."""
         keys = self.window[0] * self.window[1] if self.window else self.grid.tokens
         return 4.0 * self.tokens * keys * self.heads * self.width * (3.5 if training else 1.0)
 
 
 class Problem(NamedTuple):
-    """The numbers of a shape. `inputs` (q, k, v or qkv) and `leaves` (the tables) are what is differentiated."""
+    """Random inputs of a shape. `inputs` (q, k, v or qkv) and `leaves` (the tables) get gradients."""
 
     shape: Shape
     inputs: dict[str, Tensor]
     leaves: dict[str, Tensor]
     rotary: tuple[Tensor, Tensor] | None
     grad: Tensor  # of the output
-    fixed: tuple[Tensor, ...] = ()  # what peers keep: offset classes per table; of windows who sees whom [L, N, N] before
+    fixed: tuple[Tensor, ...] = ()  # cached by peers: of windows, visibility and penalty [L, N, N]; offset classes
 
     def terms(self) -> Terms:
-        """The position terms, from the leaves."""
+        """Return the position terms that hold the leaves."""
         tables = []
         for name, value in self.leaves.items():
             kind, axis = name.split("_")
@@ -56,20 +56,20 @@ class Problem(NamedTuple):
         return Terms(rotary=self.rotary, tables=tuple(tables))
 
     def to(self, dtype: torch.dtype) -> "Problem":
-        """The same numbers, inputs and tables in `dtype`."""
+        """Return the problem in another dtype."""
         inputs, leaves = ({name: x.to(dtype) for name, x in group.items()} for group in (self.inputs, self.leaves))
         rotary = None if self.rotary is None else tuple(x.to(dtype) for x in self.rotary)
         return Problem(self.shape, inputs, leaves, rotary, self.grad.to(dtype), self.fixed)
 
     def part(self, first: int, last: int) -> "Problem":
-        """The images first to last - 1."""
+        """Return the problem of images first to last - 1."""
         return self._replace(inputs={name: x[first:last] for name, x in self.inputs.items()}, grad=self.grad[first:last])
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, keep: bool = True) -> Problem:
-    """Random numbers for a shape: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training.
+    """Draw a problem: inputs of standard deviation 1 in `dtype`, tables of STD in float32, as in training.
 
-    keep: whether what peers keep is made too, of which some is [N, N].
+    keep: whether to make the tensors that peers cache, of which some are [N, N].
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -77,7 +77,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
         return torch.randn(size, generator=generator, device=device)
 
     b, heads, width, grid = shape.batch, shape.heads, shape.width, shape.grid
-    place, channels = Grid(*shape.window) if shape.window else grid, heads * width
+    bias_grid, channels = Grid(*shape.window) if shape.window else grid, heads * width
     if shape.window:
         inputs = {"qkv": draw(b, grid.h, grid.w, 3 * channels).to(dtype)}
         grad = draw(b, grid.h, grid.w, channels).to(dtype)
@@ -87,28 +87,28 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
         grad = draw(b, grid.tokens, heads, width).to(dtype).transpose(1, 2)
     leaves, rotary = {}, None
     if shape.encoding == "table":
-        leaves = {"bias_hw": draw(heads, place.classes()) * STD}
+        leaves = {"bias_hw": draw(heads, bias_grid.classes()) * STD}
     elif shape.encoding == "factorised":
-        leaves = {f"bias_{axis}": draw(heads, place.classes(axis)) * STD for axis in ("h", "w")}
+        leaves = {f"bias_{axis}": draw(heads, bias_grid.classes(axis)) * STD for axis in ("h", "w")}
     elif shape.encoding == "decomposed":
-        leaves = {f"query_{axis}": draw(1, place.classes(axis), width) * STD for axis in ("h", "w")}
+        leaves = {f"query_{axis}": draw(1, bias_grid.classes(axis), width) * STD for axis in ("h", "w")}
     else:
-        rotary = tuple(x.to(device) for x in create_position("rope_axial", place, heads, width)(place).rotary)
-    return Problem(shape, inputs, leaves, rotary, grad, _kept(shape, place, tuple(leaves), device) if keep else ())
+        rotary = tuple(x.to(device) for x in create_position("rope_axial", bias_grid, heads, width)(bias_grid).rotary)
+    return Problem(shape, inputs, leaves, rotary, grad, _kept(shape, bias_grid, tuple(leaves), device) if keep else ())
 
 
-def _kept(shape: Shape, place: Grid, leaves: tuple[str, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _kept(shape: Shape, bias_grid: Grid, leaves: tuple[str, ...], device: torch.device) -> tuple[Tensor, ...]:
     fixed = ()
     if shape.window:
-        visible = windows(*shape.grid[:2], shape.window, shape.shift, device).visible.unflatten(0, (-1, place.tokens))
+        visible = windows(*shape.grid[:2], shape.window, shape.shift, device).visible.unflatten(0, (-1, bias_grid.tokens))
         fixed = (visible, torch.zeros(visible.shape, device=device).masked_fill(~visible, float("-inf")))
     if shape.encoding == "decomposed":
-        return (*fixed, Grid(place.h, 1).index("h", device), Grid(1, place.w).index("w", device))
-    return fixed + tuple(place.index(name.split("_")[1], device) for name in leaves)
+        return (*fixed, Grid(bias_grid.h, 1).index("h", device), Grid(1, bias_grid.w).index("w", device))
+    return fixed + tuple(bias_grid.index(name.split("_")[1], device) for name in leaves)
 
 
 def hard_shape(shape: Shape) -> Shape:
-    """A small shape with the same kernel to run, and everything in it that goes wrong: no side is divisible or square."""
+    """Return a small shape for the same kernel, with sides that are not square and that no window or tile divides."""
     grid = Grid(9, 21, shape.grid.prefix)
     shift = (0, 0)
     if shape.window:
@@ -132,7 +132,7 @@ def _global(side: int, batch: int, encoding: str, prefix: int = 1, compiled: boo
     return Shape(name, encoding, Grid(side, side, prefix), batch, 12 if model == "ViT-B" else 6, 64, compiled=compiled)
 
 
-SHAPES = (  # what matters most comes first
+SHAPES = (  # the most important first
     _windows("Swin-T", 256, 56, 3, 7, 3),
     _global(28, 16, "table"),
     _windows("Swin-T", 256, 14, 12, 7, 3),
@@ -180,7 +180,7 @@ CPU_SHAPES = (  # a batch of 1 and 8, sizes at which a call takes seconds at mos
     _windows("Swin-T", 1, 7, 24, 7, 0, compiled=False),
     *(_global(48, 1, name, 0, model="ViT-S", compiled=False) for name in ("decomposed", "factorised", "rope")),
 )
-QUICK_SHAPES = (  # to see that all of it runs, on any machine
+QUICK_SHAPES = (  # smoke test on any machine
     Shape("quick windows", "table", Grid(6, 9), 1, 2, 16, (3, 3), (1, 2), compiled=False),
     Shape("quick table", "table", Grid(3, 5, 1), 1, 2, 16, compiled=False),
     Shape("quick decomposed", "decomposed", Grid(3, 5), 1, 2, 16, compiled=False),

@@ -1,7 +1,8 @@
-"""The suite of where the time of a model's step goes, by kind of work.
+"""The suite "profile": the time of a model's step by kind of work.
 
-Ranges around the modules, put there by hooks, say what an operator inside them is for; inside attention, and between modules,
-its name and the last dimensions of what it takes do. A gradient is of the kind of the forward operator whose number it bears.
+Hooks put profiler ranges around modules, and an operator belongs to the kind of its range. Inside attention and between modules
+the operator's name and the last dimensions of its input decide. A gradient belongs to the kind of the forward operator with the
+same sequence number.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from tools.benchmark.worker import Stopwatch
 
 PRODUCTS, BIAS, LAYOUT, RESIDUAL, PATCHES, HEAD = "attention", "bias", "layout", "residual", "patch embedding", "head"
 DISPATCH, UNKNOWN = "Python and dispatch", "unattributed"
-KINDS = {  # and what each of them is
+KINDS = {  # kind of work: explanation
     "qkv": "linear layer, as the next three",
     "proj": "of attention's output",
     "fc1": "of the MLP, with the GELU where the two are fused",
@@ -43,14 +44,15 @@ MODES = ("inference", "training")
 _EAGER, _OPTIMIZED, _TIMM = "ours, eager", "ours, optimized", "timm, eager"
 _WARM_UP, _STEPS, _QUICK_STEPS = 1, 5, 2
 _STEP, _RANGE = "vitrel step", "vitrel: "
-_ATTENTION, _FUNCTION = "inside attention", "inside a function of attention"  # not kinds: there the operator decides
-_PARTS = {  # by the name of a submodule
+# Ranges that are no kinds: in them the operator decides.
+_ATTENTION, _FUNCTION = "inside attention", "inside a function of attention"
+_PARTS = {  # name of a submodule: kind
     "patch_embed": PATCHES, "pos_embed": PATCHES, "downsample": "merging", "head": HEAD, "norm": "norm", "norm1": "norm",
     "norm2": "norm", "fc_norm": "norm", "attn": _ATTENTION, "qkv": "qkv", "proj": "proj", "position": BIAS,
     "shared_position": BIAS, "fc1": "fc1", "act": "GELU", "fc2": "fc2", "ls1": RESIDUAL, "ls2": RESIDUAL,
     "drop_path1": RESIDUAL, "drop_path2": RESIDUAL,
 }  # fmt: skip
-_OPERATORS = {  # by name, without aten::
+_OPERATORS = {  # kind: names of operators without aten::
     PRODUCTS: "scaled_dot_product_attention matmul bmm baddbmm softmax _softmax mul",
     LAYOUT: "index_select index gather reshape flatten contiguous clone copy_ roll pad stack",
     DISPATCH: "view unflatten permute transpose mT t unbind select slice expand as_strided unsqueeze squeeze alias detach to "
@@ -70,19 +72,19 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 
 def profile_step(step: Callable[[], object], model: nn.Module, device: torch.device, hooked: bool = True) -> dict[str, float]:
-    """Milliseconds of one `step` of `model` by kind of work, every one of KINDS; their sum is all that it took.
+    """Return {kind: milliseconds} of one `step` of `model` for all KINDS; their sum is the time of the step.
 
-    CPU: the time of the operators in the profiler, their own; GPU: that of their kernels. hooked: False for a model whose
-    blocks change their way where they have hooks; operators in its blocks are told by name and by the shape of their weight.
-    No number of tokens, of the image or of a window, may be a width of the model: by these, tokens are told from biases.
+    CPU: self time of the operators in the profiler. GPU: time of their kernels. hooked: False for a model whose blocks run
+    other code when they have hooks; operators in its blocks are recognised by name and the shape of their weight. The numbers
+    of tokens (of the image, of a window) must differ from the model's widths, which distinguish tokens from biases.
     """
     gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with _ranges(model, hooked), profile(activities=activities, record_shapes=True) as found, record_function(_STEP):
+    with _ranges(model, hooked), profile(activities=activities, record_shapes=True) as profiler, record_function(_STEP):
         step()
         if gpu:
             torch.cuda.synchronize(device)
-    return _Attribution(model, gpu).milliseconds(found.events())
+    return _Attribution(model, gpu).milliseconds(profiler.events())
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ def _mark(module: nn.Module, kind: str) -> tuple[RemovableHandle, RemovableHandl
 
 
 def _parts(module: nn.Module, hooked: bool) -> Iterator[tuple[nn.Module, str]]:
-    """The outermost submodules of one kind; inside attention, its parts too."""
+    """Yield (module, kind) of the outermost submodules with a kind; inside attention, of its parts too."""
     for name, child in module.named_children():
         kind = _PARTS.get(name)
         if isinstance(child, nn.Identity):
@@ -123,14 +125,14 @@ def _parts(module: nn.Module, hooked: bool) -> Iterator[tuple[nn.Module, str]]:
 
 
 class _Attribution:
-    """Sums the own times of a step's events by kind."""
+    """Sums the self times of a step's profiler events by kind."""
 
     def __init__(self, model: nn.Module, gpu: bool):
         self.gpu = gpu
-        self.found = dict.fromkeys(KINDS, 0.0)
-        self.forward: dict[int, tuple[str, str]] = {}  # kind and place of what made the gradient's node of this number
+        self.times = dict.fromkeys(KINDS, 0.0)
+        self.forward: dict[int, tuple[str, str]] = {}  # kind and range of the forward operator with this sequence number
         self.weights: dict[tuple[int, ...], set[str]] = {}
-        self.widths: set[int] = set()  # of x, of qkv and of a head; what ends in other dimensions is a bias or its index
+        self.widths: set[int] = set()  # of x, qkv and a head; a tensor with other last dimensions is a bias or its index
         for name, module in model.named_modules():
             kind = _PARTS.get(name.rpartition(".")[2], UNKNOWN)
             if isinstance(module, nn.Linear):
@@ -146,12 +148,12 @@ class _Attribution:
                 self._visit(event, "", "")
         if self.gpu:
             took = next(e for e in events if e.name == _STEP).cpu_time_total
-            self.found[DISPATCH] = took - (sum(self.found.values()) - self.found[DISPATCH])
-        return {kind: us / 1e3 for kind, us in self.found.items()}
+            self.times[DISPATCH] = took - (sum(self.times.values()) - self.times[DISPATCH])
+        return {kind: us / 1e3 for kind, us in self.times.items()}
 
     def _visit(self, event: FunctionEvent, place: str, kind: str) -> None:
-        """place: the innermost range; kind: of the operator around this one, which decides for all inside it, or ""."""
-        own = DISPATCH
+        """Add an event and its children. place: the innermost range. kind: that of the enclosing operator, or ""."""
+        own_kind = DISPATCH
         if event.name.startswith(_RANGE):
             place = event.name.removeprefix(_RANGE)
         elif event.name.startswith(_ENGINE):
@@ -159,19 +161,19 @@ class _Attribution:
         elif place == _ATTENTION and "::" not in event.name and not kind:  # an autograd.Function
             place = _FUNCTION
             self.forward[event.sequence_nr] = "", place
-        elif event.name != _STEP and event.scope != 1:  # 1: a gradient's node, in which operators do the work
+        elif event.name != _STEP and event.scope != 1:  # 1: a gradient's node, whose operators are counted
             parent = event.cpu_parent
             if parent is not None and parent.name.startswith(_ENGINE) and event.name in ("aten::add", "aten::add_"):
                 kind = RESIDUAL  # gradients of a tensor that is used twice
-            own = kind = kind or self._kind(event, place)
+            own_kind = kind = kind or self._kind(event, place)
             if event.sequence_nr >= 0:
                 self.forward[event.sequence_nr] = (LAYOUT if kind == DISPATCH else kind), ""  # a view's gradient may copy
-        self.found[own] += sum(k.duration for k in event.kernels) if self.gpu else event.self_cpu_time_total
+        self.times[own_kind] += sum(k.duration for k in event.kernels) if self.gpu else event.self_cpu_time_total
         for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
             self._visit(child, place, kind)
 
     def _gradient(self, event: FunctionEvent) -> tuple[str, str]:
-        """Kind and place of the forward operator whose gradient the engine computes here."""
+        """Return (kind, range) of the forward operator whose gradient this event computes."""
         if event.name.endswith("AccumulateGrad"):
             return RESIDUAL, ""
         numbers = (node.sequence_nr for node in event.cpu_children if node.scope == 1)
@@ -180,7 +182,7 @@ class _Attribution:
     def _kind(self, event: FunctionEvent, place: str) -> str:
         if place not in ("", _ATTENTION, _FUNCTION):
             return place
-        if event.name in _LINEARS:  # products of attention have no weight
+        if event.name in _LINEARS:  # attention's products have no weight
             kinds = self.weights.get(tuple(event.input_shapes[1]), {PRODUCTS})
             return next(iter(kinds)) if len(kinds) == 1 else UNKNOWN
         kind, shape = _KIND_OF.get(event.name.removeprefix("aten::"), UNKNOWN), (event.input_shapes or [[]])[0]
@@ -192,7 +194,7 @@ class _Attribution:
 
 
 class Profiled(NamedTuple):
-    """A step on `batch` square images of `size` pixels: names and arguments of our model and, where there is one, timm's."""
+    """A step to profile, on `batch` square images of `size` px: (name, arguments) of vitrel's model and perhaps timm's."""
 
     name: str
     size: int
@@ -202,7 +204,7 @@ class Profiled(NamedTuple):
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """Whose steps are profiled."""
+        """Names of the contenders."""
         return (_EAGER, _OPTIMIZED) if self.peer is None else (_EAGER, _OPTIMIZED, _TIMM)
 
 
@@ -219,25 +221,25 @@ _QUICK_PROFILED = (
 
 
 def share_cases(gpu: bool, quick: bool) -> list[Case]:
-    """Steps of our models, plain and optimized, and of timm's, profiled."""
-    return [share_case(one, mode, quick) for one in (_QUICK_PROFILED if quick else _PROFILED) for mode in MODES]
+    """Return the cases of the suite: steps of vitrel's models, plain and optimized, and of timm's."""
+    return [share_case(profiled, mode, quick) for profiled in (_QUICK_PROFILED if quick else _PROFILED) for mode in MODES]
 
 
 def share_case(profiled: Profiled, mode: str, quick: bool = False) -> Case:
-    """One step, profiled several times, with the same step without the profiler in between."""
+    """Return the case of one step, run several times with and without the profiler in turn."""
     common = dict(
         size=profiled.size, batch=profiled.batch, training=mode == "training", steps=_QUICK_STEPS if quick else _STEPS
     )
-    found = []
+    contenders = []
     for name in profiled.contenders:
         model, args = profiled.peer if name == _TIMM else profiled.ours
-        own = common | dict(model=model, args=args, optimized=name == _OPTIMIZED)
-        found.append(Contender(name, "peer" if name == _TIMM else "ours", own, None))
-    return Case(profiled.name, f"{__name__}:ProfiledCall", tuple(found), (Visit(mode),), kind="shares", together=False)
+        arguments = common | dict(model=model, args=args, optimized=name == _OPTIMIZED)
+        contenders.append(Contender(name, "peer" if name == _TIMM else "ours", arguments, None))
+    return Case(profiled.name, f"{__name__}:ProfiledCall", tuple(contenders), (Visit(mode),), kind="shares", together=False)
 
 
 class ProfiledCall:
-    """A forward pass, or forward, cross entropy and backward, of a model with drop path at its own rate."""
+    """A forward pass, or forward, cross entropy and backward, of a model with its default drop path."""
 
     def __init__(
         self,
@@ -269,16 +271,16 @@ class ProfiledCall:
             return {"output": self.model(self.image)}
 
     def about(self) -> dict[str, Any]:
-        """Milliseconds of every kind of work in each of some steps, and of the same steps without profiler and hooks."""
-        watch, plain = Stopwatch(self.device, isolated=False), []
-        found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        """Return milliseconds by kind of work in each profiled step, and of the same steps without profiler and hooks."""
+        watch, unprofiled = Stopwatch(self.device, isolated=False), []
+        times_by_kind: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(-_WARM_UP, self.steps):
             self.model.zero_grad()
             times = profile_step(self, self.model, self.device, self.hooked)
             self.model.zero_grad()
-            took, _ = watch(self)
+            duration, _ = watch(self)
             if number >= 0:
-                plain.append(round(took, 4))
+                unprofiled.append(round(duration, 4))
                 for kind, ms in times.items():
-                    found[kind].append(round(ms, 4))
-        return {"ms": found, "not_profiled_ms": plain}
+                    times_by_kind[kind].append(round(ms, 4))
+        return {"ms": times_by_kind, "not_profiled_ms": unprofiled}

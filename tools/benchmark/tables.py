@@ -1,6 +1,6 @@
-"""From the rows of a suite to table.md: which machine, the columns of the suite, what was not timed; and the plots.
+"""Render the rows of a suite as table.md (machine, times, contenders that were not timed) and plots.
 
-Every page begins with the machine that was measured last; rows of other machines and of other code are left out.
+A page describes the machine measured last; rows of other machines and of other code are left out.
 """
 
 import math
@@ -23,33 +23,34 @@ Rows = dict[str, Row]  # of one case and mode, by contender
 Page = Callable[[list[Row], str, Path], list[str]]  # rows, the footer of plots, their folder -> lines after the machine
 
 TITLES = {"forward": "inference", "training": "forward and backward"}
-_GROWS_FROM = 1000  # tokens from which on growth is fitted: below, what does not grow hides it
+_GROWS_FROM = 1000  # tokens from which on growth is fitted: below, constant costs dominate
 _MOST_COMPILES = 2
 _MODEL_LEGEND = (
-    "p90: the slow tenth. Peak: of the process since its first call, compilation included. A call: what one call takes beyond "
-    "what is held between calls. Ratios: over the fastest peer, with the lowest and highest round. Graphs: compiled by dynamo."
+    "p90: the slow tenth. Peak: of the process since its first call, compilation included. A call: memory of one call in "
+    "addition to what is held between calls. Ratios: over the fastest peer, with the lowest and highest round. Graphs: "
+    "compiled by dynamo."
 )
 _RESOLUTION_LEGEND = (
     "Seconds: from a new size to its first result, compilation included. Graphs: compiled by dynamo for it. A call: the memory "
-    "that one call takes beyond what is held between calls. Sizes are visited in the order of the table, in one process each."
+    "of one call in addition to what is held between calls. Sizes are visited in the order of the table, in one process each."
 )
 _SIZE_LEGEND = [
     "Global attention, 6 heads of 64, batch 1, a bias table unless another encoding is named.",
-    "`auto` and names of backends are vitrel's own way. MB is what one call takes at its peak beyond its inputs, outputs",
-    "and gradients included, and with it the index [N, N] of int64 that a peer keeps; 1 MB is 10^6 bytes.",
+    "`auto` and names of backends are vitrel. MB is the peak memory of one call without its inputs, with outputs and",
+    "gradients, plus the int64 index [N, N] that a peer caches; 1 MB is 10^6 bytes.",
 ]
 _SHARE_LEGEND = (
-    "Own time of the operators in torch.profiler, by the module they run in (ranges put around the submodules by forward "
-    "hooks) and, inside attention and in the blocks of optimized models, by their name and shapes; a gradient counts where "
-    "its forward operator does. Training is forward, cross entropy and backward, drop path at the model's own rate. The "
-    "share of a kind is the median of its time over the profiled steps, of the sum of these medians. The profiler's clock "
-    "is wall time: other work on the machine shows. Not profiled: the same steps without profiler and hooks, processor time "
-    "(on a GPU, its own)."
+    "Self time of the operators in torch.profiler, by the module they run in (ranges that forward hooks put around the "
+    "submodules) and, inside attention and in the blocks of optimized models, by their name and shapes; a gradient counts "
+    "with its forward operator. Training is forward, cross entropy and backward, with the model's default drop path. The "
+    "share of a kind is the median of its time over the profiled steps, divided by the sum of these medians. The profiler's "
+    "clock is wall time, which includes other work on the machine. Not profiled: the same steps without profiler and hooks, "
+    "in CPU time (on a GPU, GPU time)."
 )
 
 
 def write(page: Page, title: str, rows: list[Row], folder: Path) -> None:
-    """Writes table.md, and the plots of the page, from the rows of the last machine and code. ValueError without a machine."""
+    """Write table.md, and the plots of the page, from the rows of the last machine and code. ValueError without a machine."""
     machine, rows = last_run(rows)
     lines = [f"# {title}", "", *machine_lines(machine), "", *page(rows, footer(machine), folder)]
     with atomic_write(folder / "table.md") as part:
@@ -57,13 +58,13 @@ def write(page: Page, title: str, rows: list[Row], folder: Path) -> None:
 
 
 def markdown(head: Iterable[str], rules: str, body: Iterable[Iterable[str]]) -> list[str]:
-    """A table; rules: its second line."""
+    """Return the lines of a Markdown table. rules: its second line."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *body)]
     return [lines[0].replace("|  |", "| |"), rules, *lines[1:]]
 
 
 class Ratio(NamedTuple):
-    """Median over the rounds of one time over another, and the lowest and highest round."""
+    """A ratio of times: its median over the rounds, lowest and highest."""
 
     middle: float
     low: float
@@ -74,34 +75,34 @@ class Ratio(NamedTuple):
 
 
 def ratio(slow: Row, fast: Row) -> Ratio:
-    """How many times `fast` is faster than `slow`, from the medians of the rounds that both were measured in."""
+    """Return time of `slow` / time of `fast`, from the medians of the rounds that both have."""
     rounds = [median(a) / median(b) for a, b in zip(slow["rounds"], fast["rounds"], strict=False)]
     return Ratio(median(rounds), min(rounds), max(rounds))
 
 
 def milliseconds(row: Row) -> float:
-    """Median of the medians of the rounds."""
+    """Return the time of a row: the median of the medians of its rounds."""
     return median(median(samples) for samples in row["rounds"])
 
 
 def by_case(rows: list[Row], kind: str = "time") -> dict[tuple[str, str], Rows]:
-    """The rows of a kind, by case and mode, then by contender."""
-    found: dict[tuple[str, str], Rows] = {}
+    """Return the rows of a kind as {(case, mode): {contender: row}}."""
+    cases: dict[tuple[str, str], Rows] = {}
     for row in rows:
         if row["kind"] == kind:
-            found.setdefault((row["case"], row["mode"]), {})[row["contender"]] = row
-    return found
+            cases.setdefault((row["case"], row["mode"]), {})[row["contender"]] = row
+    return cases
 
 
 def fastest(rows: Rows, of: str, begins: str = "", word: str = "") -> Row:
-    """The fastest contender of a kind whose name begins so and has the word in it. ValueError where there is none."""
+    """Return the row of the fastest contender of a kind with `begins` and `word` in its name; ValueError if none."""
     return min(
         (row for name, row in rows.items() if row["of"] == of and name.startswith(begins) and word in name), key=milliseconds
     )
 
 
 class Column(NamedTuple):
-    """A column of a table of times. cell: of a row and of the best peer's, whose name takes the place of {} in the title."""
+    """A column of a table of times. title: {} is the best peer's name. cell: text from a row and the best peer's row."""
 
     title: str
     rule: str
@@ -109,7 +110,7 @@ class Column(NamedTuple):
 
 
 def times(rows: Rows, columns: Sequence[Column]) -> list[str]:
-    """A line for each contender, the fastest first."""
+    """Return a Markdown table with a line per contender, the fastest first."""
     best = fastest(rows, "peer") if any(row["of"] == "peer" for row in rows.values()) else None
     titles = [
         column.title.format(best["contender"]) if best else "no peer" if "{}" in column.title else column.title
@@ -121,23 +122,23 @@ def times(rows: Rows, columns: Sequence[Column]) -> list[str]:
 
 def _case_tables(rows: list[Row], columns: Sequence[Column]) -> list[str]:
     lines = []
-    for (case, mode), found in by_case(rows).items():
-        lines += [f"### {case}, {mode}", "", *times(found, columns), ""]
+    for (case, mode), of_case in by_case(rows).items():
+        lines += [f"### {case}, {mode}", "", *times(of_case, columns), ""]
     return lines
 
 
 def not_timed(rows: list[Row]) -> list[str]:
-    """Who was refused, wrong or failed, where and why, as lines of Markdown."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """Return a Markdown table of the contenders that were refused, wrong or failed, with cases and reasons."""
+    places: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row["kind"] in ENDS and not row["text"].startswith("at the gate: "):  # said there
+        if row["kind"] in ENDS and not row["text"].startswith("at the gate: "):  # listed at the gate's case
             text = " ".join(row["text"].split()).replace("|", "/")[:300]
-            said.setdefault((row["contender"], f"{row['kind']}: {text}"), []).append(f"{row['case']}, {row['mode']}")
+            places.setdefault((row["contender"], f"{row['kind']}: {text}"), []).append(f"{row['case']}, {row['mode']}")
     shown = {
-        key: "; ".join(where) if len(where) < 4 else f"{where[0]} and {len(where) - 1} more" for key, where in said.items()
+        key: "; ".join(where) if len(where) < 4 else f"{where[0]} and {len(where) - 1} more" for key, where in places.items()
     }
-    body = [(who, shown[who, why], why) for who, why in said]
-    return markdown(("who", "where", "why"), "|---|---|---|", body) if said else ["Everything was."]
+    body = [(name, shown[name, reason], reason) for name, reason in places]
+    return markdown(("who", "where", "why"), "|---|---|---|", body) if places else ["Everything was."]
 
 
 def _over(row: Row, best: Row | None) -> str:
@@ -149,17 +150,17 @@ def _megabytes(count: float | None, digits: int = 1) -> str:
 
 
 def advice(rows: Rows) -> str:
-    """What "auto" should take, by the time rows of one case and mode: never what was slower than SDPA in a round."""
+    """Say what "auto" should choose by the times of one case and mode; nothing that was slower than SDPA in a round."""
     if "sdpa" not in rows:
         return "sdpa was not measured: no advice"
     backends = [row for name, row in rows.items() if name in BACKENDS and name != "sdpa"]
     ratios = {row["contender"]: ratio(rows["sdpa"], row) for row in backends}
-    faster = {name: found for name, found in ratios.items() if found.low > 1}
+    faster = {name: value for name, value in ratios.items() if value.low > 1}
     if faster:
         best = max(faster, key=lambda name: faster[name].middle)
         text = f"{best} {faster[best]} over sdpa"
     else:
-        others = [f"{name} {found}" for name, found in sorted(ratios.items(), key=lambda one: -one[1].middle)]
+        others = [f"{name} {value}" for name, value in sorted(ratios.items(), key=lambda item: -item[1].middle)]
         text = f"sdpa; over it {', '.join(others) or 'nothing else was measured'}"
     tuned = [row for name, row in rows.items() if name.startswith("triton, ")]
     if tuned and "triton" in rows:
@@ -186,7 +187,7 @@ _ATTENTION_COLUMNS = (
 
 
 def attention_page(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """Advice, times, what failed or was refused, SDPA's kernels, and cost against size where it was measured."""
+    """Return the page of attention: advice, times, failures, SDPA's kernels, and cost against size if measured."""
     lines = ["## What auto should take", ""]
     lines += [f"- {case}, {mode}: {advice(found)}" for (case, mode), found in by_case(rows).items()]
     lines += ["", "## Times", "", *_case_tables(rows, _ATTENTION_COLUMNS)]
@@ -206,36 +207,36 @@ def _sdpa(rows: list[Row]) -> list[str]:
 
 
 def _size_section(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """A size per row, a contender per column, and how it grows; nothing where nothing was measured."""
+    """Return tables of cost with a size per row and a contender per column, and the growth; [] if not measured."""
     if not any(row["kind"] in ("size", "turn") for row in rows):
         return []
     lines = ["## Cost against size", "", *_SIZE_LEGEND]
-    known = [f"{r['call_bytes'] / 1e6:.2f} of {r['asked'] / 1e6:.2f} MB" for r in rows if r["kind"] == "precision"]
-    lines += [f"Of a call whose memory is known this measures {', '.join(known)}."] if known else []
+    measured = [f"{r['call_bytes'] / 1e6:.2f} of {r['asked'] / 1e6:.2f} MB" for r in rows if r["kind"] == "precision"]
+    lines += [f"Of a call whose memory is known this measures {', '.join(measured)}."] if measured else []
     for mode in MODES:
-        found: dict[str, list[Row]] = {}
+        rows_of: dict[str, list[Row]] = {}
         for row in sorted((row for row in rows if row["kind"] == "size"), key=lambda row: row["tokens"]):
             if row["mode"] == mode:
-                found.setdefault(row["contender"], []).append(row)
-        if not found:
+                rows_of.setdefault(row["contender"], []).append(row)
+        if not rows_of:
             continue
         order = {row["contender"]: None for row in rows if row["kind"] == "size" and row["mode"] == mode}
-        found = {who: found[who] for who in order}
+        rows_of = {name: rows_of[name] for name in order}
         ended = {(row["contender"], row["case"]): row for row in rows if row["kind"] in ENDS and row["mode"] == mode}
         lines += ["", f"### {TITLES[mode].capitalize()}: ms, MB", ""]
-        lines += _grid(found, ended, lambda row: f"{_three(milliseconds(row))}, {_three(_call(row))}")
-        exponents = [[growth(of, value) for value in (milliseconds, _call)] for of in found.values()]
+        lines += _grid(rows_of, ended, lambda row: f"{_three(milliseconds(row))}, {_three(_call(row))}")
+        exponents = [[growth(own_rows, value) for value in (milliseconds, _call)] for own_rows in rows_of.values()]
         cells = [", ".join("?" if e is None else f"N^{e:.2f}" for e in pair) for pair in exponents]
         lines += [f"| grows as | {' | '.join(cells)} |"]
         lines += ["", f"### {TITLES[mode].capitalize()}: seconds of the first call (graphs compiled)", ""]
-        lines += _grid(found, ended, lambda row: f"{row['first_call_s']:.2f} ({int(row['compiles'])})")
+        lines += _grid(rows_of, ended, lambda row: f"{row['first_call_s']:.2f} ({int(row['compiles'])})")
         title = f"Global attention, 6 heads of 64, batch 1, {TITLES[mode]}"
         panels = [("milliseconds", milliseconds), ("MB", _call)]
         plot(
             folder / f"sizes_{mode}.png",
             title,
             line,
-            found,
+            rows_of,
             "tokens N",
             lambda row: (row["tokens"], row["tokens"]),
             panels,
@@ -245,7 +246,7 @@ def _size_section(rows: list[Row], line: str, folder: Path) -> list[str]:
 
 
 def growth(rows: list[Row], value: Callable[[Row], float]) -> float | None:
-    """The exponent e of value ~ N^e by least squares of the logarithms; None for fewer than three sizes from 1000 tokens on."""
+    """Return e of value ~ N^e by least squares of the logarithms; None with fewer than three sizes of 1000 tokens or more."""
     points = [
         (math.log(row["tokens"]), math.log(value(row))) for row in rows if row["tokens"] >= _GROWS_FROM and value(row) > 0
     ]
@@ -255,28 +256,28 @@ def growth(rows: list[Row], value: Callable[[Row], float]) -> float | None:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-def _grid(found: dict[str, list[Row]], ended: dict[tuple[str, str], Row], cell: Callable[[Row], str]) -> list[str]:
-    cases = {row["case"]: row["tokens"] for of in found.values() for row in of}
+def _grid(rows_of: dict[str, list[Row]], ended: dict[tuple[str, str], Row], cell: Callable[[Row], str]) -> list[str]:
+    cases = {row["case"]: row["tokens"] for of_name in rows_of.values() for row in of_name}
     body = []
-    for case, tokens in sorted(cases.items(), key=lambda one: one[1]):
-        rows = {who: next((row for row in of if row["case"] == case), None) for who, of in found.items()}
-        cells = [cell(row) if row else _why(ended.get((who, case))) for who, row in rows.items()]
+    for case, tokens in sorted(cases.items(), key=lambda item: item[1]):
+        rows = {name: next((row for row in of_name if row["case"] == case), None) for name, of_name in rows_of.items()}
+        cells = [cell(row) if row else _why(ended.get((name, case))) for name, row in rows.items()]
         body.append([f"{tokens} ({case.removeprefix('size ')})", *cells])
-    return markdown(("N", *found), "|---|" + "---:|" * len(found), body)
+    return markdown(("N", *rows_of), "|---|" + "---:|" * len(rows_of), body)
 
 
 def _turns(rows: list[Row]) -> list[str]:
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     for row in rows:
         if row["kind"] == "turn":
-            found.setdefault(row["contender"], []).append(row)
-    if not found:
+            rows_of.setdefault(row["contender"], []).append(row)
+    if not rows_of:
         return []
-    sizes = ["x".join(map(str, row["size"])) for row in max(found.values(), key=len)]
+    sizes = ["x".join(map(str, row["size"])) for row in max(rows_of.values(), key=len)]
     body = []
-    for who, of in found.items():
-        cells = [f"{row['first_call_s']:.2f} ({row['new_compiles']})" for row in of] + [""] * (len(sizes) - len(of))
-        body.append([who, *cells, str(sum(row["new_compiles"] for row in of))])
+    for name, of_name in rows_of.items():
+        cells = [f"{row['first_call_s']:.2f} ({row['new_compiles']})" for row in of_name] + [""] * (len(sizes) - len(of_name))
+        body.append([name, *cells, str(sum(row["new_compiles"] for row in of_name))])
     lines = ["", "### One process, one size after the other: seconds of the first call of each (graphs compiled)", ""]
     return lines + markdown(("", *sizes, "graphs"), "|---|" + "---:|" * (len(sizes) + 1), body)
 
@@ -292,12 +293,12 @@ def _call(row: Row) -> float:
 
 
 def _three(x: float) -> str:
-    """Three digits, without an exponent."""
+    """Format with three digits, without an exponent."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
 
 
 class Goal(NamedTuple):
-    """A figure of the cases whose name begins with `case`, and what it should at least be, or with `most` at most."""
+    """A goal for the case whose name starts with `case`: a lower limit of a figure, or with `most` an upper one."""
 
     what: str
     case: str
@@ -317,13 +318,13 @@ def _eager(rows: Rows) -> Ratio:
 
 
 def _memory(rows: Rows) -> float:
-    """What a call of our fastest takes over what one of the fastest peer does."""
+    """Return memory of a call of vitrel's fastest contender / that of the fastest peer."""
     return fastest(rows, "ours")["call_bytes"] / fastest(rows, "peer")["call_bytes"]
 
 
-def _against(one: str, other: str) -> Callable[[Rows], Ratio]:
-    """Images per second of our fastest `one` over those of our fastest `other`."""
-    return lambda rows: ratio(fastest(rows, "ours", f"{other}: "), fastest(rows, "ours", f"{one}: "))
+def _against(numerator: str, denominator: str) -> Callable[[Rows], Ratio]:
+    """Return a function for images/s of model `numerator` / images/s of model `denominator`, vitrel's fastest each."""
+    return lambda rows: ratio(fastest(rows, "ours", f"{denominator}: "), fastest(rows, "ours", f"{numerator}: "))
 
 
 _TABLE = ("ViT-B with a table over ViT-B without position", "ViT-B with and without position")
@@ -355,17 +356,19 @@ GPU_GOALS = (
 
 
 def model_page(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """The goals, a table per case, what failed."""
+    """Return the page of models: goals, a table per case, failures."""
     goals = GPU_GOALS if any(row["kind"] == "machine" and row.get("cuda") for row in rows) else CPU_GOALS
     lines = ["## Goals", "", *goal_lines(goals, by_case(rows)), "", "## Times", "", _MODEL_LEGEND, ""]
     return [*lines, *_case_tables(rows, _MODEL_COLUMNS), "## Not timed", "", *not_timed(rows), "", line]
 
 
 def goal_lines(goals: tuple[Goal, ...], cases: dict[tuple[str, str], Rows]) -> list[str]:
-    """A table of goals: the figure, what it should be, and whether it is."""
+    """Return a Markdown table of goals: figure, limit, and whether it is met."""
     body = []
     for goal in goals:
-        rows = next((of for (case, mode), of in cases.items() if case.startswith(goal.case) and mode == goal.mode), {})
+        rows = next(
+            (own_rows for (case, mode), own_rows in cases.items() if case.startswith(goal.case) and mode == goal.mode), {}
+        )
         sign = "≤" if goal.most else "≥"
         try:
             figure = goal.figure(rows)
@@ -373,15 +376,15 @@ def goal_lines(goals: tuple[Goal, ...], cases: dict[tuple[str, str], Rows]) -> l
             body.append((goal.what, "", f"{sign} {goal.limit:g}", "not measured"))
             continue
         middle = figure.middle if isinstance(figure, Ratio) else figure
-        met = middle <= goal.limit if goal.most else middle >= goal.limit
+        achieved = middle <= goal.limit if goal.most else middle >= goal.limit
         shown = str(figure) if isinstance(figure, Ratio) else f"{figure:.2f}"
-        body.append((goal.what, shown, f"{sign} {goal.limit:g}", "met" if met else "missed"))
+        body.append((goal.what, shown, f"{sign} {goal.limit:g}", "met" if achieved else "missed"))
     return markdown(("goal", "figure", "should be", ""), "|---|---|---:|---|", body)
 
 
 def images_per_second(row: Row) -> tuple[float, float]:
-    """Median and slow tenth of all its calls."""
-    times = [ms for one in row["rounds"] for ms in one]
+    """Return images/s from the median and from the 90th percentile of the times of all calls."""
+    times = [ms for calls in row["rounds"] for ms in calls]
     slow = quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else times[0]
     return row["batch"] / median(times) * 1e3, row["batch"] / slow * 1e3
 
@@ -410,7 +413,7 @@ _MODEL_COLUMNS = (
 
 
 def resolution_page(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """A table for each model over its sizes, and <model>.png: throughput and memory against the size."""
+    """Return the page of resolutions, a table per model, and write <model>.png: throughput and memory against size."""
     cases: dict[str, dict[str, list[Row]]] = {}
     for (case, _), of in by_case(rows).items():
         for name, row in of.items():
@@ -432,14 +435,14 @@ def _pixels(row: Row) -> tuple[int, str]:
     return h * w, f"{h}x{w}"
 
 
-def _compilations(of: dict[str, list[Row]]) -> list[str]:
+def _compilations(rows_of: dict[str, list[Row]]) -> list[str]:
     body = []
-    for name, rows in of.items():
+    for name, rows in rows_of.items():
         if "compiled" in name:
             graphs = sum(row["new_compiles"] for row in rows)
-            met = "" if rows[0]["of"] == "peer" else "met" if graphs <= _MOST_COMPILES else "missed"
+            verdict = "" if rows[0]["of"] == "peer" else "met" if graphs <= _MOST_COMPILES else "missed"
             seconds = sum(row["first_call_s"] for row in rows)
-            body.append((name, str(len(rows)), str(graphs), f"{seconds:.1f}", met))
+            body.append((name, str(len(rows)), str(graphs), f"{seconds:.1f}", verdict))
     head = ("", "sizes", "graphs compiled", "seconds to all first results", f"at most {_MOST_COMPILES}")
     return [*markdown(head, "|---|---:|---:|---:|---|", body), ""] if body else []
 
@@ -459,7 +462,7 @@ def _resolution(row: Row) -> str:
 
 
 def share_page(rows: list[Row], line: str, folder: Path) -> list[str]:
-    """One table a mode, with a column for each model."""
+    """Return the page of shares: a table per mode with a column per model."""
     lines = [_SHARE_LEGEND, ""]
     for mode in SHARE_MODES:
         lines += [f"## {mode.capitalize()}", "", *_shares([row for row in rows if row.get("mode") == mode]), ""]
@@ -469,7 +472,7 @@ def share_page(rows: list[Row], line: str, folder: Path) -> list[str]:
 
 
 def shares(ms: dict[str, list[float]]) -> dict[str, float]:
-    """Milliseconds of every kind in each of some steps -> percent of the whole; they sum to 100."""
+    """Return percent of a step by kind, from {kind: milliseconds in each step}; they sum to 100."""
     middle = {kind: median(times) for kind, times in ms.items()}
     total = sum(middle.values())
     return {kind: 100 * value / total for kind, value in middle.items()}

@@ -1,7 +1,7 @@
-"""One contender in one fresh process: its own environment, its own compilations, its own memory.
+"""Workers: each runs one contender in a new process with a separate environment, compilations and memory.
 
-Workers take turns, A B A B: the parent asks one at a time, the others wait idle, and a machine that drifts drifts for all. On a
-CPU a call is measured in processor time of its process, on a GPU by events around it. Run as a module, this file is the worker.
+Workers take turns (A B A B) while the rest wait idle, so a machine that changes speed affects all alike. On a CPU a call is
+timed in CPU time of the process, on a GPU by events around it. Run as a module, this file is the worker process.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from torch import Tensor
 from tools.benchmark.samples import ROOT
 
 K = TypeVar("K")
-_RESET = Path("/proc/self/clear_refs")  # Linux forgets the peak of a process where "5" is written there
+_RESET = Path("/proc/self/clear_refs")  # writing "5" there resets the peak memory of a process on Linux
 _FLUSHED = 256 * 2**20  # bytes; caches hold up to 126 MB
 _BUSY_CYCLES = 2e6  # of the device's clock, a millisecond
 _MOST_BUSY = 20.0  # milliseconds
 
 
 class Repeats(NamedTuple):
-    """warmup calls of each, then `rounds`; in each as many calls as fit into `seconds`, at least 1, at most `most`."""
+    """Numbers of calls: `warmup`, then `rounds`, each with as many calls as fit into `seconds`, from 1 to `most`."""
 
     warmup: int = 20
     rounds: int = 7
@@ -46,8 +46,8 @@ class Stopwatch:
     """Measures one call on a device.
 
     isolated: on a GPU the second-level cache is flushed before each call by writing a buffer several times its size, and the
-    device is kept busy until the host has queued the call: the device's work is measured, not the host's launches. Without it,
-    for whole models, the host's time counts.
+    GPU is kept busy until the host has queued the call, so only the GPU's work is measured, not the host's launches. Without it
+    (for whole models) the host's time counts.
     """
 
     def __init__(self, device: torch.device, isolated: bool = True):
@@ -55,7 +55,7 @@ class Stopwatch:
         self.buffer = torch.empty(_FLUSHED, dtype=torch.int8, device=device) if self.gpu and isolated else None
 
     def __call__(self, run: Callable[[], object], busy: float = 0.0) -> tuple[float, float]:
-        """Milliseconds of the device and of the host. busy: for how many the device is kept busy first."""
+        """Return milliseconds of the device and of the host. busy: milliseconds to keep the GPU busy first."""
         if not self.gpu:
             start, wall = time.process_time(), time.perf_counter()
             run()
@@ -75,17 +75,17 @@ class Stopwatch:
 
 
 class WorkerFailed(RuntimeError):
-    """What a worker raised, or how it ended."""
+    """An error that a worker raised, or its end; the text says which."""
 
 
 class Worker:
-    """A fresh Python process that holds one contender; a context manager.
+    """A new Python process that runs one contender; a context manager.
 
-    build: "module:function". function(**args) returns a call without arguments that does once what is timed and returns
-    {name: Tensor}. It may have more: set(**args) changes what the next calls do, checked(returned) is what a gate looks at,
-    about() more that is to be known of it, and where `isolated` is true, a Stopwatch times it so. env is set before Python
-    starts. patience: seconds for one answer, after which the process counts as hung. Every method raises WorkerFailed where
-    the contender raises, dies or hangs.
+    build: "module:function". function(**args) returns the call: called without arguments, it does the timed work once and
+    returns {name: Tensor}. Optional attributes: set(**args) changes the next calls, checked(returned) gives the tensors for a
+    gate, about() further columns of the row, isolated the Stopwatch's option. env is set before Python starts. patience:
+    seconds for one answer, after which the process counts as hung. Every method raises WorkerFailed if the contender raises,
+    dies or hangs.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Worker:
         self._folder = tempfile.TemporaryDirectory(prefix="vitrel-worker-")
         self._said = Path(self._folder.name) / "stderr"
         self._link, child = Pipe()
-        count, cache = str(threads), self._folder.name  # an empty cache: the first call of one who has compiled nothing yet
-        own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
-        with self._said.open("w") as said:
+        count, cache = str(threads), self._folder.name  # empty caches, so the first call includes compilation
+        environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        with self._said.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tools.benchmark.worker", str(child.fileno())],
-                env=os.environ | own | {"TRITON_CACHE_DIR": f"{cache}/triton"} | (env or {}),
+                env=os.environ | environment | {"TRITON_CACHE_DIR": f"{cache}/triton"} | (env or {}),
                 cwd=ROOT,
                 pass_fds=[child.fileno()],
-                stdout=said,
-                stderr=said,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,  # compilers that it starts end with it
             )
         child.close()
@@ -123,39 +123,39 @@ class Worker:
         self.close()
 
     def start(self) -> dict[str, float]:
-        """Builds it and makes the first call: first_call_s, before_bytes (what is held before that call), compiles."""
+        """Build the call and run it once; return first_call_s, before_bytes (memory held before it) and compiles."""
         return self._ask("start", *self._order)
 
     def outcome(self) -> dict[str, Tensor]:
-        """What a gate looks at, of the last call: after `start` the first one."""
+        """Return the last call's tensors for the gate."""
         path = self._ask("outcome", f"{self._folder.name}/outcome.pt")
         return torch.load(path, weights_only=True)
 
     def run(self, calls: int) -> list[tuple[float, float]]:
-        """Milliseconds of each of so many calls, of the device and of the host (on a CPU: processor time, wall time)."""
+        """Return (device, host) milliseconds of each of `calls` calls; on a CPU, (CPU time, wall time)."""
         return self._ask("run", calls)
 
     def set(self, **args: Any) -> None:
-        """call.set(**args), of a call that has one: another size, for instance."""
+        """Run call.set(**args), for example to change the size."""
         self._ask("set", args)
 
     def memory(self) -> dict[str, int | None]:
-        """peak_bytes: the most the process has held since its first call, on a GPU what PyTorch has allocated there.
+        """Return peak_bytes: highest memory since the first call, of the process or of PyTorch on the GPU.
 
-        call_bytes: what one more call takes beyond what is held between calls; reserved_bytes: of a GPU.
+        Also call_bytes: memory that a further call takes in addition; reserved_bytes: reserved by PyTorch on the GPU.
         """
         return self._ask("memory")
 
     def about(self) -> dict[str, Any]:
-        """What the call says of itself; {} where it has nothing to say."""
+        """Return the result of call.about(), {} if it has no such method."""
         return self._ask("about")
 
     def compiles(self) -> int:
-        """Graphs that dynamo has compiled so far."""
+        """Return the number of graphs compiled by dynamo so far."""
         return self._ask("compiles")
 
     def close(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -166,7 +166,7 @@ class Worker:
         try:
             self._link.send((name, args))
             if not self._link.poll(self.patience):
-                raise WorkerFailed(f"no end within {self.patience:.0f} s of {name!r}")
+                raise WorkerFailed(f"{name!r} did not end within {self.patience:.0f} s")
             fine, answer = self._link.recv()
         except (EOFError, OSError):
             status = self._process.wait()
@@ -177,7 +177,7 @@ class Worker:
 
 
 def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict[str, list]], dict[K, WorkerFailed]]:
-    """Warm-up, then rounds A B A B: {"rounds", "host"}, milliseconds by round and call, of every started worker; failures."""
+    """Warm up and time workers in turns; return {worker: {"rounds", "host"}}, ms by round and call, and {worker: failure}."""
     times: dict[K, dict[str, list]] = {name: {"rounds": [], "host": []} for name in workers}
     failed: dict[K, WorkerFailed] = {}
     calls: dict[K, int] = {}
@@ -186,22 +186,22 @@ def take_turns(workers: Mapping[K, Worker], plan: Repeats) -> tuple[dict[K, dict
             if name in failed:
                 continue
             try:
-                found = worker.run(calls[name] if turn else max(1, plan.warmup))
+                timings = worker.run(calls[name] if turn else max(1, plan.warmup))
             except WorkerFailed as error:
                 failed[name] = error
                 del times[name]
                 continue
             if turn:
-                for kind, column in zip(("rounds", "host"), zip(*found, strict=True), strict=True):
+                for kind, column in zip(("rounds", "host"), zip(*timings, strict=True), strict=True):
                     times[name][kind].append([round(ms, 6) for ms in column])
             else:
-                fastest = max(min(found)[0], 1e-6)
+                fastest = max(min(timings)[0], 1e-6)
                 calls[name] = max(1, min(plan.most, int(plan.seconds * 1e3 / fastest)))
     return times, failed
 
 
 class _Served:
-    """The worker's side: methods are what the parent asks for."""
+    """The requests that a worker process answers: one method each."""
 
     def start(self, build: str, args: dict[str, Any], threads: int, device: str) -> dict[str, float]:
         torch.set_num_threads(threads)
@@ -217,8 +217,8 @@ class _Served:
         return {"first_call_s": time.perf_counter() - start, "before_bytes": before, "compiles": self.compiles()}
 
     def outcome(self, path: str) -> str:
-        found = getattr(self.call, "checked", dict)(self.kept)
-        torch.save({name: x.detach().cpu() for name, x in found.items()}, path)
+        tensors = getattr(self.call, "checked", dict)(self.kept)
+        torch.save({name: x.detach().cpu() for name, x in tensors.items()}, path)
         return path
 
     def set(self, args: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class _Served:
         self.call.set(**args)
 
     def run(self, calls: int) -> list[tuple[float, float]]:
-        if self.gpu:  # what the others were given back while they ran
+        if self.gpu:  # allocates again the memory released below for other workers
             self._once()
         times = [self.watch(self._once, self.busy) for _ in range(calls)]
         self.busy = 1.5 * min(host for _, host in times) + 0.2  # until the host has queued a call
@@ -238,12 +238,12 @@ class _Served:
         return self.call.about() if hasattr(self.call, "about") else {}
 
     def memory(self) -> dict[str, int | None]:
-        self.kept = None  # freed within the call, it would hide as much of what the call takes
+        self.kept = None  # if it were freed within the call, the call would seem to take less
         self.highest = max(self.highest, torch.cuda.max_memory_allocated() if self.gpu else host_peak_bytes())
-        found = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
+        memory = {"peak_bytes": self.highest, "reserved_bytes": torch.cuda.max_memory_reserved() if self.gpu else None}
         with extra_bytes(self.device) as extra:
             self._once()
-        return found | {"call_bytes": extra[0]}
+        return memory | {"call_bytes": extra[0]}
 
     def compiles(self) -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
@@ -254,29 +254,29 @@ class _Served:
 
 
 def host_peak_bytes() -> int:
-    """The most memory this process has held. Linux counts it in VmHWM; its ru_maxrss begins at the peak of the parent."""
-    found = _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else found
+    """Return the peak memory of this process. On Linux from VmHWM, since ru_maxrss starts at the parent's peak."""
+    peak = _status("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
 
 
 @contextlib.contextmanager
 def extra_bytes(device: torch.device) -> Iterator[list[int | None]]:
-    """A list with one entry once the block has ended: the peak within it beyond what was held before; None where unknown.
+    """Context whose list gets, at its end, the peak memory within the block minus that held before; None if unknown.
 
-    On a CPU that takes Linux, whose peak of the process is reset.
+    On a CPU this needs Linux, where the peak of a process can be reset.
     """
-    found: list[int | None] = [None]
+    extra: list[int | None] = [None]
     before = _settled(device)
-    yield found
+    yield extra
     if device.type == "cuda":
         torch.cuda.synchronize()
-        found[0] = torch.cuda.max_memory_allocated() - before
+        extra[0] = torch.cuda.max_memory_allocated() - before
     elif _RESET.exists():
-        found[0] = host_peak_bytes() - before
+        extra[0] = host_peak_bytes() - before
 
 
 def _settled(device: torch.device) -> int:
-    """Bytes held now, after what is free has been given back, and from where on peaks are counted anew."""
+    """Release free memory, reset the peak, and return the bytes held now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -291,7 +291,7 @@ def _settled(device: torch.device) -> int:
 
 
 def _status(name: str) -> int | None:
-    """An entry of /proc/self/status in bytes; None on another system."""
+    """Return an entry of /proc/self/status in bytes; None if the system has none."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

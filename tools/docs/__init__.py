@@ -1,1 +1,1 @@
-"""Pages and pictures of the documentation site that are generated from the code: encodings, command line, configurations."""
+"""Generated pages and pictures of the documentation site, and the list of words not to use."""

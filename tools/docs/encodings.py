@@ -1,7 +1,7 @@
-"""One page of the site for each encoding: formula, picture, cost, behaviour at a larger grid, source, oracle.
+"""Generate a page of the site per encoding: formula, picture, cost, behaviour at a larger grid, source, oracle.
 
-Everything is read from the code (docstrings, POSITIONS, tests/oracles) and from two tables: the costs of
-docs/encodings/index.md and the evidence of docs/studies/scenes.md.
+The content comes from the code (docstrings, POSITIONS, tests/oracles), the costs in docs/encodings/index.md and the accuracies
+in docs/studies/scenes.md.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from vitrel.grid import Grid
 from vitrel.ops.reference import masked_logits
 from vitrel.position import POSITIONS, PositionEncoding, create_position
 
-TRAINED, LARGER = Grid(11, 11), Grid(25, 33)  # patches; the larger one has offsets that the first has not
+TRAINED, LARGER = Grid(11, 11), Grid(25, 33)  # patches; the larger grid has further offsets
 HEADS, SHOWN, WIDTH = 6, (0, 2, 5), 32
 BEHAVIOUR = {
     "nothing": "There is nothing to resize.",
@@ -33,7 +33,7 @@ SETTINGS = ("encoding", "added values", "what attention is given", "forward 224"
 
 
 def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
-    """The Markdown page of an encoding. costs, evidence: the pages with these tables; arxiv: the address before a number."""
+    """Return the Markdown page of an encoding. costs, evidence: texts of the pages with these tables; arxiv: URL prefix."""
     cls = POSITIONS[key]
     first, _, rest = inspect.getdoc(importlib.import_module(cls.__module__)).partition("\n\n")
     what, formula = _split(first)
@@ -75,9 +75,9 @@ def page(key: str, costs: str, evidence: str, arxiv: str) -> str:
 
 
 def picture(key: str) -> bytes:
-    """PNG: the logit of the patch in the middle with every key where all patches have the same content, before training.
+    """Return a PNG of the untrained logits of the middle patch with every key, where all patches have the same content.
 
-    Learned tables begin with random values of standard deviation 1 here, so that cells of equal colour share a parameter.
+    Learned tables have random values of standard deviation 1, so cells of equal colour share a parameter.
     """
     torch.manual_seed(0)
     options = {"init_std": 1.0} if _drawn(key) else {}
@@ -88,9 +88,9 @@ def picture(key: str) -> bytes:
     for row, grid in zip(panels, (TRAINED, LARGER), strict=True):
         values = _logits(encoding, grid, q, k)
         for axes, head in zip(row, SHOWN, strict=True):
-            one = values[head].masked_fill(values[head].isinf(), float("nan"))
+            logits = values[head].masked_fill(values[head].isinf(), float("nan"))
             axes.set_facecolor("0.6")
-            image = axes.imshow(one, cmap="viridis", interpolation="nearest")
+            image = axes.imshow(logits, cmap="viridis", interpolation="nearest")
             axes.set_title(f"{grid.h}×{grid.w}, head {head}", fontsize=9)
             axes.plot(grid.w // 2, grid.h // 2, marker="+", color="white", markersize=9, markeredgewidth=2)
             axes.set_xticks([0, grid.w // 2, grid.w - 1])
@@ -111,7 +111,7 @@ def picture(key: str) -> bytes:
 
 
 def _logits(encoding: PositionEncoding, grid: Grid, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[H, h, w] of the middle patch with every key: logits, or of encodings that add to tokens the cosine of their rows."""
+    """Return [H, h, w] of the middle patch with every key: logits, or cosines of the rows that are added to tokens."""
     middle = grid.h // 2 * grid.w + grid.w // 2
     with torch.no_grad():
         terms = encoding(grid)
@@ -135,12 +135,12 @@ def _caption(key: str) -> str:
 
 
 def _drawn(key: str) -> bool:
-    """Whether the encoding's learned rows begin as random values whose size is an option."""
+    """Return whether the encoding has learned rows drawn with the option `init_std`."""
     return "init_std" in inspect.signature(POSITIONS[key]).parameters
 
 
 def _split(first: str) -> tuple[str, str]:
-    """What an encoding is, and its formula, from the first paragraph of its module's docstring."""
+    """Split the first paragraph of an encoding's module docstring into (description, formula)."""
     text = first.partition(": ")[2]
     found = re.search(r"[,:]\s((?:logit\[|x_i|angle =)[\s\S]*)", text)
     if not found:

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: adds the generated pages, and files that pages link to outside docs/."""
+"""Hooks of mkdocs: add the generated pages, and the files outside docs/ that pages link to."""
 
 import os
 import posixpath
@@ -11,22 +11,23 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs is not started from the package; tests/oracles are shown
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs does not set them; pages show tests/oracles
 
 from tools.docs import encodings, reference, studies  # noqa: E402
+from tools.explorer.make import explorer_html  # noqa: E402
 
-LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")  # of Markdown, up the tree; those that stay inside docs/ are left alone
+LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")  # Markdown links that begin with ../
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds a page for each encoding to the navigation."""
+    """Add a page per encoding to the navigation."""
     [section] = [part["Encodings"] for part in config.nav if "Encodings" in part]
     section += [{key: f"encodings/{key}.md"} for key in encodings.POSITIONS]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the generated pages and pictures, and every file outside docs/ that some page links to, as files/<path>."""
+    """Add the generated pages and pictures, and every file outside docs/ that a page links to, as files/<path>."""
     tables = [(ROOT / "docs" / name).read_text("utf-8") for name in ("encodings/index.md", "studies/scenes.md")]
     for key in encodings.POSITIONS:
         text = encodings.page(key, *tables, config.extra["arxiv"])
@@ -35,30 +36,31 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/command_line.md", content=reference.command_line()))
     files.append(File.generated(config, "reference/api.md", content=reference.api()))
     files.append(File.generated(config, "studies/photographs_tables.md", content=studies.photographs()))
+    files.append(File.generated(config, "explorer.html", content=explorer_html()))
     for page in [*files.documentation_pages()]:
         for target in LINK.findall(page.content_string):
             path = _outside(page.src_uri, target)
             if path and files.get_file_from_path(f"files/{path}") is None:
                 if not (ROOT / path).is_file():
-                    raise FileNotFoundError(f"{page.src_uri} links to {target}, which is no file")
+                    raise FileNotFoundError(f"{page.src_uri} links to {target}, which does not exist")
                 files.append(File.generated(config, f"files/{path}", content=(ROOT / path).read_bytes()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fills generated parts in, and leads links to files outside docs/, as they work in the repository, to their copies."""
+    """Insert generated parts, and redirect links to files outside docs/ to their copies in the site."""
 
-    def moved(found: re.Match) -> str:
-        path = _outside(page.file.src_uri, found[1])
-        return posixpath.relpath(f"files/{path}", posixpath.dirname(page.file.src_uri) or ".") if path else found[1]
+    def redirected(link: re.Match) -> str:
+        path = _outside(page.file.src_uri, link[1])
+        return posixpath.relpath(f"files/{path}", posixpath.dirname(page.file.src_uri) or ".") if path else link[1]
 
-    for mark, made in reference.INSERTED.items():
+    for mark, generate in reference.INSERTED.items():
         if mark in markdown:
-            markdown = markdown.replace(mark, made())
-    return LINK.sub(moved, markdown)
+            markdown = markdown.replace(mark, generate())
+    return LINK.sub(redirected, markdown)
 
 
 def _outside(page: str, target: str) -> str:
-    """The path from the root of the repository of what `target` in docs/`page` means, "" where it is inside docs/."""
+    """Return the path from the repository's root of a link `target` in docs/`page`, "" if it is inside docs/."""
     path = os.path.normpath(posixpath.join("docs", posixpath.dirname(page), target)).replace(os.sep, "/")
     return "" if path.startswith("docs/") else path

@@ -1,4 +1,4 @@
-"""docs/images/protocols.png: what a model sees of one drawn scene, at several sizes and in every protocol.
+"""Draw docs/images/protocols.png: a scene as a model's input at several sizes in every protocol.
 
 python -m tools.docs.pictures
 """
@@ -18,7 +18,7 @@ PROTOCOLS = {"scale": "scale: the same view, objects grow", "canvas": "canvas: o
 
 
 def scene(h: int = 120, w: int = 160) -> Tensor:
-    """A drawn image, uint8 [3, h, w]: sky, ground, a sun, a house and a tree."""
+    """Return a drawn image, uint8 [3, h, w]: sky, ground, a sun, a house and a tree."""
     y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     image = torch.tensor([168, 205, 235])[:, None, None].expand(3, h, w).clone()
 
@@ -36,7 +36,7 @@ def scene(h: int = 120, w: int = 160) -> Tensor:
 
 
 def protocols() -> Figure:
-    """A row for each protocol, a column for each of SIZES, drawn to scale with the patches as a grid."""
+    """Return the figure: a row per protocol, a column per size, to scale, with the patches as a grid."""
     widths = [w for _, w in SIZES]
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     grid = figure.subplots(len(PROTOCOLS), len(SIZES), width_ratios=widths, squeeze=False)

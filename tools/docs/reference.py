@@ -1,4 +1,4 @@
-"""The generated reference pages: the command line from its parsers, configurations, the API from public names."""
+"""Generate the reference pages: command line, configurations, columns of results.csv, API."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ HELP_WIDTH = "110"
 
 
 def command_line() -> str:
-    """Markdown: the help of `vitrel` and of every subcommand, as the parsers print it."""
+    """Return Markdown with the help of `vitrel` and of every subcommand, as the parsers print it."""
     from vitrel.cli import COMMANDS, build_parser
     from vitrel.cli.train import HELP
 
@@ -47,7 +47,7 @@ def command_line() -> str:
 
 
 def configurations() -> str:
-    """Markdown: the header of every configuration in the package and in configs/."""
+    """Return Markdown with the header of every configuration in the package and in configs/."""
     lines = []
     for path in [*sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), *sorted((ROOT / "configs").glob("*.yaml"))]:
         header = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
@@ -56,18 +56,19 @@ def configurations() -> str:
 
 
 def columns() -> str:
-    """Markdown: the columns of results.csv and what each holds."""
+    """Return a Markdown table of the columns of results.csv and their content."""
     from vitrel.evaluate.results import COLUMNS
 
     lines = ["| column | holds |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', '/')} |" for name, what in COLUMNS.items())])
 
 
-INSERTED = {"<!-- configurations -->": configurations, "<!-- columns -->": columns}  # {mark in a page: what makes its place}
+# {mark in a page: function that generates its text}
+INSERTED = {"<!-- configurations -->": configurations, "<!-- columns -->": columns}
 
 
 def api() -> str:
-    """Markdown with one directive of mkdocstrings for every public name of the packages, in their order."""
+    """Return Markdown with a directive of mkdocstrings for every public name of the packages."""
     lines = ["# API", "", "Public names by package. `import vitrel` gives those that the examples use.", ""]
     for name in PACKAGES:
         module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The page of the study on photographs that holds all its tables and claims."""
+"""Generate the page with all tables and claims of the study on photographs."""
 
 from tools.study.photographs import DATA, ROOT, study_tables
 
@@ -10,6 +10,6 @@ a model has a choice; "none" resampled means that no value of the model was.
 
 
 def photographs() -> str:
-    """Markdown: top-1 against size of every model and policy, and the judged claims, for both sets of photographs."""
+    """Return Markdown: top-1 against size of every model and policy, and the claims, for both sets of photographs."""
     parts = [f"## {name}\n\n{table}\n" for name, table in study_tables(ROOT / "results" / "study", DATA)]
     return "\n".join([HEAD, *parts])

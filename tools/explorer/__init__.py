@@ -1,4 +1,4 @@
-"""explorer.html: a page on which position can be tried out, with sliders, in any browser and without a network.
+"""explorer.html: small examples of attention with position, to be changed in any browser without a network.
 
 Nothing here is installed with the package: `python -m tools.explorer` writes the page.
 """

@@ -1,4 +1,4 @@
-"""Writes explorer.html: bias, weights and T5 buckets of small grids, with sliders, as one page that needs no network.
+"""Writes explorer.html: attention with position in small examples whose numbers can be changed, as one page without network.
 
     python -m tools.explorer --out explorer.html
 

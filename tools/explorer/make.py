@@ -4,8 +4,16 @@ from pathlib import Path
 
 from vitrel.files import atomic_write, one_page
 
-PARTS = ("base", "math", "cells", "bias", "weights", "buckets", "start")  # scripts, in the order in which they run
+PARTS = (  # scripts, in the order in which they run
+    *("base", "math", "cells", "fields"),
+    *("square", "story", "reading", "clip", "bias", "weights", "trace", "buckets", "start"),
+)
 MARK = '<meta name="generator" content="vitrel explorer">'
+
+
+def explorer_html() -> str:
+    """Return the explorer page as HTML."""
+    return one_page("tools.explorer", PARTS, mark=MARK)
 
 
 def write_explorer(path: str | Path) -> Path:
@@ -22,5 +30,5 @@ def write_explorer(path: str | Path) -> Path:
     if path.exists() and MARK.encode() not in path.read_bytes():
         raise FileExistsError(f"{path} is there and is no explorer page: give another name, or remove it first")
     with atomic_write(path) as part:
-        part.write_text(one_page("tools.explorer", PARTS, mark=MARK), "utf-8")
+        part.write_text(explorer_html(), "utf-8")
     return path

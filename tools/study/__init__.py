@@ -1,4 +1,1 @@
-"""What fills the tables and pictures of docs/ with the results of the evaluations.
-
-Nothing here is installed with the package: it makes the pages of this repository.
-"""
+"""Scripts that write the tables and pictures of docs/ from the results of evaluations; not installed with the package."""

@@ -1,8 +1,8 @@
-"""What a ViT keeps when its absolute embedding is turned into relative position: before training, distilled and fine-tuned.
+"""Accuracy of a ViT whose absolute embedding is converted to relative position: without training, distilled, fine-tuned.
 
     python -m tools.study.conversion configs/absolute_to_relative.yaml
 
-Writes results.csv, table.md and accuracy.png into runs/<name>/. Rows compare with the interpolated absolute model.
+Writes results.csv, table.md and accuracy.png into runs/<name>/. Differences are to the interpolated absolute model.
 """
 
 import argparse
@@ -37,19 +37,19 @@ Config = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line; ends with a message and status 1 on bad input."""
+    """Run the command line; exit with a message and status 1 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the results; default runs")
     parser.add_argument("--parts", nargs="+", default=BOTH, choices=BOTH, help="which parts; default both")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    with reported("the rows so far are in the table of their part; the same command starts anew"), terminable():
+    with reported("finished rows are in the CSV file of their part; the same command starts again"), terminable():
         config = read_yaml(args.config)
         data = [config.get(part, {}).get("data", part) for part in args.parts]
         places = [config["weights"], *config["fit"]["sources"].values(), *data]
         if missing := [place for place in places if not Path(place).exists()]:
-            raise FileNotFoundError(f"{args.config} names {missing[0]}, which is not there: write into it where that lies")
+            raise FileNotFoundError(f"{args.config} names {missing[0]}, which does not exist: change its path there")
         (folder := args.runs / config["name"]).mkdir(parents=True, exist_ok=True)
         for part in args.parts:
             rows = []
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def on_imagenet(config: Config) -> Iterator[Config]:
-    """Rows before any training and after distilling; top-1 among 1000 classes, `closed` among those of the images."""
+    """Yield rows without training and after distillation: top-1 among 1000 classes, `closed` among those of the images."""
     part, original = config["imagenet"], load(config)
     index = Path(part["data"], "imagenet_index.tsv").read_text("utf-8").splitlines()[1:]
     classes = {line.split("\t")[0]: int(line.split("\t")[1]) for line in index if line.startswith("n0")}
@@ -84,7 +84,7 @@ def on_imagenet(config: Config) -> Iterator[Config]:
 
 
 def on_flowers(config: Config) -> Iterator[Config]:
-    """Rows after fine-tuning, for every seed of every model."""
+    """Yield rows after fine-tuning, for every seed of every model."""
     part, original, reference = config["flowers"], load(config), {}
     stored = (part["train"]["stored"],) * 2
     data = Folder(part["data"], "train", Prepare(stored, HALF, HALF))
@@ -103,12 +103,12 @@ def on_flowers(config: Config) -> Iterator[Config]:
 
 
 def load(config: Config) -> nn.Module:
-    """The absolute model with its trained weights."""
+    """Return the absolute model with its trained weights."""
     return vitrel.load_pretrained(timm.create_model(config["model"]), config["weights"]).eval()
 
 
 def convert(original: nn.Module, entry: Config, config: Config) -> nn.Module:
-    """A copy of the model as `entry` says: fitted where it names images to fit to, else with fresh zero tables or none."""
+    """Return a converted copy of the model: fitted if `entry` names images (fit), else with tables of zeros or no position."""
     position, absolute = entry.get("position"), entry.get("absolute", "drop" if "fit" in entry else "keep")
     if "fit" in entry:
         images = unlabelled(config, config["fit"]["n"], entry["fit"])
@@ -126,26 +126,26 @@ def convert(original: nn.Module, entry: Config, config: Config) -> nn.Module:
 
 
 def unlabelled(config: Config, n: int, sources: list[str] | None = None) -> dict[str, Tensor]:
-    """n training images in equal shares from the sources, drawn by a fixed seed, without any that is in the validation set."""
+    """Return {source: training images}, n in all in equal shares, drawn by a fixed seed and without validation images."""
     fit = config["fit"]
     sources, size = sources or [*fit["sources"]], (fit["size"],) * 2
-    found = {}
+    images = {}
     for source in sources:
         data = Folder(fit["sources"][source], "train", Prepare(size, HALF, HALF))
-        kept = [i for i in range(len(data)) if fit["exclude"] not in data.name(i)]
-        chosen = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))[: n // len(sources)]
-        found[source] = torch.stack([data[kept[i]][0] for i in chosen.tolist()])
-    return found
+        allowed = [i for i in range(len(data)) if fit["exclude"] not in data.name(i)]
+        chosen = torch.randperm(len(allowed), generator=torch.Generator().manual_seed(0))[: n // len(sources)]
+        images[source] = torch.stack([data[allowed[i]][0] for i in chosen.tolist()])
+    return images
 
 
 class Validation:
-    """Validation images at any of the sizes, decoded once; `large` thins them out above a size, to save time."""
+    """Validation images at any size, decoded once per size; above a size set by `large` only every n-th, to save time."""
 
     def __init__(self, part: Config, classes: dict[str, int]) -> None:
         self.part, self.classes, self._stored = part, classes, {}
 
     def __call__(self, size: int) -> tuple[Tensor, Tensor]:
-        """Images [n, 3, size, size] in half precision, and labels [n]."""
+        """Return images [n, 3, size, size] in half precision, and labels [n]."""
         if size not in self._stored:
             data = Folder(self.part["data"], "val", Prepare((size, size), HALF, HALF))
             every = self.part["large"]["every"] if size > self.part["large"]["above"] else 1
@@ -156,13 +156,13 @@ class Validation:
 
 
 def stack(data: Folder, every: int = 1) -> tuple[Tensor, Tensor]:
-    """Every so many images of a folder, [n, 3, h, w] in half precision, and their labels."""
-    taken = range(0, len(data), every)
-    return torch.stack([data[i][0].half() for i in taken]), torch.tensor([data.label(i) for i in taken])
+    """Return every `every`-th image of a folder, [n, 3, h, w] in half precision, and their labels."""
+    indices = range(0, len(data), every)
+    return torch.stack([data[i][0].half() for i in indices]), torch.tensor([data.label(i) for i in indices])
 
 
 def measure(model: nn.Module, entry: Config, images: Validation, reference: dict, about: Config) -> Iterator[Config]:
-    """One row per size and resize policy. `reference` keeps the predictions of the first model, to pair the others with."""
+    """Yield a row per size and resize policy. reference: filled with the first model's predictions, for paired differences."""
     model.eval()
     for size in entry.get("sizes", images.part["sizes"]):
         pixels, labels = images(size)
@@ -191,8 +191,8 @@ def distil(teacher: nn.Module, student: nn.Module, pixels: Tensor, batch: int, l
     torch.manual_seed(0)
     for chosen in steps(student, len(pixels), batch, 1, lr, 0.0):
         with torch.no_grad():
-            wanted = (teacher(pixels[chosen]) / temperature).softmax(-1)
-        F.cross_entropy(student(pixels[chosen]) / temperature, wanted).backward()
+            target = (teacher(pixels[chosen]) / temperature).softmax(-1)
+        F.cross_entropy(student(pixels[chosen]) / temperature, target).backward()
 
 
 def finetune(
@@ -215,7 +215,7 @@ def finetune(
 
 
 def steps(model: nn.Module, n: int, batch: int, epochs: int, lr: float, weight_decay: float) -> Iterator[Tensor]:
-    """Indices of one batch after the other; between two an AdamW step (10 % warm-up, cosine, gradients clipped at 1)."""
+    """Yield the indices of each batch; after each, do an AdamW step (10 % warm-up, cosine, gradients clipped at 1)."""
     model.train()
     free = model.no_weight_decay()
     groups = [[p for name, p in model.named_parameters() if (name in free or p.dim() < 2) == plain] for plain in (True, False)]
@@ -232,32 +232,32 @@ def steps(model: nn.Module, n: int, batch: int, epochs: int, lr: float, weight_d
 
 
 def tables(table: pd.DataFrame) -> str:
-    """Per part, top-1 against size with the interval, and the paired difference to the absolute model below it."""
+    """Return Markdown tables per part: top-1 against size with intervals, paired difference to the absolute model."""
     parts = [
-        "± is half the 95 % interval: over images, with two or more seeds Student's if that is wider. Who is fitted or "
+        "± is half the 95 % interval: over images, with two or more seeds Student's if that is wider. A model fitted or "
         "trained on images of few classes favours these: compare models among the classes shown.\n"
     ]
     for part, rows in table.groupby("part", sort=False):
         sizes, lines = sorted(rows["img_size"].unique()), {"top1": [], "closed": [], "difference": []}
-        for label, policy, own in curves(rows):
-            for column, found in lines.items():
-                found.append([label, policy, *(cell(own[own["img_size"] == size], column) for size in sizes)])
+        for label, policy, curve in curves(rows):
+            for column, cells in lines.items():
+                cells.append([label, policy, *(cell(curve[curve["img_size"] == size], column) for size in sizes)])
         titles = {"top1": "top-1 %", "closed": "top-1 % among the classes shown", "difference": "paired difference of top-1"}
-        for column, found in lines.items():
+        for column, cells in lines.items():
             if column != "closed" or part == "imagenet":
-                parts.append(f"## {part}: {titles[column]}\n\n{markdown(['model', 'policy', *map(str, sizes)], found)}")
+                parts.append(f"## {part}: {titles[column]}\n\n{markdown(['model', 'policy', *map(str, sizes)], cells)}")
     return "\n".join(parts)
 
 
 def curves(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """(label, policy, rows): one curve per resize policy; sizes without a choice belong to all of a model's."""
-    for label, own in rows.groupby("label", sort=False):
-        for policy in [p for p in own["policy"].unique() if p != "none"] or ["none"]:
-            yield label, policy, own[own["policy"].isin(["none", policy])]
+    """Yield (label, policy, rows), a curve per resize policy; sizes where policies agree are in all curves of a model."""
+    for label, model_rows in rows.groupby("label", sort=False):
+        for policy in [p for p in model_rows["policy"].unique() if p != "none"] or ["none"]:
+            yield label, policy, model_rows[model_rows["policy"].isin(["none", policy])]
 
 
 def cell(rows: pd.DataFrame, column: str) -> str:
-    """Mean over seeds with its interval: Student's over two or more seeds, never narrower than that over images."""
+    """Format the mean over seeds ± half its interval: Student's for two or more seeds, but at least that over images."""
     if rows.empty:
         return "-"
     mean = rows[column].mean()
@@ -271,12 +271,12 @@ def cell(rows: pd.DataFrame, column: str) -> str:
 
 
 def plot(table: pd.DataFrame, path: Path) -> None:
-    """Accuracy against size with intervals over images, one panel per part, each model with its first resize policy."""
+    """Plot accuracy against size with intervals over images, a panel per part, each model with its first resize policy."""
     names = list(table["part"].unique())
     figure = Figure(figsize=(6.2 * len(names), 5.2), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        own = table[table["part"] == part]
-        drawn = {label: (policy, rows) for label, policy, rows in reversed([*curves(own)])}
+        part_rows = table[table["part"] == part]
+        drawn = {label: (policy, rows) for label, policy, rows in reversed([*curves(part_rows)])}
         for i, (label, (policy, rows)) in enumerate(reversed(drawn.items())):
             mean = rows.groupby("img_size")[["top1", "top1_low", "top1_high"]].mean()
             spread = [mean["top1"] - mean["top1_low"], mean["top1_high"] - mean["top1"]]
@@ -284,9 +284,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
             if i >= len(COLOURS):
                 style |= {"linestyle": "--", "markerfacecolor": "white"}
             name = label if policy in ("none", "bicubic") else f"{label} ({policy})"
-            at = mean.index * 2 ** (0.012 * (i - (len(drawn) - 1) / 2))  # intervals at one size stay apart
-            axes.errorbar(at, mean["top1"], yerr=spread, label=name, elinewidth=0.8, **style)
-        sizes = sorted(own["img_size"].unique())
+            x = mean.index * 2 ** (0.012 * (i - (len(drawn) - 1) / 2))  # so that intervals at one size do not overlap
+            axes.errorbar(x, mean["top1"], yerr=spread, label=name, elinewidth=0.8, **style)
+        sizes = sorted(part_rows["img_size"].unique())
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, map(str, sizes))
         axes.set(title=part, xlabel="image side (px)", ylabel="top-1 accuracy (%)")

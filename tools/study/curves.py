@@ -1,4 +1,4 @@
-"""Top-1 against image side as small multiples: one model in a panel, beside the same reference in all of them."""
+"""Plots of top-1 against image side as small multiples: a panel per model, with the same reference in each."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ from matplotlib.lines import Line2D
 from vitrel.evaluate.results import curves
 from vitrel.sizes import parse_size
 
-Curve = tuple[str, str]  # label and policy, "none" where a model has no choice
-MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, told apart with every common colour blindness
+Curve = tuple[str, str]  # label and policy, "none" for a model without policies
+MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for colour blindness
 
 
 def small_multiples(tables: Mapping[str, pd.DataFrame], shown: Mapping[Curve, str], protocol: str, title: str) -> Figure:
-    """A row of panels for each aggregated table, a panel for each curve but the first, which is the reference in all of them.
+    """Return a figure with a row of panels per aggregated table and a panel per curve; the first curve is in all of them.
 
     Bands are 95 % intervals; only square sizes are drawn. ValueError for a curve that is not in a table.
     """
@@ -27,15 +27,15 @@ def small_multiples(tables: Mapping[str, pd.DataFrame], shown: Mapping[Curve, st
             raise ValueError(f"{name} has no rows of {'/'.join(missing[0])} in the {protocol} protocol")
     figure = Figure(figsize=(1.9 * len(others) + 0.6, 2.0 * len(tables) + 1.1), layout="constrained")
     grid = figure.subplots(len(tables), len(others), squeeze=False, sharex=True, sharey=True)
-    for place, (row, (name, table)) in enumerate(zip(grid, tables.items(), strict=True)):
-        for axes, (curve, called) in zip(row, others, strict=True):
+    for number, (row, (name, table)) in enumerate(zip(grid, tables.items(), strict=True)):
+        for axes, (curve, curve_name) in zip(row, others, strict=True):
             _band(axes, parts[name][reference], REFERENCE, "--", "s")
             _band(axes, parts[name][curve], MODEL, "-", "o")
             for size in set(table["train_size"]):
                 axes.axvline(parse_size(size)[0], color="0.6", linewidth=0.8, linestyle=":")
-            if place == 0:
-                axes.set_title(called, fontsize=9)
-            if place == len(tables) - 1:
+            if number == 0:
+                axes.set_title(curve_name, fontsize=9)
+            if number == len(tables) - 1:
                 axes.set_xlabel("image side (px)", fontsize=8)
         row[0].set_ylabel(f"{name}\ntop-1 (%)", fontsize=9)
     figure.suptitle(title, fontsize=11)

@@ -1,7 +1,7 @@
-"""Writes the tables and pictures of the study on photographs into docs/studies and README.md, from the rows of its evaluations.
+"""Write the tables and pictures of the study on photographs into docs/studies and README.md, from its results.
 
 python -m tools.study.photographs            # into the pages
-python -m tools.study.photographs --check    # write nothing; fail where a page is not what the results give
+python -m tools.study.photographs --check    # write nothing; fail if a page is out of date
 """
 
 import argparse
@@ -19,7 +19,7 @@ from vitrel.evaluate.results import aggregate, curves, read_csv
 
 ROOT = Path(__file__).parents[2]
 DATA = ("imagenette224", "flowers256")
-CURVES = {  # of the headline; all are in the tables
+CURVES = {  # of the headline; the tables have all
     ("absolute", "bicubic"): "absolute, interpolated",
     ("table", "bicubic"): "table, bicubic",
     ("table", "clip"): "table, clipped",
@@ -29,16 +29,16 @@ CURVES = {  # of the headline; all are in the tables
     ("swin", "fixed"): "Swin, window fixed",
     ("swin", "rescale+geometric"): "Swin, window rescaled",
 }
-DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # which hardly differs from bicubic
+DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # that curve hardly differs from bicubic
 PLACES = (("64x64", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
 SHORT = PLACES[:3]  # of README's table
 AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, Markdown) of the evaluation in each folder/name: top-1 against size in both protocols, then the judged claims.
+    """Return (name, Markdown) of the evaluation in each folder/name: top-1 against size in both protocols, then the claims.
 
-    FileNotFoundError where one has not been run.
+    FileNotFoundError if an evaluation has not been run.
     """
     return [
         (name, f"{accuracy_tables(_table(folder / name))}\n{(folder / name / 'claims.md').read_text('utf-8')}")
@@ -47,10 +47,10 @@ def study_tables(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:
-    """Markdown: top-1 in percent ± half its 95 % interval, of the curves `shown` by name, at each place (img_size, protocol) of
-    each data set.
+    """Return a Markdown table: top-1 in percent ± half its 95 % interval.
 
-    "resampled" is what some place needs. ValueError for a curve or a place that is not in the rows.
+    Rows: the curves of `shown`, {curve: name}. Columns: each (img_size, protocol) of `places` for each data set, and
+    "resampled", the values resampled at some of them. ValueError for a curve or a place that is not in the results.
     """
     tables = {name: _table(folder / name) for name in names}
     labels = {label for label, _ in shown}
@@ -69,10 +69,10 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
 
 
 def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], places: Sequence[tuple[str, str]]) -> str:
-    """Markdown: how much more of its own accuracy at the training size each curve keeps than the first one, in points of top-1.
+    """Return a Markdown table: how many points of top-1 each curve loses less than the first curve from the training size on.
 
-    That is (top1 there - top1 at the training size) of the curve less the same of the first curve, paired seed by seed, ± half
-    Student's 95 % interval over the seeds. Models that differ at the training size already are compared by what they lose.
+    That is (top1 at the place - top1 at the training size) of the curve minus the same of the first curve, paired by seed,
+    ± half Student's 95 % interval over the seeds. It compares models whose accuracy at the training size differs.
     """
     first, *others = shown
     head = ["", *(f"{name}: {_side_of(size)}, {protocol}" for name in names for size, protocol in places)]
@@ -97,7 +97,7 @@ def _table(folder: Path) -> pd.DataFrame:
 
 
 def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict[int, float]:
-    """{seed: top1 at the place less top1 at the training size} of a curve. ValueError where it is not in the rows."""
+    """Return {seed: top1 at the place - top1 at the training size} of a curve; ValueError if it is not in the rows."""
     parts = rows[rows["label"] == curve[0]].groupby("seed")
     trained = rows[rows["label"] == curve[0]]["train_size"].iloc[0] if len(parts) else ""
     return {
@@ -112,7 +112,7 @@ def _side_of(size: str) -> str:
 
 
 def _where(trained: set[str], size: str, protocol: str) -> str:
-    """ "128, canvas", or that all were trained there."""
+    """Return a column's title, e.g. "128, canvas", or "64 (trained)" if all models were trained at the size."""
     return f"{_side_of(size)} (trained)" if trained == {size} else f"{_side_of(size)}, {protocol}"
 
 
@@ -125,10 +125,10 @@ def _row(table: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
+    """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is not what the results give")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "study", help="folder with one of each data set")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "study", help="folder with a folder per data set")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args(argv)
     try:
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
             before = path.read_text("utf-8")
             after = fill(before, found)
             if args.check and after != before:
-                sys.exit(f"{path} is not what the results give: run python -m tools.study.photographs")
+                sys.exit(f"{path} is out of date: run python -m tools.study.photographs")
             if not args.check:
                 path.write_text(after, "utf-8")
         if not args.check:

@@ -1,7 +1,7 @@
-"""Writes the costs of docs/encodings/index.md, and the table and pictures of docs/studies/scenes.md, from the results.
+"""Write the costs of docs/encodings/index.md, and the table and pictures of docs/studies/scenes.md, from the results.
 
 python -m tools.study.which_encoding --measure     # costs first: about four minutes on one core
-python -m tools.study.which_encoding               # the tables alone
+python -m tools.study.which_encoding               # tables and pictures only
 """
 
 import argparse
@@ -27,7 +27,7 @@ from vitrel.position import POSITIONS
 ROOT = Path(__file__).parents[2]
 
 TRAINED, LARGER = 224, 448  # pixels
-_MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (what, image side, batch)
+_MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (mode, image side, batch)
 _PROTOCOLS = ("canvas", "scale")
 COSTS, EVIDENCE = "docs/encodings/index.md", "docs/studies/scenes.md"
 DRAWN = {
@@ -43,10 +43,10 @@ DRAWN = {
 
 
 def measure_costs(keys: Sequence[str] = tuple(POSITIONS), rounds: int = 9) -> list[Row]:
-    """Time of ViT-Tiny/16 with every encoding as a ratio to the one with none: rows of key, mode, img_size, batch, ratio, ...
+    """Measure the time of ViT-Tiny/16 with each encoding over that without: rows of key, mode, img_size, batch, ratio, ...
 
-    Process CPU time on one thread, all encodings in turn in every round, after one round of warm-up; ratio: the median over
-    the rounds of time / time of `none` in the same round, low and high its extremes. Raises ValueError without "none".
+    CPU time of the process on one thread, all encodings in turn in every round, after one round of warm-up. ratio: median over
+    the rounds of time / time of `none` in the same round; low, high: its extremes. ValueError if `keys` lacks "none".
     """
     if "none" not in keys:
         raise ValueError("costs are ratios to the model without an encoding: keys must hold 'none'")
@@ -92,7 +92,7 @@ def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]
 
 
 def cost_table(costs: Sequence[Row]) -> str:
-    """Markdown: parameters of every encoding in ViT-S/16, where it acts, and its measured time beside the model without one."""
+    """Return a Markdown table: each encoding's parameters in ViT-S/16, its terms, and its time over the model without one."""
     measured = {(row["key"], row["mode"], int(row["img_size"])): float(row["ratio"]) for row in costs}
     lines = [
         "| key | values in ViT-S/16 | what attention is given | forward 224 | training 224 | forward 448 |",
@@ -106,27 +106,27 @@ def cost_table(costs: Sequence[Row]) -> str:
 
 
 def _given(key: str) -> tuple[str, str]:
-    """Values that an encoding adds to ViT-S/16, and what its terms make attention do, in words, from the terms themselves."""
+    """Return (number of parameters that an encoding adds to ViT-S/16, description of the terms it gives to attention)."""
     model, depth = timm.create_model(f"vitrel_vit_s16_{key}", num_classes=10, depth=1), 12
     parts = (model.pos_embed, 1), (model.blocks[0].position, depth)
     count = sum(n * parameter.numel() for part, n in parts if part is not None for parameter in part.parameters())
     if model.pos_embed is not None:
         return f"{count:,}", "nothing: added to the tokens"
     terms = model.blocks[0].position(model.token_grid((32, 32)))
-    found = ["rotated q and k"] if terms.rotary is not None else []
+    described = ["rotated q and k"] if terms.rotary is not None else []
     if any(table.bias is not None for table in terms.tables):
-        found.append("a bias, H·N²")
+        described.append("a bias, H·N²")
     if any(part is not None for table in terms.tables for part in (table.query, table.key, table.gated)):
-        found.append("content scores, B·H·N²")
+        described.append("content scores, B·H·N²")
     if any(table.value is not None for table in terms.tables):
-        found.append("values by offset")
-    return f"{count:,}", "; ".join(found) or "nothing"
+        described.append("values by offset")
+    return f"{count:,}", "; ".join(described) or "nothing"
 
 
 def evidence_table(results: Path, size: str = "128x128") -> str:
-    """Markdown: what every model of an evaluation kept at `size`, top-1 in both protocols, the best on the canvas first.
+    """Return a Markdown table: top-1 of every model and policy at `size` in both protocols, the best in `canvas` first.
 
-    results: its results.csv. Every policy that was evaluated is a row. ValueError where `size` is not among its sizes.
+    results: path of results.csv. ValueError if it has no rows at `size`.
     """
     table = aggregate(read_csv(results))
     if size not in set(table["img_size"]):
@@ -150,17 +150,17 @@ def _top1(rows: dict[str, Row], protocol: str) -> float:
 
 
 def read_costs(path: Path) -> list[Row]:
-    """The rows of `measure_costs` as they were written. FileNotFoundError that says how to make them."""
+    """Read the rows of `measure_costs`; FileNotFoundError that names the command which writes them."""
     if not path.exists():
         raise FileNotFoundError(f"no {path}: python -m tools.study.which_encoding --measure writes it")
     return pd.read_csv(path).to_dict("records")
 
 
 def main() -> None:
-    """Runs the command line; ends with a message and status 1 on bad input, 2 on bad usage."""
+    """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="measure the costs anew, into results/encoding_cost/costs.csv")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what the results give")
+    parser.add_argument("--measure", action="store_true", help="measure the costs again, into results/encoding_cost/costs.csv")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the results")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
     args = parser.parse_args()
@@ -185,7 +185,7 @@ def _write(args: argparse.Namespace) -> None:
         text = page.read_text("utf-8")
         found = fill(text, (table,))
         if args.check and found != text:
-            sys.exit(f"{page} is not what the results give: run python -m tools.study.which_encoding")
+            sys.exit(f"{page} is out of date: run python -m tools.study.which_encoding")
         if not args.check:
             page.write_text(found, "utf-8")
             print(page)

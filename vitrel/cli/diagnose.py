@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from vitrel.models.create import check_model_name
 
     for name in args.models:
-        check_model_name(name, elsewhere=True)
+        check_model_name(name, allow_sources=True)
     found = []
     for name in args.models:
         found.append(

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=count, default=1, help="number of heads of the ENCODING; default %(default)s")
     add("--dim", type=count, default=4, help="width of a head of the ENCODING; default %(default)s")
     add("--options", type=mapping, default={}, metavar="YAML", help="options of the ENCODING, e.g. '{decay: 0.3}'")
-    add("--layer", type=int, default=0, help="index of a layer of the MODEL, from 0 or, negative, from the end; default %(default)s")
+    add("--layer", type=int, default=0, help="layer of the MODEL, from 0, or from the end if negative; default %(default)s")
     add("--seed", type=int, default=0, help="seed of queries, keys and values; default %(default)s")
     add_weights(parser, random=True)
 

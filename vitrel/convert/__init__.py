@@ -1,7 +1,7 @@
-"""From anyone's model to a vitrel model, from an absolute embedding to relative position, and to a file and back.
+"""Conversion of models to vitrel, of absolute to relative position, and saving and loading of models.
 
-`from_timm` takes timm's models, `relativize` adds an encoding in attention, `absolute_to_relative` fits one to what the
-embedding adds to the attention logits, `save` and `load` keep every model that comes out.
+`from_timm` converts timm's models, `relativize` adds an encoding in attention, `absolute_to_relative` fits an encoding to the
+part of the attention logits that comes from the absolute embedding, `save` and `load` write and read every vitrel model.
 """
 
 from vitrel.convert.absolute_to_relative import ConversionReport, absolute_to_relative

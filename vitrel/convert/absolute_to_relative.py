@@ -1,11 +1,10 @@
-"""absolute_to_relative: from a trained ViT with an absolute embedding to one with relative position that does nearly the same,
-in closed form, from unlabelled images.
+"""absolute_to_relative: convert a trained ViT with an absolute embedding to relative position, from unlabelled images.
 
-Block by block the converted model, whose earlier blocks are done already, meets the same images as the original. Its encoding
-is set to the least squares fit of what the original's logits have beyond its own (vitrel.convert.fit). What the embedding
-carried besides logits is restored where it needs no place: its mean over the patches goes into the patch embedding and the
-rows of class and register tokens into these tokens, both exactly; and the last linear layers of both residual branches are
-solved anew, so that each block's output is closest to the original's.
+The original and the converted model run on the same images, and the blocks are fitted one after the other, each on the output
+of the blocks converted before. The encoding of a block is the least-squares fit to the original's attention logits minus those
+of the converted block without its encoding (vitrel.convert.fit). The embedding contributes to more than the logits: its mean
+over the patches is added to the bias of the patch embedding and its rows of class and register tokens to these tokens, both
+exactly; and the last linear layers of both residual branches are refitted by ridge regression to the original block's output.
 """
 
 import copy
@@ -25,17 +24,19 @@ from vitrel.models.vit import ViT
 from vitrel.position.absolute import Absolute
 from vitrel.position.terms import check_choice
 
-_PREFIX_SHARE = 0.1  # of all weight in refitting that class and register tokens get: few, but one of them is what is classified
+# Share of the weight of class and register tokens in refitting: they are few, but the class token feeds the head.
+_PREFIX_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class ConversionReport:
     """How closely a converted model follows the original, by block, on the images it was fitted to.
 
-    logits: share of the variance of the original's position logits that the fitted encoding explains: of the mean over images
-    of its logits less those of the converted model without the encoding, within rows. prefix, patches: mean squared distance
-    of the block's output from the original's, relative to the variance of each of the original's tokens, over class and
-    register tokens (nan where there are none) and over patches.
+    position: the encoding's key. images: number of images. grid: theirs in patches, (h, w). One value per block:
+    logits: share of variance within rows (R^2) that the fitted encoding explains of the gap in logits, which is the mean over
+    images of the original's logits minus those of the converted block without the encoding: 1 is all.
+    prefix, patches: mean squared distance of the block's output from the original's, divided by the variance of each of the
+    original's tokens, over class and register tokens (nan where there are none) and over patches.
     """
 
     position: str
@@ -65,45 +66,44 @@ def absolute_to_relative(
     refit: bool = True,
     ridge: float = 1.0,
 ) -> ViT:
-    """A vitrel ViT with relative position, fitted to `images`; its attribute `conversion` is the ConversionReport.
+    """Return a vitrel ViT with relative position, fitted to `images`; its attribute `conversion` is the ConversionReport.
 
-    model: what `relativize` takes, with a trained absolute embedding; it is left as it was.
-    images: [B, C, height, width], prepared as in training, without labels; those the model is meant for, of as many kinds: some
-    100 serve. Learned tables count as trained on their grid.
-    position: table, factorised, rope_mixed or several encodings joined by '+' with at least one of these, of which the others
-    stay as they are built; position_args: their options.
-    absolute: "drop" the embedding: nothing in the result refers to an absolute place. "fade" it out over the first `fade_steps`
-    steps of fine-tuning: the tables are those of the model without it and act beside it at first; nothing is refitted.
-    refit: solve the last linear layers of attention and MLP anew; needs pre-norm blocks. ridge: how much that is held back, in
-    units of the mean power of a layer's input channels: less of it follows the original more closely on such images, and less
-    so on others. A rotation starts from random directions: set a seed to get the same again.
+    model: a model that `relativize` takes, with a trained absolute embedding; it is not changed.
+    images: [B, C, height, width], prepared as in training, without labels: about 100, as varied as the images the model will
+    see. Their grid becomes the training grid of the new encoding.
+    position: table, factorised, rope_mixed, or several encodings joined by '+' with at least one of these; only these three are
+    fitted. position_args: their options.
+    absolute: "drop" removes the embedding. "fade" scales it to 0 over the first `fade_steps` steps of fine-tuning: the tables
+    are fitted as for "drop" and are added to the full embedding at first; no linear layer is refitted.
+    refit: refit the last linear layers of attention and MLP; needs pre-norm blocks. ridge: strength of the ridge penalty, in
+    units of the mean power of a layer's input channels; a lower one follows the original more closely on these images, and less
+    closely on others. The initial directions of a rotation are random: set a seed to reproduce the result.
     Raises ValueError for a model without an absolute embedding, an encoding that cannot be fitted, images of another shape or
-    not finite, and all that relativize refuses.
+    not finite, and wherever `relativize` does.
     """
     if absolute == "keep":
-        raise ValueError(
-            "with absolute='keep' nothing is left to fit: relativize(model, position) does that, with tables of zeros"
-        )
+        raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")
     check_choice("absolute_to_relative", "absolute", absolute, ("drop", "fade"))
     original = copy.deepcopy(model) if isinstance(model, Backbone) else as_vitrel(model)
     _check(original, images, position)
     original.eval()
-    grid, found = original.token_grid(tuple(images.shape[2:])), []
-    how = dict(position_args=position_args, img_size=tuple(images.shape[2:]))
-    result = relativize(original, position, absolute=absolute, fade_steps=fade_steps, **how)
+    grid = original.token_grid(tuple(images.shape[2:]))
+    inputs: list[tuple[tuple, dict]] = []  # of the original's blocks
+    options = dict(position_args=position_args, img_size=tuple(images.shape[2:]))
+    result = relativize(original, position, absolute=absolute, fade_steps=fade_steps, **options)
     dropped = result
-    if absolute == "fade":  # the tables are to serve once it has gone
-        dropped = relativize(original, position, absolute="drop", **how)
+    if absolute == "fade":  # the tables are for the model once the embedding is gone
+        dropped = relativize(original, position, absolute="drop", **options)
         refit = False
     added = original.pos_embed(grid).tokens  # type: ignore[misc]  # [N, C]; `_check` refuses a model without
     _fold(dropped, added, grid)
-    with before_blocks(original.blocks, lambda i, block, args, kwargs: found.append((args, kwargs))):
+    with before_blocks(original.blocks, lambda i, block, args, kwargs: inputs.append((args, kwargs))):
         original(images)
     steps: list[_Step] = []
 
     def convert(i: int, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        aim, found[i] = observe(original.blocks[i], *found[i]), ((), {})
-        steps.append(_convert_block(block, args, kwargs, aim, grid, ridge if refit else None))
+        target, inputs[i] = observe(original.blocks[i], *inputs[i]), ((), {})  # the input is freed
+        steps.append(_convert_block(block, args, kwargs, target, grid, ridge if refit else None))
         return args, kwargs
 
     with before_blocks(dropped.eval().blocks, convert):
@@ -119,57 +119,60 @@ def absolute_to_relative(
 
 
 class _Step(NamedTuple):
+    """One block's values in the ConversionReport."""
+
     logits: float
     prefix: float
     patches: float
 
 
-def _convert_block(block: nn.Module, args: tuple, kwargs: dict, aim: Observed, grid: Grid, ridge: float | None) -> _Step:
-    """Fit a block to what the original's computed; returns how close it is now."""
+def _convert_block(block: nn.Module, args: tuple, kwargs: dict, target: Observed, grid: Grid, ridge: float | None) -> _Step:
+    """Fit a block to what the original's block computed and return its values for the report."""
     encoding = block.position
     rotations = parts(encoding, ROTATIONS)
     initial = [part.freqs.clone() for part in rotations]
     for part in rotations:
         part.freqs.zero_()
     bare = seen = observe(block, args, kwargs)
-    gap = aim.logits() - bare.logits()
+    gap = target.logits() - bare.logits()
     for part, freqs in zip(rotations, initial, strict=True):
         part.freqs.copy_(freqs)
         fit_rotation(part, bare.q, bare.k, gap, bare.scale, grid)
         seen = observe(block, args, kwargs)
     for part in parts(encoding, TABLES):
-        fit_tables(part, aim.logits() - seen.logits(), grid)
+        fit_tables(part, target.logits() - seen.logits(), grid)
         seen = observe(block, args, kwargs)
     logits = explained(gap, seen.logits() - bare.logits())
     if ridge is not None:
-        seen = _refit_block(block, args, kwargs, aim, seen, grid, ridge)
-    error = (seen.out - aim.out).square().mean(-1) / aim.out.var(-1)  # [B, N]
+        seen = _refit_block(block, args, kwargs, target, seen, grid, ridge)
+    error = (seen.out - target.out).square().mean(-1) / target.out.var(-1)  # [B, N]
     return _Step(logits, error[:, : grid.prefix].mean().item(), error[:, grid.prefix :].mean().item())
 
 
 def _refit_block(
-    block: nn.Module, args: tuple, kwargs: dict, aim: Observed, seen: Observed, grid: Grid, ridge: float
+    block: nn.Module, args: tuple, kwargs: dict, target: Observed, seen: Observed, grid: Grid, ridge: float
 ) -> Observed:
-    if seen.between is None or aim.between is None:
-        raise ValueError("the last linear layers can be refitted in pre-norm blocks only: pass refit=False")
-    share = torch.full_like(aim.out[0, :, 0], 1 / (grid.h * grid.w))  # [N]
+    """Refit the last linear layers of attention and MLP, and return what the block computes then."""
+    if seen.between is None or target.between is None:
+        raise ValueError("refitting needs pre-norm blocks: pass refit=False")
+    share = torch.full_like(target.out[0, :, 0], 1 / (grid.h * grid.w))  # [N]
     share[: grid.prefix] = _PREFIX_SHARE / max(grid.prefix, 1)
-    # A few tokens are ten or a hundred times as long as the others; the next norm makes them equal, so they count the same.
-    weight = share / aim.between.var(-1)
-    refit_linear(block.attn.proj, seen.attended, (aim.between - args[0]) / _gain(block, 1), weight, ridge)
+    # Some tokens have 10 to 100 times the norm of the rest; the next LayerNorm removes that, so the weight is 1 / variance.
+    weight = share / target.between.var(-1)
+    refit_linear(block.attn.proj, seen.attended, (target.between - args[0]) / _gain(block, 1), weight, ridge)
     seen = observe(block, args, kwargs)
-    refit_linear(block.mlp.fc2, seen.hidden, (aim.out - seen.between) / _gain(block, 2), share / aim.out.var(-1), ridge)
+    refit_linear(block.mlp.fc2, seen.hidden, (target.out - seen.between) / _gain(block, 2), share / target.out.var(-1), ridge)
     return observe(block, args, kwargs)
 
 
 def _gain(block: nn.Module, branch: int) -> Tensor | float:
-    """The layer scale of a residual branch, where it has one; 1 for a channel that is shut, whose weights do not matter."""
+    """The layer scale of a residual branch, 1 where it has none and for channels scaled by 0, whose weights do not matter."""
     gain = getattr(getattr(block, f"ls{branch}"), "gamma", None)
     return 1.0 if gain is None else torch.where(gain == 0, 1.0, gain)
 
 
 def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Add to the prefix tokens and to the bias of the patch embedding what needs no place."""
+    """Add the embedding's prefix rows to the prefix tokens, and its mean over patches to the bias of the patch embedding."""
     tokens = model.prefix_tokens
     for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
         token.add_(rows)
@@ -180,7 +183,7 @@ def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
 
 
 def _unfold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Take from a learned embedding what `_fold` has put elsewhere."""
+    """Subtract from a learned embedding what `_fold` has added to prefix tokens and patch embedding."""
     rows = model.pos_embed.pos_embed  # [1, P + h*w, C]
     rows[:, : grid.prefix] = 0
     rows[:, grid.prefix :] -= added[grid.prefix :].mean(0)
@@ -190,13 +193,13 @@ def _check(model: nn.Module, images: Tensor, position: str) -> None:
     if not isinstance(model, ViT):
         raise ValueError(f"{type(model).__name__} attends in windows: its position is relative already")
     if model.pos_embed is None:
-        raise ValueError("the model has no absolute embedding to convert from: use relativize for a fresh encoding")
+        raise ValueError("the model has no absolute embedding to convert: use relativize to add an encoding")
     if not isinstance(model.pos_embed, Absolute):
         raise ValueError(f"the embedding is {type(model.pos_embed).__name__}, not one learned embedding: use relativize")
     if set(position.split("+")).isdisjoint(TABLES + ROTATIONS):
         raise ValueError(
-            f"position {position!r} has nothing to fit; name one of {', '.join(TABLES + ROTATIONS)}, alone or joined to others "
-            "by '+'"
+            f"position {position!r} cannot be fitted; choose {', '.join(TABLES + ROTATIONS)}, or join one of them to other "
+            "encodings by '+'"
         )
     channels, patch = model.patch_embed.proj.in_channels, model.patch_embed.patch_size
     shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__

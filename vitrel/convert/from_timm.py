@@ -1,4 +1,4 @@
-"""from_timm: a timm model as a vitrel model, the same function at its own size and able to run at any."""
+"""from_timm: convert a timm model to a vitrel model that computes the same and runs at any image size."""
 
 from typing import Any
 
@@ -22,29 +22,31 @@ def from_timm(
     rope: str | None = None,
     **arguments: Any,
 ) -> Backbone:
-    """A vitrel model with the function of a timm model: logits and gradients at its size are equal, any h x w works.
+    """Return a vitrel model equal to a timm model: the same logits and gradients at its image size, and any h x w works.
 
-    model: a timm model, or the name of one with `arguments` of timm.create_model (num_classes, img_size, checkpoint_path, ...)
-    and `pretrained` weights. Taken are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and
-    SigLIP's image towers, SAM's encoder, the relpos ViTs (their bias MLP becomes the table it is at the model's size), Swin V1
-    and V2. The model is recognised from its modules, whatever its name, and stays as it is; a vitrel model is returned itself.
-    The result has the name vitrel_vit or vitrel_swin; what images it wants (mean, std, crop) is that of the timm model.
+    model: a timm model; or its name, with `pretrained` weights and `arguments` of timm.create_model (num_classes, img_size,
+    checkpoint_path, ...). Supported are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and
+    SigLIP's image towers, SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size),
+    Swin V1 and V2. A model is recognised from its modules, not its name, and is not changed; a vitrel model is returned itself.
+    The result's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model.
     position: an encoding to add in attention, with position_args, absolute ("keep", "drop" or "fade" over fade_steps) and rope
-    as `vitrel.relativize` takes them.
-    Of a size that is no multiple of its patch (384 with patches of 14) timm leaves the last pixels out, here they are a patch
-    more: the result's size is the largest multiple, 378, and there both are the same function.
-    Where timm computes windows wrongly (Swin's shift before padding, unmasked padding) the result does not follow it.
-    Raises ValueError for a model that has no counterpart, with the reason; for a name, as `vitrel.create_model`.
+    as in `vitrel.relativize`.
+    At a size that is no multiple of the patch (384 with patches of 14) timm ignores the last pixels, and vitrel pads them to
+    another patch. The result's size is therefore the largest multiple, 378, where both models are equal.
+    timm's errors in windows (Swin's shift before padding, unmasked padding) are not reproduced.
+    Raises ValueError, with the reason, for a model without counterpart; for a name, as `vitrel.create_model`.
     """
     if isinstance(model, str):
-        check_model_name(model, elsewhere=True)
+        check_model_name(model, allow_sources=True)
         model = timm.create_model(model, pretrained=pretrained, **arguments)
     elif pretrained or arguments:
-        given = ["pretrained"] * pretrained + [*arguments]
-        raise ValueError(f"{given[0]} is of a model to be built; this one is built already: pass its name, or leave it out")
-    how = dict(position_args=position_args, absolute=absolute, fade_steps=fade_steps, rope=rope)
-    how = {name: value for name, value in how.items() if value is not None}
-    if position is None and how:
-        raise ValueError(f"{next(iter(how))} is of a position to add in attention: name it, as position='table'")
-    ours = as_vitrel(model)
-    return ours if position is None else relativize(ours, position, **how)
+        argument = "pretrained" if pretrained else next(iter(arguments))
+        raise ValueError(
+            f"{argument} is for building a model, and this one is built already: pass its name, or omit {argument}"
+        )
+    options = dict(position_args=position_args, absolute=absolute, fade_steps=fade_steps, rope=rope)
+    options = {name: value for name, value in options.items() if value is not None}
+    if position is None and options:
+        raise ValueError(f"{next(iter(options))} needs an encoding to add in attention, for example position='table'")
+    converted = as_vitrel(model)
+    return converted if position is None else relativize(converted, position, **options)

@@ -1,4 +1,4 @@
-"""What a transformer block computes on its way, read from outside: q, k and the tokens between its two branches."""
+"""Record intermediate tensors of a transformer block by hooks: q, k, and the tokens between its two residual branches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from vitrel.convert.fit import mean_logits
 
-_WATCHED = ("norm1", "attn.proj", "norm2", "mlp.fc2")
+_RECORDED = ("norm1", "attn.proj", "norm2", "mlp.fc2")
 
 
 class Observed(NamedTuple):
-    """What one block computed; None where it has no such place (a block that is not pre-norm has no tokens in between)."""
+    """Tensors that one block computed; None for those it does not have (`between` needs a pre-norm block)."""
 
     q: Tensor  # [B, H, N, D]
     k: Tensor
@@ -34,29 +34,29 @@ class Observed(NamedTuple):
 
 
 def observe(block: nn.Module, args: tuple, kwargs: dict) -> Observed:
-    """Run a block without its hooks and return what it computed. ValueError where attention runs another way than SDPA."""
+    """Run a block without its hooks and return what it computed. ValueError if its attention does not call SDPA."""
     inputs: dict[str, Tensor] = {}
-    watched = {name: module for name, module in block.named_modules() if name in _WATCHED}
-    hooks = [m.register_forward_pre_hook(lambda _, given, n=n: inputs.update({n: given[0]})) for n, m in watched.items()]
+    recorded = {name: module for name, module in block.named_modules() if name in _RECORDED}
+    hooks = [m.register_forward_pre_hook(lambda _, args, n=n: inputs.update({n: args[0]})) for n, m in recorded.items()]
     try:
-        with _Attention() as seen:
+        with _RecordAttention() as attention:
             out = block.forward(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-    if seen.call is None:
+    if attention.call is None:
         raise ValueError(
-            "a block's attention does not run through scaled_dot_product_attention, so its logits cannot be seen: leave out "
+            "a block's attention does not call scaled_dot_product_attention, so its logits cannot be recorded: leave out "
             "encodings that add to values or scale keys (shaw, xpos)"
         )
     between = inputs.get("norm2") if inputs.get("norm1") is args[0] else None
-    q, k, bias, scale = seen.call
+    q, k, bias, scale = attention.call
     return Observed(q, k, bias, scale, inputs.get("attn.proj"), between, inputs.get("mlp.fc2"), out)
 
 
 @contextmanager
 def before_blocks(blocks: nn.Sequential, call: Callable[[int, nn.Module, tuple, dict], tuple | None]) -> Iterator[None]:
-    """While it lasts, `call(i, block, args, kwargs)` comes before block i and may return (args, kwargs) to run it with."""
+    """Context in which `call(i, block, args, kwargs)` runs before block i; it may return other (args, kwargs) for the block."""
     hooks = [
         block.register_forward_pre_hook(lambda block, args, kwargs, i=i: call(i, block, args, kwargs), with_kwargs=True)
         for i, block in enumerate(blocks)
@@ -68,8 +68,8 @@ def before_blocks(blocks: nn.Sequential, call: Callable[[int, nn.Module, tuple, 
             hook.remove()
 
 
-class _Attention(TorchFunctionMode):
-    """Notes what scaled_dot_product_attention is called with: there position has met content, whatever the model."""
+class _RecordAttention(TorchFunctionMode):
+    """Records the arguments of scaled_dot_product_attention: its q, k and mask contain position in every model."""
 
     call: tuple[Tensor, Tensor, Tensor | None, float] | None = None
 

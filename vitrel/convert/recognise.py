@@ -1,7 +1,7 @@
-"""What a timm model is in our terms: trunk, constructor arguments, weights under names that our loader reads.
+"""Recognition of timm models: the vitrel architecture, its constructor arguments and the weights for its loader.
 
-Everything is read from the module itself, so a model with changed options, another head or another image size is recognised as
-it is. What has no counterpart here is refused, with one line that says what it is.
+Everything is read from the module itself, so changed options, another head or another image size are recognised. A model
+without a counterpart in vitrel raises a ValueError that names the part that differs.
 """
 
 import copy
@@ -56,46 +56,46 @@ _ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gel
 
 
 class Recognised(NamedTuple):
-    """A timm model in our terms."""
+    """A timm model as arguments and weights of a vitrel model."""
 
     architecture: str  # "vitrel_vit" or "vitrel_swin"
     arguments: dict[str, Any]  # of the trunk's constructor
     state: dict[str, Tensor]  # its weights, as `vitrel.weights` reads them
-    rotation: Rotation | None  # how its rotary encoding lies in memory; None without one
+    rotation: Rotation | None  # memory layout of its rotary encoding; None without one
 
 
 def recognise(model: nn.Module) -> Recognised:
-    """The model in our terms; ValueError with the reason for one that has no counterpart here."""
+    """Return the vitrel architecture, arguments and weights of a timm model; ValueError with the reason if it has none."""
     if isinstance(model, SwinTransformer | SwinTransformerV2):
         return _swin(model)
     if not isinstance(model, _VITS) or (type(model).forward_features not in [known.forward_features for known in _VITS]):
-        raise refusal(model, f"this takes {_KNOWN}; load the weights into one of them, and unwrap a compiled or parallel model")
+        raise refusal(model, f"supported are {_KNOWN}; load the weights into one of them; unwrap compiled and parallel models")
     return _vit(model)
 
 
 def as_vitrel(model: nn.Module) -> Backbone:
-    """A vitrel model with the function of a timm model; one of ours itself. Errors as `from_timm`."""
+    """Return a timm model converted to vitrel, or a vitrel model itself. Errors as `from_timm`."""
     if isinstance(model, Backbone):
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"expected a timm or vitrel model, not {type(model).__name__}: build it first, or pass a name to from_timm"
         )
-    found = recognise(model)
+    recognised = recognise(model)
     weight: Any = model.patch_embed.proj.weight
     preparation = preparation_of(getattr(model, "pretrained_cfg", None) or {})
-    preparation["input_size"] = (found.arguments["in_chans"], *found.arguments["img_size"])
-    config = Config(found.architecture, found.arguments, found.arguments["img_size"], preparation)
-    ours = config.build(weight.device, weight.dtype)
+    preparation["input_size"] = (recognised.arguments["in_chans"], *recognised.arguments["img_size"])
+    config = Config(recognised.architecture, recognised.arguments, recognised.arguments["img_size"], preparation)
+    converted = config.build(weight.device, weight.dtype)
     try:
-        apply_plan(ours, plan_weights(ours, found.state, rotation=found.rotation))
+        apply_plan(converted, plan_weights(converted, recognised.state, rotation=recognised.rotation))
     except (RuntimeError, ValueError) as error:  # a part was replaced, or is quantised
         raise refusal(model, f"its weights are not those of {type(model).__name__}: {error}") from error
-    return ours.train(model.training)
+    return converted.train(model.training)
 
 
 def refusal(model: nn.Module, reason: str) -> ValueError:
-    """The error that says why a model has no counterpart here."""
+    """Return the ValueError for a model without a counterpart in vitrel."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     name = cfg.get("architecture") or ""
     return ValueError(f"{f'{name} ({type(model).__name__})' if name else type(model).__name__} has no vitrel model: {reason}")
@@ -114,17 +114,17 @@ def _vit(model: Any) -> Recognised:
     block_args: dict[str, Any] = dict(norm_eps=blocks[0].norm1.eps, **_mlp_kind(mlp))
     if _present(blocks[0], "ls1", "gamma_1"):
         block_args["init_values"] = 1e-5
-    block_args |= {name: True for name, there in (
+    block_args |= {name: True for name, present in (
         ("mlp_norm", _is_norm(getattr(mlp, "norm", None))),
         ("post_norm", isinstance(blocks[0], _POST_NORM)),
         ("qk_norm", _is_norm(getattr(attn, "q_norm", None))),
         ("attn_norm", _is_norm(getattr(attn, "norm", None))),
-    ) if there}  # fmt: skip
+    ) if present}  # fmt: skip
     if isinstance(model, vision_transformer_sam.VisionTransformerSAM) and any(windows):
         block_args |= dict(window=max(windows), global_blocks=tuple(i for i, window in enumerate(windows) if not window))
     final = _final_norm(model)
     arguments = dict(
-        # in whole patches: the grid of its embedding and tables
+        # the largest multiple of the patch size: the grid of its embedding and tables
         img_size=tuple(n * p for n, p in zip(model.patch_embed.grid_size, model.patch_embed.patch_size, strict=True)),
         patch_size=tuple(model.patch_embed.patch_size),
         in_chans=model.patch_embed.proj.in_channels,
@@ -154,13 +154,13 @@ def _vit(model: Any) -> Recognised:
 
 
 def _unlike(model: Any) -> Iterator[str]:
-    """Reasons why a plain ViT of timm has no counterpart."""
+    """Yield the reasons why a plain ViT of timm has no counterpart in vitrel."""
     if type(model.patch_embed) is not PatchEmbed:
         yield f"its patches come from {type(model.patch_embed).__name__}, not from one convolution"
     elif _is_norm(model.patch_embed.norm) or not isinstance(model.patch_embed.norm, nn.Identity):
         yield "it normalises its patch embeddings"
     if getattr(getattr(model, "patch_drop", None), "prob", 0):
-        yield "it drops patches in training, and what is left is no grid: build it with patch_drop_rate=0"
+        yield "it drops patches in training, which leaves no complete grid: build it with patch_drop_rate=0"
     if model.global_pool not in ("token", "avg", "max", "avgmax", "map", "") or (
         getattr(model, "pool_include_prefix", False) and model.global_pool != "map"
     ):
@@ -175,7 +175,7 @@ def _unlike(model: Any) -> Iterator[str]:
     if any(type(block.attn) not in _ATTENTION for block in blocks):
         yield f"its attention is {type(blocks[0].attn).__name__}"
     if any(not isinstance(part, nn.LayerNorm) for block in blocks for part in (block.norm1, block.norm2)):
-        yield f"it normalises by {type(blocks[0].norm1).__name__}, where ours is LayerNorm ({', '.join(sorted(kinds))})"
+        yield f"it normalises by {type(blocks[0].norm1).__name__}, vitrel by LayerNorm ({', '.join(sorted(kinds))})"
     if any(type(block.mlp) not in (Mlp, GluMlp, SwiGLU) or not _mlp_kind(block.mlp) for block in blocks):
         yield f"its MLP is {type(blocks[0].mlp).__name__} with {type(getattr(blocks[0].mlp, 'act', None)).__name__}"
     yield from _unlike_the_first(blocks)
@@ -187,21 +187,21 @@ def _unlike(model: Any) -> Iterator[str]:
     if attn.proj.bias is None or getattr(blocks[0].mlp.fc2, "bias", None) is None:
         yield "its linear layers have no bias"
     if attn.proj.in_features != model.embed_dim:
-        yield "its attention is of another width than its tokens"
+        yield "its attention has another width than its tokens"
     if _present(blocks[0], "ls1", "gamma_1") != _present(blocks[0], "ls2", "gamma_2"):
-        yield "its layer scale is of the attention branch alone"
+        yield "only one of its residual branches has a layer scale"
     rope = getattr(model, "rope", None)
     if rope is not None and not isinstance(rope, RotaryEmbeddingCat | RotaryEmbeddingMixed | RotaryEmbeddingDinoV3):
         yield f"its rotary encoding is {type(rope).__name__}"
     if getattr(rope, "grid_offset", 0):
-        yield f"its rotary encoding counts positions from {rope.grid_offset:g}, ours from 0, which class tokens would see"
+        yield f"its rotary encoding counts positions from {rope.grid_offset:g}, vitrel from 0: class tokens have other logits"
     if getattr(model, "rope_global", None) is not None or getattr(rope, "in_pixels", False):
-        yield "its rotary encoding is one for windows, or in pixels"
+        yield "its rotary encoding is for windows, or counts in pixels"
     if isinstance(rope, RotaryEmbeddingDinoV3) and (rope.min_period is not None or rope.normalize_coords != "separate"):
         yield f"its rotary encoding normalises coordinates by {rope.normalize_coords!r}"
     if isinstance(model, vision_transformer_sam.VisionTransformerSAM):
         if isinstance(model.neck, nn.Sequential):
-            yield "its neck of convolutions is no part of the trunk: build it with neck_chans=0 for the encoder alone"
+            yield "its convolutional neck has no counterpart: build it with neck_chans=0 for the encoder alone"
         if type(model.head).__name__ != "ClassifierHead":
             yield f"its head is {type(model.head).__name__}"
     yield from _altered(model)
@@ -213,7 +213,7 @@ def _unlike(model: Any) -> Iterator[str]:
 
 
 def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[str, Tensor]]:
-    """Its encodings as keys of POSITIONS joined by '+', their options, the rotary layout, and the state dict."""
+    """Return (encodings, joined by '+'; their options; the rotary layout; the state dict) of a plain ViT."""
     keys: list[str] = []
     options: dict[str, Any] = {}
     rotation, state = None, dict(model.state_dict())
@@ -224,8 +224,8 @@ def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[st
         half = getattr(model.blocks[0].attn, "rotate_half", False)
         x_first = rope.grid_indexing == "xy"
         if isinstance(rope, RotaryEmbeddingMixed):
-            rotation = Rotation("a timm model", "rope_mixed", {}, interleaved=not half, x_first=False)  # freqs are swapped
-            if not x_first:  # the loader takes them for columns before rows
+            rotation = Rotation("a timm model", "rope_mixed", {}, interleaved=not half, x_first=False)  # the order is in freqs
+            if not x_first:  # the loader expects frequencies of columns before those of rows
                 state["rope.freqs"] = state["rope.freqs"].flip(0)
         elif isinstance(rope, RotaryEmbeddingDinoV3):
             options["base"] = rope.temperature
@@ -250,7 +250,7 @@ def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[st
 
 @torch.no_grad()
 def _table_of_mlp(bias: RelPosMlp) -> Tensor:
-    """timm's MLP over log offsets as the table it is on its own grid, [(2h-1)(2w-1), H], with zeros for prefix tokens."""
+    """Return the table [(2h-1)(2w-1), H] that timm's MLP over log offsets computes on its own grid, plus 3 zero prefix rows."""
     mlp = copy.deepcopy(bias.mlp).eval()  # it has dropout
     rows = bias.bias_act(mlp(bias.rel_coords_log)).flatten(0, 1) * (bias.bias_gain or 1.0)
     return torch.cat((rows, rows.new_zeros(3, rows.shape[1]))) if bias.prefix_tokens else rows
@@ -258,12 +258,12 @@ def _table_of_mlp(bias: RelPosMlp) -> Tensor:
 
 def _shared(model: Any) -> nn.Module | None:
     """The bias that all blocks share, if any."""
-    found = [getattr(model, name, None) for name in ("shared_rel_pos", "rel_pos_bias")]
-    return next((bias for bias in found if bias is not None), None)
+    biases = [getattr(model, name, None) for name in ("shared_rel_pos", "rel_pos_bias")]
+    return next((bias for bias in biases if bias is not None), None)
 
 
 def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
-    """Its key in `block_args`, {} for another activation."""
+    """Return the entry `mlp` of `block_args`; {} for an activation that vitrel lacks."""
     act = type(getattr(mlp, "act", None)).__name__
     if isinstance(mlp, Mlp):
         tanh = getattr(mlp.act, "approximate", "none") == "tanh"
@@ -273,11 +273,12 @@ def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
 
 
 def _pool_args(model: Any) -> dict[str, Any] | None:
+    """Return the arguments of an attention pooling head as SigLIP's; None without one."""
     pool = getattr(model, "attn_pool", None)
     if pool is None:
         return None
     if not isinstance(pool, AttentionPoolLatent) or pool.latent_len != 1 or pool.pos_embed is not None or pool.mlp is None:
-        raise refusal(model, f"its pooling is a {type(pool).__name__} of another kind than SigLIP's")
+        raise refusal(model, f"its pooling is a {type(pool).__name__} that differs from SigLIP's")
     included = getattr(model, "pool_include_prefix", isinstance(model, eva.Eva))
     ratio = _ratio(pool.mlp.fc1.out_features, model.embed_dim)
     return dict(num_heads=pool.num_heads, mlp_ratio=ratio, include_prefix=included)
@@ -296,8 +297,8 @@ def _drop_rates(model: Any) -> dict[str, float]:
 
 
 def _final_norm(model: Any) -> nn.LayerNorm | None:
-    found = [getattr(model, name, None) for name in ("norm", "neck")]
-    return next((norm for norm in found if _is_norm(norm)), None)
+    norms = [getattr(model, name, None) for name in ("norm", "neck")]
+    return next((norm for norm in norms if _is_norm(norm)), None)
 
 
 # ------------------------------------------------------------------------------------------------------------------- Swin
@@ -345,31 +346,32 @@ def _swin(model: Any) -> Recognised:
 
 
 def _unlike_swin(model: Any, blocks: list[Any]) -> Iterator[str]:
+    """Yield the reasons why a Swin of timm has no counterpart in vitrel."""
     if type(model.patch_embed) is not PatchEmbed or not _is_norm(model.patch_embed.norm):
         yield f"its patches come from {type(model.patch_embed).__name__}, or are not normalised"
     if not isinstance(blocks[0].norm1, nn.LayerNorm) or _mlp_kind(blocks[0].mlp).get("mlp") != "gelu":
-        yield f"it has {type(blocks[0].norm1).__name__} and {type(blocks[0].mlp.act).__name__}; ours LayerNorm and GELU"
+        yield f"it has {type(blocks[0].norm1).__name__} and {type(blocks[0].mlp.act).__name__}; vitrel LayerNorm and GELU"
     yield from _unlike_the_first(blocks)
     if any(block.attn.proj.in_features != block.attn.proj.out_features for block in blocks):
-        yield "its attention is of another width than its tokens"
+        yield "its attention has another width than its tokens"
     yield from _altered(model)
     windows = [tuple(block.attn.window_size) for block in blocks]
     grids = [tuple(block.input_resolution) for block in blocks]
-    whole = [windows[0] == window or (isinstance(model, SwinTransformerV2) and window == grid)
+    same = [windows[0] == window or (isinstance(model, SwinTransformerV2) and window == grid)
              for window, grid in zip(windows, grids, strict=True)]  # fmt: skip
-    if not all(whole):
-        other = windows[whole.index(False)]
-        yield f"its windows are {windows[0]} in one stage and {other} in another, ours the same in all"
+    if not all(same):
+        other = windows[same.index(False)]
+        yield f"its windows are {windows[0]} in one stage and {other} in another; in vitrel all stages have the same"
 
 
 # ------------------------------------------------------------------------------------------------------------------- parts
 
 
 def _altered(model: nn.Module) -> Iterator[str]:
-    """What changes a model's function and is no part of its class."""
+    """Yield changes that a model's class and options do not show: hooks, replaced forwards and parts, overlapping patches."""
     for name, part in model.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            yield f"{name or 'it'} has a hook, or another forward than its class"
+            yield f"{name or 'it'} has a hook, or a forward that is not its class's"
     kinds = (nn.LayerNorm, nn.Identity, nn.Linear, layers.ClassifierHead)
     for name in ("norm_pre", "norm", "fc_norm", "head", "head_dist"):
         part = getattr(model, name, None)
@@ -380,20 +382,19 @@ def _altered(model: nn.Module) -> Iterator[str]:
 
 
 def _unlike_the_first(blocks: list[Any]) -> Iterator[str]:
-    """The blocks are described by the first one."""
+    """Yield the differences of blocks from block 0, whose arguments are taken for all."""
 
     def parts(block: nn.Module) -> dict[str, tuple]:
-        kept = {
-            name: part
+        return {
+            name: (type(part), getattr(part, "eps", 0), getattr(part, "approximate", ""))
             for name, part in block.named_modules()
             if not isinstance(part, nn.Identity | nn.Dropout | layers.DropPath)
         }
-        return {name: (type(p), getattr(p, "eps", 0), getattr(p, "approximate", "")) for name, p in kept.items()}
 
     first = parts(blocks[0])
-    for i, own in enumerate(map(parts, blocks)):
-        for name in dict.fromkeys((*first, *own)):
-            if first.get(name) != own.get(name):
+    for i, other in enumerate(map(parts, blocks)):
+        for name in dict.fromkeys((*first, *other)):
+            if first.get(name) != other.get(name):
                 yield f"block {i} differs from block 0 in its {name or 'kind'}"
 
 
@@ -402,7 +403,7 @@ def _is_norm(module: nn.Module | None) -> bool:
 
 
 def _present(block: nn.Module, *names: str) -> bool:
-    """Whether one of these parts is there and no identity."""
+    """Return whether one of these parts exists and is not an identity."""
     parts = (getattr(block, name, None) for name in names)
     return any(part is not None and not isinstance(part, nn.Identity) for part in parts)
 
@@ -414,9 +415,10 @@ def _has_qkv_bias(attn: Any) -> bool:
 
 
 def _ratio(hidden: int, width: int) -> float:
-    """r with int(width * r) == hidden."""
+    """Return r with int(width * r) == hidden."""
     return hidden / width if int(width * (hidden / width)) == hidden else (hidden + 0.5) / width
 
 
 def _p(module: nn.Module | None) -> float:
+    """Return the rate of a dropout layer, 0 without one."""
     return float(getattr(module, "p", 0.0))

@@ -1,4 +1,4 @@
-"""relativize: a ViT with an encoding in attention that it did not have, everything else as it was."""
+"""relativize: add an encoding in attention to a ViT and keep all its other weights."""
 
 import inspect
 from typing import Any
@@ -26,31 +26,31 @@ def relativize(
     img_size: int | tuple[int, int] | None = None,
     zero_init: bool = True,
 ) -> ViT:
-    """A new vitrel ViT with the weights of `model` and a fresh encoding `position` in every block; `model` stays as it is.
+    """Return a new vitrel ViT with the weights of `model` and a new encoding `position` in every block.
 
-    model: a vitrel ViT whose attention has no position or a rotation, or what `from_timm` takes.
+    model: a vitrel ViT whose attention has no position or a rotation, or a timm model that `from_timm` supports; not changed.
     position: a key of POSITIONS that acts in attention, or several joined by '+'; position_args: their options.
     absolute: "keep" the embedding, "drop" it, or "fade" it out over the first `fade_steps` training steps (vitrel.layers.Fade).
     rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
-    img_size: the size in pixels that the new encodings are to be trained at, an int or (h, w), that of the model unless given.
-    The embedding is resampled to it once, which is what forward at that size would do.
-    zero_init: learned rows (of encodings with the option `init_std`) start at 0, so that the logits do not change, and only
-    learn; DeBERTa still scales content by 3**-0.5, and other encodings act from the start.
-    Raises ValueError for what it cannot do.
+    img_size: training size of the new encodings in pixels, an int or (h, w); default: the model's. The embedding is resampled
+    to it, as forward at that size would do.
+    zero_init: learned rows (of encodings with the option `init_std`) start at 0, so they do not change the logits before
+    training; DeBERTa still scales content by 3**-0.5, and encodings without learned rows act from the start.
+    Raises ValueError for unknown or conflicting arguments, and for a model that attends in windows, has a bias in attention
+    already, or shares one rotation among its blocks.
     """
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)
     options = dict(position_args or {})
     _check_position(position, options, zero_init)
     model = as_vitrel(model)
-    own = _own_keys(model)
-    tokens, rotation = own
+    tokens, rotation = _own_keys(model)
     if absolute == "fade" and not tokens:
         raise ValueError("absolute='fade' needs an absolute embedding, and the model has none; use absolute='keep'")
     if absolute != "fade" and fade_steps is not None:
         raise ValueError(f"fade_steps={fade_steps!r} needs absolute='fade', not {absolute!r}")
     if absolute == "fade" and fade_steps is None:
-        raise ValueError("absolute='fade' needs fade_steps, training steps from scale 1 to 0: half of those to come is a start")
+        raise ValueError("absolute='fade' needs fade_steps, the steps from scale 1 to 0; try half of the training")
     replaced = rope == "drop" or any(POSITIONS[key].rotates for key in position.split("+"))
     kept = [key for key in (tokens if absolute != "drop" else "", "" if replaced else rotation) if key]
     added = [key for key in position.split("+") if key != "none"]
@@ -71,23 +71,21 @@ def relativize(
 
 
 def absolute_scale(model: ViT) -> float:
-    """What the absolute embedding of a ViT is multiplied with now: 1 where it is kept, 0 where there is none."""
+    """Return the current factor of the absolute embedding of a ViT: 1 without a fade, 0 without an embedding."""
     if _checked(model).pos_embed is None:
         return 0.0
     return 1.0 if model.absolute_fade is None else model.absolute_fade.scale().item()
 
 
 def drop_absolute(model: ViT, force: bool = False) -> ViT:
-    """Remove the absolute embedding of a ViT, in place, once it has faded: logits do not change.
+    """Remove the absolute embedding of a ViT in place; after it has faded to 0 this does not change the logits.
 
-    force: remove it whatever its scale. Raises ValueError for one that still acts, and where there is none.
+    force: remove it whatever its scale. Raises ValueError if its scale is not 0, and if the model has none.
     """
     if _checked(model).pos_embed is None:
         raise ValueError("the model has no absolute embedding (any more): there is nothing to drop")
     if (scale := absolute_scale(model)) and not force:
-        raise ValueError(
-            f"the absolute embedding still acts, at scale {scale:.3g}: train on, or pass force=True to lose it now"
-        )
+        raise ValueError(f"the absolute embedding still has scale {scale:.3g}: train until it is 0, or pass force=True")
     model.pos_embed = model.absolute_fade = None
     return model
 
@@ -102,11 +100,11 @@ def _check_position(position: str, args: dict, zero_init: bool) -> None:
     tokens, _ = split_position(position)
     if tokens:
         raise ValueError(
-            f"{tokens!r} adds to the tokens, relativize works in attention: name attention keys only (the model's own "
+            f"{tokens!r} adds to the tokens, and relativize adds to attention: name attention keys only (the model's "
             "embedding stays with absolute='keep')"
         )
     if zero_init and "init_std" in args and any(_learns_rows(POSITIONS[key]) for key in position.split("+")):
-        raise ValueError(f"init_std={args['init_std']} has no effect, learned rows start at 0; pass zero_init=False with it")
+        raise ValueError(f"init_std={args['init_std']} has no effect because learned rows start at 0: pass zero_init=False too")
 
 
 def _own_keys(model: Backbone) -> tuple[str, str]:
@@ -126,39 +124,41 @@ def _own_keys(model: Backbone) -> tuple[str, str]:
 
 
 def _options_of(keys: list[str], options: dict) -> dict:
-    """Those of the model's options that the encodings which stay take."""
-    taken = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
+    """Return those of `options` that the encodings `keys` accept."""
+    accepted = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
     common = {"resize", "logit_scale", "shift", "jitter", "rescale"} if keys else set()
-    return {name: value for name, value in options.items() if name in taken | common}
+    return {name: value for name, value in options.items() if name in accepted | common}
 
 
 def _encodings(encoding: PositionEncoding | None) -> dict[str, PositionEncoding]:
-    """{key: encoding} of one encoding, which may be composed."""
+    """Return {key: encoding} of the parts of an encoding, which may be a composition."""
     return {} if encoding is None else {key_of(part): part for part in parts_of(encoding)}
 
 
 @torch.no_grad()
 def _copy(model: ViT, result: ViT) -> None:
-    """The weights of `model`, those of its encodings by their keys."""
-    apart = (*model.position_parameters(), *result.position_parameters())
-    state = {name: value for name, value in model.state_dict().items() if name not in apart}
+    """Copy the weights of `model` to `result`; encodings are matched by key."""
+    positions = (*model.position_parameters(), *result.position_parameters())
+    state = {name: value for name, value in model.state_dict().items() if name not in positions}
     state.pop("absolute_fade.steps", None)
     missing, unexpected = result.load_state_dict(state, strict=False)
-    assert not unexpected and {*missing} <= {*apart, "absolute_fade.steps"}, (missing, unexpected)
+    assert not unexpected and {*missing} <= {*positions, "absolute_fade.steps"}, (missing, unexpected)
     pairs = [(model.pos_embed, result.pos_embed), *zip(
         [block.position for block in model.blocks], [block.position for block in result.blocks], strict=True
     )]  # fmt: skip
     for old, new in pairs:
-        theirs, ours = _encodings(old), _encodings(new)
-        for key in theirs.keys() & ours.keys():
+        old_parts, new_parts = _encodings(old), _encodings(new)
+        for key in old_parts.keys() & new_parts.keys():
             if key == "absolute":
-                ours[key].pos_embed.copy_(theirs[key](ours[key].grid).tokens[None])  # resampled where the grid is another
+                # the encoding is called, which resamples it if the grids differ
+                new_parts[key].pos_embed.copy_(old_parts[key](new_parts[key].grid).tokens[None])
             else:
-                ours[key].load_state_dict(theirs[key].state_dict())
+                new_parts[key].load_state_dict(old_parts[key].state_dict())
 
 
 @torch.no_grad()
 def _zero(result: ViT, added: list[str]) -> None:
+    """Set the learned rows of the encodings `added` to 0."""
     for block in result.blocks:
         for key, part in _encodings(block.position).items():
             if key in added and _learns_rows(type(part)):

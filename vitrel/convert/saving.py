@@ -1,7 +1,7 @@
-"""save and load: every vitrel model in one file, and anyone's weights as a vitrel model.
+"""save and load: write a vitrel model to one file, and read such files, checkpoints and others' weights as vitrel models.
 
 A file is .safetensors. Its metadata hold, as JSON under "vitrel": `format`, an integer; `model`, the configuration of
-vitrel.models.config; `position`, what vitrel.weights.record tells of the encodings; `checksums`, a CRC-32 of every tensor.
+vitrel.models.config; `position`, the description of the encodings by vitrel.weights.record; `checksums`, a CRC-32 per tensor.
 """
 
 import json
@@ -33,25 +33,27 @@ from vitrel.weights.unwrap import unwrap
 from vitrel.weights.vit_names import rename_vit, vit_arguments
 
 FORMAT = 2  # 1 had no configuration
-# of a checkpoint of vitrel train: one value of this type, or several
-_ONE = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
-_SEVERAL = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
+# Entries of 'vitrel' in a checkpoint of vitrel train: those with one value of a type, and those with a list of values.
+_SCALARS = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
+_LISTS = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Save a vitrel model as one .safetensors file that `load` gives back: weights in their types, and the configuration.
+    """Save a vitrel model as one .safetensors file that `load` reads: weights in their dtypes, and the configuration.
 
-    The file appears whole or not at all. ValueError for another suffix, for a model of another library, and for one that its
-    configuration would not build again (a part was replaced, a hook added, an option set on a module); then nothing is written.
+    The file is written atomically. ValueError for another suffix, for a model of another library, and for a model that differs
+    from what its configuration builds (a part was replaced, a hook added, an option set on a module); then nothing is written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"models are saved as .safetensors, not as {path.name}")
     if not isinstance(model, Backbone):
-        raise ValueError(f"{type(model).__name__} is no vitrel model: vitrel.from_timm makes one of timm's, and unwrap others")
+        raise ValueError(
+            f"{type(model).__name__} is no vitrel model: convert timm's with vitrel.from_timm, unwrap compiled ones"
+        )
     config = config_of(model)
     if difference := next(_differences(model, config), ""):
-        raise ValueError(f"the model is not what its arguments build, so it cannot be saved: {difference}")
+        raise ValueError(f"the model differs from what its arguments build, so it cannot be saved: {difference}")
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     about = {"format": FORMAT, "model": config._asdict(), "position": position_record(model)}
     about["checksums"] = checksums({"state_dict": state})
@@ -60,16 +62,16 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 
 def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module:
-    """The model in a file, in evaluation mode on the CPU.
+    """Return the model in a file, in evaluation mode on the CPU.
 
-    path: what `save` wrote or vitrel train; a folder of a run, or one that timm's save_for_hf wrote; a timm checkpoint with its
-    config.json beside it; or bare weights of any layout that `load_pretrained` reads.
-    like: for bare weights the name of a timm model (or of ours) that tells what shapes cannot: number of heads, activation,
-    eps, pooling, a rotation. All else is the file's: width, depth, patches, tokens, tables, classes, image size.
-    A file that tells its own model needs none.
-    changes: constructor arguments in place of the file's. With another `num_classes` the head is new; with another `img_size`
-    tables and embeddings are resampled to it, once.
-    Raises FileNotFoundError, or ValueError that says what the file lacks or what of it is damaged.
+    path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a timm
+    checkpoint with its config.json beside it; or bare weights in any layout that `load_pretrained` reads.
+    like: for bare weights, the name of a timm or vitrel model with the settings that shapes do not show: number of heads,
+    activation, eps, pooling, rotation. The file decides the rest: width, depth, patches, tokens, tables, classes, image size.
+    Not needed for a file that holds its model's configuration.
+    changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another `img_size`
+    tables and embeddings are resampled to it.
+    Raises FileNotFoundError, or a ValueError that names what is missing or damaged in the file.
     """
     path = Path(path)
     if path.is_dir():
@@ -79,53 +81,54 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
     if isinstance(about, dict) and isinstance(about.get("model"), str):
         return read_checkpoint(path, loaded, changes)[0]
     if isinstance(about, dict) and about and ("model" in about or like is None):
-        return _from_own(path, loaded, about, changes)
+        return _from_saved(path, loaded, about, changes)
     if like is None and (path.parent / "config.json").is_file():
         return _from_folder(path.parent, changes, path)
     return _from_bare(path, loaded, like, changes)
 
 
 def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | None = None) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint of vitrel train, in evaluation mode, and what it tells beside (see vitrel.train.module).
+    """Return the model of a checkpoint of vitrel train, in evaluation mode, and its entry 'vitrel' (see vitrel.train.module).
 
-    An absolute embedding that has faded to nothing is dropped. Nothing but this file is read, whatever it says. ValueError for
-    one that is not ours, damaged, does not fit its own model, or holds NaN.
+    path names the file in errors, and is read if `loaded`, the file's content, is None. changes: as in `load`. An absolute
+    embedding that has faded to 0 is dropped. No other file is read and nothing is downloaded, whatever the content. ValueError
+    for a file that is not such a checkpoint, is damaged, does not fit its own model, or holds NaN.
     """
     loaded = read_file(path) if loaded is None else loaded
     if not isinstance(loaded, dict) or not {"vitrel", "state_dict"} <= loaded.keys() or not isinstance(loaded["vitrel"], dict):
-        held = ", ".join(sorted(map(str, loaded))[:6]) if isinstance(loaded, dict) else type(loaded).__name__
-        raise ValueError(f"{path} is not a checkpoint of vitrel train: it needs 'vitrel' and 'state_dict', it holds {held}")
+        keys = ", ".join(sorted(map(str, loaded))[:6]) if isinstance(loaded, dict) else type(loaded).__name__
+        raise ValueError(f"{path} is not a checkpoint of vitrel train: it needs 'vitrel' and 'state_dict', it holds {keys}")
     about = loaded["vitrel"]
-    for name, kind in (_ONE | _SEVERAL).items():
+    for name, kind in (_SCALARS | _LISTS).items():
         value = about.get(name)
-        parts = [value] if name in _ONE else value
+        parts = [value] if name in _SCALARS else value
         if not isinstance(parts, list | tuple) or not all(isinstance(part, kind) for part in parts):
             raise ValueError(f"{path} is damaged: {name} in its 'vitrel' is {value!r:.60}; train or copy it again")
-    if not timm.is_model(about["model"]):  # for hf-hub:... and local-dir:... timm would ask the network, or another file
-        raise ValueError(f"{path} asks for {about['model']!r}, which cannot be built: it is no model of vitrel's")
+    if not timm.is_model(about["model"]):  # timm would download hf-hub:... and read another file for local-dir:...
+        raise ValueError(f"{path} is of a model {about['model']!r}, which cannot be built: neither vitrel nor timm has it")
     arguments = {key: value for key, value in about["model_args"].items() if key not in WEIGHT_ARGUMENTS | {"device"}}
     arguments |= dict(num_classes=len(about["classes"]), img_size=tuple(about["img_size"]))
     try:
         model = timm.create_model(about["model"], **arguments | (changes or {}))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} asks for {about['model']} with {arguments}, which cannot be built: {error}") from error
+        raise ValueError(f"{path} is of a model {about['model']} with {arguments}, which cannot be built: {error}") from error
     if isinstance(model, Backbone):
         _load_own(model, loaded, path, changes or {})
     else:
         _load_other(model, loaded, path)
-    told = {name: about[name] for name in ("mean", "std", "crop_pct", "interpolation")}
+    settings = {name: about[name] for name in ("mean", "std", "crop_pct", "interpolation")}
     if "num_classes" not in (changes or {}):
-        told["label_names"] = list(about["classes"])
-    model.pretrained_cfg.update(told)
+        settings["label_names"] = list(about["classes"])
+    model.pretrained_cfg.update(settings)
     if getattr(model, "absolute_fade", None) is not None and absolute_scale(model) == 0:
-        drop_absolute(model)  # it has faded: nothing is to be resampled for it
+        drop_absolute(model)  # else it would be resampled at other sizes and multiplied by 0
     return model.eval(), about
 
 
 def rebuilt(model: Backbone, **changes: Any) -> Backbone:
-    """A new model with other constructor arguments and the weights of `model`, which stays as it is.
+    """Return a new model with the weights of `model` and other constructor arguments; `model` is not changed.
 
-    With another `img_size` tables and embeddings are resampled to it, once; with another `num_classes` the head is new.
+    With another `img_size` tables and embeddings are resampled to it; with another `num_classes` the head is new.
     """
     weight = model.patch_embed.proj.weight
     result = config_of(model).build(weight.device, weight.dtype, **changes)
@@ -135,24 +138,25 @@ def rebuilt(model: Backbone, **changes: Any) -> Backbone:
 
 
 def not_finite(model: nn.Module) -> str:
-    """The first weights that hold NaN or infinity, "" where none does."""
+    """Return the names of at most 5 weights that hold NaN or infinity, "" if there are none."""
     state = model.state_dict().items()
     return ", ".join([name for name, value in state if value.is_floating_point() and not value.isfinite().all()][:5])
 
 
-def _from_own(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> Backbone:
-    known = about.get("format", 1)
-    if known == 1 or "model" not in about:
+def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> Backbone:
+    """Return the model of a file of `save`, `about` being its metadata."""
+    version = about.get("format", 1)
+    if version == 1 or "model" not in about:
         raise ValueError(
             f"{path} was written before files held their configuration: name its model, "
             "vitrel.load(path, like='vitrel_...'), and save it again"
         )
-    if known != FORMAT:
-        raise ValueError(f"{path} has format {known}, this version of vitrel reads {FORMAT}: upgrade vitrel")
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version}, this version of vitrel reads {FORMAT}: upgrade vitrel")
     try:
         config = Config(**{name: _tuples(value) for name, value in about["model"].items()})
         if not (config.architecture.startswith("vitrel_") and timm.is_model(config.architecture)):
-            raise ValueError(f"no model of vitrel's is called {config.architecture!r}")  # timm would ask the network for some
+            raise ValueError(f"vitrel has no model {config.architecture!r}")  # timm would download some names
         if len(config.input_size) != 2:
             raise ValueError(f"its input size is {config.input_size}")
         model = config.build("meta" if changes else None)
@@ -163,7 +167,7 @@ def _from_own(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes
         _load_own(model, loaded, path, changes)
         return model.eval()
     try:
-        # in the file's types; copied, since mapped memory is not aligned and rounds otherwise
+        # in the file's dtypes; copied, since memory-mapped tensors may be unaligned, and kernels then round differently
         model.load_state_dict({name: value.clone() for name, value in loaded["state_dict"].items()}, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit its model: {error}") from error
@@ -171,11 +175,12 @@ def _from_own(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes
 
 
 def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
+    """Return the model of a run's folder, or of timm's with config.json; `weights`: a file to use instead of the folder's."""
     run = folder / "checkpoints" / "last.ckpt"
     if run.is_file():
         return load(run, **changes)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no model: neither checkpoints/last.ckpt of a run nor a config.json of timm's")
+        raise FileNotFoundError(f"{folder} holds no model: neither a run's checkpoints/last.ckpt nor timm's config.json")
     if weights is None:
         model = create_model(f"local-dir:{folder}", pretrained=True, **changes)
     else:
@@ -186,27 +191,28 @@ def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = N
 
 
 def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any]) -> Backbone:
+    """Return a model with weights that come without a configuration; `like` as in `load`."""
     state = unwrap(loaded, str(path)).state
     draft = Draft(state)
     swin = draft.has(r"(layers|features|(swin|swinv2\.)?encoder\.layers)\.\d+\..*") and not draft.has(r"blocks\.0\..*")
-    own = draft.has(r".*\.position\..*|pos_embed\.pos_embed")
+    own_names = draft.has(r".*\.position\..*|pos_embed\.pos_embed")
     try:
         rename_swin(draft) if swin else rename_vit(draft)
         shapes = swin_arguments(draft) if swin else vit_arguments(draft)
     except (LookupError, ValueError) as error:
-        raise ValueError(f"{path} holds weights of no layout that is known here: {error}") from error
-    if like is None and (own or not swin or "window_size" not in shapes):
+        raise ValueError(f"{path} holds weights in an unknown layout: {error}") from error
+    if like is None and (own_names or not swin or "window_size" not in shapes):
         raise ValueError(
-            f"{path} holds bare weights of {_described(shapes)}: their shapes do not tell the number of heads, the "
-            "activation or the eps of the norms; name a model that has them, as like='vit_tiny_patch16_224'"
+            f"{path} holds bare weights of {_described(shapes)}: their shapes do not show the number of heads, the "
+            "activation or the eps of the norms; name a model with the same, for example like='vit_tiny_patch16_224'"
         )
     known = _like(like, swin) if like is not None else _Like(_swin_config(shapes), None, set())
-    arguments = _joined(known.config.arguments, shapes, own) | changes
+    arguments = _joined(known.config.arguments, shapes, own_names) | changes
     preparation = known.config.preparation | {"input_size": (arguments.get("in_chans", 3), *to_2tuple(arguments["img_size"]))}
     try:
         model = Config(known.config.architecture, arguments, arguments["img_size"], preparation).build()
     except ValueError as error:
-        raise ValueError(f"{path} gives no model like {like}: {error}") from error
+        raise ValueError(f"no model like {like} can be built for {path}: {error}") from error
     same_names = state.keys() - {"head.weight", "head.bias"} <= known.names
     try:
         plan = plan_weights(model, loaded, rotation=known.rotation if same_names else None)
@@ -216,10 +222,10 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
 
 
 class _Like(NamedTuple):
-    """A model that tells what shapes cannot."""
+    """The model named by `like`: its settings stand in for what the shapes of bare weights do not show."""
 
     config: Config
-    rotation: Rotation | None  # how timm's lies in memory
+    rotation: Rotation | None  # layout of timm's rotary encoding
     names: set[str]  # of timm's weights
 
 
@@ -229,38 +235,42 @@ def _like(like: str, swin: bool) -> _Like:
         model = timm.create_model(like)
     if isinstance(model, Backbone):
         return _Like(config_of(model), None, set())
-    found = recognise(model)
-    if (found.architecture == "vitrel_swin") != swin:
-        raise ValueError(f"the file is of a {'Swin' if swin else 'plain ViT'}, {like} is not: name one of the same kind")
-    config = Config(found.architecture, found.arguments, found.arguments["img_size"], preparation_of(model.pretrained_cfg))
-    return _Like(config, found.rotation, set(model.state_dict()))
+    recognised = recognise(model)
+    if (recognised.architecture == "vitrel_swin") != swin:
+        raise ValueError(f"the file is of a {'Swin' if swin else 'plain ViT'}, {like} is not: name a model of the same kind")
+    config = Config(
+        recognised.architecture, recognised.arguments, recognised.arguments["img_size"], preparation_of(model.pretrained_cfg)
+    )
+    return _Like(config, recognised.rotation, set(model.state_dict()))
 
 
 def _swin_config(shapes: dict[str, Any]) -> Config:
+    """Configuration of a Swin from shapes alone: its window is the grid of the last of 4 stages, of patch 4."""
     size = (32 * max(shapes["window_size"]),) * 2
     return Config("vitrel_swin", dict(img_size=size), size, {})
 
 
-def _joined(base: dict[str, Any], shapes: dict[str, Any], own: bool) -> dict[str, Any]:
-    """Arguments of a model like `base` with what the file's shapes tell."""
-    if own:  # our own names: the encodings are those of the model that was named
+def _joined(base: dict[str, Any], shapes: dict[str, Any], own_names: bool) -> dict[str, Any]:
+    """Return the arguments `base`, updated by those inferred from the file's shapes."""
+    if own_names:  # vitrel's names: the file is of the very model that was named
         return base | {"num_classes": shapes["num_classes"]}
     joined = base | shapes
     if "block_args" in base:
-        kept = {
+        block_args = {
             name: value
             for name, value in (base["block_args"] or {}).items()
             if name not in ("init_values", "mlp_norm", "attn_norm", "qk_norm")
         }
-        if "global_blocks" in kept:
-            kept["global_blocks"] = tuple(i for i in kept["global_blocks"] if i < shapes["depth"])
-        joined["block_args"] = kept | shapes["block_args"]
+        if "global_blocks" in block_args:
+            block_args["global_blocks"] = tuple(i for i in block_args["global_blocks"] if i < shapes["depth"])
+        joined["block_args"] = block_args | shapes["block_args"]
     if "position" in base and "position" not in shapes:
         joined["position"] = base["position"]
     return joined
 
 
 def _described(shapes: dict[str, Any]) -> str:
+    """Describe in an error the model that shapes show."""
     depth = shapes.get("depth") or "+".join(map(str, shapes["depths"]))
     kind = "a Swin" if "depths" in shapes else "a ViT"
     height, width = shapes["patch_size"]
@@ -270,19 +280,21 @@ def _described(shapes: dict[str, Any]) -> str:
 
 
 def _load_own(model: Backbone, loaded: dict[str, Any], path: Path, changes: dict[str, Any]) -> None:
+    """Load a checkpoint's weights into a vitrel model; ValueError that names `path` if they do not fit."""
     try:
         plan = plan_weights(model, loaded)
         resized = [row for row in plan.rows if row.resized]
-        if resized and not changes:  # its own model has its very grids
+        if resized and not changes:  # without changes the grids of model and file are equal
             raise ValueError(f"{resized[0].target} is of another grid ({resized[0].resized})")
         apply_plan(model, plan, reset_head="num_classes" in changes)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not fit its model: {error}") from error
-    except (AttributeError, LookupError, TypeError) as error:  # of names and records that are none
-        raise ValueError(f"{path} is damaged: its weights or its record of positions are none ({error!r})") from error
+    except (AttributeError, LookupError, TypeError) as error:  # names or records of a wrong type
+        raise ValueError(f"{path} is damaged: its weights or its record of positions cannot be read ({error!r})") from error
 
 
 def _load_other(model: nn.Module, loaded: dict[str, Any], path: Path) -> None:
+    """Load a checkpoint's weights into a timm model; ValueError that names `path` if they do not fit."""
     try:
         model.load_state_dict({name.removeprefix("model."): value for name, value in loaded["state_dict"].items()})
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -292,36 +304,37 @@ def _load_other(model: nn.Module, loaded: dict[str, Any], path: Path) -> None:
 
 
 def _differences(model: Backbone, config: Config) -> Iterator[str]:
-    """What a model built from the configuration has otherwise."""
+    """Yield, in words, the differences between a model and one built from its configuration."""
     try:
         json.dumps(config._asdict())
     except TypeError as error:
         yield f"an argument cannot be written ({error})"
     built = config.build("meta")
-    theirs, ours = dict(built.named_modules()), dict(model.named_modules())
-    for name in dict.fromkeys((*ours, *theirs)):
-        if name not in theirs or name not in ours:
-            yield f"{name or 'the model'} is {'new' if name in ours else 'missing'}"
-        elif (mine := _told(ours[name])) != (other := _told(theirs[name])):
-            what = next(key for key in (*mine, *other) if mine.get(key) != other.get(key))
-            yield f"{name or 'the model'} has {what} {mine.get(what)!r}, and would have {other.get(what)!r}"
-    shapes, own = ({name: value.shape for name, value in part.state_dict().items()} for part in (built, model))
-    if own != shapes:
-        name = next(name for name in (*own, *shapes) if own.get(name) != shapes.get(name))
-        yield f"{name} has shape {tuple(own.get(name, ()))}, and would have {tuple(shapes.get(name, ()))}"
+    expected, actual = dict(built.named_modules()), dict(model.named_modules())
+    for name in dict.fromkeys((*actual, *expected)):
+        if name not in expected or name not in actual:
+            yield f"{name or 'the model'} is {'new' if name in actual else 'missing'}"
+        elif (settings := _settings(actual[name])) != (other := _settings(expected[name])):
+            key = next(key for key in (*settings, *other) if settings.get(key) != other.get(key))
+            yield f"{name or 'the model'} has {key} {settings.get(key)!r}, and would have {other.get(key)!r}"
+    built_shapes, shapes = ({name: value.shape for name, value in part.state_dict().items()} for part in (built, model))
+    if shapes != built_shapes:
+        name = next(name for name in (*shapes, *built_shapes) if shapes.get(name) != built_shapes.get(name))
+        yield f"{name} has shape {tuple(shapes.get(name, ()))}, and would have {tuple(built_shapes.get(name, ()))}"
     for name, value in model.state_dict().items():
         if type(value) is not Tensor:
             yield f"{name} is a {type(value).__name__}"
 
 
-def _told(module: nn.Module) -> dict[str, Any]:
-    """What decides a module's function, beside its parts and tensors."""
-    kind = type(module).__bases__[0] if "_fast" in vars(module) else type(module)  # vitrel.optimize's, with the same numbers
-    told: dict[str, Any] = {"type": kind.__name__, "module": kind.__module__}
-    if kind.__name__ in ("DropPath", "Dropout"):  # of training, and pruning changes their shares
-        return told
-    told["hooks"] = len(module._forward_hooks) + len(module._forward_pre_hooks)
-    told["forward"] = "replaced" if "forward" in vars(module) else "own"
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the settings that decide what a module computes, without its submodules and tensors."""
+    # subclasses of vitrel.optimize compute the same as their bases
+    kind = type(module).__bases__[0] if "_fast" in vars(module) else type(module)
+    settings: dict[str, Any] = {"type": kind.__name__, "module": kind.__module__}
+    if kind.__name__ in ("DropPath", "Dropout"):  # act in training only, and pruning changes their rates
+        return settings
+    settings["hooks"] = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    settings["forward"] = "replaced" if "forward" in vars(module) else "own"
     if kind.__module__.startswith("vitrel."):
         skipped = (
             "training",
@@ -330,19 +343,19 @@ def _told(module: nn.Module) -> dict[str, Any]:
             "img_size",
             *(() if isinstance(module, PositionEncoding) else ("grid",)),
         )
-        plain = (int, float, str, bool, tuple)  # None is as good as absent
-        told |= {
+        plain = (int, float, str, bool, tuple)  # None equals an absent option
+        settings |= {
             name: value
             for name, value in vars(module).items()
             if name[0] != "_" and name not in skipped and isinstance(value, plain)
         }
     else:
-        told["settings"] = module.extra_repr()
-    return told
+        settings["settings"] = module.extra_repr()
+    return settings
 
 
 def _tuples(value: Any) -> Any:
-    """Lists of JSON as the tuples that they were."""
+    """Return JSON data with its lists, nested ones too, as tuples."""
     if isinstance(value, list):
         return tuple(_tuples(part) for part in value)
     return {name: _tuples(part) for name, part in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Opt-in acceleration of evaluation, and of linear layers in training, on CPUs.
+"""Opt-in acceleration on CPUs: evaluation of whole models, and linear layers in training.
 
 `vitrel.optimize` changes a model in place, and `vitrel.cpu.optimize.restore` undoes it.
 """

@@ -1,13 +1,13 @@
-"""`vitrel.optimize`: evaluation on a CPU without waste, opt-in and in place, with the numbers of the plain model.
+"""`vitrel.optimize`: opt-in, in-place acceleration of evaluation on a CPU, with the outputs of the plain model.
 
-What it changes, measured in docs/performance.md: linear layers run through oneDNN where that is faster, with the exact GELU
-inside the first product of an MLP; blocks go through a batch in chunks that stay in the cache, so that neither the hidden layer
-of an MLP nor q, k and v of all images ever exist at once; residuals are added in place; and "auto" considers the attention of
-oneDNN too (vitrel.ops.backends.onednn).
+Its changes, measured in docs/performance.md: linear layers run in oneDNN where that is faster, with the exact GELU fused into
+the first product of an MLP; blocks process a batch in chunks that stay in the cache, so that the hidden layers of MLPs and q, k
+and v never exist for the whole batch; residuals are added in place; "auto" also considers attention in oneDNN
+(vitrel.ops.backends.onednn).
 
-Modules get a subclass of their own class, so that names, state dict and isinstance stay. Its forward returns to the class above
-whenever anything else than evaluation is asked of it: gradients, training, torch.compile, export, tracing, hooks, autocast.
-Nothing that depends on a weight outlives a call.
+Modules receive a subclass of their class, so that names, state dict and isinstance stay the same. For everything but evaluation
+(gradients, training, torch.compile, export, tracing, hooks, autocast) its forward calls that of the original class. Nothing
+that depends on a weight is cached between calls.
 """
 
 import warnings
@@ -25,15 +25,16 @@ from vitrel.position import PositionEncoding, Terms
 
 
 def optimize(model: nn.Module, training: bool = False, linears: str = "auto") -> nn.Module:
-    """Makes evaluation of `model` on a CPU faster, in place; returns it.
+    """Make evaluation of `model` on a CPU faster, in place, and return it. Outputs stay within a relative 2e-6 (float32).
 
-    Outputs stay within a relative 2e-6 of what they were (float32).
-    Acts on every nn.Linear and timm Mlp of any model, and on the blocks of vitrel's own. Active in model.eval() without
-    gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16 (its linear layers where oneDNN has bfloat16, which
-    takes AVX-512 or its like); everything else runs as before.
-    training: linear layers use oneDNN, with its products in the backward pass, also while gradients are recorded (float32).
-    linears: "onednn", "torch", or "auto", which times both here, takes the faster, and warns where that is PyTorch's own.
-    `restore` undoes all of it. Raises ValueError for another value of `linears`, or where this torch has no oneDNN.
+    It acts on every nn.Linear and timm Mlp of any model, and on the blocks of vitrel's models, in model.eval() without
+    gradients (torch.no_grad, torch.inference_mode), in float32 or bfloat16. (Linear layers in bfloat16 need a processor for
+    which oneDNN has it, with AVX-512 or similar.) All other calls run as before; `restore` undoes the change.
+
+    training: linear layers also use oneDNN while gradients are recorded, forward and backward (float32).
+    linears: "onednn", "torch", or "auto", which times both, uses the faster, and warns if that is PyTorch.
+
+    Raises ValueError for another value of `linears`, or for "onednn" if this torch has no oneDNN.
     """
     if linears not in ("auto", "onednn", "torch"):
         raise ValueError(f"linears={linears!r} is unknown; choose one of auto, onednn, torch")
@@ -43,8 +44,8 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
     onednn = linears == "onednn" or (linears == "auto" and onednn_is_faster(model))
     if linears == "auto" and not onednn:
         warnings.warn(
-            "oneDNN is no faster here than PyTorch's own products, so linear layers stay as they are; only batches of several "
-            "images gain; pass linears='torch' to expect that, or linears='onednn' to take oneDNN all the same",
+            "oneDNN is no faster here than PyTorch, so linear layers stay as they are, and only batches of several images "
+            "become faster; pass linears='torch' to silence this warning, or linears='onednn' to use oneDNN anyway",
             stacklevel=2,
         )
     for module in model.modules():
@@ -53,12 +54,12 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
                 module.__class__ = fast
                 module.__dict__["_fast"] = _State(onednn, training)
         if type(module) is FastLinear:
-            module.__dict__["__module__"] = nn.Linear.__module__  # by which fx takes it for a leaf, as nn.Linear
+            module.__dict__["__module__"] = nn.Linear.__module__  # so that fx treats it as a leaf, like nn.Linear
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """The plain model again, in place."""
+    """Undo `optimize` in place, and return the model."""
     for module in model.modules():
         if type(module) in _FAST:
             del module.__dict__["_fast"]
@@ -73,7 +74,7 @@ class _State(NamedTuple):
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear through oneDNN."""
+    """nn.Linear computed by oneDNN."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -83,7 +84,7 @@ class FastLinear(nn.Linear):
 
 
 class FastMlp(Mlp):
-    """timm's Mlp with the GELU inside the first product, a chunk of tokens at a time."""
+    """timm's Mlp with the GELU fused into the first product, computed in chunks of tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C']."""
@@ -95,30 +96,30 @@ class FastMlp(Mlp):
 
 
 class FastBlock(Block):
-    """A block that evaluates a few images at a time."""
+    """Block that processes a few images at a time."""
 
     def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
-        """See Block.forward."""
+        """Apply the block, as Block.forward, a few images at a time if nothing requires the original forward."""
         attn = self.attn
         if torch.is_grad_enabled() or mask is not None or type(attn) is not Attention or _off(self, x) or _has_hooks(self):
             return super().forward(x, grid, terms, mask)
-        images = list(chunks(len(x), 6 * x[0].numel()))  # q, k and v, twice where there are windows
-        # Each part says by itself whether it is in training: dropout in an evaluated model is a method too.
+        images = list(chunks(len(x), 6 * x[0].numel()))  # q, k and v, twice with windows
+        # Checked for each part: dropout may be in training mode in an evaluated model (Monte Carlo dropout).
         if any(part.training for part in self.modules()) or (len(images) == 1 and not self._fast.onednn):
             return super().forward(x, grid, terms)
         terms = self.position(self.window or grid) if terms is None else terms
         backend = "auto+onednn" if self._fast.onednn and attn.backend == "auto" else attn.backend
         tokens = x.reshape(x.shape[0], -1, x.shape[-1])
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        for few in images:
-            own = tokens[few]
-            qkv = attn.project(own if self.post_norm else self.norm1(own))
+        for chunk in images:
+            residual = tokens[chunk]
+            qkv = attn.project(residual if self.post_norm else self.norm1(residual))
             branch = attn.output(attn.attend(qkv, terms, grid, backend=backend))
-            torch.add(own, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[few])
+            torch.add(residual, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[chunk])
         rows = out.view(-1, x.shape[-1])
-        for part in chunks(len(rows), 4 * x.shape[-1]):
-            own = rows[part]
-            own += self.norm2(self.mlp(own)) if self.post_norm else self.ls2(self.mlp(self.norm2(own)))
+        for chunk in chunks(len(rows), 4 * x.shape[-1]):
+            residual = rows[chunk]
+            residual += self.norm2(self.mlp(residual)) if self.post_norm else self.ls2(self.mlp(self.norm2(residual)))
         return out.view(x.shape)
 
 
@@ -126,12 +127,12 @@ _FAST = (FastLinear, FastMlp, FastBlock)
 
 
 def _off(module: nn.Module, x: Tensor) -> bool:
-    """Whether a call has to go the plain way, because of its tensors or of what is done with it."""
-    learns = module.training or torch.is_grad_enabled()
+    """True if this call must use the original forward, because of its tensors or the mode in which it runs."""
+    training = module.training or torch.is_grad_enabled()
     return (
         _is_recorded()
-        or (learns and not (module._fast.training and x.dtype == torch.float32))
-        or type(x) is not Tensor  # a proxy, a fake or a subclass
+        or (training and not (module._fast.training and x.dtype == torch.float32))
+        or type(x) is not Tensor  # a proxy, a fake tensor or a subclass
         or x.device.type != "cpu"
         or x.dtype not in (torch.float32, torch.bfloat16)
         or x.dim() < 2
@@ -140,7 +141,7 @@ def _off(module: nn.Module, x: Tensor) -> bool:
 
 
 def _takes_product(linear: nn.Linear, x: Tensor) -> bool:
-    """Whether oneDNN takes the product of x with the layer's weight."""
+    """True if oneDNN can multiply x with the layer's weight."""
     weight = linear.weight
     return type(weight) is nn.Parameter and weight.dtype == x.dtype and x.shape[-1] == weight.shape[1] and takes(x.dtype)
 
@@ -157,17 +158,17 @@ def _is_recorded() -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether anyone looks at the parts of a module, its encoding apart, or has replaced their forward."""
-    everywhere = torch.nn.modules.module
-    apart = {part for own in module.modules() if isinstance(own, PositionEncoding) for part in own.modules()}
-    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks) or any(
+    """True if a part of the module, its encoding excepted, has a hook or a replaced forward."""
+    nn_module = torch.nn.modules.module
+    in_encodings = {part for each in module.modules() if isinstance(each, PositionEncoding) for part in each.modules()}
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks) or any(
         part._forward_hooks
         or part._forward_pre_hooks
         or part._backward_hooks
         or part._backward_pre_hooks
         or "forward" in vars(part)
         for part in module.modules()
-        if part not in apart
+        if part not in in_encodings
     )
 
 

@@ -1,6 +1,6 @@
-"""Data sets: `shapes`, drawn by the package itself, folders of images, tar shards, and torchvision's sets.
+"""Data sets: `shapes` (synthetic images), folders of images, tar shards, and torchvision's sets.
 
-`create_dataset` builds any of them by name or path; augmentation, decoding and packing into shards are here too.
+`create_dataset` builds any of them by name or path. Augmentation, decoding and packing into shards are here too.
 """
 
 import re
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 SHAPES_TRAIN, SHAPES_VAL = 10_000, 1_000
-SHAPES: dict[str, dict[str, Any]] = {  # sets drawn by the package, and what they ask of `Shapes`
+SHAPES: dict[str, dict[str, Any]] = {  # synthetic data sets, and the arguments of `Shapes` for each
     "shapes": {},
     "shapes-place": {"label": "place"},
     "shapes-corner": {"region": (0.0, 0.0, 0.75, 0.75)},
@@ -67,27 +67,27 @@ def create_dataset(
     download: bool = False,
     **view: Any,
 ) -> Dataset:
-    """A data set of (float32 [3, H, W] normalised, class index) with `.classes: list[str]`.
+    """Build a data set of (normalised float32 [3, H, W], class index) pairs, with the attribute `classes: list[str]`.
 
     Args:
-        data: "shapes", "shapes-place" (the class is the part of the image that the objects are in) or "shapes-corner" (they
-            keep to the upper left three quarters of each axis, in training and evaluation); a folder that holds
-            `train/<class>/` and `val/<class>/`; a folder of shards (it has `index.json`); or a set of torchvision's and its
-            root, "food101:/path" (`vitrel.data.sets.SETS`).
+        data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
+            objects stay in the upper left three quarters of each axis, in training and evaluation); a folder that holds
+            `train/<class>/` and `val/<class>/`; a folder of shards (with `index.json`); or a torchvision set and its root,
+            "food101:/path" (`vitrel.data.sets.SETS`).
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
-        mean, std: from the model's `pretrained_cfg`.
-        augment: what is drawn for each training image; None prepares them as for evaluation. Not for `shapes`.
-        n: number of images: for `shapes` 10,000 to train and 1,000 to evaluate by default, for all else all.
-        seed: of the shapes, of the augmentation, and of the choice of n.
-        reading: decoder, pixel limit, what happens to unreadable images, and whether links to folders are followed.
-        download: let torchvision fetch a set that is not at its root; nothing uses the network otherwise.
-        view: `crop_pct` and `interpolation` from the model's `pretrained_cfg`, `protocol` ("scale": the same field of view at
-            every size, "canvas": objects keep their pixels, or "native": the whole image, at the size that a `Draw` gives) and
-            `base_size`, (H, W) of training, which `canvas` needs; as `Prepare` takes them.
+        mean, std: per-channel normalisation, from the model's `pretrained_cfg`.
+        augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
+        n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
+        seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
+        reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
+        download: let torchvision download a set that is not at its root; nothing else uses the network.
+        view: further arguments of `Prepare`: `crop_pct` and `interpolation` from the model's `pretrained_cfg`; `protocol`,
+            "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native" (the
+            whole image, at the size of each `Draw`); and `base_size`, the training (H, W), which `canvas` needs.
 
     Raises:
-        ValueError: for an unknown split, data of another layout or from elsewhere, or settings that do not apply to `data`.
+        ValueError: an unknown split, data of an unknown kind or layout, or settings that do not apply to `data`.
     """
     if split not in ("train", "val"):
         raise ValueError(f"unknown split {split!r}; use 'train' or 'val'")
@@ -95,38 +95,38 @@ def create_dataset(
     prepare = Prepare(size, mean, std, **view)
     if data in SHAPES:
         if augment is not None:
-            raise ValueError("shapes vary in place, size and colour by themselves, and mirroring changes the label: no augment")
-        how = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
-        how["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # drawn square, so that native is scale
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **how)
+            raise ValueError("shapes are not augmented, since mirroring would change their labels: leave out augment")
+        options = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
+        options["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # for square images, native equals scale
+        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **options)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, view.get("crop_pct", 1.0))
-    named = _torchvision_set(data)
-    if named:
-        return TorchvisionSet(*named, split, prepare, augmenter, n, seed, reading, download)
+    name_and_root = _torchvision_set(data)
+    if name_and_root:
+        return TorchvisionSet(*name_and_root, split, prepare, augmenter, n, seed, reading, download)
     kind = Shards if (Path(data) / INDEX).is_file() else Folder
     return kind(data, split, prepare, augmenter, n, seed, reading)
 
 
 def class_names(data: str, download: bool = False) -> list[str]:
-    """The classes of a data set to train on, without building it."""
+    """Return the class names of a data set (`data` as in `create_dataset`) without building it."""
     _check_text(data)
     if data in SHAPES:
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
-    named = _torchvision_set(data)
-    if named:
-        return set_classes(*named, download)
+    name_and_root = _torchvision_set(data)
+    if name_and_root:
+        return set_classes(*name_and_root, download)
     return shard_index(data)["classes"] if (Path(data) / INDEX).is_file() else folder_classes(data)
 
 
 def _check_text(data: str) -> None:
     if shown(data) != str(data):
-        raise ValueError(f"the path of the data is no UTF-8: {shown(data)}; results name the data, so rename the folder")
+        raise ValueError(f"the path of the data is not valid UTF-8: {shown(data)}; results contain it, so rename the folder")
 
 
 def _torchvision_set(data: str) -> tuple[str, str] | None:
-    """(name, root) of "name:root"; None for a path. ValueError for what is neither."""
+    """(name, root) of the text "name:root", None for a path; ValueError for an unknown set or an address."""
     name, colon, root = data.partition(":")
     if name in SETS and root:
         return name, root
@@ -135,14 +135,14 @@ def _torchvision_set(data: str) -> tuple[str, str] | None:
     near = nearest(name, SETS, 1)
     hint = f"did you mean {near[0]}:{root}? " if near else ""
     raise ValueError(
-        f"data {data!r} is neither a folder nor a set by name: {hint}The sets are {', '.join(SETS)}, as <set>:<root>. "
+        f"data {data!r} is neither a folder nor a known set: {hint}The sets are {', '.join(SETS)}, as <set>:<root>. "
         "Addresses such as pipe:, http: or s3: are not read, because they run commands or use the network: copy "
         "the data to a disk first"
     )
 
 
-def create_shapes(split: Split, n: int | None = None, seed: int = 0, **how: Any) -> Shapes:
-    """`Shapes(n, **how)` with the default n of the split and a seed of its own, so that no evaluation image is trained on."""
+def create_shapes(split: Split, n: int | None = None, seed: int = 0, **options: Any) -> Shapes:
+    """Return `Shapes(n, **options)` for a split, with the split's default n and seeds that the other split never uses."""
     if n is None:
         n = SHAPES_TRAIN if split == "train" else SHAPES_VAL
-    return Shapes(n, seed=2 * seed + (split == "train"), **how)
+    return Shapes(n, seed=2 * seed + (split == "train"), **options)

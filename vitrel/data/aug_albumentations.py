@@ -1,14 +1,14 @@
-"""Augmentation by albumentations: the only file that imports it and OpenCV.
+"""Augmentation with albumentations; the only file that imports albumentations and OpenCV.
 
-albumentations has no RandAugment: its operations are written out here on uint8 [h, w, 3]. Colour operations give what PIL and
-so timm give, here and there one grey level off; geometric ones differ in rounding, and at the rim, which OpenCV blends with the
-fill colour.
+albumentations has no RandAugment, so its operations are implemented here, on uint8 [h, w, 3]. Colour operations give the
+results of PIL, and so of timm, up to one grey level. Geometric operations differ in rounding, and at the border, which OpenCV
+blends with the fill colour.
 """
 
 import os
 import random
 
-# albumentations asks the network for its newest version unless told not to before it is imported
+# set before the import, or albumentations would look up its newest version on the network
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
 
 import albumentations as A
@@ -27,16 +27,16 @@ FLAGS = {
     "bilinear": (cv2.INTER_LINEAR,),
     "random": (cv2.INTER_LINEAR, cv2.INTER_CUBIC),
 }
-SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's SMOOTH, which sharpening starts from
+SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's SMOOTH filter, used by Sharpness
 
 
 class AlbumentationsPipeline:
-    """uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
+    """Augments uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
 
     Args:
-        settings: what is drawn.
-        size: (H, W), pixels.
-        mean: fill colour, in units of the full range (0 to 1).
+        settings: the augmentation.
+        size: (H, W) of the result, pixels.
+        mean: fill colour, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
@@ -62,9 +62,9 @@ class AlbumentationsPipeline:
         self.steps = A.Compose(steps)
 
     def __call__(self, image: Tensor, state: np.random.SeedSequence) -> Tensor:
-        """Draws from `state` alone."""
-        # Not set_random_seed: it gives every transform the same stream, so that e.g. only mirrored images would be blurred.
-        # One shared pair of generators keeps the draws independent.
+        """Return the augmented image, with random numbers from `state` only."""
+        # set_random_seed would give every transform the same random numbers, so that e.g. only mirrored images would be
+        # blurred. One pair of generators shared by all transforms keeps them independent.
         self.steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
         array = self.steps(image=image.permute(1, 2, 0).contiguous().numpy())["image"]  # [H, W, 3]
         return torch.from_numpy(array).permute(2, 0, 1)
@@ -76,7 +76,7 @@ def _resized_crop(settings: Augmentation, size: tuple[int, int], flag: int) -> A
         scale=settings.scale,
         ratio=settings.crop_ratio(size),
         interpolation=flag,
-        area_for_downscale="image",  # cubic alone aliases when it shrinks
+        area_for_downscale="image",  # OpenCV's cubic interpolation aliases when it shrinks images
         p=1.0,
     )
 
@@ -92,8 +92,8 @@ def _policy_step(policy: Policy, fill: tuple[int, ...], flags: tuple[int, ...]) 
     return (_RandAugment if policy.kind == "rand" else _AugMix)(policy, fill, flags)
 
 
-class _Drawn(A.ImageOnlyTransform):
-    """Operations drawn from the random state of the Compose it stands in."""
+class _RandomOperations(A.ImageOnlyTransform):
+    """Abstract transform of random RandAugment operations, with the random state of the Compose that contains it."""
 
     def __init__(self, policy: Policy, colour: tuple[int, ...], flags: tuple[int, ...]) -> None:
         super().__init__(p=1.0)
@@ -106,7 +106,7 @@ class _Drawn(A.ImageOnlyTransform):
         return operate(name, image, argument, self.colour, rng.choice(self.flags))
 
 
-class _RandAugment(_Drawn):
+class _RandAugment(_RandomOperations):
     def apply(self, img: np.ndarray, **params) -> np.ndarray:
         for _ in range(self.policy.layers):
             if self.py_random.random() < self.policy.prob:
@@ -114,40 +114,40 @@ class _RandAugment(_Drawn):
         return img
 
 
-class _AugMix(_Drawn):
+class _AugMix(_RandomOperations):
     def apply(self, img: np.ndarray, **params) -> np.ndarray:
-        shares = self.random_generator.dirichlet([self.policy.alpha] * self.policy.width)
-        share = self.random_generator.beta(self.policy.alpha, self.policy.alpha)
+        weights = self.random_generator.dirichlet([self.policy.alpha] * self.policy.width)
+        share = self.random_generator.beta(self.policy.alpha, self.policy.alpha)  # of the augmented image
         mixed = np.float32(1 - share) * img
-        for part in shares:
+        for weight in weights:
             chain = img
             for _ in range(self.policy.depth if self.policy.depth > 0 else self.py_random.randint(1, 3)):
                 chain = self.operation(chain)
-            mixed += np.float32(share * part) * chain
+            mixed += np.float32(share * weight) * chain
         return mixed.clip(0, 255).astype(np.uint8)
 
 
 def operate(
     name: str, image: np.ndarray, argument: float, fill: tuple[int, ...] = (128, 128, 128), flag: int = cv2.INTER_LINEAR
 ) -> np.ndarray:
-    """One operation of RandAugment.
+    """Apply one operation of RandAugment.
 
     Args:
-        name: a key of `vitrel.data.rand_augment.RAND`.
+        name: name of the operation, a key of `vitrel.data.rand_augment.RAND`.
         image: uint8 [h, w, 3].
-        argument: degrees of "Rotate" (counter-clockwise), tangent of a shear, share of the side of a translation (to the left,
-            to the top), bits kept by "Posterize", threshold of "Solarize", grey levels of "SolarizeAdd", factor of "Color",
-            "Contrast", "Brightness", "Sharpness" (1 changes nothing); the others ignore it.
-        fill: colour of what a geometric operation uncovers.
-        flag: OpenCV's interpolation of geometric operations.
+        argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear, share of the side of a translation (to
+            the left, to the top), bits kept by "Posterize", threshold of "Solarize", grey levels added by "SolarizeAdd", factor
+            of "Color", "Contrast", "Brightness", "Sharpness" (1 changes nothing); the other operations ignore it.
+        fill: colour of pixels that a geometric operation leaves without content.
+        flag: OpenCV's interpolation flag for geometric operations.
 
     Returns:
         uint8 [h, w, 3].
     """
     if name in MATRICES:
         matrix = np.array(MATRICES[name](argument, *image.shape[:2]), np.float64)
-        how = {"borderMode": cv2.BORDER_CONSTANT, "borderValue": fill}
-        return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=flag | cv2.WARP_INVERSE_MAP, **how)
+        border = {"borderMode": cv2.BORDER_CONSTANT, "borderValue": fill}
+        return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=flag | cv2.WARP_INVERSE_MAP, **border)
     if name in TABLES:
         return cv2.LUT(image, _grey_levels(TABLES[name](argument)))
     return IMAGES[name](image, argument)
@@ -160,7 +160,7 @@ def _rotation(degrees: float, h: int, w: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _grey_levels(table: np.ndarray) -> np.ndarray:
-    return table.clip(0, 255).astype(np.uint8)  # cut off like PIL, not rounded
+    return table.clip(0, 255).astype(np.uint8)  # truncated as in PIL, not rounded
 
 
 def _per_channel(image: np.ndarray, tables: list[np.ndarray]) -> np.ndarray:
@@ -185,11 +185,11 @@ def _equalize(image: np.ndarray, _: float) -> np.ndarray:
 
 
 def _blend(start: np.ndarray, image: np.ndarray, factor: float) -> np.ndarray:
-    return cv2.addWeighted(image, factor, start, 1 - factor, -0.499)  # OpenCV rounds, PIL cuts off
+    return cv2.addWeighted(image, factor, start, 1 - factor, -0.499)  # the offset turns OpenCV's rounding into PIL's truncation
 
 
 def _blend_table(grey: int, factor: float) -> np.ndarray:
-    return grey + np.float32(factor) * (RAMP.astype(np.float32) - grey)  # single precision, as PIL
+    return grey + np.float32(factor) * (RAMP.astype(np.float32) - grey)  # float32, as in PIL
 
 
 def _color(image: np.ndarray, factor: float) -> np.ndarray:
@@ -203,13 +203,13 @@ def _contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    smooth = image.copy()  # the border stays as it is
+    smooth = image.copy()  # the border is not filtered, as in PIL
     smooth[1:-1, 1:-1] = cv2.filter2D(image, -1, SMOOTH)[1:-1, 1:-1]
     return _blend(smooth, image, factor)
 
 
 RAMP = np.arange(256.0)
-# rows of the map from the result to the image, pixel centres on whole numbers
+# (argument, h, w) to the two rows of the affine map from result to image coordinates (x, y); pixel centres are integers
 MATRICES = {
     "Rotate": _rotation,
     "ShearX": lambda v, h, w: ((1, v, v / 2), (0, 1, 0)),
@@ -217,7 +217,7 @@ MATRICES = {
     "TranslateX": lambda v, h, w: ((1, 0, v * w), (0, 1, 0)),
     "TranslateY": lambda v, h, w: ((1, 0, 0), (0, 1, v * h)),
 }
-# grey level to grey level
+# argument to a lookup table [256], from grey level to grey level
 TABLES = {
     "Invert": lambda v: 255 - RAMP,
     "Posterize": lambda v: RAMP.astype(int) & (256 - (1 << (8 - min(8, max(0, int(v)))))),
@@ -225,6 +225,7 @@ TABLES = {
     "SolarizeAdd": lambda v: np.where(RAMP < 128, RAMP + v, RAMP),
     "Brightness": lambda v: _blend_table(0, v),
 }
+# operations that depend on the whole image
 IMAGES = {
     "AutoContrast": _autocontrast,
     "Equalize": _equalize,

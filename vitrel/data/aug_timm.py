@@ -1,4 +1,4 @@
-"""Augmentation by timm, whose transforms work on PIL images."""
+"""Augmentation with timm's transforms, which work on PIL images."""
 
 import numpy as np
 from PIL import Image
@@ -9,12 +9,12 @@ from vitrel.data.augmentation import Augmentation
 
 
 class TimmPipeline:
-    """uint8 [3, h, w] to uint8 [3, H, W]: `timm.data.create_transform` for training, before normalisation.
+    """Augments uint8 [3, h, w] to uint8 [3, H, W]: `timm.data.create_transform` for training, without normalisation.
 
     Args:
-        settings: what is drawn.
-        size: (H, W), pixels.
-        mean: fill colour, in units of the full range (0 to 1).
+        settings: the augmentation.
+        size: (H, W) of the result, pixels.
+        mean: fill colour, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
@@ -42,8 +42,11 @@ class TimmPipeline:
                     operation.aug_fn = _posterize
 
     def __call__(self, image: Tensor, state: np.random.SeedSequence) -> Tensor:
-        """Draws from python's and torch's global generators, and from numpy's, which is seeded and put back here."""
-        before = np.random.get_state()  # noqa: NPY002 that is where timm draws
+        """Return the augmented image, with random numbers of Python's, torch's and NumPy's global generators.
+
+        NumPy's generator is seeded from `state`, and restored afterwards; the caller seeds the other two.
+        """
+        before = np.random.get_state()  # noqa: NPY002 timm uses the global generator
         np.random.seed(int(state.generate_state(4)[3]))  # noqa: NPY002
         try:
             return self.steps(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
@@ -52,6 +55,6 @@ class TimmPipeline:
 
 
 def _posterize(image: Image.Image, bits: int, **_: object) -> Image.Image:
-    # timm's own keeps 0 bits at magnitude 10, which newer Pillow refuses: one image in some thousands would end the run
+    # timm's function keeps 0 bits at magnitude 10, an error in newer Pillow that would end a run after some thousand images
     bits = min(8, max(0, bits))
     return image.point([level & (256 - (1 << (8 - bits))) for level in range(256)] * 3)

@@ -1,7 +1,7 @@
-"""Training augmentation: what is drawn, and from which random state.
+"""Training augmentation of one image, with a reproducible random state.
 
-The random state of every view of an image is drawn from (seed, epoch, index, repeat) alone, whichever library draws: batches
-are the same for any number of workers, and a resumed run augments as an uninterrupted one would have.
+The random state of every view of an image depends on (seed, epoch, index, repeat) only, with every library. Therefore batches
+are the same for any number of workers, and a resumed run augments images as an uninterrupted run does.
 """
 
 import random
@@ -21,13 +21,13 @@ from vitrel.extras import optional_import
 
 
 class Augmenter:
-    """Draws one view of an image and normalises it.
+    """Returns a randomly augmented, normalised view of an image.
 
     Args:
-        settings: what is drawn.
+        settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean, std: per channel, in units of the full range (0 to 1).
-        seed: of the run.
+        mean, std: per-channel normalisation of values from 0 to 1.
+        seed: seed of the run.
         crop_pct: share of the resized image that the "center" crop keeps, as in evaluation.
     """
 
@@ -48,23 +48,27 @@ class Augmenter:
         self.pipelines = {self.size: _pipeline(settings, self.size, mean)}
 
     def __call__(self, image: Tensor, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
-        """uint8 [3, h, w] to normalised float32 [3, H, W]; `size` (H, W) takes the place of the own size, for this image only.
+        """Return the augmented image, normalised float32 [3, H, W].
 
-        `repeat` numbers the views of one image within an epoch.
+        Args:
+            image: uint8 [3, h, w].
+            epoch, index: epoch of training, and index of the image, which seed the random numbers.
+            repeat: number of this view of the image within the epoch.
+            size: (H, W) of the result; by default the augmenter's size.
         """
         size = self.size if size is None else (size[0], size[1])
         if size not in self.pipelines:
             self.pipelines[size] = _pipeline(self.settings, size, self.mean)
-        # the sequence pads with zeros: view 0 draws as (seed, epoch, index) alone
+        # SeedSequence pads with zeros, so view 0 has the random numbers of (seed, epoch, index)
         state = np.random.SeedSequence((self.seed, epoch, index, repeat))
         with _seeded(state):
             if self.settings.crop != "random_resized":
-                image = self._covered(image, size)
+                image = self._resized_and_cropped(image, size)
             image = normalise(self.pipelines[size](image, state), self.mean, self.std)
             return image if self.erase is None else self.erase(image)
 
-    def _covered(self, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """The "simple" and the "center" crop, the same in every library."""
+    def _resized_and_cropped(self, image: Tensor, size: tuple[int, int]) -> Tensor:
+        """The "simple" or the "center" crop, computed by torchvision whatever the library."""
         interpolation = self.settings.interpolation
         if interpolation == "random":
             interpolation = random.choice(list(INTERPOLATIONS))
@@ -77,9 +81,9 @@ class Augmenter:
 
 @contextmanager
 def _seeded(state: np.random.SeedSequence) -> Iterator[None]:
-    """The global generators of python and torch draw from `state` inside, and go on after as if nothing had been drawn."""
+    """Seed the global generators of Python and torch (CPU) from `state` within the block, and restore them after it."""
     before = random.getstate(), torch.get_rng_state()
-    seeds = state.generate_state(3).tolist()  # the first is albumentations' own
+    seeds = state.generate_state(3).tolist()  # the first is used by AlbumentationsPipeline
     random.seed(seeds[1])
     torch.default_generator.manual_seed(seeds[2])  # torch.manual_seed would also set the accelerators' generators
     try:
@@ -90,7 +94,7 @@ def _seeded(state: np.random.SeedSequence) -> Iterator[None]:
 
 
 def _pipeline(settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]):
-    # imported here because evaluation and the built-in data need neither albumentations nor OpenCV
+    # imported here because evaluation and `shapes` need neither albumentations nor OpenCV
     if settings.library == "albumentations":
         with optional_import():
             from vitrel.data.aug_albumentations import AlbumentationsPipeline

@@ -1,4 +1,4 @@
-"""What all data sets that read images have in common: epoch, preparation, unreadable images."""
+"""The base class of data sets that read images: preparation, augmentation, unreadable images, caching."""
 
 import hashlib
 import json
@@ -18,20 +18,21 @@ from vitrel.data.decode import BadImage, Reading
 from vitrel.data.draw import Draw
 from vitrel.data.memory import names_image
 
-HEADER_READERS = 16  # threads: on a network disk they wait
+HEADER_READERS = 16  # threads; many, because on a network disk they mostly wait
 
 
 class ImageSet(Dataset, ABC):
-    """Items are (float32 [3, H, W] normalised, class index), asked for by index or `Draw`.
+    """Abstract data set of images; its items, by index or `Draw`, are (normalised float32 [3, H, W], class index).
 
-    `bad` uint8 [n] marks the images that could not be read, and is shared with loader processes, as the epoch is.
+    `bad`, uint8 [n], is 1 for images found unreadable; it is shared with loader processes, as the epoch is.
 
     Args:
-        classes: names, by label.
+        classes: class names, by label.
         n: number of images.
-        prepare: uint8 [3, h, w] to the item's image, when nothing is augmented; `Prepare` for other sizes and "leave_out".
-        augment: (uint8 [3, h, w], epoch, index, repeat, size) to the item's image; takes the place of `prepare`.
-        reading: decoder, limits, and what happens to unreadable images.
+        prepare: maps uint8 [3, h, w] to the item's image, without augmentation. Must be a `Prepare` for draws with a size and
+            for `on_bad="leave_out"`.
+        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
+        reading: decoder, limits, and handling of unreadable images.
     """
 
     def __init__(
@@ -50,31 +51,31 @@ class ImageSet(Dataset, ABC):
 
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, int]:
-        """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
+        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
 
     @abstractmethod
     def image_size(self, index: int) -> tuple[int, int]:
-        """(height, width) of an image in its file, pixels, without decoding it; `BadImage` where its header cannot be read."""
+        """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
 
     @abstractmethod
     def label(self, index: int) -> int:
-        """The label of an image, without decoding it."""
+        """Return the label of an image, without decoding it."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where the image lies, for messages."""
+        """Return the location of an image (path, or shard and key), for messages."""
 
     @property
     def epoch(self) -> int:
-        """The epoch whose augmentations are drawn."""
+        """The epoch that seeds the augmentation."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose augmentations are drawn from now on, in loader processes too."""
+        """Set the epoch that seeds the augmentation, in running loader processes too."""
         self._epoch.fill_(epoch)
 
     def forget(self) -> None:
-        """Free the cached images; they are decoded again when they are asked for."""
+        """Free the cached images; they are decoded again when needed."""
         self._cached.clear()
 
     def __len__(self) -> int:
@@ -84,48 +85,55 @@ class ImageSet(Dataset, ABC):
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
-        image, label, at = self._readable(draw.index)
+        image, label, source = self._readable(draw.index)
         if image is None:
             return torch.zeros(3, *(draw.size or self.prepare.size)), -1
-        return self.finish(image, draw, at), label
+        return self.finish(image, draw, source), label
 
-    def finish(self, image: Tensor, draw: Draw, at: int) -> Tensor:
-        """uint8 [3, h, w] of index `at` prepared or augmented to normalised float32 [3, H, W], as `draw` asks for.
+    def finish(self, image: Tensor, draw: Draw, source: int) -> Tensor:
+        """Return a decoded image augmented or prepared for its draw, normalised float32 [3, H, W].
 
-        MemoryError with the image's name and size where memory runs out.
+        Args:
+            image: uint8 [3, h, w].
+            draw: gives the size, and the index and repeat that seed the augmentation.
+            source: index of `image`, which is not `draw.index` if it replaces an unreadable image.
+
+        Raises:
+            MemoryError: memory runs out; the text has the image's name and size.
         """
-        with names_image(lambda: f"{self._sized(image, at)} was prepared{' at {}x{}'.format(*draw.size) if draw.size else ''}"):
+        at_size = " at {}x{}".format(*draw.size) if draw.size else ""
+        with names_image(lambda: f"{self._with_size(image, source)} was prepared{at_size}"):
             if self.augment is not None:
                 return self.augment(image, self.epoch, draw.index, draw.repeat, draw.size)
             prepare = self.prepare if draw.size is None else self.prepare.at(draw.size)
             return prepare(image)
 
     def class_counts(self) -> list[int]:
-        """Number of images of each class."""
+        """Return the number of images of each class."""
         labels = [self.label(i) for i in range(len(self))]
         return np.bincount(labels, minlength=len(self.classes)).tolist()
 
     def contents(self) -> list[str]:
-        """What the set holds, wherever it lies: of each image in order the name below the set's folder, a tab and the label."""
+        """Return one line per image, in order: its name relative to the set's folder, a tab, its label."""
         return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
 
     def names(self) -> list[str]:
-        """The name of each image in order, wherever the set lies."""
+        """Return the name of each image relative to the set's folder, in order."""
         return [line.rpartition("\t")[0] for line in self.contents()]
 
     def checksums(self) -> Iterable[str]:
-        """SHA-256 of the bytes of the images; none where `contents` has them."""
+        """Return SHA-256 sums of the image files, in order; empty if `contents` includes them."""
         return ()
 
     def digest(self) -> str:
-        """SHA-256 of the whole set, wherever it lies: classes, `contents` and `checksums`. It reads every file once."""
+        """Return a SHA-256 of the classes, `contents` and `checksums`, independent of the set's folder; reads every file."""
         digest = hashlib.sha256(json.dumps([self.classes, len(self), self.contents()]).encode())
         for checksum in self.checksums():
             digest.update(checksum.encode())
         return digest.hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
-        """(height, width) of every image in its file, pixels; (1, 1) of unreadable headers unless `on_bad` is "raise"."""
+        """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers, unless `on_bad` is "raise"."""
 
         def size(index: int) -> tuple[int, int]:
             try:
@@ -141,51 +149,52 @@ class ImageSet(Dataset, ABC):
         return self._sizes
 
     def bad_indices(self) -> list[int]:
-        """Images that were asked for and could not be read so far, by any process."""
+        """Return the indices of the images found unreadable so far, by any process."""
         return self.bad.nonzero().flatten().tolist()
 
     def _readable(self, index: int) -> tuple[Tensor | None, int, int]:
-        """(image, label, index) of the image, or of what `on_bad` puts in its place: (None, -1, index) if it is left out."""
+        """(image, label, its index) of image `index`, or of its replacement by `on_bad`; (None, -1, index) if left out."""
         for step in range(self.reading.bad_limit):
-            at = (index + step) % len(self)
+            source = (index + step) % len(self)
             try:
-                return *(self.read(at) if self.reading.cached_side is None else self._from_cache(at)), at
+                return *(self.read(source) if self.reading.cached_side is None else self._from_cache(source)), source
             except BadImage as error:
                 if self.reading.on_bad == "raise":
                     raise
-                self.bad[at] = 1
+                self.bad[source] = 1
                 if self.reading.on_bad == "leave_out":
-                    return None, -1, at
+                    return None, -1, source
                 last = error
         raise bad_in_a_row(self.reading.bad_limit, last)
 
     def _from_cache(self, index: int) -> tuple[Tensor, int]:
-        """As `read`, reduced, and from the cache once it was asked for."""
+        """The result of `read` with the image reduced to `cached_side`; cached after the first time."""
         if index not in self._cached:
             image, label = self.read(index)
             if min(image.shape[-2:]) > self.reading.cached_side:
-                with names_image(lambda: f"{self._sized(image, index)} was reduced to be cached"):
+                with names_image(lambda: f"{self._with_size(image, index)} was reduced to be cached"):
                     image = resize(image, [self.reading.cached_side], InterpolationMode.BICUBIC, antialias=True)
             self._cached[index] = image, label
         return self._cached[index]
 
-    def _sized(self, image: Tensor, index: int) -> str:
+    def _with_size(self, image: Tensor, index: int) -> str:
+        """Name and size of an image, for messages."""
         return f"{self.name(index)} ({image.shape[-2]}x{image.shape[-1]} pixels)"
 
 
 def bad_in_a_row(count: int, last: BadImage) -> BadImage:
-    """The error where too many images in a row are unreadable."""
-    return BadImage(f"{count} images in a row cannot be read, so the data as a whole seems damaged; the last: {last}")
+    """Return the error for `count` unreadable images in a row, of which `last` is the last error."""
+    return BadImage(f"{count} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
 
 def sha256(path: str | Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:
-    """`sha256` of each file in order, "" for one that cannot be opened; several are read at once."""
+    """Yield the `sha256` of each file, in order, "" for a file that cannot be opened; several files are read in parallel."""
 
     def checksum(path: str | Path) -> str:
         try:
@@ -198,9 +207,12 @@ def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:
 
 
 def subset(total: int, n: int | None, seed: int, where: str) -> list[int]:
-    """n of `total` indices drawn by seed, in order; all where n is None. ValueError where there are fewer."""
+    """Return n random indices of `total` in increasing order, all if n is None; ValueError if n is not within 1..total.
+
+    `where` names the data in the error.
+    """
     if n is None:
         return list(range(total))
     if not 0 < n <= total:
-        raise ValueError(f"{where} holds {total} images, {n} were asked for")
+        raise ValueError(f"{where} holds {total} images: the number of images must be within 1..{total}, not {n}")
     return sorted(np.random.default_rng(seed).permutation(total)[:n].tolist())

@@ -1,16 +1,16 @@
-"""Encoded images to uint8 RGB, by one rule for every decoder.
+"""Decoding of image files to uint8 RGB, with the same result for every decoder.
 
-The header is read first; an image of too many pixels is refused before anything is decoded. JPEG, PNG, WebP, GIF and BMP are
-told apart by content, not by name. Of each:
+The header is read first: an image with too many pixels is an error before it is decoded. JPEG, PNG, WebP, GIF and BMP are
+recognised by content, not by name. The rules of conversion:
 
 - grey is repeated into three channels, palettes are looked up, CMYK is converted as Pillow does;
 - alpha and transparent colours are dropped, not blended: the stored colour stays;
 - 16 bits per channel keep their high byte;
-- the orientation that EXIF asks for is ignored, as timm and torchvision's `ImageFolder` do;
-- of an animation the first frame is taken.
+- the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do;
+- of an animation, the first frame is taken.
 
-torchvision decodes 8-bit RGB and grey JPEG and WebP, Pillow the rest under either name: torchvision's PNG decoder returns
-uint16 for 16-bit files and ends the process (segmentation fault) at a damaged stream.
+With decoder="torchvision", torchvision decodes JPEG and WebP files of 8-bit RGB or grey, and Pillow all others, because
+torchvision's PNG decoder returns uint16 for 16-bit files and crashes the process (segmentation fault) on a damaged stream.
 """
 
 import errno
@@ -33,11 +33,11 @@ from vitrel.data.memory import names_image, ran_out
 from vitrel.files import shown
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # of files that are taken for images
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn: 268 MB of RGB
-HARD_LIMIT = 2 * MAX_PIXELS  # where Pillow refuses by itself
-WAY_OUT = "repair or remove it"
-# what is wrong with the path and not with the machine, such as too many open files
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # suffixes of image files
+MAX_PIXELS = 89_478_485  # Pillow warns above this number: 268 MB of RGB
+HARD_LIMIT = 2 * MAX_PIXELS  # Pillow raises an error above this number
+REMEDY = "repair or remove it"
+# errors of the path itself, as opposed to errors of the machine, such as too many open files
 UNREADABLE = (
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG
 )  # fmt: skip
@@ -47,27 +47,28 @@ OnBad = Literal["raise", "replace", "leave_out"]
 
 
 class BadImage(ValueError):
-    """An image that cannot be decoded whole, or that is too large; the text names it."""
+    """An image is damaged, not decodable or too large; the text names it."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read, and what happens to those that cannot be.
+    """Settings of reading image files: decoder, limits, unreadable images, cache, symbolic links.
 
     Args:
-        decoder: "torchvision" or "pillow"; the rule and the result are the same.
-        max_pixels: larger images are refused before they are decoded; at most 178,956,970, where Pillow ends.
-        on_bad: "raise" stops; "replace" (training) takes the next readable image with its own label; "leave_out" (evaluation)
-            gives zeros labelled -1, which metrics must leave out. The last two mark the image in `.bad`.
-        bad_limit: "replace" stops after this many unreadable images in a row.
-        bad_share: training stops when more than this share of its images turned out to be unreadable.
-        cached_side: shorter side, pixels, to which larger images are reduced once decoded (antialiased bicubic), then cached in
-            the memory of every process that loads them: a small set is decoded once. In training alone. Null caches nothing.
-        follow_links: look for images in folders that links inside class folders lead to. Class folders and image files may be
-            links in any case, and one file counts once. Of an image folder alone.
+        decoder: "torchvision" or "pillow"; both give the same rules of conversion.
+        max_pixels: images with more pixels count as unreadable, before they are decoded; at most 178,956,970, Pillow's limit.
+        on_bad: handling of unreadable images: "raise" an error; "replace" (for training) by the next readable image and its
+            label; "leave_out" (for evaluation), an image of zeros with label -1, which metrics must ignore. "replace" and
+            "leave_out" mark the image in the data set's `bad`.
+        bad_limit: "replace" raises an error after this number of unreadable images in a row.
+        bad_share: training stops when more than this share of its images is unreadable.
+        cached_side: cache decoded training images in the memory of each loader process, with larger images reduced to this
+            shorter side in pixels (antialiased bicubic); for small data sets. Null: no cache.
+        follow_links: also read folders that symbolic links inside class folders point to (image folders only). Class folders
+            and image files may always be links, and a file that several links point to counts once.
 
     Raises:
-        ValueError: for an unknown decoder or on_bad, or a limit out of range.
+        ValueError: an unknown decoder or on_bad, or a limit out of range.
     """
 
     decoder: Decoder = "torchvision"
@@ -83,29 +84,29 @@ class Reading:
         if self.on_bad not in get_args(OnBad):
             raise ValueError(f"unknown on_bad {self.on_bad!r}; use one of {', '.join(get_args(OnBad))}")
         if not 1 <= self.max_pixels <= HARD_LIMIT:
-            raise ValueError(f"max_pixels lies between 1 and {HARD_LIMIT:,}, where Pillow ends, not {self.max_pixels:,}")
+            raise ValueError(f"max_pixels must be between 1 and {HARD_LIMIT:,} (Pillow's limit), not {self.max_pixels:,}")
         if self.bad_limit < 1:
-            raise ValueError(f"bad_limit is at least 1, not {self.bad_limit}")
+            raise ValueError(f"bad_limit must be at least 1, not {self.bad_limit}")
         if not 0 <= self.bad_share <= 1:
-            raise ValueError(f"bad_share lies between 0 and 1, not {self.bad_share}")
+            raise ValueError(f"bad_share must be between 0 and 1, not {self.bad_share}")
         if self.cached_side is not None and self.cached_side < 1:
-            raise ValueError(f"cached_side is the shorter side of cached images, at least 1 pixel, not {self.cached_side}")
+            raise ValueError(f"cached_side must be at least 1 pixel (shorter side of cached images), not {self.cached_side}")
 
 
 def decode(
     source: str | Path | bytes, max_pixels: int = MAX_PIXELS, decoder: Decoder = "torchvision", name: str = ""
 ) -> Tensor:
-    """uint8 RGB [3, h, w] of an image file, or of its bytes.
+    """Decode an image file, or its bytes, to uint8 RGB [3, h, w].
 
     Args:
         source: path, or encoded bytes.
-        max_pixels: h · w above which the image is refused.
+        max_pixels: maximum h · w.
         decoder: "torchvision" or "pillow".
-        name: what error texts call the image; the path by default.
+        name: name of the image in errors; by default the path.
 
     Raises:
-        BadImage: (a ValueError) with the name, what is wrong and the way out.
-        MemoryError: with the name and the size where memory runs out, which is no fault of the image.
+        BadImage: (a ValueError) the image cannot be decoded or has too many pixels; the text has its name and the reason.
+        MemoryError: memory runs out, which does not mean that the image is bad; the text has its name and size.
     """
     _check_decoder(decoder)
     name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
@@ -119,17 +120,17 @@ def decode(
             if decoder == "torchvision" and _plain(image):
                 file.seek(0)
                 data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-                return decode_image(data, mode=ImageReadMode.RGB).contiguous()  # WebP comes channels last
+                return decode_image(data, mode=ImageReadMode.RGB).contiguous()  # WebP is returned with channels last
             return _by_pillow(image)
-        except Exception as error:  # a damaged file raises almost anything: OSError, SyntaxError, zlib.error, RuntimeError ...
+        except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
             if ran_out(error):
                 raise
-            what = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])  # torchvision's begin with its source file
-            raise BadImage(f"cannot decode {name}: {what}; {WAY_OUT}") from error
+            reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])  # without torchvision's source file and line
+            raise BadImage(f"cannot decode {name}: {reason}; {REMEDY}") from error
 
 
 def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> tuple[int, int]:
-    """(height, width) in pixels that `decode` would give, from the header alone; `BadImage` where it cannot be read."""
+    """Return (height, width) of an image in pixels from its header, without decoding it; `BadImage` as `decode`."""
     name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
     with nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file:
         w, h = _header(file, max_pixels, name).size
@@ -137,7 +138,7 @@ def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: s
 
 
 def open_image(path: str | Path, name: str) -> IO[bytes]:
-    """The opened file; `BadImage` with its name for a path that cannot be opened, a pipe or a device."""
+    """Open an image file for reading; `BadImage` for a path that cannot be opened, and for a pipe or a device."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -145,8 +146,8 @@ def open_image(path: str | Path, name: str) -> IO[bytes]:
     except OSError as error:
         if error.errno not in UNREADABLE:
             raise
-        raise BadImage(f"cannot decode {name}: {error.strerror}; {WAY_OUT}") from error
-    raise BadImage(f"cannot decode {name}: it is a pipe or a device; {WAY_OUT}")  # would be waited for
+        raise BadImage(f"cannot decode {name}: {error.strerror}; {REMEDY}") from error
+    raise BadImage(f"cannot decode {name}: it is a pipe or a device; {REMEDY}")  # opening it could block for ever
 
 
 def _check_decoder(decoder: str) -> None:
@@ -155,20 +156,20 @@ def _check_decoder(decoder: str) -> None:
 
 
 def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
-    """The image with its header read and nothing decoded."""
+    """The image opened by Pillow with only its header read; `BadImage` for a bad header or too many pixels."""
     limit = f"more than max_pixels={max_pixels:,}, so it was not decoded; make it smaller, or raise max_pixels if you trust it"
     try:
         image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
-        pixels = int(re.search(r"\d+", str(error))[0])  # Pillow's own, higher limit; it does not tell the sides
+        pixels = int(re.search(r"\d+", str(error))[0])  # above Pillow's limit; its error has no height and width
         raise BadImage(f"{name} has {pixels:,} pixels, {limit}") from error
     except UnidentifiedImageError as error:
         file.seek(0)
         begins = file.read(16)
-        what = f"not a JPEG, PNG, WebP, GIF or BMP image, it begins with {begins!r}" if begins else "the file is empty"
-        raise BadImage(f"cannot decode {name}: {what}; {WAY_OUT}") from error
+        reason = f"not a JPEG, PNG, WebP, GIF or BMP image, it begins with {begins!r}" if begins else "the file is empty"
+        raise BadImage(f"cannot decode {name}: {reason}; {REMEDY}") from error
     except (OSError, SyntaxError, ValueError) as error:
-        raise BadImage(f"cannot decode {name}: {error}; {WAY_OUT}") from error
+        raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
     w, h = image.size
     if h * w > max_pixels:
         raise BadImage(f"{name} has {h}x{w} (H x W) pixels, {limit}")
@@ -176,15 +177,15 @@ def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
 
 
 def _plain(image: Image.Image) -> bool:
-    """Whether torchvision decodes it, safely and by the rule."""
+    """Whether torchvision decodes the image safely and by the rules of this module."""
     still = image.format in ("JPEG", "MPO") or (image.format == "WEBP" and not getattr(image, "is_animated", False))
     return still and image.mode in ("RGB", "L")
 
 
 def _by_pillow(image: Image.Image) -> Tensor:
-    if image.mode.startswith("I"):  # 16-bit grey, which convert() would cut off at 255
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
         grey = torch.from_numpy((np.asarray(image) >> 8).astype(np.uint8))
         return grey.expand(3, -1, -1).contiguous()
     if "transparency" in image.info and image.mode == "P":
-        image = image.convert("RGBA")  # straight to RGB, Pillow warns
+        image = image.convert("RGBA")  # Pillow warns of a conversion directly to RGB
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()

@@ -1,15 +1,15 @@
-"""What a training sampler may ask of a data set."""
+"""The extended index by which a training sampler requests images: with size and repeat."""
 
 from typing import NamedTuple
 
 
 class Draw(NamedTuple):
-    """One image of an epoch.
+    """A request for one image of a data set.
 
     Args:
-        index: of the image in the data set.
-        size: (H, W) in pixels that it is made for; None for the data set's own.
-        repeat: number of this view where repeated augmentation takes an image several times; each view is augmented anew.
+        index: index of the image in the data set.
+        size: (H, W) of the result in pixels; None for the data set's size.
+        repeat: number of this view of the image with repeated augmentation; each view has its own random augmentation.
     """
 
     index: int  # type: ignore[assignment]  # the name hides tuple.index, which nothing here uses

@@ -1,4 +1,4 @@
-"""Writing image folders as shards: the other side of `shards.py`."""
+"""Packing an image folder into tar shards, which `shards.py` reads."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +24,14 @@ QUALITY = 95
 
 
 class Encode(Dataset):
-    """Image files as (ending, bytes, label, error): checked, and made smaller where asked.
+    """A data set of encoded images (ending, bytes, label, error), checked and optionally resized; error is "" if all is well.
 
     Args:
-        samples: (path, label) of each.
-        short_side: pixels that a longer shorter side is resized to (bicubic, antialiased), as JPEG of quality 95 without chroma
-            subsampling; None keeps the original bytes.
-        check: decode every image; an unreadable one has an error text, "" otherwise. Without, one that cannot be opened has.
-        max_pixels: larger images are errors.
+        samples: (path, label) of each image.
+        short_side: resize images with a longer shorter side to this number of pixels (bicubic, antialiased) and encode them as
+            JPEG of quality 95 without chroma subsampling; None keeps the original bytes.
+        check: decode every image to find errors; otherwise only files that cannot be opened are errors.
+        max_pixels: images with more pixels are errors.
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]], short_side: int | None, check: bool, max_pixels: int) -> None:
@@ -76,25 +76,25 @@ def pack(
     follow_links: bool = False,
     advance: Callable[[str, int, int], None] = lambda split, done, total: None,
 ) -> dict[str, Any]:
-    """Writes `out/{train,val}/00000.tar`, ... and, last, `out/index.json`, which is returned.
+    """Write the shards `out/{train,val}/00000.tar`, ... and at last `out/index.json`; return the content of the index.
 
     Args:
         source: folder that holds `train/<class>/` and `val/<class>/`.
-        out: folder that does not exist yet, or is empty.
-        splits: "train", "val" or both; those that source has by default.
-        shard_bytes: a shard ends once it holds so many bytes of images.
-        images_per_shard: or so many images, whatever their bytes.
-        short_side, check, max_pixels: as `Encode` takes them.
-        seed: of the order, which mixes the classes of each split.
+        out: folder to write; must not exist or be empty.
+        splits: "train", "val" or both; by default those in `source`.
+        shard_bytes: a shard ends when its images have this number of bytes.
+        images_per_shard: number of images per shard, instead of `shard_bytes`.
+        short_side, check, max_pixels: as in `Encode`.
+        seed: seed of the order of images, which mixes the classes of a split.
         workers: processes that read and check images.
-        follow_links: as `Reading` takes it.
-        advance: called with (split, images done, images in all) after each image.
+        follow_links: as in `Reading`.
+        advance: called after each image with (split, number of images done, number of images).
 
     Raises:
-        ValueError: where `out` holds something, or images cannot be decoded: all of them are named, and no index is written.
+        ValueError: `out` is not empty, or images cannot be read; the text lists them, and no index is written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty: nothing is overwritten; name another folder or delete it")
+        raise ValueError(f"{out} exists and is not empty, and is not overwritten: name another folder or delete it")
     splits = splits or [name for name in ("train", "val") if (source / name).is_dir()] or ["train"]
     reading = Reading(follow_links=follow_links)
     folders = {split: Folder(source, split, prepare=lambda image: image, reading=reading) for split in splits}
@@ -105,18 +105,18 @@ def pack(
         order = np.random.default_rng(seed).permutation(len(folder))
         encode = Encode([folder.samples[i] for i in order], short_side, check, max_pixels)
         images = DataLoader(encode, batch_size=None, num_workers=workers)
-        shards = _write(out / split, _good(images, bad, partial(advance, split)), limits)
+        shards = _write(out / split, _readable(images, bad, partial(advance, split)), limits)
         index["splits"][split] = {"counts": folder.class_counts(), "shards": shards}
     if bad:
         shown = "\n".join(bad[:20]) + (f"\nand {len(bad) - 20} more" if len(bad) > 20 else "")
-        raise ValueError(f"{len(bad)} images cannot be packed, so {out} has no index and is not used; delete it:\n{shown}")
+        raise ValueError(f"{len(bad)} images cannot be packed, so {out} has no index and cannot be used; delete it:\n{shown}")
     with atomic_write(out / INDEX) as part:
         part.write_text(json.dumps(index, indent=1) + "\n")
     return index
 
 
-def _good(images: DataLoader, bad: list[str], advance: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
-    """webdataset's samples of the images without an error; the other errors go to `bad`."""
+def _readable(images: DataLoader, bad: list[str], advance: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
+    """Yield the images without an error as webdataset's samples; append the errors to `bad`."""
     for done, (ending, data, label, error) in enumerate(images, 1):
         if error:
             bad.append(error)
@@ -126,7 +126,7 @@ def _good(images: DataLoader, bad: list[str], advance: Callable[[int, int], None
 
 
 def _write(folder: Path, samples: Iterator[dict[str, Any]], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """The shards written, as the index lists them."""
+    """Write the samples as shards into a new folder; return the index's entry for each shard."""
     with optional_import():
         from webdataset import ShardWriter
 

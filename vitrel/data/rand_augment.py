@@ -1,7 +1,7 @@
-"""Augmentation policies as timm's config strings spell them, parsed once for every library; and what a magnitude means.
+"""Augmentation policies, parsed from timm's config strings, and the strength of every operation at a magnitude.
 
 RandAugment (arXiv 1909.13719), AugMix (arXiv 1912.02781), 3-Augment of DeiT III (arXiv 2204.07118), TrivialAugment
-(arXiv 2103.10158). Magnitudes run from 0 to 10 and mean what they mean in timm (`timm.data.auto_augment`).
+(arXiv 2103.10158). Magnitudes range from 0 to 10, with the meaning of timm's (`timm.data.auto_augment`).
 """
 
 import math
@@ -26,18 +26,18 @@ WHOLE = ("magnitude", "layers", "maximum", "width", "depth", "increasing")
 
 @dataclass(frozen=True)
 class Policy:
-    """One parsed policy.
+    """A parsed augmentation policy.
 
     Args:
         kind: "rand", "augmix", "3a" or "trivial".
-        magnitude: mean strength of every operation, of 10.
-        std: deviation of a normally distributed strength; infinite draws it uniformly from 0 to `magnitude`.
-        maximum: largest strength that can be drawn.
-        layers: operations in sequence (rand).
-        prob: probability of each of them (rand).
-        increasing: every operation does more as the magnitude rises (rand).
-        width, depth: chains and their length, -1 for 1 to 3 (augmix).
-        alpha: of the Dirichlet and Beta distributions of the shares (augmix).
+        magnitude: mean magnitude of the operations, 0 to `maximum`.
+        std: standard deviation of a normally distributed magnitude; infinity means uniform from 0 to `magnitude`.
+        maximum: maximum magnitude.
+        layers: number of operations in sequence (rand).
+        prob: probability of each operation (rand).
+        increasing: use operations that all become stronger with the magnitude (rand).
+        width, depth: number of chains, and operations per chain, -1 for a random number from 1 to 3 (augmix).
+        alpha: parameter of the Dirichlet and Beta distributions of the mixing weights (augmix).
     """
 
     kind: Literal["rand", "augmix", "3a", "trivial"]
@@ -53,24 +53,24 @@ class Policy:
 
     @property
     def levels(self) -> "dict[str, Level]":
-        """The operations to draw from, and what a strength means for each."""
+        """The operations of the policy: {name: function from (magnitude / 10, sign) to the operation's argument}."""
         return AUGMIX if self.kind == "augmix" else RAND_INCREASING if self.increasing else RAND
 
     def draw(self, rng: random.Random | ModuleType) -> float:
-        """The strength of one operation, 0 to `maximum`; `rng` is a `random.Random` or the module `random` itself."""
-        strength: float = self.magnitude
+        """Return a random magnitude for one operation, 0 to `maximum`; `rng` is a `random.Random` or the module `random`."""
+        magnitude: float = self.magnitude
         if math.isinf(self.std):
-            strength = rng.uniform(0, strength)
+            magnitude = rng.uniform(0, magnitude)
         elif self.std:
-            strength = rng.gauss(strength, self.std)
-        return max(0.0, min(strength, self.maximum))
+            magnitude = rng.gauss(magnitude, self.std)
+        return max(0.0, min(magnitude, self.maximum))
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy of a string such as "rand-m9-n2-mstd0.5-inc1", "augmix-m3-w3", "3a" or "trivial".
+    """Parse a policy string, e.g. "rand-m9-n2-mstd0.5-inc1", "augmix-m3-w3", "3a" or "trivial".
 
     Raises:
-        ValueError: an unknown name or part, with the nearest ones; a value out of range.
+        ValueError: an unknown policy or part, or a value out of range.
     """
     kind, *parts = str(text).split("-")
     if kind not in EXAMPLES:
@@ -83,33 +83,35 @@ def parse_policy(text: str) -> Policy:
     policy = replace(policy, **values)
     if not (0 <= policy.magnitude <= policy.maximum and policy.layers > 0 and 0 <= policy.prob <= 1 and policy.width > 0):
         raise ValueError(
-            f"augment.policy {text!r} is out of range: m within 0 and mmax ({policy.maximum}), n and w at least 1, p at most 1"
+            f"augment.policy {text!r} is out of range: m must be within 0..{policy.maximum} (mmax), n and w at least 1, "
+            "p within 0..1"
         )
     if policy.alpha <= 0 or policy.depth == 0:
-        raise ValueError(f"augment.policy {text!r} is out of range: a is positive and d at least 1")
+        raise ValueError(f"augment.policy {text!r} is out of range: a must be positive, d at least 1")
     return policy
 
 
 def _value(text: str, kind: str, part: str) -> tuple[str, float]:
+    """(field of `Policy`, value) of one part of the policy string `text`, e.g. ("magnitude", 9) of "m9"."""
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", part)
     field = FIELDS[kind].get(match[1]) if match else None
     if field is None:
-        known = ", ".join(FIELDS[kind]) or "none"
+        parts = ", ".join(FIELDS[kind]) or "none"
         raise ValueError(
-            f"augment.policy {text!r}: {kind} knows no part {part!r}; its parts: {known}, each with a number, "
+            f"augment.policy {text!r}: {kind} has no part {part!r}; its parts: {parts}, each with a number, "
             f"as in {EXAMPLES[kind]!r}"
         )
     if field not in WHOLE:
         return field, float(match[2])
     if "." in match[2]:
-        raise ValueError(f"augment.policy {text!r}: {match[1]} is a whole number, not {match[2]}")
+        raise ValueError(f"augment.policy {text!r}: {match[1]} must be a whole number, not {match[2]}")
     return field, bool(int(match[2])) if field == "increasing" else int(match[2])
 
 
-Level = Callable[[float, int], float]  # of a strength (1 is magnitude 10) and a sign (-1 or 1)
+Level = Callable[[float, int], float]  # (magnitude / 10, sign -1 or 1) to the argument of an operation
 
 
-def _nothing(x: float, sign: int) -> float:
+def _no_argument(x: float, sign: int) -> float:
     return 0.0
 
 
@@ -121,12 +123,12 @@ def _from_a_tenth(x: float, sign: int) -> float:
     return 0.1 + 1.8 * x
 
 
-# timm's level functions. Rotate: degrees. Posterize: bits kept. Solarize: threshold. SolarizeAdd: grey levels. Color to
-# Sharpness: factor, 1 changes nothing. Shear: tangent. Translate: share of the side.
+# timm's level functions; the arguments are: Rotate, degrees; Posterize, bits kept; Solarize, threshold; SolarizeAdd, grey
+# levels added; Color to Sharpness, factor (1 changes nothing); Shear, tangent; Translate, share of the side
 RAND_INCREASING: dict[str, Level] = {
-    "AutoContrast": _nothing,
-    "Equalize": _nothing,
-    "Invert": _nothing,
+    "AutoContrast": _no_argument,
+    "Equalize": _no_argument,
+    "Invert": _no_argument,
     "Rotate": lambda x, sign: sign * 30 * x,
     "Posterize": lambda x, sign: 4 - int(4 * x),
     "Solarize": lambda x, sign: 256 - min(256, int(256 * x)),

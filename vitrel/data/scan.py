@@ -1,8 +1,8 @@
-"""The image files of class folders: which ones count, and what is left out, which the user is told once.
+"""Finding the image files of class folders, with rules for symbolic links, and a summary of what is left out.
 
-A class folder and an image file may be symbolic links. A link to a folder inside a class folder is followed only where asked.
-An image file counts once, whatever links lead to it: under the path with the fewest links, the first by name among equals. (A
-hard link is a file of its own, as a copy is.) Folders that cannot be read are refused.
+Class folders and image files may be symbolic links. A link to a folder inside a class folder is followed only with
+`follow_links`. A file that several paths lead to is used once, under the path with the fewest links, and among these the first
+by name. (A hard link counts as a separate file, like a copy.) A folder that cannot be read is an error.
 """
 
 import os
@@ -18,11 +18,11 @@ from vitrel.data.decode import SUFFIXES
 from vitrel.files import shown
 
 SHOWN = 3  # paths in a message
-_told: set[str] = set()
+_warnings: set[str] = set()  # given by this process
 
 
 class ImageFile(NamedTuple):
-    """An image file: its path and label, the number of links on the path below the split, and the path without them if any."""
+    """An image file: path, label, number of links in the path below the split, and its real path ("" without links)."""
 
     path: str
     label: int
@@ -31,7 +31,7 @@ class ImageFile(NamedTuple):
 
 
 class Subfolder(NamedTuple):
-    """A folder to look into: its path, the number of links on it, and the path without them."""
+    """A folder to scan: path, number of links in the path below the split, and its real path."""
 
     path: str
     links: int
@@ -39,38 +39,38 @@ class Subfolder(NamedTuple):
 
 
 class Scan:
-    """The images of `folder/<class>/`, in subfolders too, in torchvision's `ImageFolder` order.
+    """The image files in `folder/<class>/` and its subfolders, in the order of torchvision's `ImageFolder`.
 
     Args:
-        folder: of a split.
+        folder: folder of a split.
         classes: names of its class folders, by label.
-        follow_links: look into folders that links inside class folders lead to.
+        follow_links: also scan folders that links inside class folders point to.
 
     Attributes:
         samples: (path, label) of each image.
-        left_out: what is not among them, in words; "" if nothing is left out.
+        left_out: a sentence on files and links that are left out; "" if there are none.
 
     Raises:
-        ValueError: for folders that cannot be read and classes without images, with their names.
+        ValueError: folders that cannot be read, or classes without images; the text names them.
     """
 
     def __init__(self, folder: Path, classes: Sequence[str], follow_links: bool = False) -> None:
         self.folder, self.follow_links = str(folder), follow_links
         self._real = os.path.realpath(folder)
         self._unreadable: list[str] = []
-        self._links: list[str] = []  # to folders, not followed
-        self._kinds: dict[str, dict[str, str]] = {}  # files that are not decoded: suffix to path without links to path
-        self._resolved = cache(os.path.realpath)  # of the folders that links lead into: they are few
-        found = [one for label, name in enumerate(classes) for one in self._class(name, label)]
+        self._links: list[str] = []  # links to folders that are not followed
+        self._others: dict[str, dict[str, str]] = {}  # files that are no images: {suffix: {real path: path}}
+        self._resolved = cache(os.path.realpath)  # for the folders of link targets, which are few
+        files = [file for label, name in enumerate(classes) for file in self._class(name, label)]
         if self._unreadable:
             raise ValueError(
-                f"folders of {shown(folder)} cannot be read, so that their images would be missing: "
+                f"folders of {shown(folder)} cannot be read, so their images would be missing: "
                 f"{', '.join(self._unreadable)}; allow reading them, or remove them"
             )
-        found, again = self._once(found)
-        self.samples = [(one.path, one.label) for one in found]
-        self.left_out = self._words(again)
-        if empty := sorted(set(range(len(classes))) - {one.label for one in found}):
+        files, duplicates = self._once(files)
+        self.samples = [(file.path, file.label) for file in files]
+        self.left_out = self._summary(duplicates)
+        if empty := sorted(set(range(len(classes))) - {file.label for file in files}):
             names = ", ".join(classes[i] for i in empty)
             raise ValueError(
                 f"class folders without images in {shown(folder)}: {names}; add {', '.join(SUFFIXES)} files or remove them"
@@ -78,33 +78,35 @@ class Scan:
             )
 
     def _class(self, name: str, label: int) -> Iterator[ImageFile]:
+        """Yield the image files of one class folder; collect links, other files and errors on the way."""
         path, real = os.path.join(self.folder, name), os.path.join(self._real, name)
         top = Subfolder(path, 1, os.path.realpath(path)) if os.path.islink(path) else Subfolder(path, 0, real)
         images: dict[str, list[ImageFile]] = {}
-        plain, seen = [top], set()
+        plain, scanned = [top], set()
         linked: list[Subfolder] = []
-        while plain or linked:  # plain folders first, so that a folder's own path is the one that counts
-            at = plain.pop() if plain else linked.pop(0)
-            if at.real in seen:
+        while plain or linked:  # plain folders first, so that a folder is scanned under its path without links
+            folder = plain.pop() if plain else linked.pop(0)
+            if folder.real in scanned:
                 continue
-            seen.add(at.real)
-            images[at.path] = []
-            for entry in self._entries(at.path):
+            scanned.add(folder.real)
+            images[folder.path] = []
+            for entry in self._entries(folder.path):
                 if _leads_to_folder(entry):
                     if not entry.is_symlink():
-                        plain.append(Subfolder(entry.path, at.links, os.path.join(at.real, entry.name)))
+                        plain.append(Subfolder(entry.path, folder.links, os.path.join(folder.real, entry.name)))
                     elif self.follow_links:
-                        linked.append(Subfolder(entry.path, at.links + 1, os.path.realpath(entry.path)))
+                        linked.append(Subfolder(entry.path, folder.links + 1, os.path.realpath(entry.path)))
                     else:
                         self._links.append(entry.path)
                 elif entry.name.lower().endswith(SUFFIXES):
-                    links = at.links + entry.is_symlink()
-                    images[at.path].append(ImageFile(entry.path, label, links, self._file(entry, at) if links else ""))
+                    links = folder.links + entry.is_symlink()
+                    real = self._real_path(entry, folder) if links else ""
+                    images[folder.path].append(ImageFile(entry.path, label, links, real))
                 elif self.follow_links and _broken(entry):
-                    self._unreadable.append(f"{shown(entry.path)} (a link that leads nowhere)")
+                    self._unreadable.append(f"{shown(entry.path)} (a broken link)")
                 else:
                     kind = "broken link" if _broken(entry) else os.path.splitext(shown(entry.name))[1].lower() or "no suffix"
-                    self._kinds.setdefault(kind, {})[self._file(entry, at)] = entry.path
+                    self._others.setdefault(kind, {})[self._real_path(entry, folder)] = entry.path
         for path in sorted(images):
             yield from images[path]
 
@@ -116,95 +118,95 @@ class Scan:
             self._unreadable.append(f"{shown(path)} ({error.strerror})")
             return []
 
-    def _file(self, entry: os.DirEntry, at: Subfolder) -> str:
-        """The path of a file without links; `os.path.realpath` looks at every folder on the way, for every file."""
-        folder, name = at.real, entry.name
-        for _ in range(40 if entry.is_symlink() else 0):  # where Linux gives up: a loop
+    def _real_path(self, entry: os.DirEntry, parent: Subfolder) -> str:
+        """The path of a file without links; faster than `os.path.realpath`, which checks every folder of every path."""
+        folder, name = parent.real, entry.name
+        for _ in range(40 if entry.is_symlink() else 0):  # Linux also follows at most 40 links: more are a loop
             try:
                 target, last = os.path.split(os.readlink(os.path.join(folder, name)))
-            except OSError:  # no link any more
+            except OSError:  # not a link: the end of the chain
                 return os.path.join(folder, name)
             folder, name = self._resolved(os.path.join(folder, target)), last
-        return os.path.join(at.real, entry.name)
+        return os.path.join(parent.real, entry.name)
 
-    def _once(self, found: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
-        """Each file once, in the same order; and (path passed over, path that counts)."""
-        if not any(one.links for one in found):
-            return found, []
-        begin = len(self.folder)
-        counted: dict[str, ImageFile] = {}
-        again = []
-        for one in sorted(found, key=lambda one: one.links):  # stable
-            first = counted.setdefault(one.real or self._real + one.path[begin:], one)
-            if first is not one:
-                again.append((one, first))
-        passed = {one.path for one, _ in again}
-        return [one for one in found if one.path not in passed], again
+    def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
+        """Each file once, in the same order; and the duplicates as (path left out, path used)."""
+        if not any(file.links for file in files):
+            return files, []
+        start = len(self.folder)
+        used: dict[str, ImageFile] = {}
+        duplicates = []
+        for file in sorted(files, key=lambda file: file.links):  # stable
+            first = used.setdefault(file.real or self._real + file.path[start:], file)
+            if first is not file:
+                duplicates.append((file, first))
+        left_out = {file.path for file, _ in duplicates}
+        return [file for file in files if file.path not in left_out], duplicates
 
-    def _words(self, again: list[tuple[ImageFile, ImageFile]]) -> str:
-        said = []
+    def _summary(self, duplicates: list[tuple[ImageFile, ImageFile]]) -> str:
+        parts = []
         if self._links:
             paths = ", ".join(map(shown, sorted(self._links)[:SHOWN])) + ", ..." * (len(self._links) > SHOWN)
-            said.append(
+            parts.append(
                 f"{_number(len(self._links), 'folder link')} ({paths}), which Reading(follow_links=True) follows "
                 "(in training data.reading.follow_links, in vitrel evaluate and vitrel pack --follow-links)"
             )
-        if again:
-            other = [pair for pair in again if pair[0].label != pair[1].label]
-            one, first = (other or again)[0]
-            said.append(
-                f"{_number(len(again), 'link')} whose image counts already, {len(other)} of them in another class "
-                f"({shown(one.path)} is {shown(first.path)})"
+        if duplicates:
+            elsewhere = [pair for pair in duplicates if pair[0].label != pair[1].label]
+            link, file = (elsewhere or duplicates)[0]
+            parts.append(
+                f"{_number(len(duplicates), 'link')} to images already used, {len(elsewhere)} of them in another class "
+                f"({shown(link.path)} is {shown(file.path)})"
             )
-        if self._kinds:
-            kinds = {kind: list(paths.values()) for kind, paths in sorted(self._kinds.items())}
+        if self._others:
+            kinds = {kind: list(paths.values()) for kind, paths in sorted(self._others.items())}
             each = ", ".join(f"{len(paths)} {kind} ({shown(paths[0])})" for kind, paths in kinds.items())
-            said.append(f"{_number(sum(map(len, kinds.values())), 'file')} of kinds that are not decoded: {each}")
-        return f"left out of {shown(self.folder)}: {'; '.join(said)}" if said else ""
+            parts.append(f"{_number(sum(map(len, kinds.values())), 'file')} of kinds that are not decoded: {each}")
+        return f"left out of {shown(self.folder)}: {'; '.join(parts)}" if parts else ""
 
 
-def _number(n: int, what: str) -> str:
-    return f"{n:,} {what}{'s' * (n != 1)}"
+def _number(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the class folders of a split.
+    """Return the sorted names of the class folders of a split.
 
-    ValueError where the folder cannot be read, a link in it leads nowhere (a class would be missing) or a name is no UTF-8.
+    Raises:
+        ValueError: the folder cannot be read, contains a broken link (a class would be missing), or a name is not valid UTF-8.
     """
     try:
-        with os.scandir(folder) as found:
-            entries = list(found)
+        with os.scandir(folder) as iterator:
+            entries = list(iterator)
     except OSError as error:
         raise ValueError(
             f"{shown(folder)} cannot be read ({error.strerror}): allow reading it, or name another folder"
         ) from error
     if broken := sorted(shown(entry.path) for entry in entries if _broken(entry)):
         raise ValueError(
-            f"links among class folders that lead nowhere, or where nothing can be read: {', '.join(broken)}; "
-            "mend or remove them, since classes would be missing"
+            f"broken links among the class folders: {', '.join(broken)}; repair or remove them, since classes would be missing"
         )
     names = sorted(entry.name for entry in entries if _leads_to_folder(entry))
-    if strange := [shown(folder / name) for name in names if shown(name) != name]:
+    if invalid := [shown(folder / name) for name in names if shown(name) != name]:
         raise ValueError(
-            f"names of class folders that are no UTF-8 (bytes that are not are shown as \\x..): {', '.join(strange)}; results "
-            "name the classes, so rename these folders"
+            f"names of class folders that are not valid UTF-8 (other bytes are shown as \\x..): {', '.join(invalid)}; results "
+            "contain the class names, so rename these folders"
         )
     return names
 
 
-def tell_once(text: str) -> None:
-    """A warning that this process has not given yet; of several processes that share the work the first gives it."""
-    if text in _told or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+def warn_once(text: str) -> None:
+    """Give a warning, at most once per process, and only on rank 0 of a distributed run."""
+    if text in _warnings or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
         return
-    _told.add(text)
+    _warnings.add(text)
     warnings.warn(text, stacklevel=3)
 
 
 def _leads_to_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a loop of links, or a link through a folder that may not be read
+    except OSError:  # a loop of links, or a link through a folder without permission to read
         return False
 
 

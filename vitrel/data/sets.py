@@ -1,8 +1,8 @@
-"""Classification sets of torchvision by name: "food101:/path/to/root".
+"""Torchvision's classification sets by name, e.g. "food101:/path/to/root".
 
-The path is the `root` that torchvision's class takes. Train is the split that the set calls so (Aircraft: trainval), val is its
-test split. Left out: CIFAR, which torchvision unpickles; Oxford-IIIT Pet, which it decodes without a pixel limit; sets without
-a test split. They can be read as folders.
+The path is the `root` of torchvision's class. "train" is the set's training split (Aircraft: trainval), "val" is its test
+split. Not supported are CIFAR, which torchvision unpickles; Oxford-IIIT Pet, which it decodes without a pixel limit; and sets
+without a test split. These can be used as image folders.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from vitrel.files import shown
 
 
 class Set(NamedTuple):
-    """How torchvision calls a set: its class, the arguments for train and val, and whether its images are files or arrays."""
+    """A torchvision set: name of its class, arguments for train and for val, and whether images are files (or one array)."""
 
     torchvision: str
     train: dict[str, Any]
@@ -47,21 +47,21 @@ SETS = {
 
 
 class TorchvisionSet(ImageSet):
-    """One split of a set of `SETS`: items are (float32 [3, H, W] normalised, class index).
+    """One split of a torchvision set (`SETS`), as a data set of (normalised float32 [3, H, W], class index).
 
     Args:
-        name: of the set, a key of `SETS`.
-        root: folder that torchvision's class takes.
+        name: name of the set, a key of `SETS`.
+        root: root folder of torchvision's class.
         split: "train" or "val".
-        prepare: uint8 [3, h, w] to the item's image, when nothing is augmented.
-        augment: (uint8 [3, h, w], epoch, index, repeat, size) to the item's image; takes the place of `prepare`.
-        n: take only n images, drawn by `seed`; all by default.
-        seed: of that draw.
-        reading: decoder, pixel limit, and what happens to unreadable images; arrays need none of it.
-        download: let torchvision fetch the set where it is missing; the network is not used otherwise.
+        prepare: maps uint8 [3, h, w] to the item's image, without augmentation.
+        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`.
+        n: number of randomly chosen images; by default all images.
+        seed: seed of this choice.
+        reading: decoder, pixel limit, and handling of unreadable images; without effect for sets stored as one array.
+        download: let torchvision download a missing set; the network is not used otherwise.
 
     Raises:
-        ValueError: for an unknown set, or one that is not at root.
+        ValueError: an unknown set, or a set that is not at `root`.
     """
 
     def __init__(
@@ -83,53 +83,53 @@ class TorchvisionSet(ImageSet):
         self.root = os.path.expanduser(root)
 
     def read(self, index: int) -> tuple[Tensor, int]:
-        """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
+        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
         image, label = self.source[self.chosen[index]]
         if self.files:
             return decode(image, self.reading.max_pixels, self.reading.decoder), label
         return pil_to_tensor(image.convert("RGB")), label
 
     def image_size(self, index: int) -> tuple[int, int]:
-        """(height, width) of an image, pixels; of a file without decoding it, `BadImage` where its header cannot be read."""
+        """Return (height, width) of an image, pixels; files are not decoded (`BadImage` if the header cannot be read)."""
         if self.files:
             return image_size(self.source[self.chosen[index]][0], self.reading.max_pixels)
         h, w = self.read(index)[0].shape[-2:]
         return h, w
 
     def label(self, index: int) -> int:
-        """The label of an image, without decoding it."""
+        """Return the label of an image, without decoding it."""
         return self.source[self.chosen[index]][1]
 
     def contents(self) -> list[str]:
-        """Of each image in order its path below the root, or its number where a set is one array, a tab and its label."""
+        """Return one line per image, in order: its path relative to the root (or its number in the array), a tab, its label."""
         if not self.files:
             return [f"{self.chosen[i]}\t{self.label(i)}" for i in range(len(self))]
         return [f"{below(path, self.root)}\t{label}" for path, label in (self.source[i] for i in self.chosen)]
 
     def checksums(self) -> Iterable[str]:
-        """SHA-256 of each file in order, or of the array of all images, those of the set that are not taken too."""
+        """Return the SHA-256 of each file, in order; for a set stored as one array, that of the whole array."""
         if self.files:
             return file_checksums(self.source[i][0] for i in self.chosen)
         return [hashlib.sha256(np.ascontiguousarray(self.source.data)).hexdigest()]
 
     def name(self, index: int) -> str:
-        """The path of an image, or its number where a set is one array."""
+        """Return the path of an image, or its number in the array."""
         return shown(self.source[self.chosen[index]][0]) if self.files else f"{self.where}: {self.chosen[index]}"
 
 
 def set_classes(name: str, root: str | Path, download: bool = False) -> list[str]:
-    """The classes of a set of `SETS`, by label."""
+    """Return the class names of a set of `SETS`, by label."""
     return list(_source(name, root, "val", download).classes)
 
 
 def _source(name: str, root: str | Path, split: Split, download: bool) -> Dataset:
-    """torchvision's data set; of one whose images are files, items are (path, label): it is for us to read the header first."""
+    """torchvision's data set; if its images are files, items are (path, label), since `decode` checks the header first."""
     if name not in SETS:
         raise ValueError(f"unknown set {name!r}; use one of {', '.join(SETS)}, or a folder of class folders")
-    how = SETS[name].train if split == "train" else SETS[name].val
+    arguments = SETS[name].train if split == "train" else SETS[name].val
     loader = {"loader": str} if SETS[name].files else {}
     try:
-        return getattr(torchvision.datasets, SETS[name].torchvision)(str(root), download=download, **how, **loader)
+        return getattr(torchvision.datasets, SETS[name].torchvision)(str(root), download=download, **arguments, **loader)
     except RuntimeError as error:
         text = str(error).split(" You can use", 1)[0]
-        raise ValueError(f"{name} is not in {root}: {text} Give download=True to fetch it, or another path") from error
+        raise ValueError(f"{name} is not in {root}: {text} Set download=True to download it, or give another path") from error

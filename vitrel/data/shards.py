@@ -1,7 +1,7 @@
 """Images in WebDataset tar shards on a local disk: `root/index.json`, `root/train/00000.tar`, `root/val/00000.tar`, ...
 
-A sample is `<key>.jpg` (or another of `SUFFIXES`) and `<key>.cls`, the label as a number; members with other endings are passed
-over. Nothing is ever extracted or unpickled: a member's name is a name in messages and no path.
+A sample consists of `<key>.jpg` (or another suffix of `SUFFIXES`) and `<key>.cls`, the label as a number; members with other
+suffixes are ignored. Nothing is extracted to disk or unpickled: names of members are used in messages only, never as paths.
 """
 
 import json
@@ -24,13 +24,13 @@ from vitrel.files import shown
 INDEX = "index.json"
 FORMAT = 1
 LABEL_BYTES = 20
-SAMPLE_BYTES = 2 * 512  # two headers, at least
-BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # what tarfile raises for headers with impossible numbers
+SAMPLE_BYTES = 2 * 512  # minimum size of a sample: two tar headers
+BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # errors of tarfile for damaged headers
 REPACK = "pack it again with vitrel pack"
 
 
 class Sample(NamedTuple):
-    """Where one encoded image lies in its shard: key, label, and offset and size in bytes."""
+    """One encoded image in a shard: key, label, and its offset and size in bytes."""
 
     key: str
     label: int
@@ -39,23 +39,23 @@ class Sample(NamedTuple):
 
 
 class Shards(ImageSet):
-    """One split of a folder of shards: items are (float32 [3, H, W] normalised, class index), by index.
+    """One split of a folder of shards, as a data set of (normalised float32 [3, H, W], class index) with random access.
 
-    An image's index is its position when the shards are read one after the other, as `index.json` lists them. The headers of a
-    shard are scanned when the first of its images is asked for. To train on more shards than memory, read them in order:
-    `ShardBatches`.
+    An image's index is its position in the sequence of all shards, in the order of `index.json`. The headers of a shard are
+    scanned when its first image is read. `ShardBatches` reads shards sequentially, which is faster for training on more data
+    than memory.
 
     Args:
         root: folder with `index.json`, as `vitrel pack` writes it.
         split: "train" or "val".
-        prepare: uint8 [3, h, w] to the item's image, when nothing is augmented.
-        augment: (uint8 [3, h, w], epoch, index, repeat, size) to the item's image; takes the place of `prepare`.
-        n: take only n images, drawn by `seed`; all by default.
-        seed: of that draw.
-        reading: decoder, pixel limit, and what happens to unreadable images.
+        prepare: maps uint8 [3, h, w] to the item's image, without augmentation.
+        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`.
+        n: number of randomly chosen images; by default all images.
+        seed: seed of this choice.
+        reading: decoder, pixel limit, and handling of unreadable images.
 
     Raises:
-        ValueError: where the index is missing or damaged, or a shard is missing or has another size than the index says.
+        ValueError: the index is missing or damaged, or a shard is missing or its size differs from the index.
     """
 
     def __init__(
@@ -82,74 +82,75 @@ class Shards(ImageSet):
         super().__init__(index["classes"], self.starts[-1] if n is None else n, prepare, augment, reading)
 
     def read(self, index: int) -> tuple[Tensor, int]:
-        """(uint8 [3, h, w], label) of an image; `BadImage` where it cannot be decoded."""
+        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
         data, label, name = self._encoded(index)
         return decode(data, self.reading.max_pixels, self.reading.decoder, name), label
 
     def image_size(self, index: int) -> tuple[int, int]:
-        """(height, width) of an image, pixels, without decoding it; `BadImage` where its header cannot be read."""
+        """Return (height, width) of an image, pixels, without decoding it; `BadImage` if its header cannot be read."""
         data, _, name = self._encoded(index)
         return image_size(data, self.reading.max_pixels, name)
 
     def label(self, index: int) -> int:
-        """The label of an image, without decoding it."""
+        """Return the label of an image, without decoding it."""
         return self._find(index)[1].label
 
     def name(self, index: int) -> str:
-        """The shard and the key of an image, found by a scan of the shard's headers: "train/00003.tar: 000123"."""
+        """Return shard and key of an image, e.g. "train/00003.tar: 000123"; scans the headers of the shard."""
         return self.sample_name(*self._find(index))
 
     def class_counts(self) -> list[int]:
-        """Number of images of each class."""
+        """Return the number of images of each class."""
         return list(self.counts) if self.chosen is None else super().class_counts()
 
     def contents(self) -> list[str]:
-        """Of each shard in order its name, a tab and the SHA-256 that it was packed with; which images are taken is `n`'s."""
+        """Return one line per shard, in order: its name, a tab, its SHA-256 when it was packed; independent of `n`."""
         return [f"{shard['name']}\t{shard.get('sha256')}" for shard in self.shards]
 
     def names(self) -> list[str]:
-        """The shard and the key of each image, found by a scan of all headers."""
+        """Return shard and key of each image; scans all headers."""
         return [self.name(i) for i in range(len(self))]
 
     def checksums(self) -> list[str]:
-        """Which images are taken: their bytes are in the SHA-256 of their shards, as these were packed."""
+        """Return the indices chosen by `n` as text, the only part of the data that the shards' SHA-256 do not cover."""
         return [str(self.chosen)]
 
     def path(self, shard: int) -> Path:
-        """The file of a shard."""
+        """Return the file of shard number `shard`."""
         return self.folder / self.shards[shard]["name"]
 
     def samples(self, shard: int) -> Iterator[Sample]:
-        """The samples of a shard in order, from its headers; ValueError where they are not what the index says."""
-        classes, images, says = len(self.classes), 0, self.shards[shard]["images"]
-        held = None  # one behind, so that the last is given out once the end was seen
+        """Yield the samples of a shard in order, from its headers; ValueError if labels or number contradict the index."""
+        classes, images, expected = len(self.classes), 0, self.shards[shard]["images"]
+        previous = None  # yielded one step late, so that the last sample comes only after the number of images was checked
         for sample in _scan(self.path(shard)):
             if sample.label >= classes:
                 where = self.sample_name(shard, sample)
                 raise ValueError(f"{where} has label {sample.label}, but there are {classes} classes; {REPACK}")
             images += 1
-            if held is not None and images <= says:
-                yield held
-            held = sample
-        if images != says:
-            raise ValueError(f"{self.path(shard)} holds {images} images and {INDEX} says {says}; {REPACK}")
-        if held is not None:
-            yield held
+            if previous is not None and images <= expected:
+                yield previous
+            previous = sample
+        if images != expected:
+            raise ValueError(f"{self.path(shard)} holds {images} images, but {INDEX} says {expected}; {REPACK}")
+        if previous is not None:
+            yield previous
 
     def verify(self) -> None:
-        """ValueError where a shard's bytes are not those that were packed (SHA-256); reads every shard."""
+        """Raise ValueError if the SHA-256 of a shard differs from the index; reads every shard."""
         for i, shard in enumerate(self.shards):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise ValueError(f"{self.path(i)} has changed since it was packed (SHA-256); {REPACK}")
 
     def _encoded(self, index: int) -> tuple[bytes, int, str]:
-        """(encoded image, label, name)."""
+        """(encoded image, label, name for messages) of an image."""
         shard, sample = self._find(index)
         with open(self.path(shard), "rb") as file:
             file.seek(sample.offset)
             return file.read(sample.size), sample.label, self.sample_name(shard, sample)
 
     def _find(self, index: int) -> tuple[int, Sample]:
+        """(number of the shard, sample) of an image; scans the shard's headers the first time."""
         if self.chosen is not None:
             index = self.chosen[index]
         shard = bisect_right(self.starts, index) - 1
@@ -158,15 +159,15 @@ class Shards(ImageSet):
         return shard, self._scanned[shard][index - self.starts[shard]]
 
     def sample_name(self, shard: int, sample: Sample) -> str:
-        """The shard and the key of a sample: "train/00003.tar: 000123"."""
+        """Return shard and key of a sample, e.g. "train/00003.tar: 000123"."""
         return f"{self.folder.name}/{self.shards[shard]['name']}: {shown(sample.key)}"
 
 
 def shard_index(root: str | Path) -> dict[str, Any]:
-    """The checked content of `root/index.json`; ValueError where it is missing, damaged, or its classes and counts disagree."""
+    """Return the content of `root/index.json`; ValueError if it is missing, damaged or contradictory."""
     path = Path(root) / INDEX
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {root} was not packed to its end; {REPACK}")
+        raise ValueError(f"{path} is missing: {root} was not packed completely; {REPACK}")
     try:
         index = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
@@ -180,20 +181,20 @@ def shard_index(root: str | Path) -> dict[str, Any]:
 
 def _check_index(index: dict[str, Any], path: Path) -> None:
     if index["format"] != FORMAT:
-        raise ValueError(f"{path} has format {index['format']}, and this version reads {FORMAT}; {REPACK}")
+        raise ValueError(f"{path} has format {index['format']}, but this version reads format {FORMAT}; {REPACK}")
     classes = index["classes"]
     if not classes or classes != sorted(set(classes)) or not all(isinstance(name, str) for name in classes):
-        raise ValueError(f"{path} does not list its classes once each and sorted; {REPACK}")
-    if strange := [shown(name) for name in classes if shown(name) != name]:
-        raise ValueError(f"{path} names classes that are no UTF-8: {', '.join(strange)}; rename their folders and {REPACK}")
+        raise ValueError(f"{path}: the list of classes is empty, not sorted or has duplicates; {REPACK}")
+    if invalid := [shown(name) for name in classes if shown(name) != name]:
+        raise ValueError(f"{path}: class names are not valid UTF-8: {', '.join(invalid)}; rename their folders and {REPACK}")
     for name, split in index["splits"].items():
         counts, shards = split["counts"], split["shards"]
         images = [shard["images"] for shard in shards]
-        whole = all(type(number) is int and number >= 0 for number in (*counts, *images))
-        if not whole or not images or 0 in images or len(counts) != len(classes) or sum(counts) != sum(images):
+        valid = all(type(number) is int and number >= 0 for number in (*counts, *images))
+        if not valid or not images or 0 in images or len(counts) != len(classes) or sum(counts) != sum(images):
             raise ValueError(f"{path}: the counts of {name} do not fit its classes and shards; {REPACK}")
         for shard in shards:
-            if not re.fullmatch(r"\d+\.tar", shard["name"]):  # a plain file name, nothing that leads out of the folder
+            if not re.fullmatch(r"\d+\.tar", shard["name"]):  # a plain file name cannot lead out of the folder
                 raise ValueError(f"{path} names a shard {shard['name']!r}; shards are called 00000.tar, 00001.tar, ...")
             if shard["images"] * SAMPLE_BYTES > shard["bytes"]:
                 raise ValueError(f"{path}: {shard['name']} is too small for {shard['images']:,} images; {REPACK}")
@@ -203,11 +204,13 @@ def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise ValueError(f"shard {path} is missing; copy it again or {REPACK}")
     if path.stat().st_size != size:
-        raise ValueError(f"shard {path} has {path.stat().st_size:,} bytes and {INDEX} says {size:,}; copy it again or {REPACK}")
+        raise ValueError(
+            f"shard {path} has {path.stat().st_size:,} bytes, but {INDEX} says {size:,}; copy it again or {REPACK}"
+        )
 
 
 def _scan(path: Path) -> Iterator[Sample]:
-    """Every sample of a tar file, from its headers; only labels are read."""
+    """Yield every sample of a tar file from its headers, reading the labels but no images."""
     with optional_import():
         from webdataset.tariterators import group_by_keys
 
@@ -226,12 +229,12 @@ def _scan(path: Path) -> Iterator[Sample]:
                 continue
             where = f"{path.parent.name}/{path.name}: {sample['__key__']}"
             if len(images) > 1 or "cls" not in sample:
-                raise ValueError(f"{where} is not one image and its .cls; {REPACK}")
+                raise ValueError(f"{where}: a sample must be one image and its .cls; {REPACK}")
             yield Sample(sample["__key__"], _label(tar, sample["cls"], where), images[0].offset_data, images[0].size)
 
 
 def _members(tar: tarfile.TarFile, path: Path) -> Iterator[dict[str, Any]]:
-    """Plain files as webdataset groups them, but with the header in the place of the content."""
+    """Yield the regular files of a tar file in webdataset's format, but with the header (TarInfo) instead of the data."""
     while True:
         try:
             member = tar.next()
@@ -239,10 +242,10 @@ def _members(tar: tarfile.TarFile, path: Path) -> Iterator[dict[str, Any]]:
             raise _damaged(path, error) from error
         if member is None:
             return
-        tar.members = []  # otherwise it keeps every header
-        if member.size < 0:  # leads back to itself, for ever
+        tar.members = []  # otherwise tarfile keeps every header in memory
+        if member.size < 0:  # the next header would be this one again, in an endless loop
             raise _damaged(path, f"{member.name} has {member.size} bytes")
-        if member.isfile() and not member.issparse():  # a sparse member of a small file can claim any size
+        if member.isfile() and not member.issparse():  # a sparse member can claim any size in a small file
             yield {"fname": member.name, "data": member, "__url__": str(path)}
 
 
@@ -253,5 +256,5 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> int:
     return int(text)
 
 
-def _damaged(path: Path, what: object) -> ValueError:
-    return ValueError(f"{path} is no tar file, or a damaged or compressed one ({what}); {REPACK}")
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(f"{path} is not a tar file, or it is damaged or compressed ({reason}); {REPACK}")

@@ -1,4 +1,4 @@
-"""Training and evaluation batches read from shards in order, every image exactly once."""
+"""Batches read sequentially from shards, for training and evaluation; no image is read twice in an epoch."""
 
 import random
 from bisect import bisect_right
@@ -19,11 +19,11 @@ from vitrel.extras import optional_import
 
 
 class Batch(NamedTuple):
-    """One batch of a plan.
+    """Number and size of the images in a batch.
 
     Args:
-        images: number of images on each rank; the batch of the whole run has images · world.
-        size: (H, W) in pixels that they are made for; None for the data set's own.
+        images: number of images on each rank; the global batch has images · world.
+        size: (H, W) of the images, pixels; None for the data set's size.
     """
 
     images: int
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """An image on its way through the shuffle buffer: index in the split, label, name, and bytes unless it is passed over."""
+    """An encoded image in the shuffle buffer: index in the split, label, name, and its bytes (None if it is skipped)."""
 
     index: int  # type: ignore[assignment]  # not tuple.index
     label: int
@@ -40,27 +40,28 @@ class Encoded(NamedTuple):
 
 
 class ShardBatches(IterableDataset):
-    """Batches (float32 [B, 3, H, W], int64 [B]) of this rank, for `DataLoader(..., batch_size=None, num_workers=K)`.
+    """Iterable data set of one rank's batches (float32 [B, 3, H, W], int64 [B]), read sequentially from shards.
 
-    The shards are put into the order of (seed, epoch) and their images, one after the other, are cut into one range for each
-    rank and loader process, as long as its batches of the plan need: no image is in two ranges, and each is in one where the
-    plan takes all. A range is read in order through a shuffle buffer drawn from (seed, epoch, rank, process). Batch j is made
-    by process j % K. So the batches depend on K, and on nothing else of the machine; augmentation is drawn for the image's
-    index and does not depend on K.
+    It is used with `DataLoader(..., batch_size=None, num_workers=K)`. The shards are shuffled by (seed, epoch). The sequence of
+    their images is divided into consecutive ranges, one per rank and loader process, as long as the batches of that process
+    need, so that no image is in two ranges. A process reads its range in order through a shuffle buffer seeded by (seed, epoch,
+    rank, process), and makes every K-th batch. Therefore the batches depend on K, but not otherwise on the machine. The
+    augmentation of an image does not depend on K.
 
-    An unreadable image is replaced (`on_bad="replace"`) by the next readable one of its batch.
+    With `on_bad="replace"`, an unreadable image is replaced by the next readable image of its batch.
 
     Args:
-        shards: one split, whole.
-        plan: the batches of an epoch; the same on all ranks. Loader processes that are spawned need one that can be pickled.
-        rank, world: of this process, and their number.
-        seed: of the order.
-        buffer: images in the shuffle buffer of each loader process, encoded: about 110 MB per 1000 of ImageNet's.
-        shuffle: False reads in order, and fills the batches of a plan that is longer than the split with zeros labelled -1.
+        shards: the whole split (no `n`).
+        plan: function that returns the batches of an epoch, the same on all ranks; must be picklable if loader processes are
+            spawned.
+        rank, world: this rank, and the number of ranks.
+        seed: seed of the order.
+        buffer: number of encoded images in the shuffle buffer of each loader process; 1000 ImageNet images take about 110 MB.
+        shuffle: False reads in order; batches of the plan beyond the end of the split are filled with zeros of label -1.
 
     Raises:
-        ValueError: for a subset (`n`) of the shards, a rank out of range, or a buffer below 1; while reading, for a plan of
-            more images than there are (if shuffled) or of fewer (if not).
+        ValueError: a subset (`n`) of the shards, a rank out of range, or a buffer below 1; while reading, a plan with more
+            images than the split (with shuffle) or fewer (without).
     """
 
     def __init__(
@@ -74,106 +75,108 @@ class ShardBatches(IterableDataset):
         shuffle: bool = True,
     ) -> None:
         if shards.chosen is not None:
-            raise ValueError("shards are streamed whole: leave out n, or pack the subset you want")
+            raise ValueError("shards can only be streamed completely: leave out n, or pack a subset of the images")
         if not 0 <= rank < world or buffer < 1:
-            raise ValueError(f"rank ({rank}) lies between 0 and world ({world}), and buffer ({buffer}) is at least 1")
+            raise ValueError(f"rank ({rank}) must be at least 0 and below world ({world}), buffer ({buffer}) at least 1")
         self.shards, self.plan, self.rank, self.world = shards, plan, rank, world
         self.seed, self.buffer, self.shuffle = seed, buffer, shuffle
-        # in shared memory: loader processes that outlive an epoch see it
+        # in shared memory, for persistent loader processes
         self._skip = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration reads; another one than before begins with its first batch."""
+        """Set the epoch of the next iteration; a change of epoch resets `skip` to 0."""
         if epoch != self.shards.epoch:
             self._skip.zero_()
         self.shards.set_epoch(epoch)
 
     def skip(self, batches: int) -> None:
-        """Begin this epoch with batch number `batches`: those before are passed over, and their images not even read."""
+        """Skip the first `batches` batches of this epoch, without reading their images."""
         self._skip.fill_(batches)
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch, those that are skipped included."""
+        """Return the number of batches of this rank in an epoch, including skipped ones."""
         return len(self.plan(self.shards.epoch))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         skip = int(self._skip)
-        # the loader takes its first batch from process 0, whichever number that batch has
+        # the loader takes its first batch from process 0, so process 0 starts with batch number `skip`
         return self._batches(self.shards.epoch, (worker + skip) % workers, workers, skip)
 
     def indices(self, epoch: int, rank: int, workers: int) -> list[list[int]]:
-        """Indices of the images of each batch of a rank, without reading: the shuffle is replayed on numbers.
+        """Return the indices of the images in each batch of a rank, by repeating the shuffle on indices, without reading.
 
-        Zeros that fill a batch are not among them.
+        Images of zeros that fill a batch are not included.
         """
         plan, workers = self.plan(epoch), max(workers, 1)
-        found: list[list[int]] = [[] for _ in plan]
+        batches: list[list[int]] = [[] for _ in plan]
         for worker in range(workers):
             start, stop = self._range(epoch, rank, worker, workers)
             order = self._shuffled(iter(self._indices(epoch, start, stop)), epoch, rank, worker)
             for j in range(worker, len(plan), workers):
-                found[j] = list(islice(order, plan[j].images))
-        return found
+                batches[j] = list(islice(order, plan[j].images))
+        return batches
 
     def _batches(self, epoch: int, worker: int, workers: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of one loader process, from batch number `skip` on."""
         plan = self.plan(epoch)
-        mine = range(worker, len(plan), workers)
-        passed = sum(plan[j].images for j in mine if j < skip)
+        numbers = range(worker, len(plan), workers)
+        n_skipped = sum(plan[j].images for j in numbers if j < skip)
         start, stop = self._range(epoch, self.rank, worker, workers)
         order = self._shuffled(iter(range(start, stop)), epoch, self.rank, worker)
-        passed_over = set(islice(order, passed))
-        images = self._shuffled(self._read(epoch, start, stop, passed_over), epoch, self.rank, worker)
-        for _ in islice(images, passed):
+        skipped = set(islice(order, n_skipped))
+        images = self._shuffled(self._read(epoch, start, stop, skipped), epoch, self.rank, worker)
+        for _ in islice(images, n_skipped):
             pass
-        for j in mine:
+        for j in numbers:
             if j >= skip:
                 yield self._batch(list(islice(images, plan[j].images)), plan[j])
 
     def _range(self, epoch: int, rank: int, worker: int, workers: int) -> tuple[int, int]:
-        """(start, stop) of a process within all images in the order of the epoch."""
+        """(start, stop) of the range of a loader process in the epoch's sequence of images."""
         plan, total = self.plan(epoch), self.shards.starts[-1]
         needs = [sum(batch.images for batch in plan[w::workers]) for w in range(workers)]
-        wanted = sum(needs) * self.world
-        if wanted > total and self.shuffle:
-            raise ValueError(f"the plan takes {wanted} images and {self.shards.folder} holds {total}: plan fewer batches")
-        if wanted < total and not self.shuffle:
-            raise ValueError(f"the plan takes {wanted} of the {total} images of {self.shards.folder}, evaluation needs all")
+        planned = sum(needs) * self.world
+        if planned > total and self.shuffle:
+            raise ValueError(f"the plan takes {planned} images, but {self.shards.folder} holds {total}: plan fewer batches")
+        if planned < total and not self.shuffle:
+            raise ValueError(f"the plan takes {planned} of the {total} images of {self.shards.folder}, evaluation needs all")
         start = rank * sum(needs) + sum(needs[:worker])
         return min(start, total), min(start + needs[worker], total)
 
     def _parts(self, epoch: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, first, last + 1) of the shards that a range covers, in its order."""
+        """Yield (shard, first, last + 1) for each shard that the range covers; the numbers count images within the shard."""
         sizes = np.diff(self.shards.starts).tolist()
         order = list(range(len(sizes)))
         if self.shuffle:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(sizes)).tolist()
         ends = list(accumulate(sizes[shard] for shard in order))
-        place = bisect_right(ends, start)
+        position = bisect_right(ends, start)
         while start < stop:
-            shard, end = order[place], ends[place]
+            shard, end = order[position], ends[position]
             begin = end - sizes[shard]
             yield shard, start - begin, min(stop, end) - begin
-            start, place = end, place + 1
+            start, position = end, position + 1
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Indices in the split of the images of a range, in its order."""
         parts = self._parts(epoch, start, stop)
         return [self.shards.starts[shard] + i for shard, first, last in parts for i in range(first, last)]
 
-    def _read(self, epoch: int, start: int, stop: int, passed_over: set[int]) -> Iterator[Encoded]:
-        """The images of a range in order; places in `passed_over` are left without their bytes."""
-        place = start
+    def _read(self, epoch: int, start: int, stop: int, skipped: set[int]) -> Iterator[Encoded]:
+        """Yield the images of a range in order; the bytes at positions in `skipped` are not read."""
+        position = start
         for shard, first, last in self._parts(epoch, start, stop):
             with open(self.shards.path(shard), "rb") as file:
                 for i, sample in enumerate(islice(self.shards.samples(shard), first, last), first):
                     data = None
-                    if place not in passed_over:
+                    if position not in skipped:
                         file.seek(sample.offset)
                         data = file.read(sample.size)
                     name = self.shards.sample_name(shard, sample)
                     yield Encoded(self.shards.starts[shard] + i, sample.label, name, data)
-                    place += 1
+                    position += 1
 
     def _shuffled(self, items: Iterator, epoch: int, rank: int, worker: int) -> Iterator:
         if not self.shuffle:
@@ -188,14 +191,15 @@ class ShardBatches(IterableDataset):
         images = torch.zeros(batch.images, 3, *(batch.size or self.shards.prepare.size))
         labels = torch.full((batch.images,), -1)
         for i, image in enumerate(encoded):
-            found = self._readable(encoded[i:] + encoded[:i])
-            if found is not None:
-                images[i] = self.shards.finish(found[0], Draw(image.index, batch.size), found[2])
-                labels[i] = found[1]
+            decoded = self._readable(encoded[i:] + encoded[:i])
+            if decoded is not None:
+                pixels, label, source = decoded
+                images[i] = self.shards.finish(pixels, Draw(image.index, batch.size), source)
+                labels[i] = label
         return images, labels
 
     def _readable(self, candidates: list[Encoded]) -> tuple[Tensor, int, int] | None:
-        """(uint8 [3, h, w], label, index) of the first image, or of what `on_bad` puts in its place: None if it is left out."""
+        """(uint8 [3, h, w], label, index) of the first image, or of its replacement by `on_bad`; None if it is left out."""
         reading = self.shards.reading
         candidates = candidates[: reading.bad_limit]
         for image in candidates:

@@ -29,7 +29,7 @@ from vitrel.inspect.any_model import StageWindows, at_size, model_at_size
 from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
-from vitrel.models.backbone import LARGE, Backbone, choosing
+from vitrel.models.backbone import LARGE, Backbone, resizable_parts
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import PositionEncoding
@@ -226,19 +226,19 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 
 def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    here = [part.policies for part, grid in choosing(model, size) if _matters(part, grid)]
+    here = [part.policies for part, grid in resizable_parts(model, size) if _matters(part, grid)]
     options = []
     for group in _groups(model):
         if any(set(group) & set(policies) for policies in here):
             chosen = [policy for policy in group if wanted is None or policy in wanted]
-            options.append(chosen or [next(part.resize for part, _ in choosing(model, size) if part.resize in group)])
+            options.append(chosen or [next(part.resize for part, _ in resizable_parts(model, size) if part.resize in group)])
     return tuple("+".join(names) for names in product(*options)) if options else ("none",)
 
 
 def _groups(model: Backbone) -> list[tuple[str, ...]]:
     """Policies of the encodings that can meet another grid; those that share a name form one group."""
     groups: list[tuple[str, ...]] = []
-    for policies in dict.fromkeys(part.policies for part, grid in choosing(model, LARGE) if _matters(part, grid)):
+    for policies in dict.fromkeys(part.policies for part, grid in resizable_parts(model, LARGE) if _matters(part, grid)):
         near = [group for group in groups if set(group) & set(policies)]
         merged = tuple(dict.fromkeys(name for group in (*near, policies) for name in group))
         groups = [group for group in groups if group not in near] + [merged]

@@ -1,6 +1,6 @@
-"""More than one image of one size at a time: batches of several sizes, tiles of a large image, strips of tiles with memory.
+"""Inputs other than images of one size: batches of several sizes, tiles of a large image, strips of tiles with memory.
 
-Everything here runs a model's own forward pass or its blocks; nothing in the models knows of it.
+All functions use the model's forward pass or its blocks as they are.
 """
 
 from vitrel.inputs.crop import Crop, crop_terms

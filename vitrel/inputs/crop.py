@@ -1,7 +1,7 @@
-"""The terms of some of a grid's tokens: position on a part of an image, in the coordinates of the whole.
+"""Position terms of a part of a grid, in the coordinates of the whole grid.
 
-An encoding computed on the part alone would begin anew at its corner, resize its tables to it and normalise by its size. So
-it is computed on the whole, whose rows for the part are gathered here.
+An encoding called on the part alone would count from the part's corner, resample its tables to the part, and normalise by the
+part's size. So it is called on the whole grid, and the rows of the part are gathered here.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,9 @@ from vitrel.position.terms import Table, Terms
 
 
 class Crop(NamedTuple):
-    """h x w tokens of a larger grid, the first at row and column `origin` (y, x). Prefix tokens belong to every crop."""
+    """A crop of h x w tokens from the grid `whole`; its first token is at row and column `origin` (y, x). It has all prefix
+    tokens.
+    """
 
     whole: Grid
     origin: tuple[int, int]
@@ -23,15 +25,16 @@ class Crop(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """The crop's own grid, on which its terms are used."""
+        """Grid of the crop, on which the cropped terms are used."""
         return Grid(self.h, self.w, self.whole.prefix)
 
 
 def crop_terms(terms: Terms, crop: Crop) -> Terms:
-    """Terms on `crop.whole` -> terms on `crop.grid`, under which the crop's tokens have the logits they have in the whole.
+    """Return the terms of a crop, given the terms on `crop.whole`; the crop's tokens then have the same logits as in the whole
+    grid.
 
-    Rows of tokens and rotations are those of the crop, tables keep the offsets |dy| < h, |dx| < w, the rest stays as it is.
-    Raises ValueError for a crop that does not lie in the whole, and for terms that are not those of the whole.
+    Rows of tokens and rotations are those of the crop, and tables keep the offsets |dy| < h, |dx| < w; everything else is
+    unchanged. Raises ValueError if the crop is not inside the whole grid, or the terms are not those of the whole grid.
     """
     if not torch.compiler.is_compiling():
         _check(terms, crop)
@@ -56,14 +59,14 @@ def crop_terms(terms: Terms, crop: Crop) -> Terms:
 
 
 def _tokens(crop: Crop, device: torch.device) -> Tensor:
-    """[N'] index of each of the crop's tokens among those of the whole."""
+    """Index of each of the crop's tokens among the tokens of the whole grid, [N']."""
     y, x = crop.grid.coordinates(device).unbind(-1)
     inside = (y + crop.origin[0]) * crop.whole.w + x + crop.origin[1] + crop.whole.prefix
     return torch.cat((torch.arange(crop.whole.prefix, device=device), inside))
 
 
 def _classes(crop: Crop, axis: str, device: torch.device) -> Tensor:
-    """[R'] index of each of the crop's offset classes among those of the whole."""
+    """Index of each of the crop's offset classes among those of the whole grid, [R']."""
     whole, offsets = crop.whole, crop.grid.offsets(axis, device)
     if axis == "hw":
         inside = (offsets[:, 0] + whole.h - 1) * (2 * whole.w - 1) + offsets[:, 1] + whole.w - 1
@@ -76,17 +79,17 @@ def _check(terms: Terms, crop: Crop) -> None:
     whole, (y, x) = crop.whole, crop.origin
     if min(y, x) < 0 or min(crop.h, crop.w) < 1 or y + crop.h > whole.h or x + crop.w > whole.w:
         raise ValueError(
-            f"a crop of {crop.h}x{crop.w} tokens at row {y}, column {x} does not lie in the {whole.h}x{whole.w} grid: "
-            "origin counts tokens from the upper left of the whole"
+            f"a crop of {crop.h}x{crop.w} tokens at row {y}, column {x} is not inside the {whole.h}x{whole.w} grid: "
+            "origin counts tokens from the upper left of the whole grid"
         )
-    found = [("tokens", terms.tokens, 0, whole.tokens)]
-    found += [("rotary", t, 1, whole.tokens) for t in (*(terms.rotary or ()), *(terms.key_rotary or ()))]
+    tensors = [("tokens", terms.tokens, 0, whole.tokens)]
+    tensors += [("rotary", t, 1, whole.tokens) for t in (*(terms.rotary or ()), *(terms.key_rotary or ()))]
     for table in terms.tables:
-        tensors = (*table[1:5], None if table.gated is None else table.gated[1])
-        found += [(f"table over {table.axis!r}", t, 1, whole.classes(table.axis)) for t in tensors]
-    for name, tensor, dim, rows in found:
+        parts = (*table[1:5], None if table.gated is None else table.gated[1])
+        tensors += [(f"table over {table.axis!r}", t, 1, whole.classes(table.axis)) for t in parts]
+    for name, tensor, dim, rows in tensors:
         if tensor is not None and tensor.shape[dim] != rows:
             raise ValueError(
-                f"{name} of {tensor.shape[dim]} rows: the {whole.h}x{whole.w} grid with {whole.prefix} prefix tokens needs "
-                f"{rows}; crop the terms of the whole, encoding(crop.whole)"
+                f"{name} has {tensor.shape[dim]} rows, but the {whole.h}x{whole.w} grid with {whole.prefix} prefix tokens "
+                f"needs {rows}; pass the terms of the whole grid, encoding(crop.whole)"
             )

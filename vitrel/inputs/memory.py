@@ -1,8 +1,8 @@
-"""A strip of tiles, from the top down, each seeing the keys and values of those above it: `forward_memory`.
+"""Forward pass over a strip of tiles from top to bottom, each attending to cached keys and values of the tiles above.
 
-Segment recurrence (Transformer-XL, arXiv 1901.02860, sec. 3.2; XLNet) with tiles for segments: the grid of the keys has the
-rows of those above first, so that offsets continue across the border. The result is that of the whole strip under the mask
-"a patch sees the patches of its own tile and of the `length` tiles above", with one tile's queries at a time.
+This is segment recurrence (Transformer-XL, arXiv 1901.02860, sec. 3.2; XLNet) with tiles as segments. The rows of the tiles
+above come first in the key grid, so that offsets continue across the border. The result equals that of the whole strip with the
+mask "a patch sees the patches of its tile and of the `length` tiles above", while only one tile's queries are in memory.
 """
 
 from typing import NamedTuple
@@ -23,34 +23,39 @@ Past = tuple[Tensor, Tensor]  # keys and values [B, H, rows * w, D] of one layer
 
 
 class Memory(NamedTuple):
-    """What later tiles see of earlier ones; made by `forward_memory`."""
+    """Cached keys and values of earlier tiles, which later tiles attend to; `forward_memory` returns it."""
 
-    heights: tuple[int, ...]  # rows of patches of each tile that is remembered, the topmost first
-    width: int  # patches
-    below: int  # row of the strip, counted in patches from its top, at which the next tile begins
+    heights: tuple[int, ...]  # rows of patches of each cached tile, the topmost first
+    width: int  # of the strip, in patches
+    below: int  # first row of the next tile, in patches from the top of the strip
     layers: tuple[Past, ...]  # keys and values of every block, [B, H, sum(heights) * width, D]
 
     def detach(self) -> "Memory":
-        """The same without its history: gradients end here."""
+        """Return the same memory detached from its graph, so that no gradient flows into earlier tiles."""
         return Memory(self.heights, self.width, self.below, tuple((k.detach(), v.detach()) for k, v in self.layers))
 
 
 def forward_memory(
     model: ViT, image: Tensor, memory: Memory | None = None, length: int = 1, height: int | None = None, detach: bool = True
 ) -> tuple[Tensor, Memory]:
-    """The next tile of a strip [B, in_chans, h, w] -> (tokens [B, N, C] as `forward_features` gives them, memory for the next).
+    """Process the next tile of a strip, [B, in_chans, h, w] -> (tokens [B, N, C] as of `forward_features`, memory for the next
+    tile).
 
-    memory: what the tile above gave, None for the topmost. All tiles have one width, in whole patches; heights may differ.
-    length: number of tiles remembered. detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
-    height: of the whole strip in pixels, where it is known. Then positions are those of the whole; else those of the grid of
-    remembered and own rows, which is the same for encodings that read nothing but offsets. Others differ from the whole then:
-    tables resampled or normalised by the grid (table, factorised, decomposed, fire, rope_normalised, scaling, log_n), and
-    rotations beside prefix tokens, which are not rotated.
-    A tile's prefix tokens are its own: they see the patches above, later tiles do not see them.
-    Raises TypeError for a memory of another kind, ValueError for blocks with windows, tiles that do not fit below each other
-    (only the last may end inside a patch, its strip's height given: that row of patches is filled with zeros,
-    as the whole strip's), and for encodings that add to tokens (absolute, sincos) without `height`: their positions would start
-    anew in every tile.
+    memory: the value returned for the tile above, None for the topmost tile. Tiles of a strip have one width; heights may
+    differ.
+    length: number of tiles whose keys and values are cached. detach: no gradient flows into earlier tiles, as in the paper;
+    False keeps their graph.
+    height: pixels of the whole strip, if known; positions are then those of the whole strip. Otherwise positions are those of
+    the grid of the cached rows and the tile. For encodings that depend on offsets only, both are equal. Encodings that depend
+    on the grid differ (table, factorised, decomposed, fire, rope_normalised, scaling, log_n), as do rotations with prefix
+    tokens, which are not rotated.
+
+    The prefix tokens of a tile see the patches above, but later tiles do not see them. Only the last tile of a strip may end
+    within a patch, and only if height is given; its last row of patches is padded with zeros, as in the whole strip.
+
+    Raises TypeError for a memory of another type. Raises ValueError for blocks with windows, for tiles that do not continue the
+    strip, and without height for encodings that add to tokens (absolute, sincos), since every tile would have the positions of
+    the first.
     """
     _check(model, memory, length, height)
     x = model.embed_patches(image if memory is None else _filled(model, image))  # [B, h, w, C]
@@ -77,39 +82,39 @@ def forward_memory(
         args = x, terms, keys, past, sum(heights) * w
         x, *last = checkpoint(_run_block, block, *args) if model.grad_checkpointing else _run_block(block, *args)
         layers.append(tuple(last))
-    found = Memory(heights, w, below + h, tuple(layers))
-    return model.norm(x), found.detach() if detach else found
+    memory = Memory(heights, w, below + h, tuple(layers))
+    return model.norm(x), memory.detach() if detach else memory
 
 
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, keys: Grid, dropout_p: float = 0.0, backend: str = "auto"
 ) -> Tensor:
-    """Attention of a segment's own tokens [B, H, M, D] to all keys and values [B, H, N, D] -> [B, H, M, D].
+    """Attention of a segment's tokens to all keys, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D].
 
-    k, v: see `with_past`. keys: the grid of all keys, on which `terms` are. Prefix tokens belong to their segment: they see all
-    its keys, and later segments do not see them.
+    k, v: as `with_past` returns them. keys: grid of all keys, on which `terms` are. Prefix tokens see all keys of their
+    segment; later segments do not see them.
     """
     p, earlier = keys.prefix, k.shape[2] - q.shape[2]
     if not p or not earlier:
         return attention(q, k, v, terms, keys, None, dropout_p, backend)
-    # Queries are the last tokens of the key grid and prefix tokens its first: the rows between are filled, then dropped.
+    # Queries are the last tokens of the key grid, but prefix tokens are its first: rows between them are filled, then dropped.
     between = q.new_zeros(*q.shape[:2], earlier, q.shape[3])
     out = attention(torch.cat((q[:, :, :p], between, q[:, :, p:]), 2), k, v, terms, keys, None, dropout_p, backend)
     return torch.cat((out[:, :, :p], out[:, :, p + earlier :]), 2)
 
 
-def with_past(own: Past, past: Past | None, prefix: int) -> Past:
-    """Own keys and values with earlier ones, if any, between their prefix tokens and their patches."""
+def with_past(current: Past, past: Past | None, prefix: int) -> Past:
+    """Insert cached keys and values, if any, between the prefix tokens and the patches of the current ones."""
     if past is None:
-        return own
-    k, v = (torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(own, past, strict=True))
+        return current
+    k, v = (torch.cat((x[:, :, :prefix], old, x[:, :, prefix:]), 2) for x, old in zip(current, past, strict=True))
     return k, v
 
 
 def _run_block(
     block: Block, x: Tensor, terms: Terms, keys: Grid, past: Past | None, remembered: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens after the block, and the last `remembered` keys and values, earlier ones and its own."""
+    """Return the tokens after the block, and the last `remembered` keys and values of cached and current patches."""
     attn = block.attn
     last: list[Tensor] = []
 
@@ -127,19 +132,17 @@ def _run_block(
 
 def _check(model: ViT, memory: Memory | None, length: int, height: int | None) -> None:
     if not isinstance(memory, Memory | None):
-        raise TypeError(
-            f"memory is the second of what forward_memory gave for the tile above, or None, not {type(memory).__name__}"
-        )
+        raise TypeError(f"memory must be None or the second value that forward_memory returned, not {type(memory).__name__}")
     if not isinstance(length, int) or not isinstance(height, int | None):
-        raise TypeError(f"length is a number of tiles and height one of pixels, not {length!r} and {height!r}")
+        raise TypeError(f"length is a number of tiles and height a number of pixels, not {length!r} and {height!r}")
     if any(block.window is not None for block in model.blocks):
-        raise ValueError("a block with a window sees nothing beyond it: memory needs global attention in all blocks")
+        raise ValueError("memory needs global attention in all blocks, but this model has blocks with a window")
     if length < 0:
-        raise ValueError(f"length is the number of tiles remembered, at least 0, not {length}")
+        raise ValueError(f"length is the number of cached tiles, at least 0, not {length}")
 
 
 def _filled(model: ViT, image: Tensor) -> Tensor:
-    """A tile below others that is shorter than a patch, filled up with zeros as the embedding fills a last partial patch."""
+    """Pad a tile shorter than a patch with zeros at the bottom, as the patch embedding pads a partial patch."""
     patch = model.patch_embed.patch_size[0]
     short = image.dim() == 4 and 0 < image.shape[2] < patch
     return F.pad(image, (0, 0, 0, patch - image.shape[2])) if short else image
@@ -149,35 +152,36 @@ def _check_rows(model: ViT, image: Tensor, last: bool) -> None:
     patch = model.patch_embed.patch_size[0]
     if image.shape[2] % patch and not last:
         raise ValueError(
-            f"a tile of {image.shape[2]} pixels is no whole rows of {patch}: its padding would lie inside the strip. Only the "
-            "last tile of a strip whose height is given may end so: cut the others at whole patches"
+            f"a tile of {image.shape[2]} rows of pixels is not divisible into patches of {patch}, so padding would be inside "
+            "the strip: cut tiles at whole patches, except for the last tile of a strip whose height is given"
         )
 
 
 def _check_tile(model: ViT, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
-    """x: patches of the tile [B, h, w, C]."""
+    """ValueError unless x, the patches of the tile [B, h, w, C], continues the strip of `memory`."""
     if whole is None and model.pos_embed is not None:
         raise ValueError(
-            "this model adds positions to its tokens, which would start anew in every tile: pass height, the whole strip's "
-            "in pixels, or use an encoding that acts in attention"
+            "this model adds positions to its tokens, and each tile would have those of the first: pass height, in pixels of "
+            "the whole strip, or use an encoding that acts in attention"
         )
     below = 0 if memory is None else memory.below
     if whole is not None and below + x.shape[1] > whole.h:
         raise ValueError(
-            f"the tile ends at row {below + x.shape[1]} of patches, the strip has {whole.h}: pass the height of the whole strip"
+            f"the tile ends at row {below + x.shape[1]} of patches, but the strip has {whole.h}: pass the strip's height"
         )
     if memory is None:
         return
     if len(memory.layers) != len(model.blocks):
-        raise ValueError(f"memory of {len(memory.layers)} blocks, the model has {len(model.blocks)}: it is another model's")
-    keys, width, own = memory.layers[0][0], memory.width, model.blocks[0].attn.num_heads
+        raise ValueError(f"memory has {len(memory.layers)} blocks, the model {len(model.blocks)}: it is from another model")
+    keys, width, num_heads = memory.layers[0][0], memory.width, model.blocks[0].attn.num_heads
     batch, heads = keys.shape[:2]
-    if (heads, keys.shape[3]) != (own, x.shape[3] // own):
+    if (heads, keys.shape[3]) != (num_heads, x.shape[3] // num_heads):
         raise ValueError(
-            f"memory of {heads} heads, {keys.shape[3]} wide, the model has {own} of {x.shape[3] // own}: it is another's"
+            f"memory has {heads} heads of width {keys.shape[3]}, the model {num_heads} of width "
+            f"{x.shape[3] // num_heads}: it is from another model"
         )
     if (batch, width) != (x.shape[0], x.shape[2]):
         raise ValueError(
-            f"a batch of {x.shape[0]} tiles {x.shape[2]} patches wide cannot go below one of {batch}, {width} wide: "
-            "tiles of a strip have one width; begin another strip with memory=None"
+            f"a batch of {x.shape[0]} tiles {x.shape[2]} patches wide cannot continue a strip of {batch} tiles {width} patches "
+            "wide: all tiles of a strip need the same width; begin another strip with memory=None"
         )

@@ -1,4 +1,4 @@
-"""Images of several sizes in one padded batch, each as in a forward pass of its own: those of one size run together."""
+"""Forward pass for images of several sizes in one padded batch; images of the same grid run together, without their padding."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,35 +10,38 @@ from vitrel.models.backbone import Backbone
 
 
 def forward_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-    """Logits [B, num_classes] of images of several sizes in one padded batch; arguments and errors as `features_mixed`."""
+    """Return logits [B, num_classes] of images of several sizes in one padded batch; arguments and errors as `features_mixed`.
+
+    Each image has the logits of a forward pass without padding. Raises ValueError for a model without pooling.
+    """
     if not model.global_pool:
         raise ValueError("without pooling (global_pool='') the outputs have several sizes: use features_mixed")
-    found, order = [], []
+    logits, order = [], []
     for images, features in _by_size(model, image, sizes):
-        found.append(model.forward_head(features))
+        logits.append(model.forward_head(features))
         order += images
-    return torch.cat(found)[torch.tensor(order, device=image.device).argsort()]
+    return torch.cat(logits)[torch.tensor(order, device=image.device).argsort()]
 
 
 def features_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """model.forward_features of every image of a padded batch as if it came alone: ViT [N, C] each, Swin [h, w, C].
+    """Return model.forward_features of each image of a padded batch, computed without its padding: ViT [N, C], Swin [h, w, C].
 
-    image: [B, in_chans, height, width]; sizes: (h, w) in pixels of each image, whose pixels are those in the upper left. There
-    is one forward pass for each grid of tokens. ValueError unless there is a size for every image, of a patch or more, within
-    the batch, and for a model in training whose absolute embedding fades with every forward pass.
+    image: [B, in_chans, height, width], with each image in the upper left. sizes: (h, w) of each image in pixels. Each grid of
+    tokens takes one forward pass. Raises ValueError unless there is one size per image, at least a patch and at most the batch,
+    and for a model in training mode with absolute_fade, which counts forward passes.
     """
-    found: dict[int, Tensor] = {}
+    by_image: dict[int, Tensor] = {}
     for images, features in _by_size(model, image, sizes):
-        found |= dict(zip(images, features, strict=True))
-    return [found[i] for i in range(len(found))]
+        by_image |= dict(zip(images, features, strict=True))
+    return [by_image[i] for i in range(len(by_image))]
 
 
 def _by_size(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """The indices of the images of each grid, and their features [n, ...]."""
+    """Yield, for each grid of tokens, the indices of its images and their features [n, ...]."""
     patch = model.patch_embed.patch_size
     sizes = _valid_sizes(image, sizes, patch)
     if model.training and getattr(model, "absolute_fade", None) is not None:
-        raise ValueError("an embedding that fades counts forward passes, and this is one per grid: train with one size a batch")
+        raise ValueError("absolute_fade counts forward passes, of which this takes one per grid: train with one size per batch")
     image = _without_padding(image, sizes)
     groups: dict[Grid, list[int]] = {}
     for i, size in enumerate(sizes):
@@ -62,7 +65,7 @@ def _valid_sizes(image: Tensor, sizes: Sequence[tuple[int, int]], patch: tuple[i
 
 
 def _without_padding(image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
-    """[B, C, h, w] with zeros below and right of each image's size: what a partial patch is filled with."""
+    """Set pixels [B, C, h, w] outside each image's size to zero, with which partial patches are padded."""
     limit = torch.tensor(sizes, device=image.device)
     rows = torch.arange(image.shape[2], device=image.device) < limit[:, :1]  # [B, h]
     columns = torch.arange(image.shape[3], device=image.device) < limit[:, 1:]

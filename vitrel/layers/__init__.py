@@ -1,6 +1,6 @@
-"""Layers: attention with position terms, the drop-in RelativeAttention, the blocks of both trunks, and Fade.
+"""Layers: attention with position terms, the drop-in RelativeAttention, transformer blocks, patch merging, and Fade.
 
-A layer takes tokens and a grid; which encoding it holds is an argument, and no layer knows any of them by name.
+Layers receive tokens and a grid, and an encoding as an argument; none depends on a particular encoding.
 """
 
 from vitrel.layers.attention import Attention, RelativeAttention

@@ -1,4 +1,4 @@
-"""Self-attention that takes its position terms as an argument, global or windowed, and the drop-in RelativeAttention."""
+"""Self-attention with position terms as an argument, global or windowed, and the drop-in RelativeAttention."""
 
 import math
 
@@ -18,14 +18,16 @@ _EPS = 1e-12  # of F.normalize
 
 
 class Attention(nn.Module):
-    """Self-attention over tokens, globally or in windows: (x, terms, grid) -> x.
+    """Self-attention over tokens, global or in windows: (x, terms, grid) -> x.
 
     Global (`window` None): x [B, N, C], terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on Grid(*window).
-    Cosine (Swin V2, arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head, at most 100, and
-    keys have no bias. All that position does to q and k (rotation, query and key tables, query_bias) meets k of unit length
-    and q of length scale * sqrt(D), in place of the projected ones.
-    `q_norm`, `k_norm` (qk_norm) normalise q and k of every head before position meets them (arXiv 2302.05442, sec. 2); `norm`
-    (attn_norm) normalises what attention gives before `proj` (EVA-02's CLIP, BEiT-3). Identities unless asked for, as in timm.
+
+    cosine (Swin V2, arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head, at most 100, and
+    keys have no bias. Rotation, query and key tables and query_bias then apply to k of unit length and q of length scale *
+    sqrt(D).
+    qk_norm: `q_norm` and `k_norm` normalise q and k of every head before position acts on them (arXiv 2302.05442, sec. 2).
+    attn_norm: `norm` normalises the output of attention before `proj` (EVA-02's CLIP, BEiT-3). Without these options the norms
+    are identities, as in timm.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """window, shift: (h, w) in tokens. norm_eps: of the norms that qk_norm and attn_norm add.
-        Raises ValueError if num_heads does not divide dim, the window is impossible, or qk_norm goes with cosine attention.
+        """window, shift: (h, w) in tokens. backend: a key of vitrel.ops.BACKENDS or "auto". norm_eps: of the norms of qk_norm,
+        attn_norm.
+
+        Raises ValueError if num_heads does not divide dim, the window is impossible, or qk_norm is combined with cosine.
         """
         super().__init__()
         if cosine and qk_norm:
-            raise ValueError("cosine attention normalises q and k already: leave out qk_norm")
+            raise ValueError("cosine attention already normalises q and k: leave out qk_norm")
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
         if window is not None:
@@ -63,8 +67,8 @@ class Attention(nn.Module):
                 bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if qkv_bias else None
                 self.register_parameter(name, bias)
 
-        def norm(width: int, wanted: bool) -> nn.Module:
-            return nn.LayerNorm(width, eps=norm_eps, device=device, dtype=dtype) if wanted else nn.Identity()
+        def norm(width: int, enabled: bool) -> nn.Module:
+            return nn.LayerNorm(width, eps=norm_eps, device=device, dtype=dtype) if enabled else nn.Identity()
 
         self.q_norm, self.k_norm = norm(dim // num_heads, qk_norm), norm(dim // num_heads, qk_norm)
         self.attn_drop = attn_drop
@@ -74,7 +78,9 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Cosine attention's own parameters: scale 10 for every head, zero biases. The linear layers reset themselves."""
+        """Initialise the parameters of cosine attention (scale 10 per head, zero biases); linear layers
+        have their own method.
+        """
         if self.cosine:
             nn.init.constant_(self.logit_scale, math.log(10.0))
             for bias in (self.q_bias, self.v_bias):
@@ -82,13 +88,15 @@ class Attention(nn.Module):
                     nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
-        """mask (global only): broadcastable to [B, H, N, N]; bool with True = attend, or additive."""
+        """Return the layer's output, of the shape of x. mask (global attention only): broadcastable to [B, H, N, N]; bool with
+        True = attend, or additive.
+        """
         if mask is not None and self.window is not None:
-            raise ValueError("a windowed layer makes its own mask; pass mask=None or use window=None")
+            raise ValueError("a windowed layer computes its own mask; pass mask=None, or build it with window=None")
         return self.output(self.attend(self.project(x), terms, grid, mask))
 
     def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
-        """What `project` returns -> what `output` takes, [..., 3C] -> [..., C]; backend: in place of the layer's own."""
+        """Return attention of the projected tokens, [..., 3C] -> [..., C], before `output`; backend None: that of the layer."""
         backend = self.backend if backend is None else backend
         if self.window is None:
             return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, backend).transpose(1, 2).flatten(2)
@@ -97,7 +105,9 @@ class Attention(nn.Module):
         return out.flatten(1, 2) if qkv.dim() == 3 else out
 
     def project(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., 3C], q, k and v of all heads as they meet position and each other."""
+        """Return q, k and v of all heads, [..., C] -> [..., 3C], before position acts on them; normalised
+        by qk_norm or cosine.
+        """
         qkv = self.qkv(x)
         if self.cosine:
             return self._cosine(qkv)
@@ -107,21 +117,23 @@ class Attention(nn.Module):
         return torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), -3).flatten(-3)
 
     def output(self, x: Tensor) -> Tensor:
-        """What `attend` returns -> the layer's output, [..., C] -> [..., C]."""
+        """Return the layer's output from the result of `attend`: norm, projection, dropout, [..., C] -> [..., C]."""
         return self.proj_drop(self.proj(self.norm(x)))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N, 3C] -> q, k, v [B, H, N, D]."""
+        """Split [B, N, 3C] into q, k and v [B, H, N, D]."""
         return qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     @property
     def dropout_p(self) -> float:
-        """Share of the attention weights dropped: 0 in evaluation."""
+        """Probability of dropping an attention weight; 0 in evaluation mode."""
         return self.attn_drop if self.training else 0.0
 
     def _cosine(self, qkv: Tensor) -> Tensor:
-        """[..., 3C] -> [..., 3C] with biases, k of length 1 and q of length scale * sqrt(D): the logits' D**-0.5 cancels."""
-        x = upcast(qkv).unflatten(-1, (3, self.num_heads, -1))  # half precision is too coarse for lengths and scales up to 100
+        """Add the biases and normalise, [..., 3C] -> [..., 3C]: k to length 1, q to length scale * sqrt(D), which cancels the
+        logits' D**-0.5.
+        """
+        x = upcast(qkv).unflatten(-1, (3, self.num_heads, -1))  # lengths and scales up to 100 need float32
         if self.q_bias is not None:
             x = x + torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias)).view(x.shape[-3:])
         scale = upcast(self.logit_scale).clamp(max=_MAX_LOG_SCALE).exp() * math.sqrt(x.shape[-1])  # [H, 1, 1]
@@ -131,12 +143,12 @@ class Attention(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Self-attention with its own position encoding, for anyone's model: (x [B, N, C], grid) -> [B, N, C].
+    """Self-attention that holds its position encoding, for any model: (x [B, N, C], grid) -> [B, N, C].
 
     >>> layer = vitrel.RelativeAttention(96, num_heads=3, position="table", grid=(14, 14))
     >>> layer(torch.randn(2, 14 * 14, 96), (14, 14)).shape
     torch.Size([2, 196, 96])
-    >>> layer(torch.randn(2, 10 * 24, 96), (10, 24)).shape  # any other grid, nothing to call before
+    >>> layer(torch.randn(2, 10 * 24, 96), (10, 24)).shape  # any other grid
     torch.Size([2, 240, 96])
     """
 
@@ -157,32 +169,37 @@ class RelativeAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """position: a key of POSITIONS that acts in attention, or several joined by '+'; position_args: their options.
-        grid: (h, w) or (h, w, prefix) the learned encodings are trained on; with a window that is their grid instead.
-        cosine: Swin V2's attention with a learned scale, see `Attention`.
-        Raises ValueError for an unknown position or one that adds to tokens (add that to x yourself).
+        """position: a key of POSITIONS that acts in attention, or several joined by '+'. position_args: their options.
+        grid: the training grid of the encoding, (h, w) or (h, w, prefix); with a window, the window is the training grid
+        instead.
+        window, shift: an int or (h, w) in tokens. cosine: Swin V2's attention with a learned scale, see `Attention`.
+
+        Raises ValueError for an unknown position, or one that adds to tokens (add its rows to x instead).
         """
         super().__init__()
         tokens, _ = split_position(position)
         if tokens:
-            raise ValueError(f"{tokens!r} adds to the tokens, not in attention: x = x + create_position(...)(grid).tokens")
+            raise ValueError(f"{tokens!r} adds to tokens, not in attention: use x = x + create_position(...)(grid).tokens")
         window, shift = None if window is None else to_2tuple(window), to_2tuple(shift)
         if window is None and shift != (0, 0):
-            raise ValueError(f"shift {shift} needs a window; global attention has none to shift")
+            raise ValueError(f"shift {shift} needs a window; use shift=0 for global attention")
         factory = dict(device=device, dtype=dtype)
         self.attn = Attention(dim, num_heads, window, shift, qkv_bias, attn_drop, proj_drop, backend, cosine, **factory)
         trained = Grid(*grid) if window is None else Grid(*window)
         self.position = create_position(position, trained, num_heads, dim // num_heads, **factory, **(position_args or {}))
 
     def forward(self, x: Tensor, grid: tuple[int, int] | Grid, mask: Tensor | None = None) -> Tensor:
-        """grid: (h, w) or Grid(h, w, prefix) of x's tokens in row-major order; prefix tokens come first, globally only."""
+        """Return attention of x. grid: (h, w) or Grid(h, w, prefix) of its tokens, in row-major order after the prefix tokens;
+        windowed layers take no prefix tokens. mask: as in `Attention.forward`. Raises ValueError if x does not have the tokens
+        of the grid.
+        """
         grid = Grid(*grid)
         if x.dim() != 3:
             raise ValueError(f"x must be [B, N, C], got shape {tuple(x.shape)}")
         if self.attn.window is not None and grid.prefix:
-            raise ValueError(f"windows hold patch tokens only, but the grid has {grid.prefix} prefix tokens: leave them out")
+            raise ValueError(f"windows contain patch tokens only, but the grid has {grid.prefix} prefix tokens: leave them out")
         if x.shape[-2] != grid.tokens:
             raise ValueError(
-                f"x has {x.shape[-2]} tokens, the {grid.h}x{grid.w} grid with {grid.prefix} prefix has {grid.tokens}"
+                f"x has {x.shape[-2]} tokens, but the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens has {grid.tokens}"
             )
         return self.attn(x, self.position(grid if self.attn.window is None else Grid(*self.attn.window)), grid, mask)

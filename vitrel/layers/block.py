@@ -1,4 +1,4 @@
-"""The transformer block of both trunks and Swin's patch merging."""
+"""Transformer block of ViT and Swin, and Swin's patch merging."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,15 +19,16 @@ MLPS = (*ACTIVATIONS, "swiglu")
 
 
 class Block(nn.Module):
-    """Pre-norm block (ViT, Swin): x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth.
+    """Pre-norm transformer block with stochastic depth: x + attn(norm1(x)), then x + mlp(norm2(x)).
 
-    With `post_norm` (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x + norm2(mlp(x)), where both norms start
-    at zero, so that a new block changes nothing. `init_values`: layer scale (CaiT, arXiv 2103.17239), both branches times a
-    learned vector that starts there. `mlp`: "gelu", "gelu_tanh" (SigLIP's), "quick_gelu" (CLIP's), or EVA-02's "swiglu"
-    (arXiv 2303.11331, sec. 2.1); `mlp_norm`: a norm of its hidden layer.
-    `mlp_drop`: dropout inside and after the MLP; that after attention's projection is `attn`'s.
-    `position` is the block's own encoding, which the block asks for its terms, so that sharding, checkpointing, pruning, layer
-    decay and checkpoint names work block by block.
+    post_norm (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x + norm2(mlp(x)); the norms' weights start at
+    zero, so a new block is the identity.
+    init_values: layer scale (CaiT, arXiv 2103.17239), a learned vector, with this initial value, that multiplies each branch.
+    mlp: "gelu", "gelu_tanh" (SigLIP), "quick_gelu" (CLIP) or "swiglu" (EVA-02, arXiv 2303.11331, sec. 2.1). mlp_norm: a norm of
+    its hidden layer. mlp_drop: dropout in and after the MLP (`attn` has its dropout).
+
+    `position` is the block's encoding; the block itself calls it in `forward`, so that sharding, activation checkpointing,
+    pruning, layer-wise decay and checkpoint keys work per block.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Block(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Raises ValueError for an unknown `mlp`, or for layer scale beside `post_norm`, whose norms scale the branches."""
+        """Raises ValueError for an unknown `mlp`, and for layer scale together with `post_norm`, whose norms scale the
+        branches.
+        """
         super().__init__()
         check_choice("Block", "mlp", mlp, MLPS)
         if post_norm and init_values is not None:
-            raise ValueError(f"init_values={init_values} (layer scale) and post-norm blocks exclude each other; pass None")
+            raise ValueError(f"init_values={init_values} (layer scale) and post_norm exclude each other; pass init_values=None")
         factory = dict(device=device, dtype=dtype)
         norm = ResidualNorm if post_norm else nn.LayerNorm
 
@@ -65,26 +68,26 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, eps=norm_eps, **factory)
         inner = partial(nn.LayerNorm, eps=norm_eps) if mlp_norm else None
-        kind = SwiGLU if mlp == "swiglu" else partial(Mlp, act_layer=ACTIVATIONS[mlp])
-        self.mlp = kind(dim, int(dim * mlp_ratio), norm_layer=inner, drop=mlp_drop, **factory)
+        mlp_class = SwiGLU if mlp == "swiglu" else partial(Mlp, act_layer=ACTIVATIONS[mlp])
+        self.mlp = mlp_class(dim, int(dim * mlp_ratio), norm_layer=inner, drop=mlp_drop, **factory)
         self.ls2 = scale()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     @property
     def window(self) -> Grid | None:
-        """The window as a grid, or None where attention is global."""
+        """The window as a grid, or None for global attention."""
         return None if self.attn.window is None else Grid(*self.attn.window)
 
     def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
-        """x: [B, N, C] on `grid`, windowed [B, h, w, C] too. mask: see `Attention`.
+        """Apply the block to x [B, N, C] on `grid`, or, if windowed, [B, h, w, C]. mask: see `Attention.forward`.
 
-        terms: of an encoding that several blocks share, in place of the block's own.
+        terms: position terms used instead of those of the block's encoding, where several blocks share one.
         """
         terms = self.position(self.window or grid) if terms is None else terms
         return self.residuals(x, lambda tokens: self.attn(tokens, terms, grid, mask))
 
     def residuals(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The block around any attention, `attend`: tokens of x's shape -> the same shape."""
+        """Apply the block with `attend` as its attention, a function of tokens [...] -> the same shape."""
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(attend(x)))
             return x + self.drop_path2(self.norm2(self.mlp(x)))
@@ -93,7 +96,7 @@ class Block(nn.Module):
 
 
 class ResidualNorm(nn.LayerNorm):
-    """LayerNorm at the end of a residual branch: weight and bias start at zero, and with them the branch."""
+    """LayerNorm at the end of a residual branch; weight and bias start at zero, so the branch adds nothing at first."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -101,10 +104,10 @@ class ResidualNorm(nn.LayerNorm):
 
 
 class PatchMerging(nn.Module):
-    """Swin's downsampling (arXiv 2103.14030, sec. 3.1): each 2x2 neighbourhood becomes one token.
+    """Swin's downsampling (arXiv 2103.14030, sec. 3.1): merge each 2x2 neighbourhood into one token.
 
-    [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']. An odd grid is padded with zeros on the right and below.
-    The norm acts on the 4C channels before the reduction, with `post_norm` (Swin V2) on the C' after it.
+    [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']; an odd side is padded with zeros at the bottom or on the right. The norm acts
+    on the 4C channels before the reduction, or with post_norm (Swin V2) on the C' channels after it.
     """
 
     def __init__(
@@ -124,16 +127,16 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = pad_to_even(pad_to_even(x, 1), 2)
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, h/2, 2, w/2, 2, C]
-        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # column of the neighbourhood before row, as in Swin's weights
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # within a neighbourhood column by column, as in Swin's weights
         return self.norm(self.reduction(x)) if self.post_norm else self.reduction(self.norm(x))
 
 
 def pad_to_even(x: Tensor, dim: int) -> Tensor:
-    """Zeros after the last index of `dim` if its length is odd."""
+    """Append a zero slice to x along `dim` if its length is odd."""
     n = x.shape[dim]
     if is_known(n):
         return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, n % 2)) if n % 2 else x
-    # The same as a gather, without a branch on the size.
+    # A gather pads without a branch on the size.
     at = torch.arange((n + 1) // 2 * 2, device=x.device)
     valid = (at < n).to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
     return x.index_select(dim, at.clamp(max=n - 1)) * valid

@@ -1,6 +1,6 @@
-"""Backbones: ViT and Swin trunks with any position encoding, and the registry.
+"""ViT and Swin backbones with any position encoding.
 
-Importing this registers them with timm under names that begin with vitrel_.
+Importing this module registers them with timm, under names that begin with vitrel_.
 """
 
 from timm.layers import register_notrace_module
@@ -14,6 +14,6 @@ from vitrel.position.terms import Composition
 
 __all__ = ["Backbone", "Swin", "ViT"]
 
-# Leaves of fx graphs: they compute with the sizes of their input, which a plain trace would freeze.
+# Leaves of fx graphs: they compute with the sizes of their input, which a trace through them would make constants.
 for _leaf in (Attention, PatchMerging, Composition, *POSITIONS.values()):
     register_notrace_module(_leaf)

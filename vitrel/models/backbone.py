@@ -1,4 +1,4 @@
-"""What both trunks share: the input, and every question one can ask about position without running the model."""
+"""Base class of the ViT and Swin backbones: input size, position options, and position reports without running the model."""
 
 import abc
 import contextlib
@@ -19,28 +19,30 @@ from vitrel.position import PositionEncoding, split_position
 from vitrel.position.log_n import set_logit_scale
 from vitrel.position.terms import sum_counts
 
-LARGE = (1 << 20, 1 << 20)  # pixels, larger than any image: there only windowed encodings keep their training grid
+LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only windowed encodings have their training grid there
 
 
 def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a trunk's constructor: leaves its arguments, defaults included, in `self.arguments`."""
+    """Decorator of a backbone's constructor that stores all its arguments, defaults included, in `self.arguments`."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
         init(self, *args, **kwargs)
-        own = {name: value for name, value in given.arguments.items() if name not in ("self", "device", "dtype")}
-        self.arguments = copy.deepcopy(own)
+        arguments = {name: value for name, value in bound.arguments.items() if name not in ("self", "device", "dtype")}
+        self.arguments = copy.deepcopy(arguments)
 
     return wrapped
 
 
 class Backbone(nn.Module, abc.ABC):
-    """Abstract. A trunk has `patch_embed` (timm's, NHWC), `pos_embed` (an encoding or None) and `num_prefix_tokens`.
+    """Abstract base class of the backbones ViT and Swin.
 
-    `arguments`: those of its constructor, as given; `current_arguments` follows what was changed since.
+    - patch_embed: timm's PatchEmbed, with output [B, h, w, C].
+    - pos_embed: the encoding added to the tokens, or None. num_prefix_tokens: number of class and register tokens.
+    - arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
     """
 
     arguments: dict[str, Any]
@@ -53,28 +55,30 @@ class Backbone(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def encodings(self, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
-        """Every position encoding with the grid that forward gives it for an image of `size` (h, w) pixels."""
+        """Yield every position encoding with the grid that it is called on for an image of `size` (h, w) pixels."""
 
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
 
     def current_arguments(self) -> dict[str, Any]:
-        """Arguments that build this model anew as it is now: with another head, pruned, its embedding taken away."""
+        """Constructor arguments of the model in its current state: after a new head, pruning, or removal of the absolute
+        embedding.
+        """
         _, attention = split_position(self.arguments["position"])
         position = (attention or "none") if self.pos_embed is None else self.arguments["position"]
         return self.arguments | dict(num_classes=self.num_classes, global_pool=self.global_pool, position=position)
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """What timm's save_for_hf writes for the model to be built anew; timm records what its factory was given only."""
+        """Arguments that timm's save_for_hf stores; timm itself records only those passed to its factory."""
         return {name: value for name, value in self.current_arguments().items() if value is not None}
 
     @_model_args.setter
-    def _model_args(self, given: dict[str, Any]) -> None:
+    def _model_args(self, value: dict[str, Any]) -> None:
         """Nothing: timm's factory sets it."""
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
-        """Tokens after patch embedding of an image of `size` (h, w) pixels; a last partial patch counts."""
+        """Grid of tokens for an image of `size` (h, w) pixels; sides that are not whole patches are rounded up."""
         (h, w), (ph, pw) = size, self.patch_embed.patch_size
         return Grid(-(-h // ph), -(-w // pw), self.num_prefix_tokens)
 
@@ -84,37 +88,41 @@ class Backbone(nn.Module, abc.ABC):
         patch_size: int | tuple[int, int] | None = None,
         window_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Record the size (h, w) in pixels used from now on. Changes no parameter: every size works at forward without this.
+        """Record the input size (h, w) in pixels. It changes no parameter and no output: forward takes any size without this
+        call.
 
-        patch_size, window_size: accepted, as in timm's call, where they are the model's own; else ValueError.
+        patch_size, window_size: as in timm's method; ValueError unless they equal those of the model.
         """
-        for name, asked, own in (
+        for name, new, current in (
             ("patch_size", patch_size, self.patch_embed.patch_size),
             ("window_size", window_size, self.window_size),
         ):
-            if asked is not None and to_2tuple(asked) != own:
-                raise ValueError(f"{name} {asked} is not the model's {own}, which stays at every size; build a model with it")
+            if new is not None and to_2tuple(new) != current:
+                raise ValueError(f"{name} {new} differs from the model's {current} and cannot be changed: build a new model")
         if img_size is not None:
             self.img_size = to_2tuple(img_size)
 
     @property
     def resize_policies(self) -> tuple[str, ...]:
-        """Policies, the default first, by which this model's encodings can serve a grid they were not trained on."""
-        met = (part for part, grid in choosing(self, LARGE) if part.grid[:2] != grid[:2])
-        return tuple(dict.fromkeys(policy for part in met for policy in part.policies))
+        """Policies, the default first, that the encodings of this model can use at another image size; empty if none is
+        resized.
+        """
+        parts = (part for part, grid in resizable_parts(self, LARGE) if part.grid[:2] != grid[:2])
+        return tuple(dict.fromkeys(policy for part in parts for policy in part.policies))
 
     def set_resize_policy(self, policy: str) -> None:
-        """Switch every encoding that has a choice to `policy`, or to its own of several joined by "+".
+        """Set the resize policy of every encoding that has it; `policy` is one name or several joined by "+".
 
-        Raises ValueError for one that no encoding here has.
+        Raises ValueError for a policy that no encoding of this model has.
         """
         self.set_position_options(resize=policy)
 
     def set_position_options(self, **options: Any) -> None:
-        """Switch options of the encodings that act at other sizes alone, as position_args takes them: resize, scaling,
-        scaling_strength, yarn_turns, logit_scale. Parameters, and all that is computed at the training size, stay.
+        """Change options of the encodings that act only at other sizes than the training size.
 
-        The arguments follow, so that the model is saved with them. ValueError for an option that no encoding here has.
+        These are resize, scaling, scaling_strength, yarn_turns and logit_scale, with values as in position_args. Parameters and
+        outputs at the training size do not change. `arguments` is updated, so the model is saved with the options. Raises
+        ValueError for an option that no encoding of this model has; nothing is changed then.
         """
         for policy in options["resize"].split("+") if "resize" in options else ():
             if policy not in self.resize_policies:
@@ -122,9 +130,9 @@ class Backbone(nn.Module, abc.ABC):
                 raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
         with self._restored(on_error=True):
             parts = [part for part in self.modules() if isinstance(part, PositionEncoding)]
-            taken = {name for part in parts for name in part.switch(options)}
-            if lacking := [name for name in options if name not in taken | {"logit_scale"}]:
-                raise ValueError(f"no encoding of this model has the option {lacking[0]}, or none that can be switched")
+            applied = {name for part in parts for name in part.switch(options)}
+            if unused := [name for name in options if name not in applied | {"logit_scale"}]:
+                raise ValueError(f"no encoding of this model has an option {unused[0]} that can be changed after construction")
             if "logit_scale" in options:
                 for encoding, grid in self.trained_encodings():
                     set_logit_scale(encoding, options["logit_scale"], grid)
@@ -132,7 +140,7 @@ class Backbone(nn.Module, abc.ABC):
 
     @contextlib.contextmanager
     def position_options(self, **options: Any) -> Iterator[None]:
-        """The model with `set_position_options(**options)` in force; afterwards its own are back."""
+        """Context manager: `set_position_options(**options)` inside, the previous options afterwards."""
         with self._restored():
             if options:
                 self.set_position_options(**options)
@@ -140,7 +148,7 @@ class Backbone(nn.Module, abc.ABC):
 
     @contextlib.contextmanager
     def _restored(self, on_error: bool = False) -> Iterator[None]:
-        """Afterwards, or after an error alone, the options of the encodings are what they are now."""
+        """Context manager that restores the current position options at the end, or with on_error only after an error."""
         parts = [(part, part.resize, part.scaling) for part in self.modules() if isinstance(part, PositionEncoding)]
         scales = [(encoding, encoding.logit_scale, grid) for encoding, grid in self.trained_encodings()]
         arguments, failed = self.arguments["position_args"], True
@@ -153,67 +161,78 @@ class Backbone(nn.Module, abc.ABC):
                     part.resize = resize
                     if scaling is not None:
                         part.scaling = scaling
-                for encoding, own, grid in scales:
-                    if encoding.logit_scale != own:
-                        set_logit_scale(encoding, own, grid)
+                for encoding, scale, grid in scales:
+                    if encoding.logit_scale != scale:
+                        set_logit_scale(encoding, scale, grid)
                 self.arguments["position_args"] = arguments
 
     def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
-        """`encodings` at the size that the parameters are of."""
+        """As `encodings`, at the size for which the parameters were made."""
         return self.encodings(to_2tuple(self.patch_embed.img_size))
 
     def resized(self, size: tuple[int, int]) -> dict[str, int]:
-        """What forward at `size` (h, w) pixels resamples: {rule: number of parameter values}, empty for nothing."""
+        """Rules by which forward at `size` (h, w) pixels departs from the trained position values.
+
+        Returns {rule: number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a rule
+        that interpolates no parameter (for example "table clip").
+        """
         return sum_counts(encoding.resized(grid) for encoding, grid in self.encodings(size))
 
     def unseen(self, size: tuple[int, int]) -> float:
-        """Largest share, over the encodings, of offset cells at `size` that no pair of the training grid had, 0 to 1."""
+        """Share of the offsets at `size` (h, w) pixels, 0 to 1, that no pair of training tokens had; the largest of all
+        encodings.
+        """
         return max((encoding.unseen(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def saturated(self, size: tuple[int, int]) -> float:
-        """Largest share, over the encodings, of unseen offset cells that read an edge row or far bucket which was trained."""
+        """Share of the offsets at `size`, 0 to 1, that are unseen but read a trained edge row or far bucket; the largest of all
+        encodings.
+        """
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def position_parameters(self) -> set[str]:
-        """Names of the parameters that belong to position encodings."""
+        """Names of the parameters of position encodings."""
         encodings = [name for name, module in self.named_modules() if isinstance(module, PositionEncoding)]
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters to keep out of weight decay: position, class and register tokens, cosine scales."""
-        other = ("cls_token", "dist_token", "reg_token", "logit_scale")
-        return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in other}
+        """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention."""
+        others = ("cls_token", "dist_token", "reg_token", "logit_scale")
+        return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the blocks' activations in the backward pass instead of storing them."""
+        """Turn activation checkpointing of the blocks on or off: recompute activations in the backward pass."""
         for module in self.modules():
             if hasattr(module, "grad_checkpointing"):
                 module.grad_checkpointing = enable  # type: ignore[assignment]
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all parameters, e.g. of a model made on the meta device and moved by `to_empty`.
+        """Initialise all parameters, for example of a model built on the meta device and moved by `to_empty`.
 
-        needs_reset False: the layers have initialised themselves at construction, only linear layers are drawn anew.
+        needs_reset False: only draw the linear layers again, after layers have initialised themselves at construction.
         """
         if needs_reset:
-            for module in reversed([*self.modules()]):  # the owner after its parts: an encoding knows best
+            for module in reversed([*self.modules()]):  # parts first: an encoding overrules the layers it contains
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()
-        inside = {part for module in self.modules() if isinstance(module, PositionEncoding) for part in module.modules()}
+        in_encodings = {part for module in self.modules() if isinstance(module, PositionEncoding) for part in module.modules()}
         for module in self.modules():
-            if module not in inside:
+            if module not in in_encodings:
                 self.init_linear(module)
 
     def embed_patches(self, image: Tensor) -> Tensor:
-        """[B, 3, height, width] pixels -> [B, h, w, C]; padded right and below to whole patches. ValueError below one patch."""
+        """Embed an image [B, in_chans, height, width] as patches [B, h, w, C], padded on the right and below to whole patches.
+
+        Raises ValueError for another shape, or an image smaller than one patch.
+        """
         if not torch.compiler.is_compiling():
             check_image(image, self.in_chans, self.patch_embed.patch_size)
         return self.patch_embed(image)
 
 
-@torch.fx.wrap  # a leaf of fx graphs, which cannot branch on a size
+@torch.fx.wrap  # a leaf of fx graphs, since a trace cannot branch on a size
 def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
-    """ValueError unless `image` is [B, in_chans, height, width] with at least one patch (h, w) of pixels."""
+    """ValueError unless `image` is [B, in_chans, height, width] and at least one patch (h, w), in pixels, large."""
     if image.dim() != 4:
         raise ValueError(f"expected images [B, C, height, width], got shape {tuple(image.shape)}; add a batch dimension?")
     if image.shape[1] != in_chans:
@@ -224,7 +243,7 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
 
 
 def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False) -> None:
-    """ValueError unless a trunk with or without a class token and attention pooling can pool by `global_pool`."""
+    """ValueError unless `global_pool` is possible in a backbone with or without class token and attention pooling."""
     known = (*(["token"] if class_token else []), "avg", "max", "avgmax", *(["map"] if attention_pool else []), "")
     if global_pool not in known:
         hint = "needs class_token=True" if global_pool == "token" else "is unknown"
@@ -233,10 +252,10 @@ def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False
 
 
 def init_linear(module: nn.Module, gain: float | None = None) -> None:
-    """Truncated normal weights and zero biases for linear layers, in place.
+    """Draw the weights of a linear layer from a truncated normal and set its bias to zero; other modules are left alone.
 
-    gain None: standard deviation 0.02, as in timm, made for widths of 192 and more. Else gain / sqrt(inputs): at the
-    widths of the smallest models 0.02 is far too small, and attention needs hundreds of updates to break its symmetry.
+    gain None: standard deviation 0.02, as in timm, which suits widths of 192 and more. Otherwise gain / sqrt(in_features): for
+    the widths of the smallest models 0.02 is too small, and attention needs hundreds of updates before heads differ.
     """
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02 if gain is None else gain / math.sqrt(module.in_features))
@@ -244,8 +263,8 @@ def init_linear(module: nn.Module, gain: float | None = None) -> None:
             nn.init.zeros_(module.bias)
 
 
-def choosing(model: Backbone, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
-    """The encodings that have policies, parts of compositions too, with the grid each meets at `size` (h, w) pixels."""
+def resizable_parts(model: Backbone, size: tuple[int, int]) -> Iterator[tuple[PositionEncoding, Grid]]:
+    """Yield the encodings that have policies, parts of compositions included, with their grid at `size` (h, w) pixels."""
     for encoding, grid in model.encodings(size):
         for part in encoding.modules():
             if isinstance(part, PositionEncoding) and part.policies:

@@ -1,4 +1,4 @@
-"""A model's configuration: its name in timm's registry, the arguments of its constructor, and how its images are prepared."""
+"""Configuration from which a model can be rebuilt: name, constructor arguments, image preparation."""
 
 from typing import Any, NamedTuple
 
@@ -9,24 +9,27 @@ from vitrel.models.backbone import Backbone
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
-TRUNKS: dict[str, type[Backbone]] = {"vitrel_vit": ViT, "vitrel_swin": Swin}  # names that serve any arguments
+TRUNKS: dict[str, type[Backbone]] = {"vitrel_vit": ViT, "vitrel_swin": Swin}  # models built from their arguments alone
 _PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation", "label_names", "label_descriptions")
 
 
 class Config(NamedTuple):
-    """Plain values that build a model anew, without its weights."""
+    """Plain values that describe a model without its weights."""
 
-    architecture: str  # a name of timm's registry
+    architecture: str  # name in timm's registry
     arguments: dict[str, Any]
     input_size: tuple[int, int]  # (h, w) in pixels that `set_input_size` recorded
     preparation: dict[str, Any]  # entries of timm's pretrained_cfg: size, crop, mean, std, names of the classes
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Backbone:
-        """The model with random weights. changes: arguments in place of its own, and entries of `preparation` as timm's
-        pretrained_cfg_overlay."""
+        """Build the model with random weights.
+
+        changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
+        `preparation`. Torch's random state is left as it was.
+        """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
         arguments = self.arguments | changes
-        if len(preparation.get("label_names") or ()) != arguments.get("num_classes"):  # of another classifier
+        if len(preparation.get("label_names") or ()) != arguments.get("num_classes"):  # names of another classifier
             preparation = {name: value for name, value in preparation.items() if not name.startswith("label_")}
         size = self.input_size if arguments["img_size"] == self.arguments["img_size"] else arguments["img_size"]
         with torch.random.fork_rng(devices=[]):
@@ -38,14 +41,14 @@ class Config(NamedTuple):
 
 
 def config_of(model: Backbone) -> Config:
-    """The configuration of a model as it is now: with another head, pruned, at another input size."""
+    """Return the configuration of a model in its current state: with a new head, pruned, at another input size."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    own = str(cfg.get("architecture", ""))
-    generic = next(name for name, trunk in TRUNKS.items() if isinstance(model, trunk))
-    architecture = own if own.startswith("vitrel_") and timm.is_model(own) else generic
+    name = str(cfg.get("architecture", ""))
+    generic = next(key for key, trunk in TRUNKS.items() if isinstance(model, trunk))
+    architecture = name if name.startswith("vitrel_") and timm.is_model(name) else generic
     return Config(architecture, model.current_arguments(), model.img_size, preparation_of(cfg))
 
 
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a timm model's pretrained_cfg that say how its images are prepared and what its classes are called."""
+    """Entries of a timm pretrained_cfg about image preparation (size, crop, mean, std) and class names."""
     return {name: cfg[name] for name in _PREPARATION if cfg.get(name) is not None}

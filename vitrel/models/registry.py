@@ -1,4 +1,4 @@
-"""Registration with timm: variants are rows of a table, entry points are made from them."""
+"""Registration of model variants with timm: one row of a table per variant, one entry point per row."""
 
 import inspect
 from collections.abc import Callable
@@ -9,26 +9,27 @@ from torch import nn
 from vitrel.names import nearest
 from vitrel.weights.load import filter_state_dict
 
-COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # that have rows of their own, "_" for "+" in their names
+COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # compositions with model names; "_" replaces "+" in them
 
 
-def base_cfg(**own) -> dict:
-    """What the pretrained cfgs of all families share, with the family's own entries."""
+def base_cfg(**changes) -> dict:
+    """The pretrained cfg entries that all model families share, updated by those given."""
     shared = dict(num_classes=1000, input_size=(3, 224, 224), pool_size=None, crop_pct=0.9, interpolation="bicubic")
-    return shared | dict(fixed_input_size=False, first_conv="patch_embed.proj") | own
+    return shared | dict(fixed_input_size=False, first_conv="patch_embed.proj") | changes
 
 
 def register_family(
     trunk: type[nn.Module], rows: dict[str, tuple[dict, dict]], weights: dict[str, str], namespace: dict
 ) -> dict:
-    """Register an entry point in timm for every row {name: (constructor arguments, pretrained cfg)}; returns `default_cfgs`.
+    """Register one timm entry point for each row {name: (constructor arguments, pretrained cfg)}; returns timm's
+    `default_cfgs`.
 
-    weights: {name: hub repository} of public weights. namespace: globals() of the trunk's module, where timm looks for both.
+    weights: {name: hub repository} of public weights. namespace: globals() of the backbone's module, where timm looks for both.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
     )
-    namespace["default_cfgs"] = cfgs  # before registration: timm looks them up in the module then
+    namespace["default_cfgs"] = cfgs  # before registration, in which timm looks them up in the module
     for name, (arguments, _) in rows.items():
         namespace[name] = register_model(_entry_point(trunk, name, arguments, namespace["__name__"]))
     return cfgs
@@ -38,11 +39,11 @@ def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str
     def entry_point(pretrained: bool = False, **kwargs) -> nn.Module:
         kwargs = arguments | kwargs
         depth = len(kwargs["depths"]) if "depths" in kwargs else kwargs["depth"]
-        taps = tuple(range(0 if depth <= 4 else depth - 3, depth))  # all stages of a pyramid, the last three blocks else
-        how = dict(out_indices=kwargs.pop("out_indices", taps), feature_cls="getter")
+        taps = tuple(range(0 if depth <= 4 else depth - 3, depth))  # all, or the last three of more than four
+        feature_cfg = dict(out_indices=kwargs.pop("out_indices", taps), feature_cls="getter")
         try:
             return build_model_with_cfg(
-                trunk, name, pretrained, pretrained_filter_fn=filter_state_dict, feature_cfg=how, **kwargs
+                trunk, name, pretrained, pretrained_filter_fn=filter_state_dict, feature_cfg=feature_cfg, **kwargs
             )
         except TypeError as error:
             unknown = str(error).partition("unexpected keyword argument ")[2].strip("'")

@@ -1,7 +1,8 @@
-"""Swin transformer V1 and V2 (arXiv 2103.14030, 2111.09883) with any position encoding in the windows, at any image size.
+"""Swin transformer V1 and V2 (arXiv 2103.14030, 2111.09883) with any position encoding in its windows.
 
-The window is kept at every size: grids it does not divide are padded and masked (vitrel.ops.window), so nothing is resized.
-Stages, blocks and merging are named as in timm's `SwinTransformer` and V2 (downsampling at the start of a stage).
+The window size is the same at every image size: grids that it does not divide are padded and masked (vitrel.ops.window), so no
+encoding in attention is resized. Stages, blocks and merging are named as in timm's `SwinTransformer` and V2, with downsampling
+at the start of a stage.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,11 @@ from vitrel.models.backbone import Backbone, check_pool, init_linear, records_ar
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
-__all__ = ["Swin"]  # timm appends the entry points
+__all__ = ["Swin"]  # registration appends the entry points
 
 
 class Stage(nn.Module):
-    """Patch merging (but in the first stage), then blocks that alternate between plain and shifted windows."""
+    """One stage: patch merging (except in the first stage), then blocks that alternate between plain and shifted windows."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block]):
         super().__init__()
@@ -34,7 +35,7 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, h, w, C] -> [B, h', w', C']."""
+        """Apply the stage, [B, h, w, C] -> [B, h', w', C']."""
         x = self.downsample(x)
         grid = Grid(x.shape[1], x.shape[2])
         for block in self.blocks:
@@ -43,7 +44,10 @@ class Stage(nn.Module):
 
 
 class Swin(Backbone):
-    """[B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch, non-square too."""
+    """Swin transformer: images [B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch.
+
+    Sides need not be equal or divisible by patch or window; images are padded on the right and below.
+    """
 
     @records_arguments
     def __init__(
@@ -72,25 +76,30 @@ class Swin(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Arguments as in timm. window_size: tokens, an int or (h, w), the grid of the encodings in attention.
-        position: a key of POSITIONS or several joined by '+'; position_args: their options (pretrained_window: one for all
-        stages or one number for each, see `_stage_args`). init_gain: see `init_linear`.
-        version 2: cosine attention, residual post-norm and norms after merging, as Swin V2, whose own position is "cpb".
-        final_norm: a norm after the last stage. Raises ValueError for an impossible combination.
+        """Arguments as in timm, and:
+
+        - window_size: an int or (h, w), in tokens; the training grid of the encodings in attention.
+        - position: a key of POSITIONS or several joined by '+'. position_args: their options; pretrained_window may have one
+          number per stage (see `_stage_args`).
+        - version: 2 for cosine attention, residual post-norm and norms after merging, as in Swin V2 (whose published position
+          is "cpb").
+        - init_gain: see `init_linear`. final_norm: a norm after the last stage.
+
+        Raises ValueError for an impossible combination, TypeError for an unknown option.
         """
         super().__init__()
         check_options(position, position_args or {})
         check_pool(global_pool, class_token=False)
         if len(depths) != len(num_heads):
-            raise ValueError(f"depths has {len(depths)} stages, num_heads {len(num_heads)}")
+            raise ValueError(f"depths has {len(depths)} stages, but num_heads has {len(num_heads)}; both need one per stage")
         if version not in (1, 2):
             raise ValueError(f"version must be 1 or 2, not {version!r}")
         v2, factory = version == 2, dict(device=device, dtype=dtype)
         self.init_linear = partial(init_linear, gain=init_gain)
         self.num_classes, self.in_chans, self.global_pool, self.output_fmt = num_classes, in_chans, global_pool, "NHWC"
         self.embed_dim, self.num_prefix_tokens, self.img_size = embed_dim, 0, to_2tuple(img_size)
-        how = dict(norm_layer=nn.LayerNorm, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory)
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **how)
+        options = dict(norm_layer=nn.LayerNorm, strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", **factory)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
         self.window_size = to_2tuple(window_size)
         window, patches = Grid(*self.window_size), self.token_grid(self.img_size)
         on_tokens, in_attention = split_position(position)
@@ -103,8 +112,8 @@ class Swin(Backbone):
         def block(dim: int, heads: int, stage: int, shifted: bool, drop_path: float) -> Block:
             shift = (window.h // 2, window.w // 2) if shifted else (0, 0)
             attn = Attention(dim, heads, window[:2], shift, qkv_bias, attn_drop_rate, proj_drop_rate, cosine=v2, **factory)
-            own = encoding(in_attention or "none", window, dim, heads, stage)
-            return Block(dim, attn, own, mlp_ratio, drop_path, norm_eps, v2, mlp_drop=proj_drop_rate, **factory)
+            position = encoding(in_attention or "none", window, dim, heads, stage)
+            return Block(dim, attn, position, mlp_ratio, drop_path, norm_eps, v2, mlp_drop=proj_drop_rate, **factory)
 
         self.pos_embed = encoding(on_tokens, patches, embed_dim, num_heads[0]) if on_tokens else None
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)  # [stage][block]
@@ -125,19 +134,19 @@ class Swin(Backbone):
         self.init_weights(needs_reset=False)
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """[B, in_chans, height, width] -> [B, h, w, C] after the last stage and norm."""
+        """Return the features after the last stage and norm, [B, in_chans, height, width] -> [B, h, w, C]."""
         return self.norm(self.layers(self.embed(image)))
 
     def embed(self, image: Tensor) -> Tensor:
-        """Image -> patch tokens [B, h, w, C] with what position adds to them."""
+        """Return the patch tokens [B, h, w, C] of an image, with the absolute embedding added."""
         x = self.embed_patches(image)
         if self.pos_embed is not None:
             tokens = self.pos_embed(Grid(x.shape[1], x.shape[2])).tokens
-            x = x + tokens.unflatten(0, x.shape[1:3]).to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
+            x = x + tokens.unflatten(0, x.shape[1:3]).to(self.patch_embed.proj.weight.dtype)  # under autocast x's dtype rounds
         return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """[B, h, w, C] -> logits, or the pooled features before the classifier."""
+        """Return logits [B, num_classes] of features [B, h, w, C]; with pre_logits the pooled features."""
         return self.head(x, pre_logits=pre_logits)
 
     def forward_intermediates(
@@ -149,30 +158,34 @@ class Swin(Backbone):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """As timm: (forward_features(x), [features of the chosen stages]); output_fmt "NCHW" or "NHWC"."""
+        """Return (forward_features(x), [features of the chosen stages]) as in timm; output_fmt "NCHW" or "NHWC"."""
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.layers), indices)
-        found, i, final = [], 0, len(self.feature_info) - 1
+        features, i, final = [], 0, len(self.feature_info) - 1
         x = self.embed(x)
         for i, stage in enumerate(self.layers[: last + 1] if stop_early else self.layers):
             x = stage(x)
             if i in take:
                 y = self.norm(x) if norm and i == final else x
-                found.append(y.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else y)
+                features.append(y.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else y)
         if intermediates_only:
-            return found
-        return self.norm(x) if i == final else x, found
+            return features
+        return self.norm(x) if i == final else x, features
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages after the last of `indices`, and the norm and head as asked; returns the indices kept."""
+        """Remove the stages after the last of `indices`, with prune_norm the final norm, with prune_head the head; returns the
+        indices kept.
+
+        Norm and head are also removed if a stage is, since their width is that of the last stage.
+        """
         take, last = feature_take_indices(len(self.layers), indices)
         shorter = last + 1 < len(self.layers)
         self.layers = self.layers[: last + 1]
         if prune_norm or shorter:
-            self.norm = nn.Identity()  # it is made for the width of the last stage
+            self.norm = nn.Identity()  # its width is that of the last stage
         if shorter:
             self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
             self.head.in_features = self.num_features
@@ -184,7 +197,7 @@ class Swin(Backbone):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
+        """Replace the head by a new one for `num_classes` (0: none); `global_pool` None keeps the pooling."""
         if global_pool is not None:
             check_pool(global_pool, class_token=False)
         self.num_classes = num_classes
@@ -198,12 +211,12 @@ class Swin(Backbone):
 
     def current_arguments(self) -> dict[str, Any]:
         stages, depths = len(self.layers), self.arguments["depths"]
-        blocks, kept = sum(depths), sum(depths[:stages])
+        all_blocks, blocks = sum(depths), sum(depths[:stages])
         rate = self.arguments["drop_path_rate"]
         return super().current_arguments() | dict(
             depths=depths[:stages],
             num_heads=self.arguments["num_heads"][:stages],
-            drop_path_rate=rate if kept == blocks else rate * (kept - 1) / (blocks - 1),
+            drop_path_rate=rate if blocks == all_blocks else rate * (blocks - 1) / (all_blocks - 1),
             final_norm=not isinstance(self.norm, nn.Identity),
         )
 
@@ -216,20 +229,23 @@ class Swin(Backbone):
 
 
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
-    """Options of each stage's encodings; pretrained_window is, unless given, the window or a stage's smaller grid (Swin V2)."""
-    given, args = position_args.get("pretrained_window"), []
+    """Return position_args for each stage, with its pretrained_window: the value given for all stages or for each of them.
+
+    If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
+    """
+    pretrained, args = position_args.get("pretrained_window"), []
     for stage in range(stages):
-        trained = (min(window.h, grid.h), min(window.w, grid.w)) if given is None else given
-        if isinstance(given, tuple | list) and len(given) == stages != 2:
-            trained = given[stage]
-        args.append(position_args | {"pretrained_window": trained})
+        side = (min(window.h, grid.h), min(window.w, grid.w)) if pretrained is None else pretrained
+        if isinstance(pretrained, tuple | list) and len(pretrained) == stages != 2:
+            side = pretrained[stage]
+        args.append(position_args | {"pretrained_window": side})
         grid = Grid((grid.h + 1) // 2, (grid.w + 1) // 2)
     return args
 
 
-def _cfg(**own) -> dict:
+def _cfg(**changes) -> dict:
     statistics = dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    return base_cfg(**({"pool_size": (7, 7)} | statistics | own), classifier="head.fc", license="mit")
+    return base_cfg(**({"pool_size": (7, 7)} | statistics | changes), classifier="head.fc", license="mit")
 
 
 _SIZES = {  # the published shapes; n is for tests and small experiments
@@ -264,5 +280,5 @@ _ROWS |= {
 _ROWS["vitrel_swin"] = (
     dict(depths=(2, 2, 6, 2)),
     _CFGS["t"],
-)  # any Swin by its arguments: what vitrel.from_timm and vitrel.load build
+)  # any Swin, by its arguments, for vitrel.from_timm and vitrel.load
 default_cfgs = register_family(Swin, _ROWS, _WEIGHTS, globals())

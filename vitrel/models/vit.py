@@ -1,7 +1,8 @@
-"""Vision transformer (arXiv 2010.11929) with any position encoding: one trunk, so that only the encoding differs.
+"""Vision transformer (arXiv 2010.11929) with any position encoding.
 
-Class token, pooling and head are timm's `VisionTransformer`, its weights load unchanged into the `absolute` models.
-The other arguments make it the trunk of DeiT, BEiT, EVA-02, CLIP, SigLIP, DINOv3 and SAM; `vitrel.from_timm` sets them.
+Class token, pooling, head and parameter names are those of timm's `VisionTransformer`, whose weights load unchanged into the
+`absolute` models. The other arguments make it the backbone of DeiT, BEiT, EVA-02, CLIP, SigLIP, DINOv3 and SAM;
+`vitrel.from_timm` sets them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +21,16 @@ from vitrel.models.backbone import Backbone, check_pool, init_linear, records_ar
 from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
-__all__ = ["ViT"]  # timm appends the entry points
+__all__ = ["ViT"]  # registration appends the entry points
 
 _EPS = 1e-6
 
 
 class ViT(Backbone):
-    """[B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch, non-square too."""
+    """Vision transformer: images [B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch.
+
+    Sides need not be equal or whole patches; images are padded on the right and below.
+    """
 
     @records_arguments
     def __init__(
@@ -64,25 +68,30 @@ class ViT(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Arguments as in timm. img_size: the size learned encodings are trained at, in pixels.
-        pos_drop_rate: dropout of the tokens before the first block, also where no encoding adds to them.
-        position: a key of POSITIONS or several joined by '+'; position_args: their options. init_gain: see `init_linear`.
-        absolute_fade: training steps over which what position adds to the tokens fades out (see `vitrel.layers.Fade`).
-        dist_token: DeiT's distillation token and its head; logits are the mean of both heads.
-        share_position: one encoding in attention for all blocks (BEiT) instead of one each.
-        pre_norm: a norm before the first block (CLIP). final_norm, fc_norm: a norm after the last block, and one of the pooled
-        features; unless given the second where features are averaged, else the first. final_norm_eps: of the first, where it is
-        not that of block_args (SAM). patch_bias: whether the patch embedding has a bias.
-        global_pool "map": attention pooling (SigLIP), with pool_args num_heads, mlp_ratio and include_prefix, whether it sees
-        the prefix tokens.
-        block_args: init_values, mlp, mlp_norm and post_norm (see `Block`), qk_norm and attn_norm (see `Attention`), norm_eps of
-        every norm, and window, an int or (h, w) in tokens, which confines attention in all blocks but the global_blocks
-        (indices) as in ViTDet and SAM; without prefix tokens only.
+        """Arguments as in timm, and:
+
+        - img_size: side or (h, w), in pixels, of the images for which learned encodings are made.
+        - position: a key of POSITIONS or several joined by '+'. position_args: their options.
+        - share_position: one encoding in attention for all blocks (BEiT) instead of one per block.
+        - absolute_fade: training steps over which the absolute embedding fades out (see `vitrel.layers.Fade`).
+        - pos_drop_rate: dropout of the tokens before the first block, also without an absolute embedding.
+        - dist_token: DeiT's distillation token and its head; the logits are the mean of both heads.
+        - init_gain: see `init_linear`. patch_bias: bias in the patch embedding.
+        - pre_norm: a norm before the first block (CLIP).
+        - final_norm, fc_norm: a norm after the last block, and of the pooled features; None: fc_norm with global_pool "avg",
+          "avgmax" and "max", otherwise final_norm. final_norm_eps: epsilon of final_norm, if not the norm_eps of block_args
+          (SAM).
+        - global_pool="map": attention pooling (SigLIP), with pool_args num_heads, mlp_ratio and include_prefix (pool prefix
+          tokens too).
+        - block_args: init_values, mlp, mlp_norm and post_norm (see `Block`); qk_norm and attn_norm (see `Attention`); norm_eps
+          of every norm; window, an int or (h, w) in tokens, for attention within windows in all blocks but global_blocks
+          (indices), as in ViTDet and SAM; without prefix tokens only.
+
         Raises ValueError for an impossible combination, TypeError for an unknown option.
         """
         super().__init__()
         check_options(position, position_args or {})
-        inside, in_attn, window, global_blocks = _block_args(block_args or {}, depth)
+        in_block, in_attn, window, global_blocks = _block_args(block_args or {}, depth)
         check_pool(global_pool, class_token, attention_pool=True)
         if dist_token and (not class_token or global_pool not in ("token", "")):
             raise ValueError("dist_token needs class_token=True and global_pool='token': its head reads those two tokens")
@@ -92,8 +101,8 @@ class ViT(Backbone):
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.num_prefix_tokens = int(class_token) + int(dist_token) + reg_tokens
         self.img_size = to_2tuple(img_size)
-        how = dict(strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", bias=patch_bias, **factory)
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **how)
+        options = dict(strict_img_size=False, dynamic_img_pad=True, output_fmt="NHWC", bias=patch_bias, **factory)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, **options)
 
         def tokens(count: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(1, count, embed_dim, **factory)) if count else None
@@ -101,23 +110,24 @@ class ViT(Backbone):
         self.cls_token, self.dist_token, self.reg_token = tokens(int(class_token)), tokens(int(dist_token)), tokens(reg_tokens)
 
         on_tokens, in_attention = split_position(position)
-        grid, eps = self.token_grid(self.img_size), inside["norm_eps"]
+        grid, eps = self.token_grid(self.img_size), in_block["norm_eps"]
         if window is not None and (self.num_prefix_tokens or share_position):
-            raise ValueError("blocks with a window: class_token=False, reg_tokens=0, and an encoding each (no share_position)")
+            raise ValueError("blocks with a window need class_token=False, reg_tokens=0 and share_position=False")
 
         def encoding(key: str, grid: Grid) -> PositionEncoding:
             options = select_options(key, position_args or {})
             return create_position(key, grid, num_heads, embed_dim // num_heads, **factory, **options)
 
         def block(index: int, drop_path: float) -> Block:
-            own = None if index in global_blocks else window
+            block_window = None if index in global_blocks else window
             drops = dict(attn_drop=attn_drop_rate, proj_drop=proj_drop_rate)
-            attn = Attention(embed_dim, num_heads, own, (0, 0), qkv_bias, **drops, norm_eps=eps, **in_attn, **factory)
-            position = encoding("none" if share_position else in_attention or "none", Grid(*own) if own else grid)
-            return Block(embed_dim, attn, position, mlp_ratio, drop_path, mlp_drop=proj_drop_rate, **inside, **factory)
+            attn = Attention(embed_dim, num_heads, block_window, (0, 0), qkv_bias, **drops, norm_eps=eps, **in_attn, **factory)
+            key = "none" if share_position else in_attention or "none"
+            position = encoding(key, Grid(*block_window) if block_window else grid)
+            return Block(embed_dim, attn, position, mlp_ratio, drop_path, mlp_drop=proj_drop_rate, **in_block, **factory)
 
-        def norm(wanted: bool, eps: float = eps) -> nn.Module:
-            return nn.LayerNorm(embed_dim, eps=eps, **factory) if wanted else nn.Identity()
+        def norm(enabled: bool, eps: float = eps) -> nn.Module:
+            return nn.LayerNorm(embed_dim, eps=eps, **factory) if enabled else nn.Identity()
 
         def classifier() -> nn.Module:
             return nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
@@ -139,12 +149,12 @@ class ViT(Backbone):
         if global_pool == "map":
             pool = dict(num_heads=num_heads, mlp_ratio=mlp_ratio, include_prefix=False) | (pool_args or {})
             self.pool_include_prefix = pool.pop("include_prefix")
-            act = ACTIVATIONS.get(inside["mlp"], nn.GELU)
+            act = ACTIVATIONS.get(in_block["mlp"], nn.GELU)
             self.attn_pool = AttentionPoolLatent(
                 embed_dim, norm_layer=partial(nn.LayerNorm, eps=eps), act_layer=act, **pool, **factory
             )
         elif pool_args:
-            raise ValueError(f"pool_args={pool_args} are of attention pooling, global_pool='map', not of {global_pool!r}")
+            raise ValueError(f"pool_args={pool_args} need attention pooling, global_pool='map', not {global_pool!r}")
         self.fc_norm = norm(norm_pooled)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = classifier()
@@ -152,7 +162,7 @@ class ViT(Backbone):
         self.init_weights(needs_reset=False)
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all parameters and buffers; needs_reset False: the layers have done their part at construction."""
+        """Initialise all parameters and buffers; needs_reset False: all but what layers initialise at construction."""
         super().init_weights(needs_reset)
         for token in self.prefix_tokens:
             nn.init.normal_(token, std=1e-6)
@@ -160,34 +170,36 @@ class ViT(Backbone):
             self.attn_pool.init_weights()
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """[B, in_chans, height, width] -> tokens after the last norm, [B, N, C], prefix tokens first."""
+        """Return the tokens after the last norm, [B, in_chans, height, width] -> [B, N, C], prefix tokens first."""
         x, grid = self.embed(image)
         return self.norm(self._run(x, grid, self.blocks)[0])
 
     def embed(self, image: Tensor) -> tuple[Tensor, Grid]:
-        """Image -> prefix and patch tokens [B, N, C] with what position adds to them, and their grid."""
+        """Return the prefix and patch tokens [B, N, C] of an image, with the absolute embedding added, and their grid."""
         x = self.embed_patches(image)  # [B, h, w, C]
         grid = Grid(x.shape[1], x.shape[2], self.num_prefix_tokens)
         return self.add_tokens(x, None if self.pos_embed is None else self.pos_embed(grid).tokens), grid
 
     def add_tokens(self, x: Tensor, tokens: Tensor | None) -> Tensor:
-        """Patches [B, h, w, C] -> prefix and patch tokens [B, N, C], plus those of the absolute encoding [N, C], if any."""
+        """Turn patches [B, h, w, C] into the first block's input [B, N, C]: prefix tokens before them, absolute embedding [N,
+        C] added.
+        """
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
         if tokens is not None:
             tokens = tokens if self.absolute_fade is None else self.absolute_fade(tokens)
-            x = x + tokens.to(self.patch_embed.proj.weight.dtype)  # not x's: autocast would round
+            x = x + tokens.to(self.patch_embed.proj.weight.dtype)  # x's dtype would round under autocast
         return self.norm_pre(self.pos_drop(x))
 
     @property
     def prefix_tokens(self) -> list[nn.Parameter]:
-        """The learned tokens before the patches, [1, n, C] each: class, distillation and register tokens."""
+        """Learned tokens before the patches, [1, n, C] each: class, distillation and register tokens."""
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens [B, N, C] -> logits, or the pooled features [B, C] before the classifier."""
+        """Return logits [B, num_classes] of tokens [B, N, C]; with pre_logits the pooled features [B, C]."""
         if self.head_dist is not None and self.global_pool:
-            pooled = self.head_drop(self.fc_norm(x[:, :2]))  # of the class and the distillation token
+            pooled = self.head_drop(self.fc_norm(x[:, :2]))  # class and distillation token
             if pre_logits:
                 return pooled.mean(1)
             return (self.head(pooled[:, 0]) + self.head_dist(pooled[:, 1])) / 2
@@ -209,23 +221,23 @@ class ViT(Backbone):
         intermediates_only: bool = False,
         attn_mask: Tensor | None = None,
     ) -> list | tuple[Tensor, list]:
-        """As timm: (forward_features(x), [features of the chosen blocks]); output_fmt "NCHW" or "NLC".
+        """Return (forward_features(x), [features of the chosen blocks]) as in timm; output_fmt "NCHW" or "NLC".
 
-        attn_mask: broadcastable to [B, H, N, N] with prefix tokens first, bool with True = attend, or additive; in all blocks.
+        attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool with True = attend, or additive.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, grid = self.embed(x)
-        x, found = self._run(x, grid, self.blocks[: last + 1] if stop_early else self.blocks, attn_mask, take)
-        found = [self.norm(y) for y in found] if norm else found
-        prefix = [y[:, : grid.prefix] for y in found]
-        found = [y[:, grid.prefix :] for y in found]
+        x, features = self._run(x, grid, self.blocks[: last + 1] if stop_early else self.blocks, attn_mask, take)
+        features = [self.norm(y) for y in features] if norm else features
+        prefix = [y[:, : grid.prefix] for y in features]
+        features = [y[:, grid.prefix :] for y in features]
         if output_fmt == "NCHW":
-            found = [y.mT.unflatten(2, (grid.h, grid.w)).contiguous() for y in found]
+            features = [y.mT.unflatten(2, (grid.h, grid.w)).contiguous() for y in features]
         if return_prefix_tokens and grid.prefix:
-            found = list(zip(found, prefix, strict=True))
-        return found if intermediates_only else (self.norm(x), found)
+            features = list(zip(features, prefix, strict=True))
+        return features if intermediates_only else (self.norm(x), features)
 
     def get_intermediate_layers(
         self,
@@ -236,17 +248,20 @@ class ViT(Backbone):
         norm: bool = False,
         attn_mask: Tensor | None = None,
     ) -> list:
-        """As timm, the interface of DINO: features of the last n blocks, or of those with these indices, prefix tokens apart.
+        """Return the patch features of the last n blocks, or of the blocks with these indices, as in timm and DINO.
 
-        [B, h * w, C] each, with `reshape` [B, C, h, w]; with return_prefix_tokens pairs of these and [B, prefix, C].
+        Each is [B, h * w, C], with `reshape` [B, C, h, w]; with return_prefix_tokens pairs of it and the prefix tokens [B,
+        prefix, C].
         """
-        how = dict(norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True, attn_mask=attn_mask)
-        return self.forward_intermediates(x, n, return_prefix_tokens, **how)  # type: ignore[return-value]
+        options = dict(norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True, attn_mask=attn_mask)
+        return self.forward_intermediates(x, n, return_prefix_tokens, **options)  # type: ignore[return-value]
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last of `indices`, and the norm and head as asked; returns the indices kept."""
+        """Remove the blocks after the last of `indices`, with prune_norm the final norm, with prune_head the head; returns the
+        indices kept.
+        """
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -257,15 +272,15 @@ class ViT(Backbone):
         return take
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
-        """The last linear layer; with a distillation token those of both heads, as in timm."""
+        """Return the last linear layer; with a distillation token those of both heads, as in timm."""
         return self.head if self.head_dist is None else (self.head, self.head_dist)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for `num_classes` (0: none); the pooling stays unless `global_pool` is given."""
+        """Replace the head by a new one for `num_classes` (0: none); `global_pool` None keeps the pooling."""
         if global_pool is not None:
             check_pool(global_pool, self.cls_token is not None, self.attn_pool is not None)
             if self.head_dist is not None and global_pool not in ("token", ""):
-                raise ValueError(f"a distilled model pools its class and distillation token, not {global_pool!r}")
+                raise ValueError(f"a model with dist_token needs global_pool='token' or '', not {global_pool!r}")
             self.global_pool = global_pool
             self.attn_pool = self.attn_pool if global_pool == "map" else None
         self.num_classes = num_classes
@@ -313,32 +328,34 @@ class ViT(Backbone):
     def _run(
         self, x: Tensor, grid: Grid, blocks: nn.Sequential, mask: Tensor | None = None, take: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """The tokens after these blocks, and those after the ones with an index in `take`."""
+        """Return the tokens after `blocks`, and those after each block whose index is in `take`."""
         shared = None if self.shared_position is None else self.shared_position(grid)
-        found = []
+        features = []
         for i, block in enumerate(blocks):
             x = checkpoint(block, x, grid, shared, mask) if self.grad_checkpointing else block(x, grid, shared, mask)
             if i in take:
-                found.append(x)
-        return x, found
+                features.append(x)
+        return x, features
 
 
 def _block_args(block_args: dict, depth: int) -> tuple[dict, dict, tuple[int, int] | None, tuple[int, ...]]:
-    """Options of every `Block`, of its `Attention`, the window of the blocks that have one, and the indices of the others."""
+    """Split block_args into options of `Block`, options of `Attention`, the window or None, and the indices of the global
+    blocks.
+    """
     known = ("init_values", "mlp", "mlp_norm", "post_norm", "norm_eps", "qk_norm", "attn_norm", "window", "global_blocks")
     if unknown := [name for name in block_args if name not in known]:
-        raise TypeError(f"block_args has no option {unknown[0]!r}; it takes {', '.join(known)}")
-    inside = dict(norm_eps=_EPS, mlp="gelu") | block_args
-    in_attn = {name: inside.pop(name) for name in ("qk_norm", "attn_norm") if name in inside}
-    window, global_blocks = inside.pop("window", None), tuple(inside.pop("global_blocks", ()))
-    if wrong := [i for i in global_blocks if window is None or not 0 <= i < depth]:
-        raise ValueError(f"global_blocks names block {wrong[0]}: it needs a window and indices from 0 to {depth - 1}")
-    return inside, in_attn, None if window is None else to_2tuple(window), global_blocks
+        raise TypeError(f"block_args has no option {unknown[0]!r}; it has {', '.join(known)}")
+    in_block = dict(norm_eps=_EPS, mlp="gelu") | block_args
+    in_attn = {name: in_block.pop(name) for name in ("qk_norm", "attn_norm") if name in in_block}
+    window, global_blocks = in_block.pop("window", None), tuple(in_block.pop("global_blocks", ()))
+    if invalid := [i for i in global_blocks if window is None or not 0 <= i < depth]:
+        raise ValueError(f"global_blocks contains {invalid[0]}; it needs a window, and indices from 0 to {depth - 1}")
+    return in_block, in_attn, None if window is None else to_2tuple(window), global_blocks
 
 
-def _cfg(**own) -> dict:
+def _cfg(**changes) -> dict:
     half = (0.5, 0.5, 0.5)
-    return base_cfg(mean=half, std=half, classifier="head", license="apache-2.0", **own)
+    return base_cfg(mean=half, std=half, classifier="head", license="apache-2.0", **changes)
 
 
 _SIZES = {  # the published shapes; n8 is for tests and small experiments
@@ -360,5 +377,5 @@ _ROWS = {
     for size, row in _SIZES.items()
     for key in (*POSITIONS, *COMPOSITIONS)
 }
-_ROWS["vitrel_vit"] = (dict(depth=12), _cfg())  # any ViT by its arguments: what vitrel.from_timm and vitrel.load build
+_ROWS["vitrel_vit"] = (dict(depth=12), _cfg())  # any ViT, by its arguments, for vitrel.from_timm and vitrel.load
 default_cfgs = register_family(ViT, _ROWS, _WEIGHTS, globals())

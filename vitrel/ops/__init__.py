@@ -1,6 +1,7 @@
-"""How position enters softmax(qk)v: two entries, `attention` and `window_attention`, several backends behind one signature.
+"""Attention with position terms: `attention` and `window_attention`, computed by one of several backends.
 
-`reference` defines the result, `dispatch` chooses the backend, and `why` says which one served a call and why not another.
+`reference` defines the result, `dispatch` chooses the backend of a call, and `why` reports which backend served a call and why
+the others did not.
 """
 
 from vitrel.ops.dispatch import BACKENDS, attention, window_attention

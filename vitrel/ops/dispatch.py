@@ -1,8 +1,9 @@
-"""The two entries through which position meets content, and the choice of the backend that serves them.
+"""The functions `attention` and `window_attention`, and the choice of the backend that computes them.
 
-A backend is a module with `refuses(call) -> reason or ""`, `pays(call) -> bool`, whether "auto" takes it where it serves, and
-the two functions of the signatures below without `backend`. "auto" takes the first of BACKENDS that pays and serves the call;
-"auto+onednn" considers a backend of OPT_IN too. One asked for by name that refuses raises with its reason.
+A backend is a module with `refuses(call)`, which returns the reason or "", with `pays(call)`, which is True where "auto" should
+use it, and with the two functions below without their argument `backend`. "auto" takes the first of BACKENDS that pays and does
+not refuse; "auto+onednn" also considers onednn, one of OPT_IN. A backend given by name that refuses raises ValueError with its
+reason.
 """
 
 import os
@@ -28,8 +29,8 @@ BACKENDS: dict[str, ModuleType] = {  # in the order in which "auto" tries them
     "sdpa": sdpa,
     "reference": reference,
 }
-OPT_IN = ("onednn",)  # "auto" considers them where they are named beside it
-chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # what "auto" stands for, see use_backend
+OPT_IN = ("onednn",)  # backends that "auto" considers only as "auto+name"
+chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # backend that "auto" means, see use_backend
 
 
 def attention(
@@ -42,20 +43,24 @@ def attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention with position terms: [B, H, M, D], [B, H, N, D], [B, H, N, D] -> [B, H, M, D].
+    """Softmax attention with position terms: q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D].
 
-    grid: of the keys, N = grid.tokens; the queries are its last M tokens (memory is simply earlier rows).
-    mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A query that sees no key returns 0, with finite
-    gradients. dropout_p: share of the attention weights dropped; the caller passes 0 in evaluation.
-    Raises ValueError for shapes that do not fit the grid, an unknown backend, or a named backend that refuses.
+    terms: what an encoding returns for `grid`. grid: of the keys, N = grid.tokens; queries are its last M tokens, so cached
+    keys of earlier rows come first.
+    mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A fully masked query returns 0, with finite
+    gradients.
+    dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
+    backend: a key of BACKENDS, "auto", or "auto+onednn".
+
+    Raises ValueError for shapes that do not fit the grid, an unknown backend, or a backend given by name that refuses the call.
     """
     if not torch.compiler.is_compiling():
         _check_tokens(q, k, v, grid)
         check_terms(terms, grid, q.shape[-3], q.shape[-1])
     if mask is not None:
         mask = _check_mask(mask)
-    shape, how = (q.shape[-3], q.shape[-1], q.shape[-2]), (q.dtype, q.device, _differentiated(q, k, v))
-    call = Call("attention", terms, grid, None, *shape, *how, mask, dropout_p, batch=q.shape[0])
+    sizes, kind = (q.shape[-3], q.shape[-1], q.shape[-2]), (q.dtype, q.device, _differentiated(q, k, v))
+    call = Call("attention", terms, grid, None, *sizes, *kind, mask, dropout_p, batch=q.shape[0])
     return choose(backend, call).attention(q, k, v, terms, grid, mask, dropout_p)
 
 
@@ -69,29 +74,34 @@ def window_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention inside (shifted) windows, raster order in and out: [B, h, w, 3C] -> [B, h, w, C].
+    """Attention within (shifted) windows of an image in raster order: [B, h, w, 3C] -> [B, h, w, C].
 
-    qkv: q, k and v along the last dimension, heads inside each. terms: on the grid of the window, Grid(*window). grid: of the
-    image. window, shift: (h, w) in tokens; the window never shrinks, a grid it does not divide is padded and masked.
-    Raises ValueError for shapes that do not fit, an impossible window, an unknown backend, or one that refuses.
+    qkv: q, k and v along the last dimension, each split into heads. terms: on the window's grid, Grid(*window). grid: of the
+    image.
+    window, shift: (h, w) in tokens. The window has this size on every grid; a grid that it does not divide is padded and
+    masked.
+    dropout_p, backend: as in `attention`.
+
+    Raises ValueError for shapes that do not fit, an impossible window, an unknown backend, or a backend given by name that
+    refuses.
     """
     window, shift = (window[0], window[1]), (shift[0], shift[1])
     check_window(window, shift)
     if grid.prefix:
-        raise ValueError(f"windows hold patch tokens only, but the grid has {grid.prefix} prefix tokens")
+        raise ValueError(f"windows contain patch tokens only, but the grid has {grid.prefix} prefix tokens")
     if not torch.compiler.is_compiling():
         if tuple(qkv.shape[1:3]) != (grid.h, grid.w) or qkv.shape[3] % (3 * num_heads):
-            wanted = f"[B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
-            raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected {wanted}")
+            expected = f"[B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
+            raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected {expected}")
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
-    shape = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
-    how = qkv.dtype, qkv.device, _differentiated(qkv), None, dropout_p
-    call = Call("window_attention", terms, grid, window, *shape, *how, qkv.shape[0])
+    sizes = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
+    kind = qkv.dtype, qkv.device, _differentiated(qkv)
+    call = Call("window_attention", terms, grid, window, *sizes, *kind, None, dropout_p, qkv.shape[0])
     return choose(backend, call).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
 
 def choose(backend: str, call: Call) -> ModuleType:
-    """The backend that serves a call. ValueError for an unknown name, and for one asked for by name that refuses."""
+    """Return the backend for a call; ValueError for an unknown name, and for a backend given by name that refuses."""
     if is_auto(backend) and chosen["auto"] != "auto":
         backend = chosen["auto"]
     if is_auto(backend):
@@ -105,12 +115,12 @@ def choose(backend: str, call: Call) -> ModuleType:
 
 
 def is_auto(backend: str) -> bool:
-    """Whether the backend is left to be chosen: "auto", or "auto+" and one of OPT_IN."""
+    """True for "auto" and "auto+name" with a name of OPT_IN, which leave the choice of the backend to `choose`."""
     return backend == "auto" or backend in [f"auto+{name}" for name in OPT_IN]
 
 
 def considers(backend: str, name: str) -> bool:
-    """Whether "auto" or "auto+..." may take the backend of this name."""
+    """True if "auto" or "auto+..." (`backend`) may choose the backend `name`."""
     return name not in OPT_IN or backend == f"auto+{name}"
 
 
@@ -119,28 +129,30 @@ def _differentiated(*inputs: Tensor) -> bool:
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
-    """ValueError unless every term has the rows of `grid`, the heads and the width: a lookup would silently be wrong."""
-    place = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
-    way_out = "compute the terms on this grid (inside windows, on Grid(*window))"
+    """ValueError unless all terms have the rows of `grid`, `heads` and head width `width`: lookups with other shapes can be
+    wrong silently.
+    """
+    on_grid = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
+    advice = "compute the terms on this grid (in windows, on Grid(*window))"
     for table in terms.tables:
         rows = grid.classes(table.axis)
         for name, value in (("bias", table.bias), ("query", table.query), ("key", table.key), ("value", table.value)):
             if value is None:
                 continue
-            wanted = (heads, rows) if name == "bias" else (heads, rows, width)
-            if tuple(value.shape) != wanted and (name == "bias" or tuple(value.shape) != (1, rows, width)):
+            expected = (heads, rows) if name == "bias" else (heads, rows, width)
+            if tuple(value.shape) != expected and (name == "bias" or tuple(value.shape) != (1, rows, width)):
                 raise ValueError(
-                    f"{name} table over {table.axis!r} has shape {tuple(value.shape)}, {place} needs {wanted}: {way_out}"
+                    f"{name} table over {table.axis!r} has shape {tuple(value.shape)}, but {on_grid} needs {expected}: {advice}"
                 )
         if table.gated is not None:
             shapes = tuple(table.gated[0].shape), tuple(table.gated[1].shape)
             both = (heads, shapes[0][1], width), (heads, rows, shapes[0][1])
-            if any(s != w and s != (1, *w[1:]) for s, w in zip(shapes, both, strict=True)):
-                raise ValueError(f"gated table over {table.axis!r} has shapes {shapes}, {place} needs {both}: {way_out}")
+            if any(s != e and s != (1, *e[1:]) for s, e in zip(shapes, both, strict=True)):
+                raise ValueError(f"gated table over {table.axis!r} has shapes {shapes}, but {on_grid} needs {both}: {advice}")
     for angle in (*(terms.rotary or ()), *(terms.key_rotary or ())):
-        wanted = (heads, grid.tokens, width // 2)
-        if tuple(angle.shape) not in (wanted, (1, *wanted[1:])):
-            raise ValueError(f"rotary terms have shape {tuple(angle.shape)}, {place} needs {wanted}: {way_out}")
+        expected = (heads, grid.tokens, width // 2)
+        if tuple(angle.shape) not in (expected, (1, *expected[1:])):
+            raise ValueError(f"rotary terms have shape {tuple(angle.shape)}, but {on_grid} needs {expected}: {advice}")
 
 
 def _check_mask(mask: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The definition of attention with position terms, in plain PyTorch: slow, obvious, in at least float32.
+"""The definition of attention with position terms, in plain PyTorch, computed in at least float32.
 
-Every other backend is held to this one, outputs and all gradients. It refuses nothing.
+Tests compare the outputs and all gradients of every other backend with this one. It refuses no call.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from vitrel.position.terms import Table, Terms, no_autocast
 
 
 class Call(NamedTuple):
-    """One call of an entry, as a backend is asked whether it serves it."""
+    """Description of one call of `attention` or `window_attention`, by which backends decide whether they serve it."""
 
     entry: str  # "attention" | "window_attention"
     terms: Terms
-    grid: Grid  # of the keys; of the image where there are windows
+    grid: Grid  # of the keys; for window_attention, of the image
     window: tuple[int, int] | None
     heads: int
     width: int  # D
     queries: int  # M
     dtype: torch.dtype
     device: torch.device
-    grad: bool  # whether anything has to be differentiated
+    grad: bool  # True if gradients are needed
     mask: Tensor | None = None
     dropout_p: float = 0.0
     batch: int = 1
@@ -38,14 +38,16 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """Always: "auto" comes here last."""
+    """True: "auto" tries this backend last."""
     return True
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention. Any number of leading dimensions before [H, N, D]."""
+    """Compute attention with position terms, as vitrel.ops.attention; q, k and v may have any number of dimensions before [H,
+    N, D].
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device):
         out = _attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid, mask, dropout_p)
@@ -54,25 +56,25 @@ def attention(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float) -> Tensor:
     logits = masked_logits(q, k, terms, grid, mask)
-    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # a query that sees no key returns 0, not NaN
+    fully_masked = (logits == float("-inf")).all(-1, keepdim=True)  # fully masked queries return 0, not NaN
     p = logits.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
     p = F.dropout(p, dropout_p)
     out = p @ v
     for table in terms.tables:
         if table.value is not None:
             index = grid.index(table.axis, q.device)[-q.shape[-2] :]
-            # How much attention falls on each offset class, times that class's value.
+            # The attention weights summed per offset class, times the value of the class.
             mass = p.new_zeros(*p.shape[:-1], table.value.shape[-2]).scatter_add(-1, index.expand(p.shape), p)
             out = out + mass @ table.value.to(p.dtype)
     return out
 
 
 def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
-    """Logits [..., H, M, N] of queries that are the last M tokens of the key grid, -inf where a bool mask hides the key."""
+    """Logits [..., H, M, N] of queries that are the last M tokens of the key grid; -inf where a bool mask is False."""
     scale = terms.logit_scale(q.shape[-1])
     q = with_query_bias(q, terms)
-    turned_q, turned_k = rotated(q, k, terms)
-    logits = turned_q @ turned_k.mT * scale
+    rotated_q, rotated_k = rotated(q, k, terms)
+    logits = rotated_q @ rotated_k.mT * scale
     bias = table_logits(q, k, terms.tables, grid, scale)
     logits = logits if bias is None else logits + bias
     if mask is not None and mask.dtype == torch.bool:
@@ -89,7 +91,7 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention: gather into windows, `attention`, and back."""
+    """Compute attention in windows, as vitrel.ops.window_attention: gather windows, apply `attention`, scatter back."""
     layout, batch = windows(grid.h, grid.w, window, shift, qkv.device), qkv.shape[0]
     n = window[0] * window[1]
     x = qkv.flatten(1, 2)[:, layout.source].flatten(0, 1)  # [B*L*N, 3C]
@@ -102,30 +104,32 @@ def window_attention(
 
 
 def with_query_bias(q: Tensor, terms: Terms) -> Tensor:
-    """q [..., H, M, D] plus the bias of each head's queries, where there is one."""
+    """Return q [..., H, M, D] plus Terms.query_bias, if there is one."""
     return q if terms.query_bias is None else q + terms.query_bias[:, None].to(q.dtype)
 
 
 def rotated(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """q and k rotated by the rotary term; queries are the last tokens of the key grid."""
+    """Return q and k rotated by the rotary terms, if there are any; queries are the last tokens of the key grid."""
     if terms.rotary is None:
         return q, k
-    if terms.key_rotary is None and q.shape == k.shape:  # both at once: half of the operators
+    if terms.key_rotary is None and q.shape == k.shape:  # both in one call: half as many operators
         q, k = rotate(torch.stack((q, k)), *(t.to(q.dtype) for t in terms.rotary)).unbind(0)
         return q, k
     cos, sin = (t[..., -q.shape[-2] :, :].to(q.dtype) for t in terms.rotary)
-    turn = terms.rotary if terms.key_rotary is None else terms.key_rotary
-    return rotate(q, cos, sin), rotate(k, *(t.to(k.dtype) for t in turn))
+    key_rotary = terms.rotary if terms.key_rotary is None else terms.key_rotary
+    return rotate(q, cos, sin), rotate(k, *(t.to(k.dtype) for t in key_rotary))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (p, p + D/2) of x [..., N, D] by the angles whose cos and sin are [..., N, D/2]."""
+    """Rotate the channel pairs (p, p + D/2) of x [..., N, D] by angles given as cos and sin [..., N, D/2]."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
-    """Sum of the tables' logit terms, broadcastable to [..., H, M, N], or None; q with its query_bias, unrotated."""
+    """Sum of the tables' contributions to the logits, broadcastable to [..., H, M, N], or None; q unrotated, with its
+    query_bias.
+    """
     terms = []
     for table in tables:
         index = grid.index(table.axis, q.device)[-q.shape[-2] :]  # [M, N]
@@ -139,12 +143,14 @@ def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scal
 
 
 def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
-    """Rows of bias [H, R] by offset class [M, N] -> [H, M, N]."""
+    """Look up bias [H, R] by offset class [M, N] -> [H, M, N]."""
     return bias.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
 def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
-    """What the queries make of a table by offset class [M, N]: at most one term, [..., H, M, N]."""
+    """Logits of a table's query and gated rows, looked up by offset class [M, N]: a list of one tensor [..., H, M, N], or an
+    empty one.
+    """
     scores = []
     if table.query is not None:
         scores.append((q * scale) @ table.query.to(q.dtype).mT)  # [..., H, M, R]
@@ -155,20 +161,22 @@ def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) 
 
 
 def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
-    """All bias tables as one over the offsets of both axes, [H, R] with the classes of prefix tokens last; None without."""
+    """Sum of all bias tables as one table over the offsets (dy, dx), [H, R] with the prefix classes last; None if there is no
+    bias.
+    """
     tables = [table for table in terms.tables if table.bias is not None]
     return sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)) if tables else None
 
 
 def _on_lattice(table: Table, grid: Grid) -> Tensor:
     if table.axis == "hw":
-        return table.bias  # type: ignore[return-value]  # only tables with one come here
+        return table.bias  # type: ignore[return-value]  # lattice_bias passes tables with a bias only
     count, (h, w) = grid.offset_classes(table.axis), (2 * grid.h - 1, 2 * grid.w - 1)
-    own, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
-    own = own[:, :, None].expand(-1, h, w) if table.axis == "h" else own[:, None].expand(-1, h, w)
-    return torch.cat((own.flatten(1), prefix), 1)
+    rows, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
+    rows = rows[:, :, None].expand(-1, h, w) if table.axis == "h" else rows[:, None].expand(-1, h, w)
+    return torch.cat((rows.flatten(1), prefix), 1)
 
 
-def meets_content(tables: Sequence[Table]) -> bool:
-    """Whether a table meets queries, keys, values or gates, and so is more than a bias."""
+def has_content_terms(tables: Sequence[Table]) -> bool:
+    """True if a table has rows for queries, keys, values or gates, and so is more than a bias."""
     return any(part is not None for table in tables for part in (table.query, table.key, table.value, table.gated))

@@ -1,7 +1,7 @@
-"""torch.nn.functional.scaled_dot_product_attention with the position terms gathered into its additive mask.
+"""torch.nn.functional.scaled_dot_product_attention (SDPA), with the position terms gathered into its additive mask.
 
-Memory is that of the bias, [H, N, N] (times B for query and key tables). Windows are folded into heads, so that the call stays
-four-dimensional: five dimensions take the slow math path and do not export to ONNX.
+The mask needs [H, N, N] numbers, with query and key tables [B, H, N, N]. Windows are folded into the head dimension to keep
+tensors four-dimensional: five-dimensional ones run the slow math kernel and cannot be exported to ONNX.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrel.constants import is_exporting, is_known
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gather_bias, meets_content, query_logits, rotated, table_logits, with_query_bias
+from vitrel.ops.reference import Call, gather_bias, has_content_terms, query_logits, rotated, table_logits, with_query_bias
 from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
-# Why no backend but the reference serves xPos; autocast would round, whatever is passed in.
+# Why only the reference serves xPos, even for float32 inputs: autocast could still round to half precision.
 KEY_ROTARY = "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
 
 
@@ -28,24 +28,24 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """Always: it is the plain way."""
+    """True: "auto" uses it where no faster backend serves."""
     return True
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q, k, bias, scale = prepare(q, k, terms, grid)
     if mask is None:
         bias = None if bias is None else four_dimensional(bias.to(q.dtype))
         return _fused(q, k, v, bias, dropout_p, scale)
     bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
-    hidden = bias == float("-inf")  # by the mask or by a table, such as a field of view
-    fully_masked = hidden.all(-1, keepdim=True)  # backends disagree on a query that sees no key: show it all, then return 0
+    hidden = bias == float("-inf")  # by the mask or by a table (a field of view)
+    fully_masked = hidden.all(-1, keepdim=True)  # kernels disagree on fully masked rows: unmask, then return 0
     bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
-    bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # a finite penalty stays finite in half precision
+    bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # finite penalties stay finite in half precision
     bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(fully_masked, 0.0))
     out = _fused(q, k, v, bias, dropout_p, scale)
     return out.masked_fill(fully_masked, 0.0)
@@ -60,16 +60,16 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention."""
+    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
     layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
     mask = window_mask(grid.h, grid.w, window, shift, qkv.dtype, qkv.device)  # [L*N, N]
     x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
     q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
     if terms.rotary is not None:
         terms = terms._replace(rotary=tuple(t.index_select(1, layout.slot) for t in terms.rotary))
-    # A bias of offsets alone is that of every window. It is not broadcast over windows whose number a graph does not know:
-    # that could be 1, which would cost a compiled graph of its own.
-    shared = is_known(grid.h, grid.w) and not meets_content(terms.tables)
+    # A bias that depends on offsets only is the same in every window. It is not broadcast where a graph does not know the
+    # number of windows: for one window, torch would compile another graph.
+    shared = is_known(grid.h, grid.w) and not has_content_terms(terms.tables)
     q, k, bias, scale = prepare(q, k, terms, Grid(*window), None if shared else layout.slot)
     bias = (_repeated if shared else _folded)(bias, mask, num_heads, n, layout.slot.shape[0], q.dtype)
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
@@ -79,7 +79,7 @@ def window_attention(
 
 
 def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """A bias [H, N, N] that is that of every window, and the mask [L*N, N] -> [1, H*L, N, N]."""
+    """Sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N]."""
     if bias is None and mask is None:
         return None
     bias = None if bias is None else bias.to(dtype).unsqueeze(1)  # [H, 1, N, N]
@@ -89,7 +89,7 @@ def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slot
 
 
 def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """A bias [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N]."""
+    """Sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N]."""
     if bias is None and mask is None:
         return None
     both = bias if mask is None else mask if bias is None else bias + mask
@@ -98,10 +98,10 @@ def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
-    """F.scaled_dot_product_attention, whose exported program chooses its kernel where it runs.
+    """F.scaled_dot_product_attention; in torch.export restricted to one kernel, which the runtime may replace.
 
-    Choosing one while torch.export traces compares the batches of the images and of the mask, 1, and torch 2.14 writes the
-    outcome into the program, which then refuses one image. With a single kernel to choose from nothing is compared.
+    While torch.export traces, the choice among several kernels compares the batch sizes of images and mask (1), and torch 2.14
+    records the outcome as a guard, so that the program refuses a batch of one image. With a single kernel nothing is compared.
     """
     if is_exporting():
         with sdpa_kernel(SDPBackend.MATH):
@@ -110,17 +110,17 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: floa
 
 
 def four_dimensional(bias: Tensor) -> Tensor:
-    """With a three-dimensional mask SDPA takes its slow path: on a CPU five times the time at 577 tokens."""
+    """Add a batch dimension to a bias [H, N, N]: with three dimensions SDPA is slow (5x on a CPU at 577 tokens)."""
     return bias[None] if bias.dim() == 3 else bias
 
 
 def prepare(
     q: Tensor, k: Tensor, terms: Terms, grid: Grid, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Rotated q and k, the sum of the table terms or None, and the scale SDPA takes; the temperature goes into q.
+    """Return rotated q and k (q times the temperature), the sum of the table terms or None, and the scale for SDPA.
 
-    slot: place in its window of every row of q and k [B, H, L*N, D], whose bias is then [.., H, L*N, N]; without it the bias is
-    that of `grid`.
+    slot: if given, q and k [B, H, L*N, D] hold L windows, slot [L*N] is the place of each row in its window, and the returned
+    bias is [.., H, L*N, N]. Without it the bias is that of `grid`.
     """
     q = with_query_bias(q, terms)
     scale = terms.logit_scale(q.shape[-1])
@@ -143,7 +143,7 @@ def _window_logits(q: Tensor, k: Tensor, terms: Terms, window: Grid, slot: Tenso
         total += query_logits(q, table, index, scale)
         if table.key is not None:
             score = (k * scale) @ table.key.to(k.dtype).mT  # [B, H, L*N, R]
-            first = torch.arange(slot.shape[0], device=q.device) - slot  # of each row's window
+            first = torch.arange(slot.shape[0], device=q.device) - slot  # first row of each row's window
             keys = first[:, None] + torch.arange(window.tokens, device=q.device)  # [L*N, N]
             at = keys * score.shape[-1] + index
             total.append(score.flatten(-2).index_select(-1, at.flatten()).unflatten(-1, at.shape))

@@ -1,11 +1,12 @@
-"""Window geometry, once: which token sits in which slot of which window, who may see whom, and the way back.
+"""Window geometry: which token is in which slot of which window, which slots see each other, and the inverse layout.
 
-Pad first, then shift (timm and the original roll before they pad, so opposite borders meet; timm issue 2438). The window never
-shrinks: a grid that it does not divide is padded on the right and below, and padding is a region of its own that no token sees.
-So the result equals the same attention on an infinite canvas with everything outside the image masked. Along an axis that fits
-into one window there is no shift. Everything is index arithmetic on tensors, without a branch on the size of the grid where
-that is a symbol: one exported graph serves every grid, and a sweep over sizes compiles twice (torch specialises the first size
-it meets). The layouts are constants.
+Grids are padded first and shifted afterwards; timm and the original code roll before they pad, so that opposite borders see
+each other (timm issue 2438). The window has the same size on every grid: a grid that it does not divide is padded on the right
+and below, and no token sees the padding. The result equals the same attention on an infinite canvas in which everything outside
+the image is masked. An axis that fits into one window is not shifted.
+
+Layouts are constants, computed by index arithmetic on tensors without branches on a symbolic grid size: one exported graph
+serves every grid, and compiling for many sizes makes two graphs (torch specialises the first size).
 """
 
 from typing import NamedTuple
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from vitrel.constants import constant, is_known
 
-_PADDING = 2  # label of the padded slots of one axis; 0 and 1 are the two sides of the cyclic border
+_PADDING = 2  # label of padded slots along an axis; 0 and 1 label the two sides of the cyclic border
 
 
 class Windows(NamedTuple):
     """Layout of L windows of N slots each over a grid of h*w tokens."""
 
-    slot: Tensor  # [L*N] int64: place of each slot inside its window, 0..N-1
+    slot: Tensor  # [L*N] int64: position of each slot in its window, 0..N-1
     source: Tensor  # [L*N] int64: token (raster order) that fills each slot; padded slots repeat a border token
-    visible: Tensor  # [L*N, N] bool: which keys of its window each slot sees; padding sees only padding
+    visible: Tensor  # [L*N, N] bool: keys of its window that each slot sees; padding sees padding only
     inverse: Tensor  # [h*w] int64: slot that holds each token
 
 
@@ -41,7 +42,7 @@ def windows(
 ) -> Windows:
     """Layout of (shifted) windows over an h x w grid; all sizes in tokens.
 
-    With shift (sy, sx) the borders of the windows lie sy rows below and sx columns right of those of the unshifted ones.
+    With shift (sy, sx) the borders of windows lie sy rows below and sx columns right of those without shift.
     """
     return _windows(h, w, tuple(window), tuple(shift), device=device)
 
@@ -49,9 +50,9 @@ def windows(
 def window_mask(
     h: int, w: int, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """[L*N, N]: 0 where a slot sees a key of its window, else -inf; None where every slot is known to see all.
+    """Additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf; None if every slot is known to see all keys.
 
-    -inf is safe: padding sees padding, so no row is ever fully masked; -100 is not, where logits reach it.
+    -inf cannot make a row fully masked, since padding sees padding. Swin's -100 would be too small for logits of that size.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None
@@ -59,12 +60,12 @@ def window_mask(
 
 
 def hides_pairs(h: int, w: int, window: tuple[int, int], shift: tuple[int, int]) -> bool:
-    """Whether some slots of a window do not see each other: because of padding, or of the cyclic border of a shift."""
+    """True if some slots of a window do not see each other, because of padding or the cyclic border of a shift."""
     return any(n % m or axis_shift(n, m, s) for n, m, s in zip((h, w), window, shift, strict=True))
 
 
 def axis_shift(n: int, window: int, shift: int, device: torch.device | str | None = None) -> int | Tensor:
-    """The shift along an axis of n tokens: none where one window holds it. A 0-d tensor where a graph serves any n."""
+    """Shift along an axis of n tokens, 0 if one window holds them all; a 0-d tensor where a graph serves any n."""
     if is_known(n):
         return shift if n > window else 0
     return torch.where(torch.ones((), dtype=torch.int64, device=device) * n > window, shift, 0)
@@ -74,18 +75,18 @@ def axis_shift(n: int, window: int, shift: int, device: torch.device | str | Non
 def _windows(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device) -> Windows:
     rows, columns = _axis(h, window[0], shift[0], device), _axis(w, window[1], shift[1], device)
     count, n = rows.count * columns.count, window[0] * window[1]
-    # Flat indices, not an outer sum: broadcasting a single window would cost a compiled graph of its own.
-    which, inside = _divide(torch.arange(count * n, device=device), n)
-    (down, across), (y, x) = _divide(which, columns.count), _divide(inside, window[1])
+    # Flat indices, not an outer sum: for a grid of one window, broadcasting would need another compiled graph.
+    number, slot = _divide(torch.arange(count * n, device=device), n)  # window of each row, and slot in it
+    (down, across), (y, x) = _divide(number, columns.count), _divide(slot, window[1])
     y, x = down * window[0] + y, across * window[1] + x  # row and column of each slot, on the padded grid
     source = rows.source[y] * w + columns.source[x]
     padded = (rows.label[y] == _PADDING) | (columns.label[x] == _PADDING)
     label = torch.where(padded, 3 * 3, rows.label[y] * 3 + columns.label[x])  # [L*N]; equal labels see each other
-    keys = (which * n)[:, None] + torch.arange(n, device=device)  # [L*N, N]
+    keys = (number * n)[:, None] + torch.arange(n, device=device)  # [L*N, N]
     visible = label[:, None] == label[keys]
     y, x = _divide(torch.arange(h * w, device=device), w)
     (down, y), (across, x) = _divide(rows.slot[y], window[0]), _divide(columns.slot[x], window[1])
-    return Windows(inside, source, visible, (down * columns.count + across) * n + y * window[1] + x)
+    return Windows(slot, source, visible, (down * columns.count + across) * n + y * window[1] + x)
 
 
 @constant
@@ -113,6 +114,6 @@ def _axis(n: int, window: int, shift: int, device: torch.device | None) -> _Axis
 
 
 def _divide(index: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """Quotient and remainder; not `%`, which ONNX does not take between tensor and size."""
+    """Return quotient and remainder; ONNX does not take `%` of a tensor and a size."""
     quotient = index // by
     return quotient, index - quotient * by

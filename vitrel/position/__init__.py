@@ -1,6 +1,6 @@
-"""What position adds to attention: one encoding, one file, one class.
+"""Position encodings: one class per encoding, one file per class.
 
-POSITIONS is the registry of encodings, and `create_position` builds one or a composition by key.
+POSITIONS is the registry of encodings; `create_position` builds one by its key, or several joined by '+'.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from vitrel.position.shaw import Shaw
 from vitrel.position.sincos import SinCos
 from vitrel.position.t5 import T5
 from vitrel.position.table import OffsetTable
-from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, own_policies
+from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, supported_policies
 from vitrel.position.transformer_xl import TransformerXL
 from vitrel.position.xpos import XPos
 
@@ -71,19 +71,19 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
     "pape": PaPE,
 }
 
-_UNIVERSAL = {"logit_scale"}  # options of create_position itself, for any encoding
-_PERTURBED = {"absolute", "rope_axial", "rope_mixed", "rope_normalised"}  # which take STRENGTHS
+_UNIVERSAL = {"logit_scale"}  # option of create_position, for any encoding
+_PERTURBED = {"absolute", "rope_axial", "rope_mixed", "rope_normalised"}  # encodings with the options STRENGTHS
 _POSITIVE = {"base", "scale_base", "gamma", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
 _POSITIVE |= {"pretrained_window", "yarn_turns", "scaling_strength", "reference"}
 
 
 def split_position(position: str) -> tuple[str, str]:
-    """The two sides of a composition: (keys that add to tokens, keys that act in attention), each joined by '+', "" if none.
+    """Split a composition into its keys that add to tokens and its keys that act in attention, each joined by '+' or "".
 
     >>> split_position("absolute+rope_mixed+table")
     ('absolute', 'rope_mixed+table')
 
-    Raises ValueError for an unknown key (the nearest is named) or one given twice.
+    Raises ValueError for a key that is unknown (the message suggests the nearest) or given twice.
     """
     keys = _keys(position)
     tokens, attention = ("+".join(k for k in keys if POSITIONS[k].site == site) for site in ("tokens", "attention"))
@@ -103,22 +103,27 @@ def create_position(
 ) -> PositionEncoding:
     """Build the encoding `position`, a key of POSITIONS or several joined by '+', for training on `grid`.
 
-    num_heads, head_dim: of the attention it serves; token embeddings are num_heads * head_dim wide. Each option goes to every
-    part that takes it (`resize` to those that have the policy, one or several joined by '+'); one that none takes
-    is a TypeError. A composition adds up all its terms (`combine`). logit_scale: the temperature at another grid, "none",
-    "log_n" or a power (vitrel.position.log_n), for any key.
-    shift, jitter, rescale: how far training perturbs coordinates (vitrel.position.perturb), of absolute and the rope_* keys.
+    num_heads, head_dim: of the attention layer; token embeddings are num_heads * head_dim wide.
+    options: each goes to every part of a composition that has it. `resize` is one policy or several joined by '+', each for the
+    parts that have it. `shift`, `jitter`, `rescale` perturb coordinates in training (vitrel.position.perturb), for absolute and
+    the rope_* keys.
+    logit_scale: temperature rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
+
+    Raises TypeError for an option that no part has, ValueError for an unknown key, size or value.
     """
     check_options(position, options)
     grid, built = Grid(*grid), {}
     if min(grid.h, grid.w, num_heads, head_dim) < 1 or grid.prefix < 0:
-        raise ValueError(f"no position {position!r} for {grid}, {num_heads} heads of width {head_dim}: sides start at 1")
+        raise ValueError(
+            f"position {position!r} needs sides, num_heads and head_dim of at least 1 and a prefix of at least 0, not {grid}, "
+            f"num_heads={num_heads}, head_dim={head_dim}"
+        )
     for key in _keys(position):
-        own = select_options(key, options)
-        common = {name: own.pop(name) for name in ("resize", *STRENGTHS) if name in own}  # attributes of every encoding
+        arguments = select_options(key, options)
+        common = {name: arguments.pop(name) for name in ("resize", *STRENGTHS) if name in arguments}  # set as attributes
         build: Callable[..., PositionEncoding] = POSITIONS[key]
-        built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **own)
-        for policy in own_policies(built[key], common.pop("resize", "")):  # the others are another part's
+        built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **arguments)
+        for policy in supported_policies(built[key], common.pop("resize", "")):  # others belong to other parts
             built[key].resize = policy
         for name, value in common.items():
             setattr(built[key], name, value)
@@ -128,18 +133,18 @@ def create_position(
 
 
 def key_of(encoding: PositionEncoding) -> str:
-    """The key of POSITIONS that an encoding is registered under, or the name of its class where it is not."""
-    return next((key for key, known in POSITIONS.items() if known is type(encoding)), type(encoding).__name__)
+    """Return the key of an encoding in POSITIONS, or the name of its class if it is not registered."""
+    return next((key for key, cls in POSITIONS.items() if cls is type(encoding)), type(encoding).__name__)
 
 
 def select_options(position: str, options: dict) -> dict:
-    """Those of `options` that some part of `position` takes."""
+    """Return those of `options` that some part of `position` has."""
     taken = _options(position) | _UNIVERSAL
     return {name: value for name, value in options.items() if name in taken}
 
 
 def check_options(position: str, options: dict) -> None:
-    """TypeError for an option that no part of `position` takes, ValueError for an impossible size or an unknown policy."""
+    """Raise TypeError for an option that no part of `position` has, ValueError for an impossible value or unknown policy."""
     taken, policies = _options(position) | _UNIVERSAL, [p for key in _keys(position) for p in POSITIONS[key].policies]
     for name, value in options.items():
         if name not in taken:
@@ -153,7 +158,7 @@ def check_options(position: str, options: dict) -> None:
 
 
 def _numbers(value: object) -> list:
-    """The numbers in nested tuples and lists, as of windows of several stages."""
+    """The numbers in nested tuples and lists, for example the windows of several stages."""
     return [n for part in value for n in _numbers(part)] if isinstance(value, tuple | list) else [value]
 
 

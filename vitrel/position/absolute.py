@@ -1,9 +1,12 @@
-"""absolute: learned embedding per token (ViT, arXiv 2010.11929, eq. 1), x_i += P[i]. The encoding to compare with.
+"""absolute: learned embedding per token (ViT, arXiv 2010.11929, eq. 1), x_i += P[i].
 
-P has one row per token of the training grid, so any other grid needs interpolation: bicubic, antialiased, always from the
-trained P (DeiT, timm `resample_abs_pos_embed`). Prefix tokens have rows of their own, which are never resampled.
-Coordinates perturbed in training (vitrel.position.perturb) count in patches of the grid at hand, from its middle: there the
-rows are read bilinearly, beyond the border those of the edge.
+P [N, C] has one row per token of the training grid: prefix tokens first, then patches row by row. On any other grid the patch
+rows are resampled by antialiased bicubic interpolation, always from the trained P (as in DeiT and timm's
+`resample_abs_pos_embed`). The rows of prefix tokens are never resampled, and their number cannot change.
+
+`shift`, `jitter` and `rescale` perturb coordinates in training (vitrel.position.perturb). They are counted in patches of the
+current grid from its centre; each token then reads the resampled rows by bilinear interpolation, and a position outside the
+grid reads the nearest border row.
 """
 
 from typing import Unpack
@@ -17,7 +20,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class Absolute(PositionEncoding):
-    """`pos_embed` [1, P + h*w, C] as in timm, C = num_heads * head_dim; trained grid `grid`."""
+    """Learned absolute embedding, `pos_embed` [1, P + h*w, C] as in timm: P prefix tokens, C = num_heads * head_dim."""
 
     site = "tokens"
     behaviour = "resized"
@@ -31,14 +34,14 @@ class Absolute(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         if grid.prefix != self.grid.prefix:
-            raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, the grid has {grid.prefix}")
+            raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, but the grid has {grid.prefix}")
         rows = self.pos_embed[0]  # [P + h*w, C]
         if self.perturbs or not same_size(grid, self.grid):
             prefix, rows = rows[: grid.prefix], resize_embedding(rows[grid.prefix :].unflatten(0, self.grid[:2]), grid)
             if self.perturbs:
                 at = grid.coordinates(rows.device).float()  # [h*w, 2]
-                middle = at[-1] / 2
-                rows = sample_embedding(rows.unflatten(0, grid[:2]), self._augmented(at - middle) + middle)
+                centre = at[-1] / 2
+                rows = sample_embedding(rows.unflatten(0, grid[:2]), self._perturbed(at - centre) + centre)
             rows = torch.cat((prefix, rows))
         return Terms(tokens=rows)
 

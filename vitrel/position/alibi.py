@@ -1,9 +1,10 @@
 """alibi: attention with linear biases (ALiBi, arXiv 2108.12409, sec. 3), symmetric and in two dimensions:
-logit[i, j] -= m_H |(y_i - y_j, x_i - x_j)|, m_i = 2^(-8i/H) for head i = 1..H.
+logit[i, j] -= m_n |(y_i - y_j, x_i - x_j)|, m_n = 2^(-8n/H) for head n = 1..H.
 
-Euclidean distance by default. Nothing is learned unless asked for, so at a larger grid nothing changes; `renormalise` rescales
-distances to the training grid. The symmetric form has no sense of direction, `directional` gives it one: a learned slope per
-head for keys above, below, to the left and to the right. Pairs with a prefix token have no bias.
+The distance is Euclidean, in patches, unless `distance` chooses another. Slopes are fixed unless `learnable` is set. A larger
+grid continues the same function; with resize="renormalise" offsets are first multiplied by trained side / side of the grid,
+along each axis. The bias depends on the distance alone; `directional` adds direction by four learned factors per head, for the
+offset component of keys above, below, to the left and to the right. Pairs with a prefix token have no bias.
 """
 
 from typing import Unpack
@@ -17,7 +18,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Alibi(PositionEncoding):
-    """No parameters; `slopes` [H] with learnable, `direction` [4, H] (log-factors up, down, left, right) with directional."""
+    """Linear distance bias. Without options it has no parameters.
+
+    Parameters: `slopes` [H] if learnable; `direction` [4, H] if directional, the logarithms of the factors for keys above,
+    below, to the left and to the right.
+    """
 
     behaviour = "nothing changes"
     policies = POLICIES
@@ -33,7 +38,9 @@ class Alibi(PositionEncoding):
         directional: bool = False,
         **factory: Unpack[Factory],
     ):
-        """distance: "euclidean", "l1" or "squared"; in patches, or with resize="renormalise" as on the training grid."""
+        """distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.
+        learnable: learn one slope per head. directional: learn four factors per head, one for each direction.
+        """
         super().__init__()
         self.grid, self.distance = grid, check_choice("alibi", "distance", distance, DISTANCES)
         self.num_heads = num_heads
@@ -53,12 +60,12 @@ class Alibi(PositionEncoding):
         device = self.device_marker.device
         slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else upcast(self.slopes)
         tables = []
-        for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # the others are sums over the two axes
-            place = self.grid, grid, self.resize
+        for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # others are sums over both axes
+            grids = self.grid, grid, self.resize
             if self.direction is None:
-                length = scaled_distances(*place, self.distance, device, axis)  # [R]
+                length = scaled_distances(*grids, self.distance, device, axis)  # [R]
             else:
-                length = distances(scaled_offsets(*place, device, axis), self.distance, self.direction)  # [H, R]
+                length = distances(scaled_offsets(*grids, device, axis), self.distance, self.direction)  # [H, R]
             bias = -slopes[:, None] * length  # [H, R]
             bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
             tables.append(Table(axis, bias=pad_prefix(bias, grid)))

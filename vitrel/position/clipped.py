@@ -1,7 +1,8 @@
 """clipped: a bias table whose far offsets share the edge row (iRPE's clip function, arXiv 2107.14222; Shaw, arXiv 1803.02155),
 logit[i, j] += B[clip(y_i - y_j, R_h), clip(x_i - x_j, R_w)].
 
-(2R_h+1)(2R_w+1) H parameters however large the grid, and every row is trained: at a larger grid nothing changes.
+It has (2R_h+1)(2R_w+1) H parameters on any grid. A larger grid reads the same rows, all of them trained if the radius lies
+within the training grid. Pairs with a prefix token read three more learned rows.
 """
 
 from typing import Unpack
@@ -15,7 +16,10 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Clipped(PositionEncoding):
-    """`relative_position_bias_table` [(2R_h+1)(2R_w+1) (+3), H], offset (dy, dx) in row (dy + R_h)(2R_w+1) + dx + R_w."""
+    """Bias table over clipped offsets, `relative_position_bias_table` [(2R_h+1)(2R_w+1) (+3), H].
+
+    Offset (dy, dx) reads row (dy + R_h)(2R_w+1) + dx + R_w; the 3 last rows exist if there are prefix tokens.
+    """
 
     behaviour = "nothing changes"
 
@@ -30,8 +34,8 @@ class Clipped(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: R in patches, for both axes or (rows, columns); half of the training grid unless given. per_head False: one
-        bias for all heads, a table of one column.
+        """radius: R in patches, one number or (rows, columns); None: half of the training grid. per_head: False for one bias
+        for all heads, a table of one column. init_std: of the initial values.
         """
         super().__init__()
         self.grid, self.radius, self.init_std = grid, clip_radius("clipped", radius, grid), init_std

@@ -1,10 +1,11 @@
 """cpb: log-spaced continuous position bias (Swin V2, arXiv 2111.09883, eq. 3 and 4),
 logit[i, j] += 16 sigmoid(MLP(g(y_i - y_j), g(x_i - x_j))), g(d) = sign(d) log2(1 + 8 |d| / (M0 - 1)) / log2 8.
 
-M0 is the side of the window (or grid) it was trained in and is kept elsewhere (`keep`): a near offset keeps its bias, a far
-one is extrapolated. `renormalise` puts the new side in its place, as timm does silently: then offset (0, 1) moves from 0.3665
-to 0.2056 between windows of 8 and 16. The constants 8, log2 8 and 16 sigmoid are those of the published code. Prefix tokens
-have three learned rows, which the paper has no need of.
+M0 is the side, in patches, of the training window (or grid) along the axis. With resize="keep" M0 is the same on every grid: a
+near offset keeps its bias, and the MLP extrapolates to a far one. With "renormalise" M0 is the side of the current grid, as
+timm does silently when a window grows: the MLP's input for offset 1 then falls from 0.3665 to 0.2056 between windows of 8 and
+16. The constants 8, log2 8 and 16 sigmoid are those of the published code. Pairs with a prefix token, which the paper does not
+have, read three learned rows.
 """
 
 from typing import Unpack
@@ -15,12 +16,16 @@ from torch import Tensor, nn
 from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
-from vitrel.position.mlp import run_wide
+from vitrel.position.mlp import run_upcast
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides
 
 
 class CPB(PositionEncoding):
-    """`cpb_mlp` Linear(2, hidden), ReLU, Linear(hidden, H) without bias, as in Swin V2; `prefix_bias` [3, H] with a prefix."""
+    """Bias from a small MLP of the log-spaced offset.
+
+    Parameters: `cpb_mlp` is Linear(2, hidden), ReLU, Linear(hidden, H) without bias, as in Swin V2; `prefix_bias` [3, H] if
+    there are prefix tokens.
+    """
 
     policies = POLICIES
 
@@ -34,7 +39,9 @@ class CPB(PositionEncoding):
         pretrained_window: int | tuple[int, int] | None = None,
         **factory: Unpack[Factory],
     ):
-        """pretrained_window: M0 in tokens, one or (h, w), for weights trained in another window than `grid`."""
+        """hidden: width of the MLP. pretrained_window: M0 in patches, one side or (h, w), for weights trained in a window that
+        is not `grid`; None: the sides of `grid`.
+        """
         super().__init__()
         self.grid = grid
         m0 = grid[:2] if pretrained_window is None else pretrained_window
@@ -45,19 +52,19 @@ class CPB(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As Swin V2: all linear weights truncated normal at 0.02, biases zero."""
+        """Initialise as Swin V2: linear weights truncated normal with standard deviation 0.02, biases zero."""
         for layer in (self.cpb_mlp[0], self.cpb_mlp[2]):
             nn.init.trunc_normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.cpb_mlp[0].bias)
         if self.prefix_bias is not None:
-            nn.init.trunc_normal_(self.prefix_bias, mean=8.0, std=0.02, a=7.0, b=9.0)  # where the tokens' biases begin
+            nn.init.trunc_normal_(self.prefix_bias, mean=8.0, std=0.02, a=7.0, b=9.0)  # 16 sigmoid(0) = 8
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
         weight = self.cpb_mlp[2].weight
         side = grid[:2] if self.resize == "renormalise" else self.pretrained_window
         coordinates = _log_spaced_offsets(*grid[:2], side, device=weight.device)  # [R, 2]
-        rows = 16 * run_wide(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]
+        rows = 16 * run_upcast(self.cpb_mlp, coordinates).sigmoid().to(weight.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))
         return Terms(tables=(Table("hw", bias=rows.mT),))
 

@@ -1,9 +1,10 @@
 """deberta: disentangled attention (DeBERTa, arXiv 2006.03654, eq. 4), per axis and summed:
-logit[i, j] = (q_i . k_j + q_i . K[d(i, j)] + k_j . Q[d(j, i)]) / sqrt(3 D), d(i, j) = clip(y_i - y_j, R), and so for x.
+logit[i, j] = (q_i . k_j + q_i . K[d(i, j)] + k_j . Q[d(j, i)]) / sqrt(3 D), d(i, j) = clip(y_i - y_j, R), likewise for x.
 
-The third term is indexed by (j, i): the key asks about the query. Two axes make five terms; sqrt(3 D) is kept. The paper's 2R
-rows leave the offset +R out; here there are 2R+1. The tables are learned as they are, not projected from shared embeddings.
-Clipped, so at a larger grid nothing changes. Pairs with a prefix token have the content term only.
+The third term is indexed by (j, i), the offset seen from the key. Both axes have their tables, which makes five terms in all;
+the factor stays 1 / sqrt(3 D). Offsets -R..R have 2R+1 rows, where the paper has 2R and leaves out +R. The tables are
+parameters themselves, where the paper projects shared embeddings. Since offsets are clipped, a larger grid reads the same rows.
+Pairs with a prefix token have the content term only.
 """
 
 from typing import Unpack
@@ -17,7 +18,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms
 
 
 class DeBERTa(PositionEncoding):
-    """`key_h`, `query_h` [H, 2R_h+1, D] and `key_w`, `query_w` [H, 2R_w+1, D], row clip(offset) + R."""
+    """Content-to-position and position-to-content terms over clipped offsets.
+
+    Parameters: `key_h`, `query_h` [H, 2R_h+1, D] and `key_w`, `query_w` [H, 2R_w+1, D]; row clip(offset) + R. `key_*` (K)
+    multiplies queries, `query_*` (Q) keys.
+    """
 
     behaviour = "nothing changes"
 
@@ -31,7 +36,9 @@ class DeBERTa(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: R in patches, for both axes or (rows, columns); half of the training grid unless given."""
+        """radius: R in patches, one number or (rows, columns); None: half of the training grid. init_std: of the initial
+        values.
+        """
         super().__init__()
         self.grid, self.radius, self.init_std = grid, clip_radius("deberta", radius, grid), init_std
         for name in ("key", "query"):
@@ -44,6 +51,6 @@ class DeBERTa(PositionEncoding):
         tables = []
         for axis, r in zip("hw", self.radius, strict=True):
             key = clipped_table(getattr(self, f"key_{axis}"), r, axis, grid)
-            query = clipped_table(getattr(self, f"query_{axis}"), r, axis, grid, mirrored=True)  # by j - i
+            query = clipped_table(getattr(self, f"query_{axis}"), r, axis, grid, mirrored=True)  # indexed by (j, i)
             tables.append(Table(axis, query=key, key=query))
         return Terms(scale=3**-0.5, tables=tuple(tables))

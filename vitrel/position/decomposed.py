@@ -1,8 +1,10 @@
 """decomposed: decomposed relative position embeddings (MViTv2, arXiv 2112.01526, eq. 4; used by ViTDet and SAM):
-logit[i, j] += q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j], q unscaled, as their code has it (a temperature still scales it).
+logit[i, j] += q_i . R_h[y_i - y_j] + q_i . R_w[x_i - x_j].
 
-(2h-1 + 2w-1) D parameters, shared over heads. An axis that grows is interpolated linearly, as there; one that does not is read
-exactly (they interpolate it too). Pairs with a prefix token have no term.
+q is not multiplied by D^-1/2 here, as in the published code; a temperature (vitrel.position.log_n) does multiply both terms.
+(2h-1 + 2w-1) D parameters, shared by all heads. On another grid, an axis that grows is resampled by the policy `resize`,
+linearly by default as in the published code; an axis that shrinks reads its exact centre rows (the published code interpolates
+those too). Pairs with a prefix token have no term.
 """
 
 import math
@@ -17,7 +19,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_p
 
 
 class Decomposed(PositionEncoding):
-    """`rel_pos_h` [2h-1, D] and `rel_pos_w` [2w-1, D] as in SAM, trained on `grid`."""
+    """Query-dependent bias per row offset and per column offset: `rel_pos_h` [2h-1, D] and `rel_pos_w` [2w-1, D] as in SAM."""
 
     behaviour = "resized"
     policies = ("linear", "clip", "geometric", "bicubic")
@@ -33,7 +35,7 @@ class Decomposed(PositionEncoding):
         tables = []
         for axis, table in (("h", self.rel_pos_h), ("w", self.rel_pos_w)):
             rows = resize_axis(upcast(table), getattr(self.grid, axis), getattr(grid, axis), self.resize)
-            # Attention multiplies query tables by D**-0.5, which this encoding does not have.
+            # Attention multiplies query tables by D**-0.5; the factor here cancels it.
             rows = (rows * math.sqrt(rows.shape[-1])).to(table.dtype)
             tables.append(Table(axis, query=pad_prefix(rows, grid, -2)[None]))
         return Terms(tables=tuple(tables))

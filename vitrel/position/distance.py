@@ -1,4 +1,4 @@
-"""Distances over the lattice of offsets, for the encodings that decay with them (alibi, log_decay, fire, lookhere)."""
+"""Distances of all offsets of a grid, for the encodings that decay with distance (alibi, log_decay, fire, lookhere)."""
 
 import torch
 import torch.nn.functional as F
@@ -9,19 +9,19 @@ from vitrel.grid import Grid
 from vitrel.position.terms import upcast
 
 DISTANCES = ("euclidean", "l1", "squared")
-POLICIES = ("keep", "renormalise")  # distances in patches, or as on the training grid
+POLICIES = ("keep", "renormalise")  # distances in patches, or in units of side / trained side
 
 
 def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device, axis: str = "hw") -> Tensor:
-    """Offset (dy, dx) of every class, [R, 2] float32: in patches ("keep") or times trained/grid per axis ("renormalise").
+    """Offset (dy, dx) of every class, [R, 2] float32: in patches ("keep"), or times trained / current side ("renormalise").
 
-    axis "h", "w": of the classes of one axis, the other component 0.
+    axis "h" or "w": only the classes of that axis, with 0 as the other component.
     """
     return _scaled_offsets(*grid[:2], trained[:2], resize, axis, device=device)
 
 
 def scaled_distances(trained: Grid, grid: Grid, resize: str, kind: str, device: torch.device, axis: str = "hw") -> Tensor:
-    """`distances` of `scaled_offsets`, [R], where no direction is learned."""
+    """Distance of every offset class, [R] float32: `distances` of `scaled_offsets`, without a learned direction."""
     return _scaled_distances(*grid[:2], trained[:2], resize, axis, kind, device=device)
 
 
@@ -43,10 +43,10 @@ def _scaled_distances(
 
 
 def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Tensor:
-    """Length of offsets [R, 2] -> [R], or [H, R] with `direction` [4, H].
+    """Length of offsets [R, 2] -> [R], or [H, R] with `direction` [4, H]; kind: "euclidean", "l1" or "squared".
 
-    direction: logarithm of what a component is multiplied by when dy > 0 (the key lies above), dy < 0, dx > 0 (to the left),
-    dx < 0: a slope per head for each of the four directions.
+    direction: logarithms of the factors per head on a component with dy > 0 (key above), dy < 0 (below), dx > 0 (left), dx < 0
+    (right).
     """
     if direction is not None:
         up, down, left, right = upcast(direction).exp()[..., None]  # [H, 1] each
@@ -59,5 +59,5 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
 
 @constant
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """2^(-8 i / H) for heads i = 1..H, [H]; also where H is no power of two."""
+    """ALiBi's slopes 2^(-8 n / H) for heads n = 1..H, [H]; the same formula where H is not a power of two."""
     return 2.0 ** (-8.0 * (torch.arange(num_heads, device=device) + 1).float() / num_heads)

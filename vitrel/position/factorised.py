@@ -1,7 +1,9 @@
 """factorised: one learned bias per row offset and one per column offset (iRPE, arXiv 2107.14222, "cross" method, bias mode),
 logit[i, j] += B_h[y_i - y_j] + B_w[x_i - x_j].
 
-(2h-1 + 2w-1) H parameters instead of (2h-1)(2w-1) H. Only `table_h` owns the three prefix rows. Resized as `table`, by axis.
+(2h-1 + 2w-1) H parameters instead of the (2h-1)(2w-1) H of `table`. On another grid each axis is resampled like `table`: an
+axis that shrinks reads its exact centre rows, an axis that grows follows the policy `resize`. Pairs with a prefix token read
+three more rows of `table_h`.
 """
 
 from typing import Unpack
@@ -16,7 +18,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Factorised(PositionEncoding):
-    """`table_h` [2h-1 (+3), H] and `table_w` [2w-1, H], trained on `grid`."""
+    """Bias per row offset plus bias per column offset: `table_h` [2h-1 (+3 with prefix tokens), H] and `table_w` [2w-1, H]."""
 
     behaviour = "resized"
     policies = POLICIES
@@ -34,7 +36,7 @@ class Factorised(PositionEncoding):
         rows = resize_axis(self.table_h[:n], self.grid.h, grid.h, self.resize)
         columns = resize_axis(self.table_w, self.grid.w, grid.w, self.resize)
         rows = torch.cat((rows, self.table_h[n:]))  # [2h'-1 (+3), H]
-        columns = F.pad(columns, (0, 0, 0, len(self.table_h) - n))  # the prefix bias comes from table_h alone
+        columns = F.pad(columns, (0, 0, 0, len(self.table_h) - n))  # prefix rows are in table_h only
         return Terms(tables=(Table("h", bias=rows.mT), Table("w", bias=columns.mT)))
 
     def resized(self, grid: Grid) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """fire: functional interpolation for relative positions (FIRE, arXiv 2310.04418), in two dimensions:
 logit[i, j] += MLP(psi(|(y_i - y_j, x_i - x_j)|) / psi(max(L n, h, w))), psi(d) = log(1 + c d), c and L learned.
 
-The paper divides by psi of the query's position in a causal sequence; here every query sees the whole grid, so it is the
-longer side of the grid, or L times that of the training grid (n) if that is more. L begins at 1, and below 1 it does not act.
-So on a larger grid distances are interpolated, not extrapolated (up to the diagonal). Prefix tokens have three learned rows.
+n is the longer side of the training grid, h x w the current grid. The paper divides by psi of the query's position in a causal
+sequence; here every query sees the whole grid, so the divisor is psi of the longer side. L begins at 1; below 1 it has no
+effect on the training grid or a larger one. Because of the division a larger grid is interpolated, not extrapolated: the
+MLP's input keeps its range. Pairs with a prefix token read three learned rows.
 """
 
 from typing import Unpack
@@ -13,12 +14,16 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import scaled_distances
-from vitrel.position.mlp import run_wide
+from vitrel.position.mlp import run_upcast
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, upcast
 
 
 class FIRE(PositionEncoding):
-    """`c`, `L` [1], `mlp` Linear(1, 32), ReLU, Linear(32, H); `prefix_bias` [3, H] with a prefix."""
+    """Bias from an MLP of the distance relative to the longer side of the grid.
+
+    Parameters: `c` [1], `L` [1], `mlp` (Linear(1, hidden), ReLU, Linear(hidden, H)), and `prefix_bias` [3, H] with prefix
+    tokens.
+    """
 
     refers_to_grid = True
 
@@ -31,7 +36,7 @@ class FIRE(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """c 0.1 and L 1 as in the paper's code, the network as torch initialises it."""
+        """Initialise c to 0.1 and L to 1 as in the paper's code, and the MLP as torch does."""
         nn.init.constant_(self.c, 0.1)
         nn.init.ones_(self.L)
         for layer in (self.mlp[0], self.mlp[2]):
@@ -43,9 +48,9 @@ class FIRE(PositionEncoding):
         check_prefix("fire", self.grid, grid)
         c, threshold = upcast(self.c).abs(), upcast(self.L).abs() * max(self.grid.h, self.grid.w)
         distance = scaled_distances(grid, grid, "keep", "euclidean", c.device)
-        one = torch.ones_like(threshold)  # tensors, for max() would branch on the size
+        one = torch.ones_like(threshold)  # tensors, since max() of integers would branch on the size
         side = torch.maximum(threshold, torch.maximum(one * grid.h, one * grid.w))
         position = torch.log1p(c * distance) / torch.log1p(c * side)  # [R]
-        rows = run_wide(self.mlp, position[:, None]).to(self.c.dtype)  # [R, H]
+        rows = run_upcast(self.mlp, position[:, None]).to(self.c.dtype)  # [R, H]
         rows = rows if self.prefix_bias is None else torch.cat((rows, self.prefix_bias))
         return Terms(tables=(Table("hw", bias=rows.mT),))

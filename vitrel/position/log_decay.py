@@ -1,8 +1,9 @@
 """log_decay: logarithmic decay with distance (KERPLE's logarithmic kernel, arXiv 2205.09921), in two dimensions:
-logit[i, j] -= a_H log(1 + b_H |(y_i - y_j, x_i - x_j)|), a, b > 0 learned per head; or fixed, -decay log(1 + distance).
+logit[i, j] -= a_n log(1 + b_n |(y_i - y_j, x_i - x_j)|) for head n; with `decay`, lambda log(1 + |.|) for all heads.
 
-Both are kept positive by learning their logarithms (KERPLE clamps them). Every parameter acts at every distance, so at a larger
-grid nothing changes. `renormalise` and `directional` as in alibi. Pairs with a prefix token have no bias.
+a, b > 0 are learned per head, as logarithms so that they stay positive (KERPLE clamps them). Every parameter acts at every
+distance, so a larger grid continues the same trained function. resize="renormalise" and `directional` as in alibi. Pairs with a
+prefix token have no bias.
 """
 
 from typing import Unpack
@@ -16,7 +17,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class LogDecay(PositionEncoding):
-    """`log_a`, `log_b` [H], absent with a fixed decay; `direction` [4, H] (log-slope factors up, down, left, right)."""
+    """Logarithmic distance bias.
+
+    Parameters: `log_a` and `log_b` [H], unless `decay` is fixed; `direction` [4, H] if directional, the logarithms of the
+    factors on the offset component of keys above, below, to the left and to the right.
+    """
 
     behaviour = "nothing changes"
     policies = POLICIES
@@ -32,7 +37,9 @@ class LogDecay(PositionEncoding):
         directional: bool = False,
         **factory: Unpack[Factory],
     ):
-        """decay: a fixed lambda >= 0 for all heads instead of a and b. distance: "euclidean" or "l1", resized as in alibi."""
+        """decay: a fixed lambda of 0 or more for all heads, instead of learned a and b. distance: "euclidean" or "l1", in
+        patches. directional: learn four factors per head, one for each direction.
+        """
         super().__init__()
         if decay is not None and not decay >= 0:
             raise ValueError(f"log_decay option decay={decay!r} must be 0 or more: a negative decay rewards distance")
@@ -46,7 +53,7 @@ class LogDecay(PositionEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """a uniform in (0, 2), b in (0, 1), as KERPLE draws them, both kept away from 0."""
+        """Draw a from (0.02, 2) and b from (0.01, 1) uniformly (KERPLE's ranges, without values near 0); factors are 1."""
         if self.decay is None:
             self.log_a.uniform_(0.02, 2).log_()
             self.log_b.uniform_(0.01, 1).log_()
@@ -55,11 +62,11 @@ class LogDecay(PositionEncoding):
 
     def log_distances(self, grid: Grid) -> Tensor:
         """log(1 + b distance) of every offset class of `grid`, b = 1 with a fixed decay, [H, R]."""
-        place, device = (self.grid, grid, self.resize), self.device_marker.device
+        grids, device = (self.grid, grid, self.resize), self.device_marker.device
         if self.direction is None:
-            distance = scaled_distances(*place, self.distance, device)  # [R]
+            distance = scaled_distances(*grids, self.distance, device)  # [R]
         else:
-            distance = distances(scaled_offsets(*place, device), self.distance, self.direction)  # [H, R]
+            distance = distances(scaled_offsets(*grids, device), self.distance, self.direction)  # [H, R]
         if self.decay is None:
             distance = upcast(self.log_b).exp()[:, None] * distance
         return torch.log1p(distance).expand(self.num_heads, -1)

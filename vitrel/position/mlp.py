@@ -1,4 +1,4 @@
-"""A small network from offsets to biases, as the encodings that learn a function of the offset have one (cpb, fire)."""
+"""Evaluation in float32 of the small networks that map offsets to biases (cpb, fire)."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from vitrel.position.terms import no_autocast, upcast
 
 
-def run_wide(mlp: nn.Sequential, x: Tensor) -> Tensor:
-    """mlp(x), [R, in] -> [R, out], in at least float32 whatever the type of its weights, autocast or not."""
+def run_upcast(mlp: nn.Sequential, x: Tensor) -> Tensor:
+    """Return mlp(x), [R, in] -> [R, out], computed in at least float32, even with half-precision weights or under autocast."""
     with no_autocast(x.device):
         for layer in mlp:
             parameters = [upcast(p) for p in layer.parameters()]  # weight and bias of a linear layer

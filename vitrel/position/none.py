@@ -1,6 +1,7 @@
 """none: no position at all, the control of every comparison.
 
-Attention is permutation-equivariant: a ViT with it sees a bag of patches (a Swin still knows its windows and their merging).
+Attention is permutation-equivariant, so a ViT without position sees a set of patches. A Swin still has its windows and patch
+merging, which depend on position.
 """
 
 from typing import Unpack
@@ -10,7 +11,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class NoPosition(PositionEncoding):
-    """Adds nothing on any grid."""
+    """Encoding that adds nothing, on any grid."""
 
     behaviour = "nothing"
 

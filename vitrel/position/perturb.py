@@ -1,10 +1,12 @@
-"""Coordinates perturbed in training: shift, jitter and rescale of DINOv3 (arXiv 2508.10104), which keep the names of its code
-and timm's (`shift_coords`, ...): here `shift` moves coordinates, no windows. ComRoPE (arXiv 2506.03737) perturbs those of RoPE
-and of absolute embeddings too.
+"""Random perturbation of coordinates in training: shift, jitter and rescale (DINOv3, arXiv 2508.10104).
 
-Each forward in training draws once from torch's generator, for the whole batch: layers with an encoding each draw apart, one
-for all (`share_position`) draws once. The unit is the encoding's: patches, or half of the grid in rope_normalised. A rotation
-sees differences alone: there `shift` acts between the prefix tokens, which stay where they are, and all others.
+The options have the names of DINOv3's code and timm's (`shift_coords`, ...); `shift` here moves coordinates, not windows.
+ComRoPE (arXiv 2506.03737) perturbs the coordinates of RoPE and of absolute embeddings too.
+
+Every forward pass in training draws once from torch's generator, for the whole batch. Encodings of different layers draw
+independently; an encoding shared by all layers (`share_position`) draws once. The unit is that of the encoding's coordinates:
+patches, or in rope_normalised half a side of the grid. A rotary logit depends on differences of coordinates only, so with RoPE
+`shift` changes only pairs of a patch with a prefix token, whose coordinates stay in place.
 """
 
 import math
@@ -12,14 +14,16 @@ import math
 import torch
 from torch import Tensor
 
-STRENGTHS = {"shift": 0, "jitter": 1, "rescale": 1}  # the options, and what each has to be at least
+STRENGTHS = {"shift": 0, "jitter": 1, "rescale": 1}  # option: smallest valid value
 
 
 def perturb(
     coordinates: Tensor, shift: float | None = None, jitter: float | None = None, rescale: float | None = None
 ) -> Tensor:
-    """Coordinates (y, x) [n, 2] shifted (uniform in +-shift), stretched per axis (log-uniform in 1/jitter..jitter) and rescaled
-    together (1/rescale..rescale), in this order; one draw for all n, in float32. None draws nothing.
+    """Return coordinates (y, x) [n, 2] shifted, then stretched per axis, then rescaled; one draw for all n, in float32.
+
+    shift: both axes move by a uniform value in +-shift. jitter: each axis is multiplied by a log-uniform factor in
+    1/jitter..jitter. rescale: both axes are multiplied by one log-uniform factor in 1/rescale..rescale. None: skip the step.
     """
 
     def uniform(count: int, reach: float) -> Tensor:

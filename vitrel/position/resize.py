@@ -1,8 +1,8 @@
-"""Learned tables and embeddings from one grid to another: the only place where a position parameter is interpolated.
+"""Resampling of learned tables and embeddings to another grid: the only place where a position parameter is interpolated.
 
-Every row of the target is a weighted sum of a few rows of the source, its taps, which the two grids and the policy determine:
-they are constants. Neither autocast nor TF32 rounds the sum, and no size costs a compiled graph of its own. An axis that does
-not grow is always read exactly, as the centre of the trained one; the policy decides what happens on an axis that grows.
+Every row of the target is a weighted sum of a few source rows, called its taps. They depend on the two grids and the policy
+only, so they are constants (vitrel.constants). The sum is not rounded by autocast or TF32, and a new size needs no new compiled
+graph. An axis that does not grow is read exactly, as the centre of the trained axis; the policy applies to an axis that grows.
 """
 
 from typing import NamedTuple
@@ -20,19 +20,22 @@ POLICIES = ("geometric", "clip", "bicubic")
 
 
 class Taps(NamedTuple):
-    """Which K source rows every one of T target rows is the weighted sum of."""
+    """For each of T target rows, the K source rows of its weighted sum and their weights."""
 
     index: Tensor  # type: ignore[assignment]  # [T, K] int64
     weight: Tensor  # [T, K] float32
 
 
 def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
-    """Rows of a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
+    """Resample a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
 
     `source`, `target`: length of the axis in patches. Policies for target > source:
-    clip: a far offset reads the edge row. geometric: trained rows are spread at geometrically growing distances, offsets 0 and
-    +-1 staying exact, linear in between (BEiT; timm's resize_rel_pos_bias_table). bicubic: the whole function stretched, as
-    torch's interpolate without aligned corners (Microsoft Swin). linear: the same, linear (MViTv2, SAM).
+
+    - clip: an offset outside the table reads the edge row.
+    - geometric: trained rows are placed at geometrically growing distances, 0 and +-1 staying exact, and interpolated linearly
+      (BEiT; timm's resize_rel_pos_bias_table).
+    - bicubic: the table is stretched to the new length, as torch's interpolate without aligned corners (Microsoft Swin).
+    - linear: the same with linear interpolation (MViTv2, SAM).
     """
     if is_known(source, target) and source == target:
         return rows
@@ -42,9 +45,9 @@ def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
 
 
 def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
-    """A table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resize_axis` along both axes.
+    """Resample a table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resize_axis` along both axes.
 
-    Rows of prefix tokens, which may follow, stay as they are.
+    Rows of prefix tokens after those of the offsets are kept unchanged.
     """
     if same_size(source, target):
         return table
@@ -56,35 +59,37 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 
 @constant
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """The taps of a table over one axis of offsets, by `resize_axis`."""
+    """Taps of a table over one axis of offsets; arguments as in `resize_axis`."""
     return _padded(_line_taps(source, target, policy, device))
 
 
 def _line_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
     exact = clipped_rows(target, source - 1, device=device)
     taps, weights = (t.mT for t in _TAPS[policy](source, target, device))  # [2*target-1, K] each
-    grows = torch.ones((), dtype=torch.int64, device=device) * target > source  # a tensor: no branch on the size
+    grows = torch.ones((), dtype=torch.int64, device=device) * target > source  # a tensor, to avoid a branch on the size
     first = (torch.arange(taps.shape[1], device=device) == 0).float()
     return Taps(torch.where(grows, taps, exact[:, None]), torch.where(grows, weights.float(), first))
 
 
 @constant
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
-    """The taps of a table over both axes, every pair of one of each axis, and of so many prefix rows after it."""
+    """Taps of a table over both axes, all products of a tap of each axis, followed by `prefix` rows that are copied."""
     y, x = (_line_taps(n, m, policy, device) for n, m in zip(source, target, strict=True))
     index = y.index[:, None, :, None] * (2 * source[1] - 1) + x.index[:, None]  # [2h'-1, 2w'-1, K, K]
     weight = y.weight[:, None, :, None] * x.weight[:, None]
     index, weight = (t.flatten(2).flatten(0, 1) for t in (index, weight))  # [(2h'-1)(2w'-1), K*K]
     if not prefix:
         return _padded(Taps(index, weight))
-    own = torch.arange(prefix, device=device)[:, None] + (2 * source[0] - 1) * (2 * source[1] - 1)
-    one = F.pad(torch.ones(prefix, 1, device=device), (0, weight.shape[1] - 1))
-    return _padded(Taps(torch.cat((index, own.expand(-1, index.shape[1]))), torch.cat((weight, one))))
+    copied = torch.arange(prefix, device=device)[:, None] + (2 * source[0] - 1) * (2 * source[1] - 1)
+    copy_weight = F.pad(torch.ones(prefix, 1, device=device), (0, weight.shape[1] - 1))
+    return _padded(Taps(torch.cat((index, copied.expand(-1, index.shape[1]))), torch.cat((weight, copy_weight))))
 
 
 def _padded(taps: Taps) -> Taps:
-    """At least 9 taps, those added of weight 0: torch.compile unrolls sums of up to 8 and repeats them for every pair of tokens
-    that reads a row, where a longer sum is stored. In eager mode they cost nothing that could be measured.
+    """Add taps of weight 0 until there are at least 9.
+
+    torch.compile unrolls sums of up to 8 terms and repeats them for every pair of tokens that reads a row; the result of a
+    longer sum is stored. In eager mode the added taps cost nothing measurable.
     """
     missing = max(0, 9 - taps.index.shape[1])
     return Taps(torch.cat((taps.index, taps.index[:, :1].expand(-1, missing)), 1), F.pad(taps.weight, (0, missing)))
@@ -98,7 +103,7 @@ def _clipped_lattice(source: tuple[int, int], target: tuple[int, int], prefix: i
 
 
 def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
-    """[S, X] -> [T, X], in at least float32, rounded once."""
+    """Apply the taps, [S, X] -> [T, X], in at least float32 with one rounding at the end."""
     exact = upcast(rows)
     weight = taps.weight.to(exact.dtype)
     if torch.compiler.is_compiling() or is_traced(rows.device):
@@ -109,21 +114,23 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
 
 
 def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
-    """PositionEncoding.resized of one table per axis, each row of `width` values: what the axes that grow interpolate."""
+    """As PositionEncoding.resized, for an encoding with one table per axis and rows of `width` values."""
     grown = [axis for axis in "hw" if getattr(grid, axis) > getattr(trained, axis)]
     count = sum(trained.offset_classes(axis) for axis in grown) * width
     return {f"{key} {policy}": 0 if policy == "clip" else count} if grown else {}
 
 
 def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:
-    """An absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
+    """Resample an absolute embedding, [h, w, C] -> [h'*w', C], by antialiased bicubic interpolation (DeiT, timm)."""
     image = upcast(embedding.permute(2, 0, 1)[None])  # [1, C, h, w]
     image = F.interpolate(image, size=(target.h, target.w), mode="bicubic", antialias=True, align_corners=False)
     return image[0].flatten(1).mT.to(embedding.dtype)
 
 
 def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
-    """An absolute embedding [h, w, C] at (y, x) [n, 2], in patches -> [n, C], bilinear; beyond the border, its edge."""
+    """Read an absolute embedding [h, w, C] at positions (y, x) [n, 2] in patches -> [n, C], bilinearly; positions outside read
+    the border.
+    """
     (h, w, _), rows, out = embedding.shape, upcast(embedding).flatten(0, 1), 0
     for y, down in zip(*_between(at[:, 0], h), strict=True):
         for x, right in zip(*_between(at[:, 1], w), strict=True):
@@ -156,15 +163,15 @@ def _bicubic(source: int, target: int, device: torch.device) -> tuple[Tensor, Te
 
 
 def _geometric(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    n, reach = source - 1, target - 1  # trained and wanted offsets on either side of 0
+    n, reach = source - 1, target - 1  # largest trained and target distance
     offset = torch.arange(1 - target, target, device=device)
     if n == 0:  # a single trained row: nothing to spread
         return torch.zeros_like(offset)[None], torch.ones_like(offset, dtype=torch.float32)[None]
-    # Ratio q of the distances 1, 1+q, 1+q+q^2, ...: bisected on tensors, for a float would bake the size into a graph.
+    # Ratio q of the distances 1, 1+q, 1+q+q^2, ...: bisected on tensors, since a float would fix the size in a graph.
     dtype = torch.float32 if device.type == "mps" else torch.float64
     step = torch.arange(n, device=device, dtype=dtype)
     low, high = torch.full((), 1.01, dtype=dtype, device=device), torch.full((), 1.5, dtype=dtype, device=device)
-    for _ in range(19):  # as the published code: until the bracket is below 1e-6
+    for _ in range(19):  # as many as the published code, which stops at a bracket below 1e-6
         middle = (low + high) / 2
         far = (middle**step).sum() > reach
         low, high = torch.where(far, low, middle), torch.where(far, middle, high)

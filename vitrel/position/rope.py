@@ -1,14 +1,17 @@
-"""rope_axial, rope_mixed: rotary position in two dimensions (RoPE, arXiv 2104.09864; 2-D: RoPE-ViT, arXiv 2403.13298).
+"""rope_axial, rope_mixed: rotary position in two dimensions (RoPE, arXiv 2104.09864; 2-D: RoPE-ViT, arXiv 2403.13298),
+angle = y theta_t or x theta_t (axial), f_y y + f_x x (mixed).
 
-Channels p and p + D/2 of q and k are one pair, rotated by an angle that is linear in the token's integer position, so the logit
-depends on the offset alone. axial: half of the pairs turn with the row, half with the column, angle = y theta_t or x theta_t,
-theta_t = base^(-4t/D), t = 0..D/4-1, base 100. mixed: angle = f_y y + f_x x with both frequencies learned per head and layer,
-initialised with base 10 and one random direction per head.
-D is a multiple of 4. On a training grid of one row or column (a sequence) any even D serves: where 4 does not divide it, axial
-rotates all pairs along that one axis, theta_t = base^(-2t/D).
-Peers store pairs interleaved and the column first; loaders permute. Prefix tokens are not rotated. Angles are at least float32.
-A larger grid is evaluated at angles never trained, unless `scaling` slows the frequencies down (vitrel.position.rope_scaling).
-EVA-02 (arXiv 2303.11331, its code) counts positions on a `reference` grid, whatever the grid: y h_ref / h in place of y.
+Channels p and p + D/2 of q and k form a pair, rotated by an angle that is linear in the token's integer position (y, x), so the
+logit depends on the offset alone. rope_axial: half of the pairs rotate with the row, half with the column, theta_t =
+base^(-4t/D), t = 0..D/4-1, base 100. rope_mixed: the frequencies f_y and f_x of every pair are learned per head and layer,
+initialised with base 10 and one random direction per head. D is a multiple of 4. On a training grid of one row or column (a
+sequence) any even D serves; where 4 does not divide D, rope_axial rotates all pairs along that axis, theta_t = base^(-2t/D).
+Published code stores pairs interleaved and the column first; the loaders of this package permute the weights. Prefix tokens are
+not rotated. Angles are computed in at least float32.
+
+A larger grid is evaluated at angles that were not trained, unless `scaling` lowers the frequencies
+(vitrel.position.rope_scaling). rope_axial can also count positions on a fixed `reference` grid, y h_ref / h instead of y, as
+EVA-02's code does (arXiv 2303.11331).
 """
 
 import math
@@ -26,7 +29,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides,
 
 
 class RopeAxial(PositionEncoding):
-    """No parameters; one rotation for all heads."""
+    """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads."""
 
     rotates = True
     scaling: Scaling
@@ -44,7 +47,12 @@ class RopeAxial(PositionEncoding):
         reference: int | tuple[int, int] | None = None,
         **factory: Unpack[Factory],
     ):
-        """reference: one side or (h, w) of the grid on which positions are counted; it takes the place of `scaling`."""
+        """base: of the frequencies. scaling, scaling_strength, yarn_turns: rule for grids larger than the training grid
+        (vitrel.position.rope_scaling). reference: side or (h, w) of the grid on which positions are counted, instead of
+        `scaling`.
+
+        Raises ValueError if head_dim is not divisible by 4.
+        """
         super().__init__()
         if reference is not None and scaling != "none":
             raise ValueError(f"rope_axial takes a reference grid or scaling={scaling!r}, not both: leave one out")
@@ -56,17 +64,17 @@ class RopeAxial(PositionEncoding):
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        how = (self.bands, float(self.base), *self.scaling.key_of_constants, self.reference or (0, 0))
+        options = (self.bands, float(self.base), *self.scaling.constant_key, self.reference or (0, 0))
         device = self.device_marker.device
         if self.perturbs:
-            theta = _frequencies(*grid[:2], *how, device=device)
-            rotary = _axial_angles(self._augmented(grid.coordinates(device)), theta, self.axes, grid)
+            theta = _frequencies(*grid[:2], *options, device=device)
+            rotary = _axial_angles(self._perturbed(grid.coordinates(device)), theta, self.axes, grid)
         else:
-            rotary = _axial_rotation(*grid, *how, self.axes, device=device)
+            rotary = _axial_rotation(*grid, *options, self.axes, device=device)
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """Positions counted on a reference grid need no scaling."""
+        """As PositionEncoding.switch; with a reference grid it changes nothing and returns an empty set."""
         return set() if self.reference is not None else super().switch(options)
 
     @property
@@ -83,7 +91,7 @@ class RopeAxial(PositionEncoding):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of all angles, [H|1, N, D/2]; 1 and 0 on prefix rows."""
+    """Cosines and sines of all angles, [H|1, N, D/2] each; 1 and 0 on prefix rows."""
 
     cos: Tensor
     sin: Tensor
@@ -94,14 +102,14 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0): none."""
+    """Radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
     band = torch.arange(bands, device=device)
     scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast), strength)
     theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
     if reference == (0, 0):
         return theta
     one = torch.ones_like(theta[0, 0])  # a tensor: a float would cost a compiled graph per size
-    return theta * torch.stack([one * n / own for n, own in zip(reference, (h, w), strict=True)])[:, None]
+    return theta * torch.stack([one * n / side for n, side in zip(reference, (h, w), strict=True)])[:, None]
 
 
 @constant
@@ -122,12 +130,12 @@ def _axial_angles(coordinates: Tensor, theta: Tensor, axes: str, grid: Grid) -> 
 
 @constant
 def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
-    """Row and column (y, x) of every token, [N, 2] float32; 0 of prefix tokens."""
+    """Row and column (y, x) of every token, [N, 2] float32; 0 for prefix tokens."""
     return F.pad(Grid(h, w).coordinates(device).float(), (0, 0, prefix, 0))
 
 
 class RopeMixed(PositionEncoding):
-    """`freqs` [2, H, D/2], radians per patch: freqs[0] along the rows (y), freqs[1] along the columns (x)."""
+    """Rotation by frequencies learned per head: `freqs` [2, H, D/2], radians per patch; freqs[0] along y, freqs[1] along x."""
 
     rotates = True
     scaling: Scaling
@@ -144,6 +152,9 @@ class RopeMixed(PositionEncoding):
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         **factory: Unpack[Factory],
     ):
+        """base: of the initial frequencies. scaling, scaling_strength, yarn_turns: rule for grids larger than the training grid
+        (vitrel.position.rope_scaling). Raises ValueError if head_dim is not divisible by 4.
+        """
         super().__init__()
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
@@ -153,12 +164,14 @@ class RopeMixed(PositionEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Magnitudes base^(-4t/D), twice: along a random direction per head, and at right angles to it."""
+        """Initialise the frequencies of each head with magnitudes base^(-4t/D), first half along a random direction, second
+        half at right angles.
+        """
         _, heads, pairs = self.freqs.shape
         n = math.ceil(pairs / 2)
         magnitude = self.base ** (-torch.arange(n, device=self.freqs.device).float() / n)
-        turn = torch.rand(heads, 1, device=self.freqs.device) * 2 * math.pi
-        direction = torch.cat((turn.expand(heads, n), turn.expand(heads, n) + math.pi / 2), 1)[:, :pairs]  # [H, D/2]
+        angle = torch.rand(heads, 1, device=self.freqs.device) * 2 * math.pi
+        direction = torch.cat((angle.expand(heads, n), angle.expand(heads, n) + math.pi / 2), 1)[:, :pairs]  # [H, D/2]
         self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2)[:pairs])
 
     def forward(self, grid: Grid) -> Terms:
@@ -166,9 +179,9 @@ class RopeMixed(PositionEncoding):
         freqs = self.scaling.frequencies(freqs, math.ceil(freqs.shape[-1] / 2), grid)
         at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]
         if self.perturbs:
-            at = torch.cat((at[: grid.prefix], self._augmented(at[grid.prefix :])))
+            at = torch.cat((at[: grid.prefix], self._perturbed(at[grid.prefix :])))
         y, x = at.unbind(-1)  # [N] each
-        # Written out, not as a matrix product: autocast would round the angles.
+        # Not a matrix product, in which autocast would round the angles.
         angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, N, D/2]
         return Terms(rotary=(angle.cos(), angle.sin()), temperature=self.scaling.temperature(grid, freqs.device))
 
@@ -184,20 +197,20 @@ class RopeMixed(PositionEncoding):
 
 
 def rotary_terms(angle: Tensor, grid: Grid) -> Rotary:
-    """Cosines and sines of angles [H|1, h*w, D/2], with the prefix rows before them, which are not rotated."""
+    """Cosines and sines of angles [H|1, h*w, D/2] of the patches, preceded by unrotated rows for the prefix tokens."""
     angle = F.pad(angle, (0, 0, grid.prefix, 0))  # prefix rows: angle 0
     return Rotary(angle.cos(), angle.sin())
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:
-    """base^(-t/T) for the T bands t of one axis; band: [T] integers t."""
+    """Return base^(-t/T) for the T bands t of one axis; band: [T] integers t."""
     return base ** (-band.float() / len(band))
 
 
 def checked_bands(key: str, head_dim: int, grid: Grid | None = None) -> int:
-    """Number of bands of one axis, D/4, or ValueError where D is not divisible by 4.
+    """Return the number of bands per axis, D/4; ValueError, naming the encoding `key`, if D is not divisible by 4.
 
-    A training `grid` of one row or column needs only an even D: D/2 bands of that one axis where 4 does not divide D.
+    grid: a training grid; with one row or column, any even D serves, and D/2 is returned where 4 does not divide D.
     """
     if head_dim % 4 == 2 and grid is not None and min(grid[:2]) == 1:
         return head_dim // 2

@@ -1,9 +1,10 @@
 """rope_normalised: rotary position in normalised coordinates (DINOv3, arXiv 2508.10104, and its code):
-angle = 2 pi y / period_t or 2 pi x / period_t, y = 2 (i + 1/2) / h - 1 and so for x, period_t = base^(4t/D), base 100.
+angle = 2 pi y / period_t or 2 pi x / period_t, y = 2 (i + 1/2) / h - 1, x = 2 (j + 1/2) / w - 1, period_t = base^(4t/D).
 
-Coordinates run from -1 to 1 on every grid, so positions rescale with the image: a larger grid is a finer sampling of the
-angles trained. In training they may be perturbed (vitrel.position.perturb). Half-split pairs, rows before columns; prefix
-tokens are not rotated.
+(i, j) is the patch's row and column, base 100. Coordinates run from -1 to 1 on every grid, so positions scale with the image: a
+larger grid samples the trained range of angles more finely. `shift`, `jitter` and `rescale` perturb coordinates in training
+(vitrel.position.perturb). Channels p and p + D/2 form a pair, the pairs of y come before those of x, and prefix tokens are not
+rotated.
 """
 
 import math
@@ -19,20 +20,22 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class RopeNormalised(PositionEncoding):
-    """No parameters; one rotation for all heads."""
+    """Rotation by normalised coordinates; no parameters, the same for all heads."""
 
     rotates = True
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 100.0, **factory: Unpack[Factory]):
+        """base: of the periods. Raises ValueError if head_dim is not divisible by 4."""
         super().__init__()
         self.grid, self.base, self.bands = grid, base, checked_bands("rope_normalised", head_dim)
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        device, how = self.device_marker.device, (self.bands, float(self.base))
+        device, options = self.device_marker.device, (self.bands, float(self.base))
         if not self.perturbs:
-            return Terms(rotary=tuple(_rotation(*grid, *how, device=device)))
-        return Terms(rotary=tuple(_rotated_by(self._augmented(_coordinates(*grid[:2], device=device)), grid, *how)))
+            return Terms(rotary=tuple(_rotation(*grid, *options, device=device)))
+        coordinates = self._perturbed(_coordinates(*grid[:2], device=device))
+        return Terms(rotary=tuple(_rotation_at(coordinates, grid, *options)))
 
     def unseen(self, grid: Grid) -> float:
         return 0.0
@@ -40,7 +43,7 @@ class RopeNormalised(PositionEncoding):
 
 @constant
 def _rotation(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Rotary:
-    return _rotated_by(_coordinates(h, w, device=device), Grid(h, w, prefix), bands, base)
+    return _rotation_at(_coordinates(h, w, device=device), Grid(h, w, prefix), bands, base)
 
 
 @constant
@@ -49,6 +52,6 @@ def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]
 
 
-def _rotated_by(coordinates: Tensor, grid: Grid, bands: int, base: float) -> Rotary:
+def _rotation_at(coordinates: Tensor, grid: Grid, bands: int, base: float) -> Rotary:
     frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base)
     return rotary_terms((2 * math.pi * coordinates[..., None] * frequency).flatten(1)[None], grid)

@@ -1,12 +1,18 @@
-"""Rotary frequencies on a grid larger than the training one: what `scaling=` of rope_axial and rope_mixed chooses.
+"""Rules that lower rotary frequencies on a grid larger than the training grid: `scaling` of rope_axial and rope_mixed.
 
-s = grid / training grid along each axis, at least 1; a smaller grid changes nothing. none: as trained. linear: frequency / s
-(position interpolation, arXiv 2306.15595). ntk: frequency s^(-t/(T-1)) for band t of T, which keeps the fastest band and
-divides the slowest by s (NTK-aware: base times s^(d/(d-2)), d = 2T). yarn (arXiv 2309.00071, sec. 3.2 to 3.4): bands that turn
-more than 32 times over the training grid are kept, those of less than one turn are divided by s, a ramp between; logits gain
-(0.1 ln s + 1)^2, s the geometric mean of both axes. These turns were chosen for language: at 1 radian a patch, 14 patches make
-2.2 turns, so that there yarn is nearly linear. `yarn_turns` moves the ramp. `scaling_strength` p takes s^p in the place
-of s: with 0.5 a grid of twice the side is read as one of 1.4 times.
+s = side / training side along each axis, at least 1, so a smaller grid changes nothing.
+
+- none: frequencies as trained.
+- linear: frequency / s (position interpolation, arXiv 2306.15595).
+- ntk: frequency times s^(-t/(T-1)) for band t of T; keeps the fastest band and divides the slowest by s (NTK-aware: base times
+  s^(d/(d-2)), d = 2T).
+- yarn (arXiv 2309.00071, sec. 3.2 to 3.4): keeps bands that make more than 32 turns over the training grid, divides those with
+  less than one turn by s, with a linear ramp between; multiplies content logits by (0.1 ln s + 1)^2, s being the geometric mean
+  of both axes.
+
+yarn's turns were chosen for language: at 1 radian per patch, 14 patches make 2.2 turns, so on such a grid yarn is nearly
+linear. `yarn_turns` moves the ramp. `scaling_strength` p replaces s by s^p: with 0.5 a grid of twice the side is read as one of
+1.4 times the side.
 """
 
 import math
@@ -20,13 +26,17 @@ from vitrel.constants import constant
 from vitrel.grid import Grid
 
 SCALINGS = ("none", "linear", "ntk", "yarn")
-OPTIONS = {"scaling": "rule", "scaling_strength": "strength", "yarn_turns": "turns"}  # of encodings: fields of Scaling
+OPTIONS = {
+    "scaling": "rule",
+    "scaling_strength": "strength",
+    "yarn_turns": "turns",
+}  # option: field of Scaling
 
 
 class Scaling(NamedTuple):
-    """One of SCALINGS for `key`, trained on `trained`; turns: below the first yarn divides, above the second it keeps.
+    """Rule for rotary frequencies on larger grids: one of SCALINGS, for the encoding `key` trained on the grid `trained`.
 
-    strength: the power of s.
+    turns: yarn divides bands below the first number of turns and keeps those above the second. strength: the power of s.
     """
 
     key: str
@@ -36,7 +46,7 @@ class Scaling(NamedTuple):
     strength: float = 1.0
 
     def checked(self) -> "Scaling":
-        """Itself, or ValueError naming what is wrong."""
+        """Return self; ValueError for an unknown rule or an impossible number."""
         if self.rule not in SCALINGS:
             raise ValueError(f"{self.key} scaling {self.rule!r} is unknown; choose one of {', '.join(SCALINGS)}")
         if len(self.turns) != 2 or not self.turns[0] < self.turns[1]:
@@ -46,16 +56,16 @@ class Scaling(NamedTuple):
         return self
 
     def switched(self, options: Mapping[str, Any]) -> "Scaling":
-        """The same with those of OPTIONS that are given. ValueError as `checked`."""
-        return self._replace(**{own: options[name] for name, own in OPTIONS.items() if name in options}).checked()
+        """Return a copy with the values of `options` whose names are in OPTIONS; ValueError for an impossible value."""
+        return self._replace(**{field: options[name] for name, field in OPTIONS.items() if name in options}).checked()
 
     @property
-    def key_of_constants(self) -> tuple[str, tuple[int, int], float, float, float]:
-        """What constants that depend on it are kept by."""
+    def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
+        """Rule, training grid, turns and strength as hashable arguments for functions with @constant."""
         return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
-        """freqs [2, .., P], radians per patch along y and x, for use on `grid`: bands 0, 1, .. of so many, repeated."""
+        """Return freqs [2, .., P], radians per patch along y and x, changed for `grid`; P repeats the bands 0..bands-1."""
         if self.rule == "none":
             return freqs
         growth = _growth(*grid[:2], self.trained[:2], float(self.strength), device=freqs.device).to(freqs.dtype)
@@ -70,11 +80,11 @@ class Scaling(NamedTuple):
         return freqs * (1 - divided * (1 - 1 / growth))
 
     def temperature(self, grid: Grid, device: torch.device) -> Tensor | None:
-        """What it multiplies content logits by on `grid`, 0-d, or None."""
+        """Factor of the content logits on `grid`, 0-d, or None if the rule has none."""
         return _temperature(*grid[:2], self.trained[:2], float(self.strength), device=device) if self.rule == "yarn" else None
 
     def resized(self, grid: Grid) -> dict[str, int]:
-        """PositionEncoding.resized: no parameter is resampled, the frequencies are read by a rule."""
+        """As PositionEncoding.resized: the rule in use on a larger grid, with 0 since no parameter is resampled."""
         grows = grid.h > self.trained.h or grid.w > self.trained.w
         strength = "" if self.strength == 1 else f" {self.strength:g}"
         return {f"{self.key} {self.rule}{strength}": 0} if grows and self.rule != "none" else {}

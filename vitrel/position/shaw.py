@@ -1,8 +1,10 @@
 """shaw: relative position representations (Shaw et al., arXiv 1803.02155, eq. 3 and 4), per axis and summed:
 logit[i, j] = s q_i . (k_j + a^K[clip(y_i - y_j)] + a^K'[clip(x_i - x_j)]), out_i += sum_j p_ij (a^V[..] + a^V'[..]).
 
-4 (2R+1) D parameters, shared over heads (the paper's choice). Offsets are clipped to a radius, so at a larger grid nothing
-changes. Pairs with a prefix token have no vector. The value vectors need the attention weights: SDPA refuses them.
+s = D^-1/2, p the attention weights. a^K, a^V (rows) and a^K', a^V' (columns) have 4 (2R+1) D parameters, shared by all heads as
+in the paper. Offsets are clipped to the radius R, so a larger grid reads the same rows. Pairs with a prefix token have no
+vectors. The value vectors need the attention weights, which PyTorch's scaled_dot_product_attention does not return;
+`values=False` leaves them out.
 """
 
 from typing import Unpack
@@ -16,7 +18,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms
 
 
 class Shaw(PositionEncoding):
-    """`key_h`, `value_h` [2R_h+1, D] and `key_w`, `value_w` [2R_w+1, D], with per_head [H, 2R+1, D]; row clip(offset) + R."""
+    """Key and value vectors per clipped offset and axis.
+
+    Parameters: `key_h`, `value_h` [2R_h+1, D] and `key_w`, `value_w` [2R_w+1, D], with per_head [H, 2R+1, D]; row clip(offset)
+    + R.
+    """
 
     behaviour = "nothing changes"
 
@@ -32,7 +38,10 @@ class Shaw(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: in patches, half of the training grid unless given. values: with the value vectors a^V."""
+        """radius: R in patches, one number or (rows, columns); None: half of the training grid. per_head: separate vectors for
+        each head.
+        values: add the value vectors a^V. init_std: of the initial values.
+        """
         super().__init__()
         self.grid, self.radius, self.values, self.init_std = grid, clip_radius("shaw", radius, grid), values, init_std
         heads = (num_heads,) if per_head else ()

@@ -1,8 +1,8 @@
 """sincos: fixed 2-D sine-cosine embedding (MoCo v3, arXiv 2104.02057; MAE, arXiv 2111.06377), x_i += sincos2d(y_i, x_i).
 
-The first half of the channels encodes the row, the second the column: each half is [sin(p*f_0..), cos(p*f_0..)] with
-f_t = 10000^(-t / (C/4)). MAE's code puts the column first; here h comes before w. Prefix rows are zero. Nothing is learned and
-nothing is resampled, but a larger grid shows the model values it has never seen.
+The first half of the C channels encodes the row p = y, the second the column p = x; each half is [sin(p f_0), sin(p f_1), ...,
+cos(p f_0), ...] with f_t = base^(-t / (C/4)), base 10000. MAE's code has the column first. The rows of prefix tokens are zero.
+Nothing is learned or resampled: a larger grid adds values that the model was not trained on.
 """
 
 from typing import Unpack
@@ -16,7 +16,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class SinCos(PositionEncoding):
-    """No parameters. Raises ValueError if C = num_heads * head_dim is not divisible by 4."""
+    """Fixed embedding without parameters. Raises ValueError if C = num_heads * head_dim is not divisible by 4."""
 
     site = "tokens"
 

@@ -1,10 +1,11 @@
 """t5: one learned bias per bucket of offsets (T5, arXiv 1910.10683, sec. 2.1), buckets exact near 0, logarithmic further off,
 logit[i, j] += B[bucket(y_i - y_j), bucket(x_i - x_j)], or B_h[..] + B_w[..].
 
-Of the buckets per sign the first half holds one distance each; bucket e + t begins at e (max_distance / e)^(t / (count - e))
-and the last has no end, so at a larger grid nothing changes. A negative offset (a key to the right or below) adds `count`, as
-in T5. By default max_distance is the largest training offset and `count` half the training axis, at most 16, so that each
-holds a training distance: T5's own 32 to 128 would leave 6 of 16 untrained on a 14 x 14 grid.
+Each sign has `count` buckets. The first e = count // 2 hold one distance each; bucket e + t begins at distance e (max_distance
+/ e)^(t / (count - e)), and the last holds all larger distances, so a larger grid reads the same buckets. Negative offsets (a
+key to the right or below) have buckets of their own, numbered from `count` as in T5. By default max_distance is the largest
+training offset, and count about half the training axis, at most 16, such that every bucket holds a training distance; T5's 32
+buckets and max_distance 128 would leave 6 of 16 untrained on a 14 x 14 grid. Pairs with a prefix token read three rows.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class T5(PositionEncoding):
-    """product: `relative_attention_bias` [n_h n_w (+3), H]; sum: `table_h` [n_h (+3), H] and `table_w` [n_w, H], n buckets."""
+    """Bias per bucket of offsets, with n_h and n_w buckets along the axes.
+
+    Parameters: `relative_attention_bias` [n_h n_w (+3), H] with mode="product", `table_h` [n_h (+3), H] and `table_w` [n_w, H]
+    with mode="sum"; +3 with prefix tokens.
+    """
 
     behaviour = "nothing changes"
 
@@ -36,16 +41,17 @@ class T5(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """num_buckets (both signs), max_distance (patches): one number as in T5, or (rows, columns); tied to each axis of the
-        training grid unless given. One number of buckets is for axes of more than one patch: an axis of one patch has one
-        bucket, so a sequence, a grid of one row, has num_buckets rows. bidirectional False: offsets below 0 share bucket 0, for
-        causal use.
+        """num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch
+        has one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows. max_distance: in patches, one
+        number or (rows, columns), the end of the logarithmic range; all larger distances share the last bucket. None: chosen
+        for each axis of the training grid. mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
+        bidirectional: False puts all offsets below 0 into bucket 0, for causal attention. init_std: of the initial values.
         """
         super().__init__()
         self.grid, self.init_std = grid, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
         counts, reaches = _pair("num_buckets", num_buckets), _pair("max_distance", max_distance)
-        if not isinstance(num_buckets, tuple | list):  # on an axis of one patch, all buckets but one would stay untrained
+        if not isinstance(num_buckets, tuple | list):  # an axis of one patch has offset 0 only: other buckets stay untrained
             counts = [count if n > 1 else 1 for n, count in zip(grid[:2], counts, strict=True)]
         axes = zip(grid[:2], counts, reaches, strict=True)
         self.rules = tuple(_rule(n, count, reach, bidirectional) for n, count, reach in axes)
@@ -62,30 +68,30 @@ class T5(PositionEncoding):
             rows, columns = self.bucket("h", grid), self.bucket("w", grid)
             bias = torch.cat((self.table_h.index_select(0, rows), self.table_h[n_h:]))
             zeros = self.table_w.new_zeros(len(self.table_h) - n_h, self.table_w.shape[1])
-            columns = torch.cat((self.table_w.index_select(0, columns), zeros))  # the prefix bias comes from table_h alone
+            columns = torch.cat((self.table_w.index_select(0, columns), zeros))  # prefix rows are in table_h only
             return Terms(tables=(Table("h", bias=bias.mT), Table("w", bias=columns.mT)))
         table = self.relative_attention_bias
         index = _pairs(*grid[:2], *h, *w, device=table.device)
         return Terms(tables=(Table("hw", bias=torch.cat((table.index_select(0, index), table[n_h * n_w :])).mT),))
 
     def bucket(self, axis: str, grid: Grid) -> Tensor:
-        """Bucket of every offset along "h" or "w" of `grid`, [2n-1] int64."""
+        """Bucket of every offset of `grid` along "h" or "w", [2n-1] int64 for n patches, from offset 1-n to n-1."""
         return buckets(getattr(grid, axis), *self.rules["hw".index(axis)], device=next(self.parameters()).device)
 
     def saturated(self, grid: Grid) -> float:
         served = 1.0
         for n, trained, rule in zip(grid[:2], self.grid[:2], self.rules, strict=True):
-            met = buckets(trained, *rule, device="cpu")  # the module itself may be on the meta device
-            served *= torch.isin(buckets(n, *rule, device="cpu"), met).double().mean().item()
+            trained_buckets = buckets(trained, *rule, device="cpu")  # the module itself may be on the meta device
+            served *= torch.isin(buckets(n, *rule, device="cpu"), trained_buckets).double().mean().item()
         return max(served - (1 - unseen_share(self.grid, grid)), 0.0)
 
 
 class Rule(NamedTuple):
-    """How the offsets along an axis are put into buckets."""
+    """Assignment of the offsets along one axis to buckets."""
 
     first: tuple[int, ...]  # first distance of every bucket of one sign, from 0
-    bidirectional: bool  # else offsets below 0 share bucket 0
-    signed: bool  # buckets of their own for offsets below 0
+    bidirectional: bool  # False: all offsets below 0 are in bucket 0
+    signed: bool  # negative offsets have separate buckets
 
     @property
     def count(self) -> int:  # type: ignore[override]
@@ -95,7 +101,7 @@ class Rule(NamedTuple):
 
 @constant
 def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bool, device: torch.device) -> Tensor:
-    """Bucket of every offset along an axis of `length` patches, [2*length-1] int64; the rest is a Rule."""
+    """Bucket of every offset along an axis of `length` patches, [2*length-1] int64; the other arguments are those of Rule."""
     offset = torch.arange(1 - length, length, device=device)
     distance = offset.abs() if bidirectional else offset.clamp(min=0)
     bucket = torch.zeros_like(offset)
@@ -109,7 +115,7 @@ def _pairs(
     h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
     w_signed: bool, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Row of the table of both axes for every offset, [R]."""
+    """Row of the table of bucket pairs for every offset of an h x w grid, [R] int64."""
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()
@@ -131,11 +137,14 @@ def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidire
 
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:
-    """First distance of every bucket of one sign, for a training axis of `length` patches."""
+    """First distance of every bucket of one sign, for a training axis of `length` patches.
+
+    ValueError for an odd number of buckets in two directions, or a max_distance below the exact buckets.
+    """
     reach = max_distance if max_distance is not None else length - 1
     if num_buckets is None:
         choices = (_boundaries(count, reach) for count in range(min(16, length // 2 + 1), 0, -1) if reach >= count // 2)
-        return next(first for first in choices if sorted({*first, length}) == [*first, length])  # each holds a distance
+        return next(first for first in choices if sorted({*first, length}) == [*first, length])  # no bucket is empty
     count = num_buckets // 2 if bidirectional else num_buckets
     if count < 1 or (bidirectional and num_buckets % 2):
         raise ValueError(f"t5 needs an even number of buckets, one half for each sign, not {num_buckets}")
@@ -152,7 +161,7 @@ def _boundaries(count: int, max_distance: int) -> list[int]:
     logs = count - exact
     first = list(range(exact))
     for t in range(logs):
-        # ceil(e (max/e)^(t/logs)) in integers: rounding would move a boundary that is a whole number
+        # ceil(e (max/e)^(t/logs)) in integers, since rounding could move a boundary that is a whole number
         d = exact
         while d**logs * exact**t < max_distance**t * exact**logs:
             d += 1

@@ -1,8 +1,8 @@
 """table: one learned bias per offset and head (Swin, arXiv 2103.14030, eq. 4; BEiT), logit[i, j] += B[y_i - y_j, x_i - x_j].
 
-The parameter keeps Swin's name and layout, [(2h-1)(2w-1), H], with BEiT's three more rows when there are prefix tokens.
-At another grid: an axis that shrinks reads the exact centre of the table; an axis that grows follows the policy `resize`. A
-windowed model keeps its window, so for it nothing changes at any image size.
+The parameter has Swin's name and layout, [(2h-1)(2w-1), H]; with prefix tokens BEiT's three rows follow. On another grid, an
+axis that shrinks reads the exact centre of the table, and an axis that grows is resampled by the policy `resize`. In a windowed
+model the grid is the window; while the window stays the same, the table is read unchanged at any image size.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,9 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class OffsetTable(PositionEncoding):
-    """`relative_position_bias_table` [R, H], trained on `grid`, drawn with standard deviation `init_std`; [R, 1], one bias for
-    all heads, without `per_head`.
+    """Bias table over all offsets, `relative_position_bias_table` [R, H], for the R offset classes of the training grid.
+
+    per_head: False for one bias for all heads, a table [R, 1].
     """
 
     behaviour = "resized"

@@ -1,9 +1,9 @@
 """transformer_xl: relative attention with a sinusoid of the offset (Transformer-XL, arXiv 1901.02860, sec. 3.3),
-logit[i, j] = s [(q_i + u) . k_j + (q_i + v) . W_R r(y_i - y_j, x_i - x_j)], r = sincos(dy) next to sincos(dx).
+logit[i, j] = s [(q_i + u) . k_j + (q_i + v) . W_R r(y_i - y_j, x_i - x_j)], r = [sincos(dy), sincos(dx)], s = D^-1/2.
 
-W_R r is a vector of dy plus one of dx, so one table per axis serves. Attention adds one bias to every query, v; the (u - v) . k
-that content lacks then is a key table with one row for all offsets. r is defined for every offset, so a larger grid is
-evaluated. A prefix pair has (q + u) . k alone.
+W_R r is a vector of dy plus a vector of dx, so it is given as one query table per axis. Attention adds the same bias v to every
+query; a key table with the same row u - v for every offset turns (q + v) . k into (q + u) . k. r is defined for every offset,
+so a larger grid evaluates it at larger offsets. Pairs with a prefix token have (q + u) . k alone.
 """
 
 from typing import Unpack
@@ -17,7 +17,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 
 
 class TransformerXL(PositionEncoding):
-    """`u`, `v_bias` [H, D] and `w_r` [H, D, C], C = H D: its first half meets dy, the second dx, each sines before cosines."""
+    """Query-dependent bias from a projected sinusoid of the offset.
+
+    Parameters: `u`, `v_bias` [H, D] and `w_r` [H, D, C], C = H D: its first C/2 columns multiply the sines and cosines of dy,
+    the others those of dx. Raises ValueError if C is not divisible by 4.
+    """
 
     def __init__(
         self,
@@ -29,6 +33,7 @@ class TransformerXL(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
+        """base: of the sinusoid's frequencies base^(-t / (C/4)). init_std: of the initial values."""
         super().__init__()
         width = num_heads * head_dim
         if width % 4:
@@ -40,13 +45,13 @@ class TransformerXL(PositionEncoding):
         self.reset_parameters()
 
     def forward(self, grid: Grid) -> Terms:
-        kind, width = self.w_r.dtype, self.w_r.shape[2]
+        dtype, width = self.w_r.dtype, self.w_r.shape[2]
         tables = []
         for axis, weight in zip("hw", upcast(self.w_r).split(width // 2, -1), strict=True):
             r = _sinusoid(*grid[:2], axis, width // 4, float(self.base), device=weight.device).to(weight.dtype)  # [R, C/2]
             with no_autocast(r.device):
                 rows = r @ weight.mT  # [H, R, D]
-            tables.append(Table(axis, query=pad_prefix(rows, grid, -2).to(kind)))
+            tables.append(Table(axis, query=pad_prefix(rows, grid, -2).to(dtype)))
         tables[0] = tables[0]._replace(key=(self.u - self.v_bias)[:, None].expand(-1, grid.classes("h"), -1))  # [H, R, D]
         return Terms(query_bias=self.v_bias, tables=tuple(tables))
 

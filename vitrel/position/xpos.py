@@ -1,12 +1,14 @@
 """xpos: extrapolatable rotary position (xPos, arXiv 2212.10554) with one-sided heads, in two dimensions:
 logit[i, j] = s sum_t zeta_t^(|d| / scale_base) (rotated q_i)_t . (rotated k_j)_t, zeta_t = (t/T + gamma) / (1 + gamma).
 
-Rotation as in rope_axial, T = D/4 bands an axis. The decay comes from scaling queries by zeta^(p/scale_base) and keys by its
-inverse, which only works where p_i >= p_j: in the plain, bidirectional form the scale of the other side grows without bound,
-so it is refused. Head n looks up, down, left or right (n mod 4) and sees the keys on that side, its own row or column
-included; d is the offset along that axis; a layer of one head sees one side only. Prefix tokens are seen by all and not
-rotated. A pair with one keeps the scale of its token, counted from the middle of the grid; on a grid larger than the training
-one the prefix side is scaled down, so that this never exceeds what it was in training. A larger grid is evaluated.
+Rotation as in rope_axial, with T = D/4 bands per axis; s = D^-1/2. Head n = 0, 1, ... looks up, down, left or right (n mod 4):
+it sees the keys on that side, its own row or column included, and d is the offset along that axis. A layer with a single head
+sees one side only. One-sided heads are necessary because the decay is a product of queries scaled by zeta^(p / scale_base) and
+keys scaled by its inverse: for keys on the other side the factor would grow without bound.
+
+Prefix tokens are not rotated and are seen by all heads. A pair of a patch and a prefix token keeps the scale of the patch, with
+p counted from the centre of the grid. On a grid larger than the training grid the prefix side is scaled down, so that this
+factor never exceeds its maximum in training. A larger grid is evaluated at angles and distances beyond those of training.
 """
 
 from typing import NamedTuple, Unpack
@@ -21,7 +23,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_p
 
 
 class XPos(PositionEncoding):
-    """No parameters; queries and keys turn alike and are scaled inversely, and a table of 0 and -inf hides one side."""
+    """Rotation with decay, without parameters. A bias of 0 and -inf masks the keys that a head does not see."""
 
     rotates = True
     refers_to_grid = True
@@ -38,11 +40,13 @@ class XPos(PositionEncoding):
         one_sided: bool = True,
         **factory: Unpack[Factory],
     ):
-        """scale_base: patches over which band t decays by zeta_t, half the longer training side unless given."""
+        """base: of the frequencies, as in rope_axial. scale_base: patches over which band t decays by zeta_t; None: half of the
+        longer training side. gamma: the larger, the slower the decay. one_sided: must be True.
+        """
         super().__init__()
         if not one_sided:
-            why = "its scale zeta^(d/scale_base) grows without bound for offsets d < 0"
-            raise ValueError(f"xpos cannot be bidirectional: {why}; keep one_sided=True, or take rope_axial+log_decay")
+            reason = "its scale zeta^(d/scale_base) grows without bound for offsets d < 0"
+            raise ValueError(f"xpos cannot be bidirectional: {reason}; keep one_sided=True, or use rope_axial+log_decay")
         self.grid, self.base, self.gamma = grid, base, gamma
         self.scale_base = max(grid.h, grid.w) / 2 if scale_base is None else scale_base
         self.num_heads, self.bands = num_heads, checked_bands("xpos", head_dim)
@@ -50,14 +54,14 @@ class XPos(PositionEncoding):
 
     def forward(self, grid: Grid) -> Terms:
         heads, device = self.num_heads, self.device_marker.device
-        how = (heads, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
-        turns = _rotations(*grid, self.grid[:2], *how, device=device)
+        options = (heads, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
+        rotations = _rotations(*grid, self.grid[:2], *options, device=device)
         bias = _one_sided(*grid, heads, device=device)
-        return Terms(rotary=turns[:2], key_rotary=turns[2:], tables=(Table("hw", bias=bias),))
+        return Terms(rotary=rotations[:2], key_rotary=rotations[2:], tables=(Table("hw", bias=bias),))
 
 
 class _Rotations(NamedTuple):
-    """Cosines and sines, times the scale of queries and of keys, [H, N, D/2] each."""
+    """Cosines and sines of the angles, multiplied by the scales of queries and of keys, [H, N, D/2] each."""
 
     query_cos: Tensor
     query_sin: Tensor
@@ -74,7 +78,7 @@ def _rotations(
     at = grid.coordinates(device).float()  # [h*w, 2]
     angle = at[..., None] * axial_frequencies(band, base)  # [h*w, 2, D/4]
     cos, sin = rotary_terms(angle.flatten(1)[None], grid)  # [1, N, D/2]
-    # Centred, so that neither factor is larger than it has to be; prefix rows make up for a grid larger than in training.
+    # Positions are centred to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
     along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
     grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
     excess = grown.index_select(0, torch.arange(num_heads, device=device) % 4 // 2)[:, None].expand(-1, prefix)  # [H, P]
@@ -90,6 +94,6 @@ def _one_sided(h: int, w: int, prefix: int, num_heads: int, device: torch.device
 
 
 def _along(at: Tensor, num_heads: int) -> Tensor:
-    """Positions or offsets (y, x) [.., 2] along each head's direction, growing away from the keys it sees, [H, ..]."""
+    """Positions or offsets (y, x) [.., 2] along each head's direction, larger the farther from the keys it sees, [H, ..]."""
     y, x = at.unbind(-1)
     return torch.stack((y, -y, x, -x)).index_select(0, torch.arange(num_heads, device=at.device) % 4)

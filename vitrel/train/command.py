@@ -1,7 +1,7 @@
 """The command line: LightningCLI with fixed classes and one folder per run.
 
 The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorboard/`, `summary.json`, `curves.png`,
-`checkpoints/best.ckpt` (highest `val/top1`) and `checkpoints/last.ckpt`. `--ckpt_path FILE` goes on from a checkpoint,
+`checkpoints/best.ckpt` (highest `val/top1`) and `checkpoints/last.ckpt`. `--ckpt_path FILE` resumes from a checkpoint,
 `--ckpt_path auto` from the folder's `last.ckpt` if there is one.
 """
 
@@ -34,7 +34,11 @@ from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Predictions, Summary
 
 USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
-GO_ON = "go on with the same command and --ckpt_path auto"
+GO_ON = "to resume, run the same command with --ckpt_path auto"
+HELP = {  # instead of Lightning's texts, which offer more than is allowed here
+    "seed_everything": "seed of weights, order of images, augmentation, drop path and mixing",
+    "ckpt_path": "checkpoint file to resume from, or auto: last.ckpt in trainer.default_root_dir if there is one",
+}
 LINKED = {
     "data.seed": "seed_everything",
     "model.seed": "seed_everything",
@@ -52,13 +56,14 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run does besides training.
+    """Options of a run besides training: checkpoints within epochs, a picture of predictions, a data-loading profile.
 
     Args:
-        save_every: updates between two writes of `last.ckpt` inside an epoch; it is also written before every evaluation, at
-            the end of every epoch and on SIGTERM.
-        predictions: validation images shown with the last evaluation's answers in `predictions.png`.
-        profile_data: measure loading against training, say which is the limit, and stop; also `--profile_data`.
+        save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
+            every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
+        predictions: number of validation images drawn with the last evaluation's predictions in `predictions.png` (0: none).
+        profile_data: measure loading and training speed separately, print which one limits the run, and exit; nothing is
+            saved. Also `--profile_data`.
     """
 
     save_every: int = 0
@@ -67,29 +72,35 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.save_every < 0 or self.predictions < 0:
-            raise ValueError(f"run.save_every ({self.save_every}) and run.predictions ({self.predictions}) are at least 0")
+            raise ValueError(
+                f"run.save_every ({self.save_every}) and run.predictions ({self.predictions}) must be 0 or positive"
+            )
 
 
 class PlainParser(LightningArgumentParser):
-    """Takes no file in the place of a value: `--config` alone reads files, which are checked."""
+    """An argument parser that reads files through `--config` only, because only those files are checked (`guard.check`)."""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        """As jsonargparse's, without `sub_configs`."""
+        """Add a class as jsonargparse does, but never read a group's values from a file (`sub_configs=False`)."""
         return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes `config.yaml` once training starts: a run that is refused before, when it is to be resumed, leaves the former."""
+    """Writes `config.yaml` when training starts, so that a resumed run that fails before leaves the earlier file unchanged."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Nothing yet; Lightning would write it here."""
+        """Do nothing; Lightning would write the file here, before the checkpoint is checked."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().setup(trainer, pl_module, "fit")
 
 
 class TrainCLI(LightningCLI):
-    """`fit` alone, with the run's folder, logs, checkpoints and seed decided in one place."""
+    """LightningCLI with the single subcommand `fit`; sets up the run's folder, loggers, callbacks and seed.
+
+    Args:
+        go_on: how to resume a stopped run, for the messages that the run prints when it stops.
+    """
 
     def __init__(self, *args: Any, go_on: str = GO_ON, **kwargs: Any) -> None:
         self.go_on = go_on
@@ -100,7 +111,7 @@ class TrainCLI(LightningCLI):
         return {"fit": LightningCLI.subcommands()["fit"] | {"weights_only"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The group `run`; one seed, one image size and one class count for data and model."""
+        """Add the option group `run`, and link seed, image size and number of classes between data and model."""
         parser.add_class_arguments(Run, "run")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_seed)
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
@@ -108,11 +119,15 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
-        """Check, then parse; SystemExit 2 with the reason on stderr when a key, a value or a class is not allowed."""
+        """Check the arguments, then parse them; SystemExit 2, with the reason on stderr, for a key or value not allowed."""
         args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args or []]
         self.command = shlex.join(args)
         keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
         keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
+        for action in self._subcommand_parsers["fit"]._actions:
+            if action.help == "Path to a configuration file.":  # not true here, only --config reads files
+                action.help, action.metavar = "the keys of this section, as YAML", "YAML"
+            action.help = HELP.get(action.dest, action.help)
         guard.restrict_imports()
         try:
             guard.check(args, keys, LINKED)
@@ -121,43 +136,50 @@ class TrainCLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
-        # Lightning would overwrite the given configuration by the checkpoint's hyper-parameters without a word; here the
-        # configuration decides, and Classifier refuses a checkpoint of another model
+        # Lightning would silently replace the configuration by the checkpoint's hyper-parameters. Here the configuration
+        # counts, and Classifier raises an error for a checkpoint of another model.
         return
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """A Trainer with the run's folder; bf16-mixed on a GPU unless a precision is given."""
+        """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
+
+        Raises:
+            ValueError: a damaged checkpoint, or settings that Lightning's Trainer does not accept.
+            FileExistsError: the folder holds a run and no checkpoint to resume from is given.
+        """
         config, settings = self._get(self.config_init, "trainer"), self._get(self.config_init, "run")
         folder = Path(config["default_root_dir"])
         last = folder / "checkpoints" / "last.ckpt"
         checkpoint = self._get(self.config_init, "ckpt_path")
         if checkpoint == "auto":
-            # no rank writes before all have come this far
+            # all ranks find the same file: none writes a checkpoint before every rank has passed this line
             checkpoint = self.config_init[self.subcommand]["ckpt_path"] = str(last) if last.exists() else None
         if checkpoint is not None:
-            # says what is wrong with it, before anything is written; a folder, which torch would unpickle, is refused
+            # a bad checkpoint is reported before anything is written; a folder is an error too, since torch would unpickle it
             stored = read_to_resume(checkpoint)
             done = stored["loops"].get("fit_loop", {}).get("epoch_progress", {}).get("current", {}).get("processed", 0)
             if 0 < (config["max_epochs"] or 0) <= done:
-                rank_zero_only(print)(f"{checkpoint} is of a finished run of {done} epochs: raise trainer.max_epochs to go on")
+                rank_zero_only(print)(
+                    f"{checkpoint} is from a run that finished its {done} epochs: raise trainer.max_epochs to train longer"
+                )
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
         check_processes(config["accelerator"], config["devices"])
         if settings.profile_data:
             self.save_config_callback = None
-            nothing = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-            return self._trainer(config, **kwargs, **nothing, callbacks=[DataProfile()])
+            no_output = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            return self._trainer(config, **kwargs, **no_output, callbacks=[DataProfile()])
         log = CSVLog(folder, resume=checkpoint is not None)
-        given, plugins = config["callbacks"] or [], config["plugins"] or []
+        callbacks, plugins = config["callbacks"] or [], config["plugins"] or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO(folder)]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
-        kwargs["callbacks"] = [*(given if isinstance(given, list) else [given]), *self._callbacks(log)]
+        kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), *self._callbacks(log)]
         trainer = self._trainer(config, **kwargs)
-        # by the rank that writes: another rank that starts later would find what this one has begun
+        # only rank 0 checks, which writes the checkpoints: a rank that starts later could find those of this very run
         if trainer.is_global_zero and checkpoint is None and last.exists():
             raise FileExistsError(
-                f"{folder} holds a run already: go on with --ckpt_path {last} (or auto), choose another "
+                f"{folder} holds a run already: resume it with --ckpt_path {last} (or auto), choose another "
                 "trainer.default_root_dir, or remove the folder"
             )
         return trainer
@@ -171,24 +193,24 @@ class TrainCLI(LightningCLI):
     def _callbacks(self, log: CSVLog) -> list[Callback]:
         settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
         about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
-        shown = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
+        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
         resumed = self._get(self.config_init, "ckpt_path") is not None
-        summary = Summary(log, speed, about, resumed, prints=bool(shown))
+        summary = Summary(log, speed, about, resumed, prints=bool(progress))
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
-        drawn = [Predictions(folder, settings.predictions)] if settings.predictions else []
-        # FiniteLoss first: it must speak before anything is logged or saved
-        faults = [Ranks(saving.left), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
-        return [*faults, speed, *shown, *drawn, summary, Best(folder / "checkpoints"), saving]
+        predictions = [Predictions(folder, settings.predictions)] if settings.predictions else []
+        # the checks come first: FiniteLoss must raise before anything is logged or saved
+        checks = [Ranks(saving.left), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
+        return [*checks, speed, *progress, *predictions, summary, Best(folder / "checkpoints"), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
-        """Train; a checkpoint to resume is read as tensors and plain values alone."""
+        """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`)."""
         try:
             self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
         except BaseException as error:
             for callback in self.trainer.callbacks:
                 if hasattr(callback, "explain"):
-                    callback.explain(error)  # raises the reason, where `error` is only what followed from it
-            if isinstance(error.__context__, KeyboardInterrupt):  # where there is nothing to save
+                    callback.explain(error)  # raises another error where `error` is only the consequence of it
+            if isinstance(error.__context__, KeyboardInterrupt):  # ctrl-c before there was anything to save
                 raise error.__context__ from None
             if isinstance(error, MisconfigurationException):
                 raise ValueError(one_line(error)) from error
@@ -196,12 +218,14 @@ class TrainCLI(LightningCLI):
 
 
 def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
-    """Train as the command line `args` says, e.g. ["fit", "--config", "configs/train_imagefolder.yaml"].
+    """Train with the command-line arguments `args`, e.g. ["fit", "--config", "configs/train_imagefolder.yaml"].
 
-    go_on: how to go on with a run that was stopped, which is the last line that it prints.
+    Args:
+        args: the arguments, "fit" first.
+        go_on: how to resume a stopped run; printed when the run is stopped.
 
     Returns:
-        The finished command line: `.trainer`, `.model`, `.datamodule`, `.config`.
+        The LightningCLI after training: `.trainer`, `.model`, `.datamodule`, `.config`.
 
     Raises:
         SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr); the run was
@@ -215,7 +239,7 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
     with warnings.catch_warnings():
-        # the arguments are given on purpose, and small data needs no loader processes
+        # passing `args` is intended here, and small data sets need no loader processes
         warnings.filterwarnings("ignore", message=".*args parameter is intended to run from within Python.*")
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
@@ -240,11 +264,11 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
 
 def _seed(value: int | bool) -> int:
     if isinstance(value, bool):
-        raise ValueError("seed_everything is the seed of the run, a number: true and false are not")
+        raise ValueError(f"seed_everything must be an integer, the seed of the run, not {str(value).lower()}")
     return value
 
 
-def _loggers(given: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
-    if given is None or given is True:
+def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
+    if setting is None or setting is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
-    return list(given) if isinstance(given, list) else [given] if given else []
+    return list(setting) if isinstance(setting, list) else [setting] if setting else []

@@ -1,4 +1,4 @@
-"""Training and evaluation batches of one rank; `vitrel.train.order` says which images they hold."""
+"""The Lightning data module: training and evaluation batches of one rank, in the order that `vitrel.train.order` defines."""
 
 import multiprocessing
 import os
@@ -25,31 +25,34 @@ from vitrel.train.same_run import Listing
 class ImageData(LightningDataModule):
     """Training and evaluation batches of `shapes`, an image folder, tar shards or a torchvision set.
 
-    Mean, std, crop and interpolation are those of the trained model's cfg. The evaluation set is the same for every seed.
+    Mean, std, crop and interpolation are taken from the trained model's cfg. The evaluation set does not depend on the seed.
 
     Args:
-        data: what `vitrel.data.create_dataset` takes: "shapes", a folder that holds `train/<class>/` and `val/<class>/`, a
-            folder of shards, or "<set>:<folder>".
-        size: image side or [H, W], pixels; the model is built for it.
-        batch_size: images per batch and device, in training and evaluation; what fills no last training batch is left out,
-            or makes smaller ones at native shape.
-        workers: loader processes of a device; 0 loads in the training process.
-        augment: what is drawn for each training image; null for none, {} for the defaults.
-        n_train: number of training images; for `shapes` 10,000 by default, otherwise all.
-        n_val: number of evaluation images; for `shapes` 1,000 by default, otherwise all.
-        region: where in a training image shapes may lie (evaluation: everywhere), as `vitrel.data.Shapes` takes it.
-        train_sizes: sides or [H, W] that training batches take turns at; larger ones hold fewer images, for the same tokens.
-            Null: `size` alone. At native shape each stands for its tokens.
-        shape: "fixed": all images are made `size`; "native": every image keeps its aspect ratio, in training with others of
-            about the same in a batch, in evaluation resized whole at `vitrel.sizes.native_size`; nothing is padded. Of images
-            in files that can be read in any order.
-        tokens: of an image at native shape, at most; null: as many as `size` has. `batch_size` is meant for them.
-        repeats: views of each image in a batch (repeated augmentation); an epoch stays as long and shows fewer images.
-        reading: how image files are decoded, and what becomes of training images that cannot be; in evaluation one stops it.
-        seed: of the shapes, the order and the augmentation.
+        data: name or folder as `vitrel.data.create_dataset` takes it: "shapes", a folder that holds `train/<class>/` and
+            `val/<class>/`, a folder of shards, or "<set>:<folder>".
+        size: image side or [H, W] in pixels; the model is built for this size.
+        batch_size: images per batch and device, in training and evaluation. An incomplete last training batch is dropped at
+            fixed shape; at native shape its images are kept in smaller batches.
+        workers: loader processes per device; 0 loads in the training process.
+        augment: random augmentation of training images; null for none, {} for the defaults.
+        n_train: number of training images; by default 10,000 for `shapes`, otherwise all.
+        n_val: number of evaluation images; by default 1,000 for `shapes`, otherwise all.
+        region: the part of a training image in which `shapes` are drawn, as in `vitrel.data.Shapes`; in evaluation they are
+            drawn everywhere.
+        train_sizes: sides or [H, W] that training batches alternate between; a batch of larger images holds fewer of them, so
+            that every batch has about the same number of tokens. Null: `size` only. At native shape each size stands for its
+            number of tokens.
+        shape: "fixed": every image is cropped or resized to `size`. "native": every image keeps its aspect ratio; training
+            batches group images of similar aspect ratio, evaluation resizes the whole image to `vitrel.sizes.native_size`,
+            and nothing is padded. Native shape needs image files, not shards or `shapes`.
+        tokens: maximum number of tokens of an image at native shape, for which `batch_size` is meant; null: those of `size`.
+        repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
+            shows fewer images.
+        reading: reading of image files; in evaluation, an unreadable image stops the run.
+        seed: seed of the shapes, of the order of images and of the augmentation.
 
     Raises:
-        ValueError: a size or count below 1, or data of another layout.
+        ValueError: a size or count below 1, or settings that do not fit the kind of data.
     """
 
     def __init__(
@@ -77,25 +80,25 @@ class ImageData(LightningDataModule):
         self._listing: Listing | None = None
         if batch_size < 1 or workers < 0 or repeats < 1:
             raise ValueError(
-                f"data.batch_size ({batch_size}) is at least 1, data.workers ({workers}) at least 0, "
+                f"data.batch_size ({batch_size}) must be at least 1, data.workers ({workers}) at least 0, "
                 f"data.repeats ({repeats}) at least 1"
             )
         if shape not in ("fixed", "native"):
-            raise ValueError(f"data.shape is fixed or native, not {shape!r}")
+            raise ValueError(f"data.shape must be fixed or native, not {shape!r}")
         if tokens is not None and (shape != "native" or tokens < 1):
-            raise ValueError(f"data.tokens ({tokens}) is at least 1, and of data.shape native alone: leave it out, or set that")
+            raise ValueError(f"data.tokens ({tokens}) must be at least 1 and needs data.shape native: set that or leave it out")
         if shape == "native" and data in SHAPES:
-            raise ValueError(f"{data} are drawn at any size and have no shape of their own: data.shape native is for files")
+            raise ValueError(f"data.shape native needs image files: {data} are drawn at any size and have no native shape")
         self.classes = class_names(data)
         self.num_classes = len(self.classes)
 
     def setup(self, stage: str | None = None) -> None:
-        """Build both data sets with the preprocessing of the model's cfg, and the plan of an epoch."""
+        """Build both data sets with the preprocessing of the model's cfg, and the order of the training batches."""
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
-        strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation sees the images as they are
-        how = module.preprocessing | ({"protocol": "native"} if self.shape == "native" else {})
-        self.train_set, self._listing = self._train_set(how), None
-        self.val_set = create_dataset(self.data, "val", self.size, **how, n=self.n_val, reading=strict)
+        strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation reads the original files, and all of them
+        preprocessing = module.preprocessing | ({"protocol": "native"} if self.shape == "native" else {})
+        self.train_set, self._listing = self._train_set(preprocessing), None
+        self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, n=self.n_val, reading=strict)
         n, even = len(self.train_set), module.mixup is not None
         if self.shape == "native":
             self.order: Order | ShardBatches = self._native_order(module.model, even)
@@ -103,64 +106,64 @@ class ImageData(LightningDataModule):
         self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
         if isinstance(self.train_set, Shards):
             if self.repeats > 1:
-                raise ValueError("shards are streamed: data.repeats needs images that can be read in any order, a folder")
+                raise ValueError("data.repeats does not work with shards: leave it out, or train on a folder")
             if self.reading.cached_side is not None:
-                raise ValueError("shards are streamed, not cached: leave data.reading.cached_side out, or train on a folder")
+                raise ValueError("data.reading.cached_side does not work with shards: leave it out, or train on a folder")
             self.order = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
         else:
             self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
 
     def _native_order(self, model: nn.Module, even: bool) -> NativeOrder:
         if isinstance(self.train_set, Shards):
-            raise ValueError("shards are streamed in their own order: data.shape native needs a folder of images")
+            raise ValueError("data.shape native does not work with shards, whose order is fixed: train on a folder of images")
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
             raise ValueError(
-                f"data.shape native needs a model of patches for images of any size, unlike this {type(model).__name__}: take "
-                "one of vitrel list, or give model.model_args {dynamic_img_size: true} to one of timm's that knows it"
+                f"data.shape native needs a patch embedding that takes any image size, which this {type(model).__name__} has "
+                "not: use a model of `vitrel list`, or model.model_args {dynamic_img_size: true} with a timm model that has it"
             )
         self.patch = to_2tuple(embed.patch_size)
         budget, *budgets = (token_count(size, self.patch) for size in (self.size, *(self.train_sizes or [])))
         self.budget = self.tokens or budget
         sizes = self.train_set.image_sizes()
         self.val_set.image_sizes()  # an image that cannot be read stops the run here, not after an epoch
-        place = self.trainer.global_rank, self.trainer.world_size
-        return NativeOrder(sizes, self.batch_size, self.budget, self.patch, budgets, self.repeats, even, *place, self.seed)
+        ranks = self.trainer.global_rank, self.trainer.world_size
+        return NativeOrder(sizes, self.batch_size, self.budget, self.patch, budgets, self.repeats, even, *ranks, self.seed)
 
-    def _train_set(self, how: dict[str, Any]) -> Dataset:
+    def _train_set(self, preprocessing: dict[str, Any]) -> Dataset:
         if self.region is None:
-            how = how | {"augment": self.augment, "n": self.n_train, "seed": self.seed, "reading": self.reading}
-            return create_dataset(self.data, "train", self.size, **how)
+            options = {"augment": self.augment, "n": self.n_train, "seed": self.seed, "reading": self.reading}
+            return create_dataset(self.data, "train", self.size, **preprocessing, **options)
         if self.data != "shapes":
-            raise ValueError("data.region limits where shapes are drawn; images of a folder have none: leave it out")
-        how = {"size": self.size, "mean": how["mean"], "std": how["std"], "region": self.region}
-        return create_shapes("train", self.n_train, self.seed, **how)
+            raise ValueError("data.region is the part of an image in which `shapes` are drawn: leave it out for other data")
+        mean, std = preprocessing["mean"], preprocessing["std"]
+        return create_shapes("train", self.n_train, self.seed, size=self.size, mean=mean, std=std, region=self.region)
 
     def teardown(self, stage: str) -> None:
-        """Free the cached images: Lightning's trainers of former runs stay in memory, and all they refer to."""
+        """Free the cached images, because Lightning keeps the trainers of former runs, and their data, in memory."""
         if isinstance(getattr(self, "train_set", None), ImageSet):
             self.train_set.forget()
 
     @property
     def batches(self) -> int:
-        """Training batches of every rank in an epoch."""
+        """Number of training batches per rank in an epoch."""
         return len(self.order)
 
     @property
     def streamed(self) -> bool:
-        """Whether training images come from shards, an epoch's divided between ranks and loader processes."""
+        """Whether training images come from shards, which are divided between ranks and loader processes."""
         return isinstance(self.order, ShardBatches)
 
     @property
     def listing(self) -> Listing:
-        """The training images by name and label, made once: a second for a million."""
+        """Names and labels of the training images, computed once (about 1 s per million images); empty for `shapes`."""
         if self._listing is None:
-            drawn = isinstance(self.train_set, Shapes)  # by its settings alone
+            drawn = isinstance(self.train_set, Shapes)  # defined by the settings, not by files
             self._listing = Listing.of([] if drawn else self.train_set.contents())
         return self._listing
 
     def names(self, epoch: int, batch: int) -> list[str]:
-        """The images of a training batch of this rank: paths, or members of a shard."""
+        """Return the names of the images in a training batch of this rank: file paths, or members of a shard."""
         if self.streamed:
             indices = self.order.indices(epoch, self.trainer.global_rank, self.workers)[batch]
         else:
@@ -168,35 +171,38 @@ class ImageData(LightningDataModule):
         return [self.train_set.name(index) for index in indices]
 
     def train_dataloader(self) -> DataLoader:
-        """Batches in the order of (seed, epoch), from where the run stands."""
+        """Return the loader of training batches, shuffled by (seed, epoch), which starts at the trainer's current batch."""
         if self.streamed:
-            return self._loader(EpochLoader, self.order, place=self._place, batch_size=None)
-        return self._loader(EpochLoader, self.train_set, place=self._place, batch_sampler=self.order)
+            return self._loader(EpochLoader, self.order, progress=self._progress, batch_size=None)
+        return self._loader(EpochLoader, self.train_set, progress=self._progress, batch_sampler=self.order)
 
     def val_dataloader(self) -> DataLoader:
-        """All evaluation images, each on one rank, in order or at native shape by size; filled up with images of label -1."""
+        """Return the loader of this rank's share of the evaluation images, in order (at native shape: grouped by size).
+
+        Every image is on exactly one rank; shares are padded to equal length by images of label -1, which are not counted.
+        """
         if self.shape == "native":
-            place = self.trainer.global_rank, self.trainer.world_size
-            shares = native_shares(self.val_set.image_sizes(), self.batch_size, self.budget, self.patch, *place)
+            ranks = self.trainer.global_rank, self.trainer.world_size
+            shares = native_shares(self.val_set.image_sizes(), self.batch_size, self.budget, self.patch, *ranks)
             return self._loader(DataLoader, Filled(self.val_set), batch_sampler=shares)
         share = EveryImageOnce(self.val_set, self.trainer.global_rank, self.trainer.world_size)
         return self._loader(DataLoader, share, batch_size=self.batch_size)
 
-    def _loader(self, loader: type[DataLoader], dataset: Dataset, **how: Any) -> DataLoader:
-        how |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_signals}
-        return loader(dataset, pin_memory=torch.cuda.is_available(), **how)
+    def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:
+        options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_signals}
+        return loader(dataset, pin_memory=torch.cuda.is_available(), **options)
 
-    def _place(self) -> tuple[int, int]:
-        # Lightning's own progress; `ready` counts the epochs begun, `processed` those trained to their end
-        loop = self.trainer.fit_loop
+    def _progress(self) -> tuple[int, int]:
+        """(epoch, number of its batches that are done), from Lightning's progress counters."""
+        loop = self.trainer.fit_loop  # of epochs, `ready` counts those started and `processed` those finished
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed
         return epochs.processed, loop.epoch_loop.batch_progress.current.ready if inside else 0
 
 
 def _outlive_signals(worker: int) -> None:
-    # SLURM, systemd and `timeout` send SIGTERM to every process of a run, a terminal SIGINT, and one that has lost its loader
-    # could not save
+    # SLURM, systemd and `timeout` send SIGTERM to every process of a run, a terminal sends SIGINT; if the loader processes
+    # ended, the training process could not finish its update and save
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -204,15 +210,15 @@ def _outlive_signals(worker: int) -> None:
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process().pid  # whose SIGTERM ends a loader process
+    parent = multiprocessing.parent_process().pid  # only a SIGTERM from the training process ends a loader process
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(H, W) of a side or of a pair; ValueError below 1 pixel."""
+    """Return (H, W) for a side or a pair [H, W], in pixels; ValueError below 1 pixel."""
     h, w = (size, size) if isinstance(size, int) else size
     if min(h, w) < 1:
-        raise ValueError(f"an image size is a side or [H, W] in pixels, at least 1, not {size}")
+        raise ValueError(f"an image size must be a side or [H, W] in pixels, at least 1, not {size}")
     return h, w

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a frozen teacher, kept out of everything that is trained, averaged or saved."""
+"""Knowledge distillation from a frozen teacher, whose weights are not trained, averaged or saved with the student's."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,19 +21,20 @@ from vitrel.weights.unwrap import unwrap
 
 @dataclass(frozen=True)
 class Distillation:
-    """A teacher and how much of it the student learns: loss = (1 - alpha) * loss of the labels + alpha * distillation loss.
+    """Distillation settings: loss = (1 - alpha) * label loss + alpha * distillation loss.
 
     Args:
         teacher: timm name of the teacher, a vitrel model or any other.
-        checkpoint: file of its weights; one of vitrel train tells model arguments, size and classes too.
-        pretrained: fetch timm's own weights of that name, from the network unless they are on disk already.
+        checkpoint: file with the teacher's weights; a checkpoint of vitrel train also holds its model arguments, image size
+            and class names.
+        pretrained: use timm's pretrained weights for `teacher`, downloaded unless they are in timm's cache.
         kind: "soft" (KL divergence at temperature tau, times tau squared, Hinton, arXiv 1503.02531) or "hard"
             (cross-entropy with the teacher's most probable class, DeiT, arXiv 2012.12877).
         alpha: weight of the distillation loss, 0..1.
         tau: temperature of the soft kind.
-        img_size: side or [H, W] in pixels that the teacher's images are resized to; null is the size that its checkpoint tells,
-            else that of its own cfg.
-        teacher_args: further keywords of `timm.create_model`, before those of the checkpoint.
+        img_size: side or [H, W] in pixels that images are resized to for the teacher; null is the size stored in
+            `checkpoint`, or else the size of the teacher's cfg.
+        teacher_args: further keywords of `timm.create_model`, which override those of the checkpoint.
     """
 
     teacher: str
@@ -56,16 +57,18 @@ class Distillation:
 
 
 class Teacher:
-    """A teacher's answers to the student's batches. No nn.Module: whoever holds it neither trains nor saves nor copies it.
+    """A frozen teacher that returns logits for the student's batches.
+
+    It is no nn.Module, so that a module that holds it does not train, save or copy its weights.
 
     Args:
-        settings: the teacher.
-        num_classes: the student's.
-        mean, std: of the student's images, per channel.
+        settings: which teacher, and how it is distilled.
+        num_classes: number of classes of the student.
+        mean, std: normalisation of the student's images, per channel.
 
     Attributes:
-        classes: the class names that its checkpoint tells, or None.
-        digest: of its weights.
+        classes: the class names stored in its checkpoint, or None.
+        digest: SHA-256 over the checksums of its weights.
 
     Raises:
         ValueError: an unknown name, weights that do not fit, or another number of classes.
@@ -74,18 +77,18 @@ class Teacher:
     def __init__(self, settings: Distillation, num_classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.settings = settings
         loaded = {} if settings.checkpoint is None else read_file(settings.checkpoint)
-        about = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
-        self.classes: list[str] | None = about.get("classes")
-        size = settings.img_size or about.get("img_size")
-        model = _build(settings, num_classes, size, about.get("model_args") or {})
+        stored = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
+        self.classes: list[str] | None = stored.get("classes")
+        size = settings.img_size or stored.get("img_size")
+        model = _build(settings, num_classes, size, stored.get("model_args") or {})
         if settings.checkpoint is not None:
             _load(model, settings, loaded)
         if model.num_classes != num_classes:
             raise ValueError(
-                f"distillation teacher {settings.teacher} tells {model.num_classes} classes apart, the student {num_classes}: "
-                "take a teacher of the same classes"
+                f"distillation teacher {settings.teacher} has {model.num_classes} classes, the student {num_classes}: use a "
+                "teacher of the same classes"
             )
-        # which teacher it is, wherever its file lies
+        # identifies the teacher by its weights, since its file may be moved
         self.digest = hashlib.sha256(repr(checksums(model.state_dict())).encode()).hexdigest()
         self.size = to_2tuple(size or model.pretrained_cfg["input_size"][-2:])
         self.model = DistillationTeacher(model).requires_grad_(False).eval()
@@ -106,7 +109,13 @@ class Teacher:
         return self.model(images)
 
     def loss(self, student: Tensor, images: Tensor, label_loss: Tensor) -> Tensor:
-        """The whole loss, given the student's logits [B, classes] for `images` and its loss against the labels."""
+        """Return the total loss: (1 - alpha) * `label_loss` + alpha * the distillation loss.
+
+        Args:
+            student: the student's logits [B, classes] for `images`.
+            images: the student's normalised images [B, 3, h, w].
+            label_loss: the student's loss against the labels, a scalar.
+        """
         teacher, tau, alpha = self(images).float(), self.settings.tau, self.settings.alpha
         if self.settings.kind == "hard":
             distilled = F.cross_entropy(student, teacher.argmax(-1))
@@ -118,15 +127,16 @@ class Teacher:
 
 def _build(settings: Distillation, num_classes: int, size: int | Sequence[int] | None, model_args: dict[str, Any]) -> nn.Module:
     check_registered(settings.teacher)
-    kept = {name: value for name, value in model_args.items() if name not in WEIGHT_ARGUMENTS}  # of other files
-    arguments = {**kept, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
-    if not settings.pretrained:  # timm gives pretrained weights a new head for another number, without a word
+    # without the arguments that would load weights first, perhaps from a file that is gone
+    model_args = {name: value for name, value in model_args.items() if name not in WEIGHT_ARGUMENTS}
+    arguments = {**model_args, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
+    if not settings.pretrained:  # with pretrained weights, timm would silently give another number of classes a new head
         arguments["num_classes"] = num_classes
     if size is not None:
         try:
             return timm.create_model(settings.teacher, img_size=size, **arguments)
         except TypeError as error:
-            if "img_size" not in str(error):  # else a convolutional network, made for no size
+            if "img_size" not in str(error):  # a convolutional network has no img_size and is created without
                 raise
     return timm.create_model(settings.teacher, **arguments)
 
@@ -136,10 +146,10 @@ def _load(model: nn.Module, settings: Distillation, loaded: object) -> None:
         if hasattr(model, "position_parameters"):
             load_pretrained(model, loaded)
             return
-        found = unwrap(loaded, str(settings.checkpoint))
-        if found.beside:
-            raise ValueError(f"it holds {', '.join(found.beside[:5])} beside the weights of a model")
-        model.load_state_dict(found.state)
+        unwrapped = unwrap(loaded, str(settings.checkpoint))
+        if unwrapped.beside:
+            raise ValueError(f"the file holds {', '.join(unwrapped.beside[:5])} besides the weights of a model")
+        model.load_state_dict(unwrapped.state)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"distillation teacher {settings.teacher} cannot take {settings.checkpoint}: {reason}") from error
+        raise ValueError(f"distillation teacher {settings.teacher} cannot load {settings.checkpoint}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Averaged weights: what is evaluated, and what a checkpoint's `state_dict` holds."""
+"""Exponential moving average (EMA) of the weights, which is evaluated and saved as a checkpoint's `state_dict`."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ema:
-    """Exponential moving average of the weights, after every update; as timm's, it begins with those after the first.
+    """Settings of the exponential moving average of the weights; like timm's, it starts from the weights after update 1.
 
     Args:
-        decay: share of the average that an update keeps.
-        warmup: a smaller share at first, 1 - (1 + n)**(-2/3) after n updates of the average, as timm's `use_warmup`.
-        start_epoch: until that epoch, counted from 0, the average is the weights themselves.
-        every: updates of the weights between two of the average.
+        decay: weight of the old average: average = decay * average + (1 - decay) * weights.
+        warmup: use a smaller decay at first: at most 1 - (1 + n)**(-2/3) after n updates of the average, as with timm's
+            `use_warmup`.
+        start_epoch: first epoch, counted from 0, that is averaged; before it, the average is a copy of the weights.
+        every: number of optimiser updates per update of the average.
     """
 
     decay: float = 0.9998
@@ -30,22 +31,22 @@ class Ema:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(f"model.ema.decay is the share that the average keeps, 0 <= decay < 1, not {self.decay}")
+            raise ValueError(f"model.ema.decay must satisfy 0 <= decay < 1, not {self.decay}")
         if self.start_epoch < 0 or self.every < 1:
             raise ValueError(
-                f"model.ema.start_epoch ({self.start_epoch}) is >= 0 and model.ema.every ({self.every}) at least 1"
+                f"model.ema.start_epoch ({self.start_epoch}) must be at least 0, model.ema.every ({self.every}) at least 1"
             )
 
     def decay_at(self, n: int) -> float:
-        """The share kept by the update after n others."""
+        """Return the decay of the next update of the average, after `n` updates of it."""
         return min(self.decay, 1 - (1 + n) ** (-2 / 3)) if self.warmup else self.decay
 
 
 class AveragedWeights(WeightAveraging):
-    """Lightning's averaging with timm's decay, exact whenever it is saved.
+    """Lightning's WeightAveraging with timm's decay, and correct checkpoints during an evaluation.
 
-    Lightning validates on the average by exchanging it with the weights. A checkpoint written in between would hold each in the
-    other's place, so here the exchange is known and undone before anything is saved.
+    Lightning evaluates the average by swapping it with the weights. A checkpoint written while they are swapped would hold the
+    average as the weights and the weights as the average, so this class undoes the swap while a checkpoint is saved.
     """
 
     def __init__(self, settings: Ema) -> None:
@@ -61,12 +62,12 @@ class AveragedWeights(WeightAveraging):
             torch._foreach_copy_(averages, weights)  # counters
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """After every `every`-th update; never at the end of an epoch."""
+        """Return True after every `every`-th optimiser update, never at the end of an epoch (`step_idx` None)."""
         return step_idx is not None and (step_idx + 1) % self.settings.every == 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         with warnings.catch_warnings():
-            # the hook it finds shares weights out, with strategies that are refused beside an average
+            # Lightning warns of `configure_model`, which only acts under strategies that `check_sharded` forbids with an EMA
             warnings.filterwarnings("ignore", message=".*WeightAveraging callback with a model that overrides.*")
             super().setup(trainer, pl_module, stage)
         if stage == TrainerFn.FITTING:
@@ -78,12 +79,12 @@ class AveragedWeights(WeightAveraging):
         if trainer.current_epoch >= self.settings.start_epoch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         elif trainer.global_step > self._latest_update_step:
-            self._average_model.update_parameters(pl_module)  # a copy, while nothing counts as averaged
+            self._average_model.update_parameters(pl_module)  # copies the weights, since n_averaged is 0
             self._average_model.n_averaged.zero_()
             self._latest_update_step = trainer.global_step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.exchanged:  # as it is after training
+        if not self.exchanged:  # after training they stay swapped, see on_train_end
             super().on_validation_epoch_start(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,11 +92,12 @@ class AveragedWeights(WeightAveraging):
             super().on_validation_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap_models(pl_module)  # Lightning would overwrite the weights, and a checkpoint saved from here on lose them
+        # Lightning would overwrite the weights by the average here, and later checkpoints would lose them
+        self._swap_models(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.exchanged:
-            self._swap_models(pl_module)  # the checkpoint's tensors are the module's own and change with them
+            self._swap_models(pl_module)  # also swaps the checkpoint's tensors, which are the module's: hence the clones below
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             for part in ("state_dict", "current_model_state"):
                 checkpoint[part] = {name: value.detach().clone() for name, value in checkpoint[part].items()}

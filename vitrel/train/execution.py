@@ -1,4 +1,4 @@
-"""How the steps run: memory, speed, and what to do when memory runs out."""
+"""Execution settings (gradient checkpointing, torch.compile, channels_last), and advice when memory runs out."""
 
 import os
 import re
@@ -16,14 +16,15 @@ from vitrel.sizes import format_size
 
 @dataclass(frozen=True)
 class Execution:
-    """Ways to run the same training with less memory or time.
+    """Settings that change the memory or time that training takes, but not the training itself.
 
     Args:
         grad_checkpointing: recompute the blocks' activations in the backward pass instead of storing them.
         compile: run the model through torch.compile.
-        dynamic: whether it compiles for any image size (true), anew for each (false), or finds out (null).
-        backend: of torch.compile.
-        channels_last: memory layout of images and convolutions.
+        dynamic: `dynamic` of torch.compile: one graph for all image sizes (true), one graph per size (false), or PyTorch
+            decides (null).
+        backend: `backend` of torch.compile.
+        channels_last: store images and convolution weights in the channels_last memory format.
     """
 
     grad_checkpointing: bool = False
@@ -33,13 +34,13 @@ class Execution:
     channels_last: bool = False
 
     def apply(self, model: nn.Module) -> None:
-        """Set the model up in place; the names of its weights stay. ValueError for what it cannot do."""
+        """Apply the settings to `model` in place, keeping parameter names; ValueError if it has no gradient checkpointing."""
         if self.grad_checkpointing:
             try:
                 model.set_grad_checkpointing(True)
             except (AssertionError, AttributeError) as error:
                 name = type(model).__name__
-                raise ValueError(f"model.execution.grad_checkpointing: {name} cannot do that, leave it out") from error
+                raise ValueError(f"model.execution.grad_checkpointing: {name} does not support it, leave it out") from error
         if self.channels_last:
             model.to(memory_format=torch.channels_last)
         if self.compile:
@@ -47,7 +48,7 @@ class Execution:
 
 
 class MemoryAdvice(Callback):
-    """Adds to an out-of-memory error what would need less, with the values of this run."""
+    """Adds to a CUDA out-of-memory error the settings that would need less memory (`memory_advice`)."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, torch.cuda.OutOfMemoryError):
@@ -55,51 +56,54 @@ class MemoryAdvice(Callback):
 
 
 def memory_advice(trainer: Trainer, module: LightningModule) -> str:
-    """What to change when a device's memory is too small, the cheapest first; `module` is a `vitrel.train.Classifier`."""
+    """Return one sentence with the settings that reduce memory, the cheapest first; `module` is a `vitrel.train.Classifier`."""
     batch, accumulate = trainer.datamodule.batch_size, trainer.accumulate_grad_batches
-    ways = []
+    changes = []
     if str(trainer.precision) == "32-true":
-        ways.append(f"trainer.precision: bf16-mixed (now {trainer.precision})")
+        changes.append(f"trainer.precision: bf16-mixed (now {trainer.precision})")
     if batch > 1:
-        ways.append(
+        changes.append(
             f"data.batch_size: {max(1, batch // 2)} (now {batch}) with trainer.accumulate_grad_batches: {accumulate * 2} "
-            f"(now {accumulate}), which takes as many images per update"
+            f"(now {accumulate}), which keeps the images per update"
         )
     if not module.execution.grad_checkpointing:
-        ways.append("model.execution.grad_checkpointing: true (now false)")
-    ways.append(f"a smaller data.size (now {format_size(module.img_size)})")
-    return f"The device's memory is full. What needs less: {'; '.join(ways)}."
+        changes.append("model.execution.grad_checkpointing: true (now false)")
+    changes.append(f"a smaller data.size (now {format_size(module.img_size)})")
+    return f"The device's memory is full. To need less, set: {'; '.join(changes)}."
 
 
 def check_processes(accelerator: object, devices: object) -> None:
-    """ValueError for far more CPU processes than cores: Lightning starts as many as `trainer.devices` says, a thousand too."""
+    """Raise ValueError if `trainer.devices` asks for more CPU processes than the machine has cores (8 are always allowed).
+
+    Lightning would start any number of processes, even a thousand.
+    """
     most = max(8, os.cpu_count() or 1)
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
     if on_cpu and str(devices).isdecimal() and int(str(devices)) > most:
         raise ValueError(
-            f"trainer.devices: {devices} on a CPU is as many processes, and this machine has {os.cpu_count()} cores: ask for "
-            f"{most} at most, or leave it out"
+            f"trainer.devices: {devices} would start {devices} processes on a CPU of {os.cpu_count()} cores: set {most} at "
+            "most, or leave it out"
         )
 
 
 def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
-    """What to say where Lightning refuses a setting of its trainer, with what there is where that is about devices."""
+    """Return one line for a setting that Lightning's Trainer rejects; if it concerns devices, with those of this machine."""
     text = one_line(error)
     if not re.search(r"device|accelerator|gpu|torch_xla", text, re.IGNORECASE):
         return text
-    asked = ", ".join(f"trainer.{name}: {config[name]}" for name in ("accelerator", "devices"))
-    found = f"{torch.cuda.device_count()} CUDA devices and {os.cpu_count()} CPU cores"
+    settings = ", ".join(f"trainer.{name}: {config[name]}" for name in ("accelerator", "devices"))
+    hardware = f"{torch.cuda.device_count()} CUDA devices and {os.cpu_count()} CPU cores"
     return (
-        f"{asked}: {text.rstrip('.')}. This machine has {found}: ask for no more devices than there are, or leave both out to "
-        "take what there is"
+        f"{settings}: {text.rstrip('.')}. This machine has {hardware}: set no more devices than these, or leave both settings "
+        "out to use all of them"
     )
 
 
 def check_sharded(averaged: bool, clip_mode: str | None) -> None:
-    """ValueError for what needs whole weights on every device, where a strategy gives each a part of them."""
+    """Raise ValueError for EMA and for clip_mode "agc", which need whole weights, under a strategy that shards the weights."""
     if averaged:
-        raise ValueError("ema averages whole weights, this strategy shares them out: leave model.ema out, or use strategy: ddp")
+        raise ValueError("model.ema needs whole weights, this strategy shards them: leave model.ema out, or use strategy: ddp")
     if clip_mode == "agc":
         raise ValueError(
-            "model.optim.clip_mode agc compares whole rows, this strategy shares them out: take another, or strategy: ddp"
+            "model.optim.clip_mode agc needs whole rows, this strategy shards them: use another clip_mode, or strategy: ddp"
         )

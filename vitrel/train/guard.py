@@ -1,7 +1,8 @@
-"""What a configuration may say, checked before the parser reads any of it.
+"""Security checks of a training configuration (command line and YAML files) before jsonargparse parses it.
 
-A configuration is keys and plain values in local YAML files given by `--config`, and `--KEY VALUE`. A class that it names is
-imported by the parser, which runs the code of that module: only those in `CLASSES`, nearly all Lightning's own, may be named.
+A configuration consists of keys and plain values, in local YAML files (`--config`) and on the command line (`--KEY VALUE`). The
+parser imports every class that a configuration names, which runs the code of its module. Therefore only the classes in
+`CLASSES`, nearly all of them Lightning's, are allowed.
 """
 
 import inspect
@@ -61,14 +62,14 @@ CLASSES = {
         "Precision",
     ),
     "lightning.pytorch.plugins": ("TorchSyncBatchNorm",),
-    # what FSDP splits a model into
+    # the blocks into which FSDP splits a model
     "vitrel.layers": ("Block",),
     "vitrel.layers.block": ("Block",),
     "timm.models.vision_transformer": ("Block",),
 }
-# the parameters of a Trainer that classes are given to; everything below them is their arguments
+# the Trainer's parameters that take classes; every key below them is an argument of these classes
 PLUGS = ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy")
-CLASS_ONLY = (("trainer", "callbacks"), ("trainer", "logger"), ("trainer", "plugins"))  # text there is the name of a class
+CLASS_ONLY = (("trainer", "callbacks"), ("trainer", "logger"), ("trainer", "plugins"))  # a string here is always a class name
 _FULL = {f"{module}.{name}" for module, names in CLASSES.items() for name in names}
 _SHORT = {name for names in CLASSES.values() for name in names}
 _IMPORTABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -77,10 +78,10 @@ Keys = dict[str, Any]
 
 
 def restrict_imports() -> None:
-    """The same for jsonargparse's own importer, as a second lock; and no configuration over a network."""
+    """Restrict jsonargparse's importer to the same modules, as a second check, and forbid configurations from a network."""
     jsonargparse.set_parsing_settings(
         import_path_denylist=["*", "lightning.pytorch.callbacks.LambdaCallback"],
-        # and where Lightning's environments and the data classes of the settings are defined
+        # the last two define Lightning's environments and the dataclasses of our settings
         import_path_allowlist=[*CLASSES, "lightning.fabric.plugins.environments", "vitrel"],
         config_read_mode_urls_enabled=False,
         config_read_mode_fsspec_enabled=False,
@@ -88,22 +89,25 @@ def restrict_imports() -> None:
 
 
 def keys_of(call: Callable) -> Keys:
-    """The keys that a class or function takes, by its annotations: below a data class its fields, None where any may follow."""
+    """Return {parameter: the keys below it} of a class or function, from its annotations.
+
+    The keys below a parameter are the fields of a dataclass, {} for a plain value, or None where any key is allowed.
+    """
     target = call.__init__ if inspect.isclass(call) else call
     hints = get_type_hints(target)
     return {name: _keys_below(hints.get(name)) for name in inspect.signature(target).parameters if name != "self"}
 
 
 def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
-    """ValueError naming the first thing in command line or files that may not be there.
+    """Raise ValueError naming the first key, value or class, on the command line or in its files, that is not allowed.
 
     Args:
         args: the command line, "fit" first.
-        keys: those of a configuration, by group (`keys_of`).
-        linked: keys that follow from another one, and from which.
+        keys: the allowed keys of a configuration, by group (`keys_of`).
+        linked: {key that must not be set: the key from which it is computed}.
     """
     if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() == "true":
-        raise ValueError("JSONARGPARSE_DEFAULT_ENV is set: unset it, settings come from files and the command line alone")
+        raise ValueError("JSONARGPARSE_DEFAULT_ENV is set: unset it, settings come from files and the command line only")
     checker = _Checker(keys, linked)
     for option, values in _options(args):
         if option in ("help", "print_config"):
@@ -113,32 +117,34 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
                 checker.walk((), _read(value), where=f"{value}: ")
             continue
         path = tuple(option.removesuffix("+").split("."))
-        asks = path[-1] == "help"
-        given: list[str | None] = [*values] or [None]
-        for text in given:
-            checker.walk(path[:-1] if asks else path, None if asks else _plain(text, f"--{option}: "), "")
-            if asks and text is not None:
+        is_help = path[-1] == "help"  # e.g. --trainer.strategy.help CLASS
+        texts: list[str | None] = [*values] or [None]
+        for text in texts:
+            checker.walk(path[:-1] if is_help else path, None if is_help else _plain(text, f"--{option}: "), "")
+            if is_help and text is not None:
                 checker.name(text, f"--{option}: ")
 
 
 class _Checker:
+    """Raises ValueError for a key, class name or nesting that is not allowed; `where` is the prefix of its messages."""
+
     def __init__(self, keys: Keys, linked: dict[str, str]) -> None:
         self.keys, self.linked = keys, linked
         self.values = 0
 
     def walk(self, path: tuple[str, ...], value: Any, where: str, depth: int = 0) -> None:
-        """`value` stands at `path`: check the keys down to it, then all below."""
+        """Check the keys of `path`, then the value at that path and everything below it."""
         self.values += 1
         if self.values > MOST_VALUES:
-            raise ValueError(f"{where}more than {MOST_VALUES:,} values, aliases counted each time: no configuration needs them")
+            raise ValueError(f"{where}more than {MOST_VALUES:,} values (every use of a YAML alias counts): shorten the file")
         if depth > DEEPEST:
-            raise ValueError(f"{where}{'.'.join(path)[:80]}: nested too deeply, text within text counted")
+            raise ValueError(f"{where}{'.'.join(path)[:80]}: nested more than {DEEPEST} levels deep (YAML in strings counts)")
         below = self.below(path, where)
         key = ".".join(path)
         if isinstance(value, dict):
             for name, inner in value.items():
                 if not isinstance(name, str):
-                    raise ValueError(f"{where}{key}: keys are words, not {name!r}")
+                    raise ValueError(f"{where}{key}: a key must be a string, not {name!r}")
                 if name == "class_path":
                     self.name(inner, f"{where}{key}: ")
                 self.walk((*path, *name.split(".")), inner, where, depth + 1)
@@ -149,36 +155,36 @@ class _Checker:
             self.text(path, value, below, where, depth)
 
     def text(self, path: tuple[str, ...], value: str, below: Keys | None, where: str, depth: int) -> None:
+        """Check a string: YAML within it, a class name, or the path of a checkpoint; `below` are the keys below `path`."""
         key = ".".join(path)
         if below:
             raise ValueError(f"{where}{key or 'a configuration'} takes keys, not {value!r}; files are given with --config")
-        inner = _plain(value, f"{where}{key}: ")  # the parser reads such text once more
+        inner = _plain(value, f"{where}{key}: ")  # the parser reads a string as YAML once more
         if not isinstance(inner, str):
             self.walk(path, inner, where, depth + 1)
         elif path in CLASS_ONLY or (path[0] == "trainer" and path[1] in PLUGS and _IMPORTABLE.fullmatch(inner.strip())):
             self.name(inner, f"{where}{key}: ")
         elif path == ("ckpt_path",) and (os.path.isdir(value) or os.path.isdir(inner)):
-            raise ValueError(
-                f"{where}ckpt_path {inner} is a folder: torch would unpickle what is in it; name a checkpoint file"
-            )
+            raise ValueError(f"{where}ckpt_path {inner} is a folder, which torch would unpickle: name a checkpoint file")
 
     def name(self, value: Any, where: str) -> None:
+        """Check that `value` is the name of an allowed class, with or without its module."""
         if value not in _FULL | _SHORT:
             near = nearest(str(value), _FULL, 1) or nearest(str(value).split(".")[-1], _SHORT, 1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise ValueError(
-                f"{where}{value!r} names code, and a configuration may name only Lightning's own strategies, accelerators, "
-                f"callbacks, CSV and TensorBoard loggers, profilers, environments and precisions{hint}. "
-                "A file or folder of that name is written ./NAME"
+                f"{where}{value!r} is not an allowed class: a configuration may name only Lightning's strategies, "
+                f"accelerators, callbacks, CSV and TensorBoard loggers, profilers, environments and precisions{hint}. "
+                "Write a file or folder of that name as ./NAME"
             )
 
     def below(self, path: tuple[str, ...], where: str) -> Keys | None:
-        """The keys below `path`; None where they are not known."""
+        """Return the allowed keys below `path`, None where any key is allowed; check every key of `path` on the way."""
         keys: Keys | None = self.keys
         for depth, name in enumerate(path, 1):
             key = ".".join(path[:depth])
             if key in self.linked:
-                raise ValueError(f"{where}leave out {key}, it follows from {self.linked[key]}")
+                raise ValueError(f"{where}leave out {key}: it is set from {self.linked[key]}")
             if keys is None:
                 return None
             if name not in keys:
@@ -187,29 +193,30 @@ class _Checker:
         return keys
 
     def nearest(self, key: str) -> str:
+        """Return the end of a message about the unknown key `key`: the nearest allowed key, or a hint at --help."""
         known = [name for name in _flat(self.keys) if name not in self.linked]
         near = nearest(key, known, 1)
         return f": did you mean {near[0]}?" if near else "; --help lists the keys"
 
 
 def _options(args: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Every option without its dashes, with the values given to it."""
+    """Yield every option without its dashes, with the list of its values."""
     if args and args[0] != "fit" and args[0] not in ("-h", "--help"):
-        raise ValueError(f"the command line begins with fit, not {args[0]!r}")
+        raise ValueError(f"the arguments must begin with fit, not {args[0]!r}")
     option = ""
     values: list[str] = []
     for arg in args[1:]:
         if arg.startswith("--") or (arg.startswith("-") and not re.match(r"-\.?\d", arg)):
             if option:
                 yield option, values
-            name, given, value = arg.partition("=")
+            name, equals, value = arg.partition("=")
             if name == "-h":
                 name = "--help"
             if not name.startswith("--") or name == "--":
                 raise ValueError(f"unknown option {arg}: options begin with two dashes, e.g. --config FILE")
-            option, values = name[2:], [value] if given else []
+            option, values = name[2:], [value] if equals else []
         elif not option:
-            raise ValueError(f"{arg!r} follows no option: write --KEY VALUE")
+            raise ValueError(f"{arg!r} is a value without an option: write --KEY VALUE")
         else:
             values.append(arg)
     if option:
@@ -221,12 +228,12 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: no such file; a configuration is a local YAML file")
     content = read_yaml(path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds no keys; a configuration is a YAML file of KEY: VALUE")
+        raise ValueError(f"{path}: holds no keys; a configuration is a YAML file of lines KEY: VALUE")
     return content
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Text as the parser would read it; text that is no YAML stays text."""
+    """Return a string as the parser would read it, i.e. as YAML; a string that is not YAML, or another value, unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -236,6 +243,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _keys_below(hint: Any) -> Keys | None:
+    """The keys below a parameter with this type hint, see `keys_of`."""
     parts = [part for part in (hint, *get_args(hint)) if part is not type(None)]
     for part in parts:
         if isinstance(part, type) and is_dataclass(part):
@@ -245,6 +253,7 @@ def _keys_below(hint: Any) -> Keys | None:
 
 
 def _flat(keys: Keys, prefix: str = "") -> Iterator[str]:
+    """Yield every key with its path, e.g. "model.optim.lr"."""
     for name, below in keys.items():
         yield prefix + name
         yield from _flat(below or {}, f"{prefix}{name}.")

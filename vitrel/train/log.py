@@ -1,4 +1,4 @@
-"""The log of a run as a table."""
+"""The logger that writes a run's `metrics.csv`."""
 
 import csv
 from pathlib import Path
@@ -13,8 +13,12 @@ from vitrel.files import atomic_write
 class CSVLog(Logger):
     """`metrics.csv` in the run's folder: one row per logging step, a column per metric.
 
-    Lightning's own logger deletes the file when a run is resumed; this one goes on with it. Rows that were read from the
-    file hold text. Those logged after the checkpoint was saved are cut off by `Saving`, which keeps their number.
+    Lightning's CSVLogger deletes the file when a run is resumed; this logger appends to it. Rows read from the file hold
+    strings. On resuming, `Saving` removes the rows that were logged after the checkpoint was saved.
+
+    Args:
+        folder: the run's folder.
+        resume: read the rows of an existing `metrics.csv`, to append to them.
     """
 
     def __init__(self, folder: str | Path, resume: bool = False) -> None:
@@ -39,7 +43,7 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `config.yaml` holds them."""
+        """Do nothing: `config.yaml` holds the hyper-parameters."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -51,7 +55,7 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write all rows; called at the end of every epoch and before every checkpoint. The folder has to exist."""
+        """Write all rows to the file; its folder must exist. Called before every checkpoint and at the end of the run."""
         if not self.rows:
             return
         columns = list(dict.fromkeys(["epoch", "step", *sorted({key for row in self.rows for key in row})]))
@@ -62,5 +66,5 @@ class CSVLog(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self.path.parent.is_dir():  # else it was removed, which is why the run ends
+        if self.path.parent.is_dir():  # a removed folder is the reason why the run ends, see RunFolder
             self.save()

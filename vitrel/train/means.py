@@ -1,4 +1,4 @@
-"""Means over an epoch's training steps, which a run resumed inside the epoch goes on with."""
+"""Means of metrics over an epoch's training steps, saved in checkpoints so that a run can resume within an epoch."""
 
 from typing import Any
 
@@ -9,18 +9,20 @@ from torchmetrics import MeanMetric
 
 
 class EpochMeans(nn.ModuleDict):
-    """A torchmetrics mean of every name. Not in a state dict: `saved` and `restore` carry the sums through checkpoints.
+    """One torchmetrics MeanMetric per name, over the steps of the current epoch.
 
-    Ranks are added up when an epoch's means are computed, and when they are saved.
+    The sums are not in the state dict: `saved` returns them for a checkpoint and `restore` sets them. Ranks are summed when a
+    mean is computed and when the sums are saved.
     """
 
     def __init__(self, *names: str) -> None:
-        # no search for NaN, for which every step would wait; torchmetrics then ignores weights, hence one value per image
+        # A search for NaN would synchronise the device at every step. With it disabled, torchmetrics ignores weights, hence
+        # `add` takes one value per image.
         super().__init__({name: MeanMetric(nan_strategy="disable") for name in names})
         self.epoch = 0
 
     def add(self, epoch: int, values: dict[str, Tensor]) -> None:
-        """Add a step's values [B], one per image; the first step of another epoch begins anew."""
+        """Add a step's values {name: [B], one per image}; the first step of another epoch resets the sums."""
         if epoch != self.epoch:
             self.epoch = epoch
             for metric in self.values():
@@ -29,12 +31,12 @@ class EpochMeans(nn.ModuleDict):
             self[name].update(value)
 
     def saved(self, strategy: Strategy) -> dict[str, Any]:
-        """Plain values for a checkpoint, all ranks together; every rank has to call it."""
+        """Return {"epoch": int, name: [sum, weight], ...}, summed over all ranks; every rank has to call it."""
         sums = {name: torch.stack((m.mean_value, m.weight)).to(strategy.root_device) for name, m in self.items()}
         return {"epoch": self.epoch, **{name: strategy.reduce(s, reduce_op="sum").tolist() for name, s in sums.items()}}
 
     def restore(self, saved: dict[str, Any], rank: int) -> None:
-        """Take up what `saved` gave; the first rank holds it, so that any number of ranks adds up to the same."""
+        """Set the sums to those that `saved` returned, on rank 0 only, so that the sum over any number of ranks is right."""
         self.epoch = saved["epoch"]
         for name, metric in self.items():
             metric.reset()

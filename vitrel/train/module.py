@@ -1,21 +1,22 @@
-"""The training module, and what its checkpoints hold.
+"""The Lightning module for training, and the layout of its checkpoints.
 
-A checkpoint is read with `torch.load(path, weights_only=True)` and holds, beside Lightning's own entries:
+A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besides Lightning's entries:
 
     {"state_dict": {"model.<parameter>": tensor, ...},
      "hyper_parameters": {the arguments of Classifier, plain values},
      "epoch_means": {"epoch": int, "train/loss": [sum, weight], "train/top1": [sum, weight]} of the epoch so far, all ranks,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "interpolation": str, "position": {...}, "data": str, "seed": int, "epoch": epochs done,
-                "step": updates done, "ema": bool, "class_counts": [...] where the data tells them,
+                "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
                 "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from vitrel train}}
 
-so that `timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])` rebuilds the
-model of the entry v. `model_args` leaves out what would only load other weights first (`pretrained`, `checkpoint_path`).
-`position` is what `position_record` tells of the encodings.
+With the entry v = checkpoint["vitrel"], the model is rebuilt by
+`timm.create_model(v["model"], num_classes=len(v["classes"]), img_size=v["img_size"], **v["model_args"])`. `model_args` leaves
+out arguments that would load other weights first (`pretrained`, `checkpoint_path`). `position` is the description of the
+encodings by `position_record`.
 
-With `ema` the averaged weights are what is evaluated, and what `state_dict` holds; those that training goes on with are in
-"current_model_state", under the same names, and "averaging_state" counts the updates of the average.
+With `ema`, the averaged weights are evaluated, and `state_dict` holds them. The weights with which training continues are then
+in "current_model_state", under the same names, and "averaging_state" counts the updates of the average.
 """
 
 import math
@@ -50,24 +51,24 @@ from vitrel.weights.record import position_record
 
 
 class Classifier(LightningModule):
-    """Any timm model as a classifier.
+    """Lightning module that trains any timm model as a classifier.
 
     Args:
-        model: timm name, e.g. "vitrel_vit_n8_table".
-        num_classes: size of the head.
-        img_size: (H, W) the model is built for, pixels.
+        model: timm name, e.g. "vitrel_vit_n8_table", or a file that `vitrel.load` takes.
+        num_classes: number of outputs of the head.
+        img_size: (H, W) in pixels for which the model is built.
         model_args: further keywords of `timm.create_model`, e.g. `drop_path_rate`, `position`, `pretrained`.
-        optim: optimiser and schedule.
+        optim: optimiser and learning-rate schedule.
         mixing: mixup and cutmix.
-        label_smoothing: share of the label spread over all classes.
-        seed: of drop path, dropout and mixing, drawn anew from (seed, epoch, batch, rank) at every batch.
-        objective: the loss, and a teacher.
-        tuning: the weights to start from, and which are trained.
-        ema: averaged weights; null for none.
-        execution: memory and speed.
+        label_smoothing: share of a label that is spread evenly over all classes, 0 <= share < 1.
+        seed: seed of drop path, dropout and mixing; the generators are seeded with (seed, epoch, batch, rank) at every batch.
+        objective: the loss, and a teacher for distillation.
+        tuning: fine-tuning: the weights to start from, and the parameters that are trained.
+        ema: exponential moving average of the weights; null for none.
+        execution: settings of memory and speed.
 
     Raises:
-        ValueError: an unknown model, `model_args` that set what the data decides, weights that do not fit.
+        ValueError: an unknown model, `num_classes` or `img_size` in `model_args`, or weights that do not fit.
     """
 
     def __init__(
@@ -93,22 +94,23 @@ class Classifier(LightningModule):
         self.tuning, self.ema, self.execution = tuning, ema, execution
         self.model, self.start_classes = tuning.build(model, num_classes, self.img_size, self.model_args)
         tuning.freeze(self.model)
-        # of the modules' own classes, before a strategy wraps them
+        # before a strategy wraps the modules, which would hide their classes
         self.position, self.stored = position_record(self.model), tuning.stored(self.model, model, self.model_args)
         execution.apply(self.model)
         self.mixup = mixing.build(num_classes, label_smoothing)
         self.loss = objective.build(label_smoothing)
-        how, distillation = self.preprocessing, objective.distillation
-        self.teacher = None if distillation is None else Teacher(distillation, num_classes, how["mean"], how["std"])
+        cfg, distillation = self.preprocessing, objective.distillation
+        self.teacher = None if distillation is None else Teacher(distillation, num_classes, cfg["mean"], cfg["std"])
         self.means = EpochMeans("train/loss", "train/top1")
-        how = {"average": "micro", "ignore_index": -1, "validate_args": False}
-        shares = {f"val/top{k}": MulticlassAccuracy(num_classes, top_k=k, **how) for k in (1, 5) if k < max(num_classes, 2)}
-        self.accuracies = torch.nn.ModuleDict(shares)
+        options = {"average": "micro", "ignore_index": -1, "validate_args": False}
+        top_k = [k for k in (1, 5) if k < max(num_classes, 2)]
+        accuracies = {f"val/top{k}": MulticlassAccuracy(num_classes, top_k=k, **options) for k in top_k}
+        self.accuracies = torch.nn.ModuleDict(accuracies)
         self.val_loss = MeanMetric(nan_strategy="disable")
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """As every module's; what is frozen stays in evaluation mode."""
+        """Set training mode as `nn.Module.train` does, but keep frozen parts in evaluation mode."""
         super().train(mode)
         if mode:
             self.tuning.set_modes(self.model)
@@ -116,7 +118,7 @@ class Classifier(LightningModule):
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """Mean, std, crop_pct and interpolation of the model's cfg."""
+        """Dictionary of mean, std, crop_pct and interpolation from the model's cfg."""
         cfg = self.model.pretrained_cfg
         return {
             "mean": tuple(map(float, cfg["mean"])),
@@ -126,17 +128,18 @@ class Classifier(LightningModule):
         }
 
     def setup(self, stage: str) -> None:
-        """Checks that need model, data and trainer; ValueError when they do not fit."""
+        """Check that model, data and trainer fit each other, ValueError if not; reset the head for other class names."""
         data = self.trainer.datamodule
         if data.num_classes != self.num_classes:
             raise ValueError(
-                f"the model has {self.num_classes} classes, {data.data} has {data.num_classes}: set num_classes to that"
+                f"the model has {self.num_classes} classes, {data.data} has {data.num_classes}: set num_classes to "
+                f"{data.num_classes}"
             )
         self.class_counts = data.train_set.class_counts() if hasattr(data, "train_set") else None
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
         if self.start_classes is not None and list(self.start_classes) != list(data.classes):
-            why = f"the weights are of classes other than those of {data.data}, or in another order"
+            why = f"the weights were trained on classes other than those of {data.data}, or in another order"
             self.tuning.reset(self.model, self.num_classes, why)
             self.tuning.freeze(self.model)
             self.start_classes = None
@@ -144,32 +147,32 @@ class Classifier(LightningModule):
         if teacher is not None and list(teacher) != list(data.classes):
             raise ValueError(
                 f"distillation.checkpoint was trained on classes other than those of {data.data}, or in another order: "
-                "take a teacher of the same classes"
+                "use a teacher of the same classes"
             )
         check_strategy(self.trainer.strategy)
-        if self.tuning.trainable is not None:  # on purpose
+        if self.tuning.trainable is not None:  # frozen modules are in evaluation mode on purpose
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         check_clipping(self.optim, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm)
 
     def configure_callbacks(self) -> list[Callback]:
-        """What the settings need of Lightning's callbacks; ValueError for what does not go with the strategy."""
+        """Return the callbacks of the settings: memory advice, and EMA if set; ValueError if the strategy does not allow it."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             check_sharded(self.ema is not None, self.optim.clip_mode)
         return [MemoryAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] to logits [B, num_classes]."""
+        """Return logits [B, num_classes] of normalised images [B, 3, H, W]."""
         if self.execution.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.model(images)
 
     def configure_model(self) -> None:
-        """Share the weights out over the devices where the strategy is Lightning's ModelParallelStrategy (FSDP2)."""
+        """Shard the weights over the devices if the strategy is Lightning's ModelParallelStrategy (FSDP2)."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             shard(self.model, self.device_mesh)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Optimiser, and a schedule that moves at every update."""
+        """Return the optimiser and the learning-rate schedule, which advances at every update."""
         images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
         optimizer = create_optimizer(self.model, self.optim, images)
         per_epoch, total = self.updates_per_epoch(), self.updates()
@@ -185,9 +188,9 @@ class Classifier(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as `optim.clip_mode` says, by trainer.gradient_clip_val."""
+        """Clip gradients by trainer.gradient_clip_val in the way that `optim.clip_mode` names."""
         if gradient_clip_val and self.optim.clip_mode == "agc":
-            heads = self.model.get_classifier()  # arXiv 2102.06171 leaves it out
+            heads = self.model.get_classifier()  # arXiv 2102.06171 does not clip the classifier
             heads = torch.nn.ModuleList(heads if isinstance(heads, tuple) else (heads,))
             head = set(heads.parameters())
             dispatch_clip_grad([p for p in self.model.parameters() if p not in head], gradient_clip_val, mode="agc")
@@ -195,36 +198,36 @@ class Classifier(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
 
     def updates_per_epoch(self) -> int:
-        """Optimiser updates in an epoch, from the data alone.
+        """Number of optimiser updates in an epoch, computed without building the loaders.
 
-        Lightning's `estimated_stepping_batches` would answer the same, but reading it here builds the loaders early, after
-        which a loader's saved state is no longer restored (Lightning issue 20550).
+        Lightning's `estimated_stepping_batches` gives the same number, but builds the loaders early, after which a loader's
+        saved state is no longer restored (Lightning issue 20550).
         """
         batches, limit = self.trainer.datamodule.batches, self.trainer.limit_train_batches
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def updates(self) -> int:
-        """Optimiser updates in the run, which ends at the first of max_steps and max_epochs; 0 where it has no end."""
+        """Number of optimiser updates in the run, limited by max_steps and max_epochs; 0 if neither is set."""
         limits = self.trainer.max_steps, self.updates_per_epoch() * (self.trainer.max_epochs or 0)
         return min((limit for limit in limits if limit > 0), default=0)
 
     def epochs_done(self) -> int:
-        """Epochs trained to their end, evaluated or not."""
+        """Number of epochs whose training batches are all done, evaluated or not."""
         loop, batches = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop.batch_progress.current
         epochs = loop.epoch_progress.current
         trained = epochs.ready > epochs.processed and batches.processed >= self.trainer.num_training_batches
         return epochs.processed + trained
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Draw as an uninterrupted run would at this batch, whatever was drawn before."""
+        """Seed all random generators from (seed, epoch, batch, rank), so that a resumed run draws the same numbers."""
         state = np.random.SeedSequence((self.seed, self.current_epoch, batch_idx, self.global_rank)).generate_state(3)
         torch.manual_seed(int(state[0]))
         np.random.seed(int(state[1]))  # noqa: NPY002  timm's Mixup draws from the global generator
         random.seed(int(state[2]))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Loss of a batch; against mixed labels, `top1` counts the label with the larger share."""
+        """Return the loss of a batch, and log loss and top-1; with mixed labels, the one with the larger share counts."""
         images, labels = batch
         if self.mixup is not None and self.mixing.active(self.current_epoch):
             images, labels = self.mixup(images, labels)
@@ -239,13 +242,13 @@ class Classifier(LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        """Log the means of the epoch, over all ranks."""
+        """Log the means of loss and top-1 over the epoch and all ranks."""
         self.log_dict({f"{name}_epoch": mean for name, mean in self.means.items()})  # type: ignore[misc]
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Top-1, top-5 (of more than 5 classes) and cross-entropy over the whole evaluation set.
+        """Update top-1, top-5 (with more than 5 classes) and mean cross-entropy over the evaluation set.
 
-        Labels of -1 count nowhere: images that cannot be read, or that fill up the last batches of several ranks.
+        Images of label -1, which pad the last batches of several ranks, are not counted.
         """
         images, labels = batch
         logits = self(images).float()
@@ -256,9 +259,9 @@ class Classifier(LightningModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what is needed to rebuild and evaluate the model without this class."""
+        """Add the entries of the module docstring, from which the model can be rebuilt and evaluated without this class."""
         data = self.trainer.datamodule
-        how = {k: list(v) if isinstance(v, tuple) else v for k, v in self.preprocessing.items()}
+        preprocessing = {k: list(v) if isinstance(v, tuple) else v for k, v in self.preprocessing.items()}
         name, arguments = self.stored
         checkpoint["vitrel"] = {
             "model": name,
@@ -266,7 +269,7 @@ class Classifier(LightningModule):
             "classes": list(data.classes),
             "img_size": list(self.img_size),
             "position": self.position,
-            **how,
+            **preprocessing,
             "data": data.data,
             "seed": self.seed,
             "epoch": self.epochs_done(),
@@ -279,19 +282,19 @@ class Classifier(LightningModule):
         checkpoint["hyper_parameters"] = self.settings()
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments as plain values."""
+        """Return the constructor's arguments as plain values (dictionaries for the dataclasses)."""
         plain = {"model": self.name, "img_size": list(self.img_size), "model_args": dict(self.model_args)}
         plain |= {name: getattr(self, name) for name in ("num_classes", "label_smoothing", "seed")}
         groups = {name: getattr(self, name) for name in ("optim", "mixing", "objective", "tuning", "ema", "execution")}
         return plain | {name: None if group is None else asdict(group) for name, group in groups.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError when the run to resume was of another model, other classes or other data, or trained otherwise."""
+        """Restore the epoch's means; ValueError if the checkpoint's run had another model, classes, data or settings."""
         saved = {"ema": False} | checkpoint.get("vitrel", {})
-        mine = {"model": self.stored[0], "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
-        for key, value in mine.items():
-            if (was := saved.get(key)) != value:
-                raise ValueError(f"cannot resume: the checkpoint's {key} is {was!s:.200}, this run's is {value!s:.200}")
+        current = {"model": self.stored[0], "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
+        for key, value in current.items():
+            if (old := saved.get(key)) != value:
+                raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")
         check_same_run(self.trainer, checkpoint)
         if "epoch_means" in checkpoint:
             self.means.restore(checkpoint["epoch_means"], self.global_rank)

@@ -1,6 +1,6 @@
-"""Batches at native shape: every image keeps about its own aspect ratio, in a batch with others of about the same.
+"""Batches at native shape: images of similar aspect ratio share a batch, so each keeps nearly its own aspect ratio.
 
-A batch has one grid of patches of at most a budget of tokens, so that nothing is padded.
+All images of a batch have the same grid of patches, with at most a given number of tokens (the budget); nothing is padded.
 """
 
 from collections import defaultdict
@@ -17,30 +17,30 @@ from vitrel.train.order import Order, generator, in_turns
 
 
 class NativeOrder(Order):
-    """Batches of this rank at native shape: every image once per epoch, shuffled by (seed, epoch).
+    """Batches of one rank at native shape: every image once (or `repeats` times) per epoch, shuffled by (seed, epoch).
 
-    The images are sorted by the logarithm of their aspect ratio and some noise, as much as half a patch changes it, and cut
-    into batches, which come in random order. A batch is made at `native_size` of its median image. Where the images do not
-    fill the last batch, it shares them with the one before, both smaller than the others. All ranks see the same size at a
-    time, and the shares of a batch differ by one image at most.
+    In every epoch the images are sorted by the logarithm of their aspect ratio plus noise (the change by up to half a patch)
+    and cut into batches, which are then shuffled. A batch has the `native_size` of its median image. If the images do not
+    fill the last batch, the last two batches divide their images evenly. All ranks have the same size at the same step, and
+    their shares of a batch differ by at most one image.
 
-    Two kinds of images are left out of an epoch, others each time: of a share of odd length one, where images are mixed, and
-    a last batch that has no image for some rank, which takes fewer than two images per batch and rank.
+    An epoch leaves out two kinds of images, different ones each time: with `even`, one image of every share of odd length;
+    and a last batch with less than one image (with `even`: two) per rank.
 
     Args:
-        sizes: (height, width) of every image in its file, pixels.
-        batch_size: images per batch and rank at `tokens`; at another budget, as many as have the same tokens.
-        tokens: of an image at most.
+        sizes: (height, width) of every image file, pixels.
+        batch_size: images per batch and rank at `tokens`; at other budgets, the number with the same total of tokens.
+        tokens: maximum number of tokens of an image.
         patch: (height, width) of a patch, pixels.
-        budgets: several of these, which take turns; `tokens` alone by default.
-        repeats: views of each image, next to each other: repeated augmentation (arXiv 1901.09335). The epoch stays as long,
-            so that it shows 1 / repeats of the images.
-        even: every rank has an even number of images in every batch, which mixup pairs.
-        rank, world: this process, and how many there are.
-        seed: of the order.
+        budgets: several values of `tokens` that batches alternate between; by default `tokens` only.
+        repeats: views of each image, next to each other: repeated augmentation (arXiv 1901.09335). The number of batches per
+            epoch stays, so an epoch shows 1 / repeats of the images.
+        even: give every rank an even number of images in every batch, because mixup pairs them.
+        rank, world: this rank, and the number of ranks.
+        seed: seed of the order.
 
     Raises:
-        ValueError: a batch without images on some rank.
+        ValueError: a batch would have no images on some rank.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class NativeOrder(Order):
         self.sizes, self.patch, self.repeats, self.rank, self.world, self.seed = sizes, patch, repeats, rank, world, seed
         self.step = 2 if even else 1
         self.aspects = [log(height / width) for height, width in sizes]
-        self.noise = 1 / sqrt(tokens)  # one patch of the side of a square
+        self.noise = 1 / sqrt(tokens)  # one patch, relative to the side of a square image
         budgets = budgets or [tokens]
         images = [batch_size * tokens // budget // self.step * self.step for budget in budgets]
         if 0 in images:
             raise ValueError(
-                f"a batch of {batch_size} images of {tokens} tokens has the tokens of less than {self.step} of {max(budgets)}: "
-                "raise data.batch_size or leave that size out"
+                f"a batch of {batch_size} images of {tokens} tokens has room for less than {self.step} of {max(budgets)} "
+                "tokens: raise data.batch_size or leave that size out"
             )
-        # (images of all ranks, budget) of every batch: with the same images per update, the same for any number of ranks
+        # (images of all ranks, budget) of every batch; independent of the number of ranks if images per update stay the same
         self.turns = [(images[kind] * world, budgets[kind]) for kind in in_turns(len(sizes), [i * world for i in images])]
         if left := len(sizes) - sum(images for images, _ in self.turns):
             last, budget = self.turns.pop() if self.turns else (0, budgets[0])
@@ -75,57 +75,60 @@ class NativeOrder(Order):
             self.turns += [(last + left - half, budget), (half, budget)]
         self.turns = [turn for turn in self.turns if turn[0] // world >= self.step]
         if not self.turns:
-            raise ValueError(f"{len(sizes)} training images are fewer than {self.step} for each of {world} devices")
+            raise ValueError(
+                f"{len(sizes)} training images are too few for {world} devices, each of which needs {self.step}: use fewer "
+                "devices or more images"
+            )
 
     def __len__(self) -> int:
         return len(self.turns)
 
     def batches(self, epoch: int) -> list[list[int | Draw]]:
-        """All batches of this rank in an epoch."""
+        """Return all batches of this rank in an epoch, as draws with their size (height, width)."""
         draws, views = generator(self.seed, epoch), sum(images for images, _ in self.turns)
-        shown = torch.randperm(len(self.sizes), generator=draws)[: -(-views // self.repeats)].tolist()
-        noise = (self.noise * (torch.rand(len(shown), generator=draws, dtype=torch.float64) - 0.5)).tolist()
-        line = [index for _, index in sorted((self.aspects[index] + n, index) for index, n in zip(shown, noise, strict=True))]
-        found, start = [], 0
+        chosen = torch.randperm(len(self.sizes), generator=draws)[: -(-views // self.repeats)].tolist()
+        noise = (self.noise * (torch.rand(len(chosen), generator=draws, dtype=torch.float64) - 0.5)).tolist()
+        order = [index for _, index in sorted((self.aspects[index] + n, index) for index, n in zip(chosen, noise, strict=True))]
+        batches, start = [], 0
         for turn in torch.randperm(len(self.turns), generator=draws).tolist():
             images, budget = self.turns[turn]
-            batch = [(line[place // self.repeats], place % self.repeats) for place in range(start, start + images)]
-            middle = sorted((index for index, _ in batch), key=self.aspects.__getitem__)[images // 2]
-            height, width = self.sizes[middle]
+            batch = [(order[view // self.repeats], view % self.repeats) for view in range(start, start + images)]
+            median = sorted((index for index, _ in batch), key=self.aspects.__getitem__)[images // 2]
+            height, width = self.sizes[median]
             size = native_size(height, width, budget, self.patch)
-            mine = batch[self.rank :: self.world]
-            found.append([Draw(index, size, repeat) for index, repeat in mine[: len(mine) // self.step * self.step]])
+            share = batch[self.rank :: self.world]
+            batches.append([Draw(index, size, repeat) for index, repeat in share[: len(share) // self.step * self.step]])
             start += images
-        return [found[i] for i in torch.randperm(len(found), generator=draws).tolist()]
+        return [batches[i] for i in torch.randperm(len(batches), generator=draws).tolist()]
 
 
 def native_shares(
     sizes: Sequence[Size], batch_size: int, budget: int, patch: tuple[int, int], rank: int = 0, world: int = 1
 ) -> list[list[Draw]]:
-    """The batches of one rank in an evaluation of all images, each at its own `native_size`, for `Filled`.
+    """Return the batches of one rank in an evaluation of all images, grouped by `native_size`; for a `Filled` data set.
 
-    Ranks have the same batches and shares of the same length, filled up by draws of index -1.
+    All ranks have the same number of batches of the same lengths and sizes, padded by draws of index -1.
 
     Args:
-        sizes: (height, width) of every image in its file, pixels.
-        batch_size: images per batch and rank at most.
-        budget: tokens of an image at most.
+        sizes: (height, width) of every image file, pixels.
+        batch_size: maximum number of images per batch and rank.
+        budget: maximum number of tokens of an image.
         patch: (height, width) of a patch, pixels.
-        rank, world: this process, and how many there are.
+        rank, world: this rank, and the number of ranks.
     """
-    alike: dict[Size, list[int]] = defaultdict(list)
+    groups: dict[Size, list[int]] = defaultdict(list)
     for index, (height, width) in enumerate(sizes):
-        alike[native_size(height, width, budget, patch)].append(index)
-    shares = []
-    for size, indices in alike.items():
+        groups[native_size(height, width, budget, patch)].append(index)
+    batches = []
+    for size, indices in groups.items():
         indices += [-1] * (-len(indices) % world)
-        mine = [Draw(index, size) for index in indices[rank::world]]
-        shares += [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
-    return shares
+        share = [Draw(index, size) for index in indices[rank::world]]
+        batches += [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
+    return batches
 
 
 class Filled(Dataset):
-    """A data set in which draws of index -1 are zero images of label -1, which count nowhere."""
+    """A data set padded for several ranks: a draw of index -1 is a zero image of label -1, which no metric counts."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset

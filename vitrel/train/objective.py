@@ -1,4 +1,4 @@
-"""What is minimised: the loss, mixup and cutmix, a teacher."""
+"""The training loss: cross-entropy or binary cross-entropy, mixup and cutmix, distillation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ from vitrel.train.distill import Distillation
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of training. Evaluation always reports cross-entropy with the true labels.
+    """The training loss. Evaluation always reports cross-entropy with the true labels.
 
     Args:
-        loss: "ce", cross-entropy, or "bce", timm's binary cross-entropy of every class on its own.
-        bce_target_thresh: targets above it count as 1, all others as 0; null takes mixed and smoothed targets as they are.
+        loss: "ce", cross-entropy, or "bce", timm's BinaryCrossEntropy (one binary problem per class).
+        bce_target_thresh: threshold of "bce": targets above it become 1, all others 0; null leaves mixed and smoothed targets
+            unchanged.
         bce_sum: sum the binary losses over the classes instead of averaging them.
-        distillation: a teacher to learn from, beside the labels.
+        distillation: a teacher to learn from besides the labels; null for none.
     """
 
     loss: Literal["ce", "bce"] = "ce"
@@ -32,20 +33,19 @@ class Objective:
     def __post_init__(self) -> None:
         if self.loss == "ce" and (self.bce_target_thresh is not None or self.bce_sum):
             raise ValueError(
-                "model.objective.bce_target_thresh and model.objective.bce_sum are of loss: bce; set that or leave them out"
+                "model.objective.bce_target_thresh and model.objective.bce_sum need model.objective.loss: bce; set it or leave "
+                "them out"
             )
         if self.bce_target_thresh is not None and not 0 <= self.bce_target_thresh < 1:
-            raise ValueError(
-                f"model.objective.bce_target_thresh is a target's value, 0 <= value < 1, not {self.bce_target_thresh}"
-            )
+            raise ValueError(f"model.objective.bce_target_thresh must satisfy 0 <= value < 1, not {self.bce_target_thresh}")
 
     def build(self, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """Loss of (logits [B, classes], labels [B] or mixed targets [B, classes]).
+        """Return the loss function of (logits [B, classes], labels [B] or mixed targets [B, classes]).
 
-        Labels are smoothed here, targets are not: `Mixing` has smoothed them.
+        It smooths labels by `label_smoothing`, but not mixed targets, which `Mixing` has smoothed already.
         """
         if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing is the share of a label that is spread, 0 <= share < 1, not {label_smoothing}")
+            raise ValueError(f"model.label_smoothing must satisfy 0 <= value < 1, not {label_smoothing}")
         if self.loss == "bce":
             return BinaryCrossEntropy(label_smoothing, self.bce_target_thresh, sum_classes=self.bce_sum)
         return partial(_cross_entropy, smoothing=label_smoothing)
@@ -57,16 +57,16 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup and cutmix as in timm: both alphas 0 and no cutmix_minmax is off.
+    """Mixup and cutmix as in timm; off if `mixup` and `cutmix` are 0 and `cutmix_minmax` is null.
 
     Args:
-        mixup: alpha of the Beta distribution that the share of the other image is drawn from; 0 for none.
-        cutmix: alpha of the Beta distribution that the share of the pasted box is drawn from; 0 for none.
-        prob: probability of mixing a batch (or pair, or element).
-        switch_prob: probability of cutmix where both are on.
-        mode: one draw per "batch", "pair" or "elem".
-        cutmix_minmax: least and greatest side of the pasted box, as shares of the image's; takes the place of `cutmix`.
-        off_epoch: first epoch, counted from 0, without mixing; null mixes to the end.
+        mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
+        cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix.
+        prob: probability of mixing a batch (or pair, or element, see `mode`).
+        switch_prob: probability of cutmix instead of mixup if both are on.
+        mode: one random draw per "batch", "pair" or "elem" (element).
+        cutmix_minmax: [minimum, maximum] side of cutmix's box as shares of the image's side; replaces `cutmix`.
+        off_epoch: first epoch, counted from 0, without mixing; null mixes in all epochs.
     """
 
     mixup: float = 0.0
@@ -79,18 +79,20 @@ class Mixing:
 
     def __post_init__(self) -> None:
         if self.mixup < 0 or self.cutmix < 0:
-            raise ValueError(f"model.mixing.mixup ({self.mixup}) and model.mixing.cutmix ({self.cutmix}) are at least 0")
+            raise ValueError(f"model.mixing.mixup ({self.mixup}) and model.mixing.cutmix ({self.cutmix}) must be at least 0")
         if not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
             raise ValueError(
-                f"model.mixing.prob ({self.prob}) and model.mixing.switch_prob ({self.switch_prob}) are within 0..1"
+                f"model.mixing.prob ({self.prob}) and model.mixing.switch_prob ({self.switch_prob}) must be within 0..1"
             )
         if self.cutmix_minmax is not None and not 0 <= self.cutmix_minmax[0] < self.cutmix_minmax[1] <= 1:
-            raise ValueError(f"model.mixing.cutmix_minmax is [least, greatest] within 0..1, not {list(self.cutmix_minmax)}")
+            raise ValueError(
+                f"model.mixing.cutmix_minmax must be [minimum, maximum] within 0..1, not {list(self.cutmix_minmax)}"
+            )
         if self.off_epoch is not None and self.off_epoch < 0:
-            raise ValueError(f"model.mixing.off_epoch is an epoch, counted from 0, or null, not {self.off_epoch}")
+            raise ValueError(f"model.mixing.off_epoch must be an epoch, counted from 0, or null, not {self.off_epoch}")
 
     def build(self, num_classes: int, label_smoothing: float) -> Mixup | None:
-        """timm's Mixup, which also smooths the labels; None when off."""
+        """Return timm's Mixup, which also smooths the labels; None if mixing is off."""
         if not self.mixup and not self.cutmix and self.cutmix_minmax is None:
             return None
         return Mixup(
@@ -105,17 +107,17 @@ class Mixing:
         )
 
     def active(self, epoch: int) -> bool:
-        """Whether batches of this epoch, counted from 0, are mixed if mixing is on at all."""
+        """Return whether `epoch`, counted from 0, is before `off_epoch`."""
         return self.off_epoch is None or epoch < self.off_epoch
 
     def check_batch(self, batch_size: int, img_size: tuple[int, int]) -> None:
-        """ValueError when batches of one device cannot be mixed: odd ones, or images (h, w) too small for cutmix_minmax."""
+        """Raise ValueError for an odd batch size per device, or images (h, w) too small for `cutmix_minmax`."""
         if batch_size % 2:
-            raise ValueError(f"mixup and cutmix pair the images of a batch: data.batch_size {batch_size} is odd, make it even")
+            raise ValueError(f"mixup and cutmix pair the images of a batch: data.batch_size must be even, not {batch_size}")
         if self.cutmix_minmax is not None:
             low, high = self.cutmix_minmax
             if any(int(side * low) >= int(side * high) for side in img_size):
                 raise ValueError(
-                    f"model.mixing.cutmix_minmax {[low, high]} leaves no box on images of {img_size[0]}x{img_size[1]} pixels: "
-                    "widen it"
+                    f"model.mixing.cutmix_minmax {[low, high]} gives an empty box on images of {img_size[0]}x{img_size[1]} "
+                    "pixels: widen the range"
                 )

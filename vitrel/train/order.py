@@ -1,8 +1,8 @@
-"""Which images make which batch: a function of (seed, epoch) alone, the same for any number of loader processes.
+"""The order of training images: which images form which batch, a function of (seed, epoch) only.
 
-A batch of the whole run takes the next `images * world` places of the epoch's order, and rank r takes every world-th of them
-from r on: with the same images per update, any number of ranks trains on the same batches. A resumed run passes over the
-batches that are done, without reading them.
+The order does not depend on the number of loader processes. A global batch takes the next `images * world` positions of the
+epoch's order, and rank r takes every world-th of them, starting at r. Therefore any number of ranks trains on the same global
+batches if the images per update are the same. A resumed run skips the finished batches without reading their images.
 """
 
 from abc import ABC, abstractmethod
@@ -18,23 +18,23 @@ from vitrel.data.stream import Batch, ShardBatches
 
 
 class Plan:
-    """How many images each batch of an epoch holds per rank, and at which size.
+    """The number of images per rank, and the image size, of every batch of an epoch.
 
-    With several sizes they take turns, and a batch at (h, w) holds `batch_size * (H * W) / (h * w)` images, so that every
-    batch has about the tokens of `batch_size` images at (H, W); their order is drawn by (seed, epoch). All ranks share one
-    size at a time. What is left and fills no batch at any size is left out of that epoch.
+    With several sizes, a batch at (h, w) holds `batch_size * (H * W) / (h * w)` images, so that every batch has about as many
+    tokens as `batch_size` images at (H, W). All sizes have about the same number of batches, shuffled by (seed, epoch), and
+    all ranks have the same size at the same step. The last images, too few for a batch at any size, are left out of the epoch.
 
     Args:
-        n: images of the data set.
+        n: number of images in the data set.
         batch_size: images per batch and rank at `size`.
         world: number of ranks.
-        size: (H, W) in pixels that `batch_size` is meant for.
-        sizes: (h, w) to train on; `size` alone by default.
-        even: batches hold an even number of images, which mixup pairs.
-        seed: of the order of the sizes.
+        size: (H, W) in pixels for which `batch_size` is meant.
+        sizes: sizes (h, w) in pixels to train on; by default `size` only.
+        even: give every batch an even number of images, because mixup pairs them.
+        seed: seed of the order of the sizes.
 
     Raises:
-        ValueError: not one batch can be filled.
+        ValueError: the images do not fill a single batch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Plan:
             images = batch_size * size[0] * size[1] // (h * w) if sizes else batch_size
             if images < step:
                 raise ValueError(
-                    f"a batch of {batch_size} images at {size[0]}x{size[1]} has the tokens of less than {step} at {h}x{w}: "
+                    f"a batch of {batch_size} images at {size[0]}x{size[1]} has room for less than {step} at {h}x{w}: "
                     "raise data.batch_size or leave that size out"
                 )
             turns.append(Batch(images // step * step, (h, w) if sizes else None))
@@ -69,33 +69,36 @@ class Plan:
         return len(self.batches)
 
     def __call__(self, epoch: int) -> list[Batch]:
-        """The batches of an epoch, in order."""
+        """Return the batches of an epoch, in order: images per rank and size."""
         if not self.several:
             return self.batches
-        # one more than the images' seed, so that sizes and images are drawn apart
+        # another stream than that of the images, so that the two orders are independent
         order = torch.randperm(len(self.batches), generator=generator(self.seed, epoch, 1))
         return [self.batches[i] for i in order.tolist()]
 
 
 def in_turns(n: int, images: Sequence[int]) -> list[int]:
-    """Which kind of batch comes next, in turns, for as long as any of them can be filled from n images."""
-    found: list[int] = []
+    """Divide n images into batches of several kinds in rotation; return the kind of each batch.
+
+    Kind k takes `images[k]` images. A kind that no longer fits is skipped; the rest that fits no kind is left out.
+    """
+    kinds: list[int] = []
     for kind in cycle(range(len(images))):
         if n < min(images):
-            return found
+            return kinds
         if n >= images[kind]:
-            found.append(kind)
+            kinds.append(kind)
             n -= images[kind]
-    return found
+    return kinds
 
 
 class Order(Sampler[list[int | Draw]], ABC):
-    """Abstract. The batches of one rank, epoch after epoch."""
+    """Abstract batch sampler of one rank: the batches of every epoch, as indices or `Draw`s of images."""
 
     epoch = first = 0
 
     def start(self, epoch: int, batch: int = 0) -> None:
-        """What the next iteration yields: the batches of `epoch` from `batch` on."""
+        """Let the next iteration yield the batches of `epoch`, beginning at number `batch`."""
         self.epoch, self.first = epoch, batch
 
     def __iter__(self) -> Iterator[list[int | Draw]]:
@@ -103,23 +106,23 @@ class Order(Sampler[list[int | Draw]], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches of every rank in every epoch, those that are passed over included."""
+        """Return the number of batches per rank and epoch, including those that `start` skips."""
 
     @abstractmethod
     def batches(self, epoch: int) -> list[list[int | Draw]]:
-        """All batches of this rank in an epoch."""
+        """Return all batches of this rank in an epoch."""
 
 
 class EpochOrder(Order):
-    """Batches of this rank: every index at most once per epoch, shuffled by (seed, epoch).
+    """Batches of one rank: every image at most once (or `repeats` times) per epoch, shuffled by (seed, epoch).
 
     Args:
-        n: images of the data set.
-        plan: the batches of an epoch.
-        repeats: views of each image, next to each other and thus in one batch of the run: repeated augmentation
-            (arXiv 1901.09335). The epoch stays as long, so that it shows 1 / repeats of the images.
-        rank, world: this process, and how many there are.
-        seed: of the order.
+        n: number of images in the data set.
+        plan: sizes of the batches of an epoch.
+        repeats: views of each image, next to each other and thus in the same global batch: repeated augmentation
+            (arXiv 1901.09335). The number of batches per epoch stays, so an epoch shows 1 / repeats of the images.
+        rank, world: this rank, and the number of ranks.
+        seed: seed of the order.
     """
 
     def __init__(self, n: int, plan: Plan, repeats: int = 1, rank: int = 0, world: int = 1, seed: int = 0) -> None:
@@ -129,29 +132,34 @@ class EpochOrder(Order):
         return len(self.plan)
 
     def batches(self, epoch: int) -> list[list[int | Draw]]:
-        """All batches of this rank in an epoch."""
+        """Return all batches of this rank in an epoch: plain indices, or `Draw`s where size or repeat matter."""
         order = torch.randperm(self.n, generator=generator(self.seed, epoch)).tolist()
-        found, start = [], 0
+        batches, start = [], 0
         for batch in self.plan(epoch):
-            places = range(start + self.rank, start + batch.images * self.world, self.world)
+            views = range(start + self.rank, start + batch.images * self.world, self.world)
             start += batch.images * self.world
-            draws = [Draw(order[i // self.repeats], batch.size, i % self.repeats) for i in places]
-            found.append([draw.index if draw == Draw(draw.index) else draw for draw in draws])
-        return found
+            draws = [Draw(order[i // self.repeats], batch.size, i % self.repeats) for i in views]
+            batches.append([draw.index if draw == Draw(draw.index) else draw for draw in draws])
+        return batches
 
 
 class EpochLoader(DataLoader):
-    """A DataLoader whose every iteration begins where `place` says: (epoch, batches of it that are done).
+    """A DataLoader that starts every iteration at the trainer's current epoch and batch.
 
-    Lightning tells samplers the epoch only after the first iterator was made, whose workers read ahead.
+    Lightning sets the epoch of a sampler only after it has created the first iterator, whose workers already read ahead.
+
+    Args:
+        dataset: a data set of images with `set_epoch`, or a `ShardBatches`.
+        progress: called at the start of an iteration; returns (epoch, number of its batches that are done).
+        options: further keywords of DataLoader; `batch_sampler` is an `Order`, except with `ShardBatches`.
     """
 
-    def __init__(self, dataset: Dataset, place: Callable[[], tuple[int, int]], **how) -> None:
-        super().__init__(dataset, **how)
-        self.place = place
+    def __init__(self, dataset: Dataset, progress: Callable[[], tuple[int, int]], **options) -> None:
+        super().__init__(dataset, **options)
+        self.progress = progress
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
-        epoch, done = self.place()
+        epoch, done = self.progress()
         self.dataset.set_epoch(epoch)
         if isinstance(self.dataset, ShardBatches):
             self.dataset.skip(done)
@@ -161,10 +169,14 @@ class EpochLoader(DataLoader):
 
 
 class EveryImageOnce(Dataset):
-    """The share of one rank in an evaluation set, filled up to equal length by zero images of label -1, which count nowhere.
+    """One rank's share of an evaluation set: every image on exactly one rank, padded by zero images of label -1.
 
-    Filling by real images, as a DistributedSampler does, would count some twice; unequal lengths would leave a rank waiting
-    where ranks gather parameters in every forward pass (FSDP).
+    Padding by real images, as DistributedSampler does, would count some images twice. Without padding, shares of unequal length
+    would block the ranks under FSDP, which gathers parameters from all ranks in every forward pass.
+
+    Args:
+        dataset: the evaluation set, of (image, label).
+        rank, world: this rank, and the number of ranks.
     """
 
     def __init__(self, dataset: Dataset, rank: int = 0, world: int = 1) -> None:
@@ -177,15 +189,15 @@ class EveryImageOnce(Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, items: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """As one by one; data sets that make a whole batch faster are asked for it."""
-        places = [i * self.world + self.rank for i in items]
-        real = [place for place in places if place < len(self.dataset)]
-        many = getattr(self.dataset, "__getitems__", None)
-        found = many(real) if many else [self.dataset[place] for place in real]
-        fill = (torch.zeros_like((found or [self.dataset[0]])[0][0]), -1)
-        return found + [fill] * (len(places) - len(real))
+        """Return several (image, label) pairs, read as one batch if the data set has `__getitems__`."""
+        indices = [i * self.world + self.rank for i in items]
+        existing = [index for index in indices if index < len(self.dataset)]
+        read_batch = getattr(self.dataset, "__getitems__", None)
+        samples = read_batch(existing) if read_batch else [self.dataset[index] for index in existing]
+        padding = (torch.zeros_like((samples or [self.dataset[0]])[0][0]), -1)
+        return samples + [padding] * (len(indices) - len(existing))
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:
-    """The random numbers of an epoch; those of another stream are drawn apart."""
+    """Return a random generator seeded by (seed, epoch, stream); different streams of an epoch are independent."""
     return torch.Generator().manual_seed(seed * 1_000_003 + epoch + stream * 7_919_000_003)

@@ -1,4 +1,4 @@
-"""Is loading or training the limit: both measured alone."""
+"""The data profile (`--profile_data`): measures loading and training speed separately, to find which one limits a run."""
 
 import itertools
 import math
@@ -22,15 +22,15 @@ WARM_UP = 3  # batches
 
 @dataclass(frozen=True)
 class Measured:
-    """Images/s, over all devices where there are several.
+    """Result of a data profile; its text gives both speeds and advice.
 
     Args:
-        loading: by the loader alone.
-        training: on one batch again and again, nothing loaded.
-        workers: loader processes of one device.
-        devices: number of them.
-        one_process: images that one process prepares in a second.
-        decoding: of which files are decoded, seconds per image; None where images are no files.
+        loading: images/s of the loader without training, summed over devices.
+        training: images/s of training on one batch repeatedly, without loading, summed over devices.
+        workers: loader processes per device.
+        devices: number of devices.
+        one_process: images/s that one loader process prepares.
+        decoding: seconds to decode one image file; None if the images are no files.
         cores: CPU cores of this machine.
     """
 
@@ -43,43 +43,42 @@ class Measured:
     cores: int
 
     def __str__(self) -> str:
-        told = f"one process prepares {self.one_process:,.0f}, {1e3 / self.one_process:.2f} ms each"
+        details = f"one process prepares {self.one_process:,.0f} images/s, {1e3 / self.one_process:.2f} ms per image"
         if self.decoding is not None:
-            told += f", {1e3 * self.decoding:.2f} of them to decode"
+            details += f", {1e3 * self.decoding:.2f} ms of it for decoding"
         each = f" for each of {self.devices} devices" if self.devices > 1 else ""
-        loading = f"loading   {self.loading:,.0f} images/s with {self.workers} workers{each} ({told})"
-        training = f"training  {self.training:,.0f} images/s on one batch again and again"
+        loading = f"loading   {self.loading:,.0f} images/s with {self.workers} workers{each} ({details})"
+        training = f"training  {self.training:,.0f} images/s on one batch, repeated"
         return "\n".join([loading, training, self.advice()])
 
     def advice(self) -> str:
-        """Which of the two is the limit, and what to do."""
+        """Return a sentence that says whether loading or training is the limit, and which setting to change."""
         if self.loading >= 1.1 * self.training and self.workers:
-            return f"training is the limit: the loader could feed {self.loading / self.training:.1f} times as much"
+            return f"training is the limit: the loader is {self.loading / self.training:.1f} times as fast"
         needed = math.ceil(1.2 * self.training / self.one_process / self.devices)
         if not self.workers:
             together = 1 / (1 / self.loading + 1 / self.training)
-            said = f"without workers the two take turns, {together:,.0f} images/s: set data.workers to {needed}"
+            diagnosis = f"without workers, loading and training alternate, at {together:,.0f} images/s"
         else:
-            said = f"the loader is the limit, {self.loading / self.training:.0%} of what training takes: data.workers {needed}"
-        enough = f" (this machine has {self.cores} cores)"
+            diagnosis = f"the loader is the limit, at {self.loading / self.training:.0%} of the training speed"
         if needed * self.devices <= self.cores:
-            return f"{said} would keep up{enough}" if self.workers else said + enough
+            return f"{diagnosis}: set data.workers to {needed} (this machine has {self.cores} cores)"
         return (
-            f"{said} would keep up, more than this machine has cores ({self.cores}): keep smaller images "
-            "(vitrel pack with --resize), or draw less in data.augment"
+            f"{diagnosis}: data.workers {needed} would be enough, but this machine has only {self.cores} cores: store smaller "
+            "images (vitrel pack with --resize), or use less of data.augment"
         )
 
 
 class DataProfile(Callback):
-    """Measures the loader alone, then training on one batch, prints both and ends the run; nothing is evaluated or saved.
+    """Measures the loader's speed, then the speed of training on one batch, prints both and ends the run.
 
-    Each is the median of `REPEATS` measurements after a warm-up.
+    Nothing is evaluated or saved. Each speed is the median of `REPEATS` measurements after a warm-up.
 
     Args:
-        seconds: least duration of one measurement.
+        seconds: minimum duration of one measurement.
 
     Attributes:
-        measured: the result.
+        measured: the result; None before the end.
     """
 
     measured: Measured | None = None
@@ -128,35 +127,36 @@ class DataProfile(Callback):
 
 
 def _measure_loader(loader: DataLoader, seconds: float) -> tuple[Any, float]:
-    batches = _endlessly(loader)
+    """One batch of the loader, and the loader's speed in images/s."""
+    batches = _endless(loader)
     batch = next(batches)
-    for _ in range(WARM_UP + 2 * loader.num_workers):  # what the workers have read ahead by now costs nothing
+    for _ in range(WARM_UP + 2 * loader.num_workers):  # first use up the batches that the workers have prefetched
         next(batches)
     return batch, _median_rate((len(images) for images, _ in batches), seconds)
 
 
 def _measure_images(dataset: Dataset, batch_size: int, seconds: float) -> tuple[float, float | None]:
-    """Images/s in this process, and the seconds that decoding one takes where images are files."""
-    batches = _endlessly(DataLoader(dataset, batch_size))
+    """Images/s that this process prepares, and the seconds to decode one image file (None if the images are no files)."""
+    batches = _endless(DataLoader(dataset, batch_size))
     rate = _median_rate((len(images) for images, _ in batches), seconds)
     files = [dataset.name(i) for i in range(min(len(dataset), 256))] if hasattr(dataset, "name") else []
-    files = [name for name in files if Path(name).is_file()]  # a name may be no path: a member of a shard, an escaped path
+    files = [name for name in files if Path(name).is_file()]  # some names are no paths: members of shards, escaped paths
     if not files:
         return rate, None
     return rate, 1 / _median_rate((len([decode(path)]) for path in itertools.cycle(files)), seconds)
 
 
-def _endlessly(loader: DataLoader) -> Iterator[Any]:
+def _endless(loader: DataLoader) -> Iterator[Any]:
     while True:
         yield from loader
 
 
 def _median_rate(counts: Iterator[int], seconds: float) -> float:
-    """Images/s where every item is a number of images that came, measured `REPEATS` times for at least `seconds`."""
+    """Median images/s of `REPEATS` measurements of at least `seconds` each; `counts` yields the images of each batch."""
     rates: list[float] = []
     while len(rates) < REPEATS:
         images, start = 0, time.perf_counter()
-        while (taken := time.perf_counter() - start) < seconds:
+        while (elapsed := time.perf_counter() - start) < seconds:
             images += next(counts)
-        rates.append(images / taken)
+        rates.append(images / elapsed)
     return median(rates)

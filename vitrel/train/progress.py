@@ -1,4 +1,4 @@
-"""What is seen while a run trains: its speed, and a bar or lines that tell of it."""
+"""Speed measurement and progress output of a run: a bar on a terminal, lines of text elsewhere."""
 
 import sys
 import time
@@ -20,13 +20,13 @@ SHOWN = {
 
 
 class Speed(Callback):
-    """Measures the training of an epoch, evaluation excluded, and logs it with the learning rate when the epoch ends.
+    """Measures the training speed of an epoch, without evaluation, and logs it with the learning rate at the end of the epoch.
 
     Attributes:
-        rate: images/s over all devices, loading included.
+        rate: images/s over all devices, including loading.
         data_wait: share of the time in which this process waited for batches, 0 to 1.
-        memory_mb: peak of the run so far in MiB: what tensors took on the GPU, or the process in memory where there is none.
-        eta: seconds to the end of the run at the speed so far, evaluation included; None where the end is unknown.
+        memory_mb: peak memory of the run so far in MiB: tensors on the GPU, or the resident memory of the process on a CPU.
+        eta: estimated seconds to the end of the run, including evaluation; None if the end is unknown.
     """
 
     def __init__(self) -> None:
@@ -34,63 +34,63 @@ class Speed(Callback):
         self.eta: float | None = None
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        # epochs shorter than the logging interval would leave no metrics of single steps
+        # in an epoch shorter than the logging interval, no metrics of single steps would be logged
         trainer.log_every_n_steps = max(1, min(trainer.log_every_n_steps, module.updates_per_epoch()))
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.updates = module.updates()
-        self.run_start, self.first = time.perf_counter(), trainer.global_step
-        self.on_train_epoch_start(trainer, module)  # which a run that goes on within an epoch would not call
+        self.run_start, self.first_step = time.perf_counter(), trainer.global_step
+        self.on_train_epoch_start(trainer, module)  # Lightning does not call it in a run that resumes within an epoch
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.images, self.waited = 0, 0.0
-        self.start = self.free = time.perf_counter()
+        self.start = self.batch_end = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.waited += time.perf_counter() - self.free
+        self.waited += time.perf_counter() - self.batch_end
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.free = time.perf_counter()
+        self.batch_end = time.perf_counter()
         self.images += len(batch[0]) * trainer.world_size
-        self.rate = self.images / (self.free - self.start)
-        self.data_wait = self.waited / (self.free - self.start)
+        self.rate = self.images / (self.batch_end - self.start)
+        self.data_wait = self.waited / (self.batch_end - self.start)
         self.memory_mb = peak_memory(module.device)
-        if self.updates and trainer.global_step > self.first:
-            each = (self.free - self.run_start) / (trainer.global_step - self.first)
-            self.eta = each * (self.updates - trainer.global_step)
+        if self.updates and trainer.global_step > self.first_step:
+            seconds_per_update = (self.batch_end - self.run_start) / (trainer.global_step - self.first_step)
+            self.eta = seconds_per_update * (self.updates - trainer.global_step)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.validation = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            taken = time.perf_counter() - self.validation
-            self.start, self.free = self.start + taken, self.free + taken
+            elapsed = time.perf_counter() - self.validation
+            self.start, self.batch_end = self.start + elapsed, self.batch_end + elapsed
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         names = {"images_per_s": self.rate, "data_wait": self.data_wait, "memory_mb": self.memory_mb}
         names |= {"lr": trainer.optimizers[0].param_groups[0]["lr"]}
-        module.log_dict(names, sync_dist=trainer.world_size > 1)  # means of the ranks, whose images_per_s are of all
+        module.log_dict(names, sync_dist=trainer.world_size > 1)  # averaged over ranks; each images_per_s counts all devices
 
 
 class Progress(RichProgressBar):
-    """Rich's bar with loss, accuracy, images/s, data wait, memory and the time left."""
+    """Lightning's Rich progress bar with loss, accuracy, images/s, data wait, memory and the time left."""
 
     def __init__(self, speed: Speed) -> None:
         super().__init__()
         self.speed = speed
 
     def _get_train_description(self, current_epoch: int) -> str:
-        # counted from 1, as everywhere else that is shown
+        # epochs are shown counted from 1
         return f"Epoch {current_epoch + 1}/{self.trainer.max_epochs}".ljust(len(self.validation_description))
 
     def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, module)
-        return {**_shown(metrics), **_told(self.speed)}
+        return {**_shown(metrics), **_speed_values(self.speed)}
 
 
 class Lines(ProgressBar):
-    """A line of plain text per epoch, for output that is no terminal."""
+    """Prints a line of plain text per epoch, for output that is not a terminal."""
 
     def __init__(self, speed: Speed) -> None:
         super().__init__()
@@ -98,41 +98,44 @@ class Lines(ProgressBar):
         self.ended = False
 
     def disable(self) -> None:
-        """No lines; Lightning calls it on all ranks but the first."""
+        """Print nothing; Lightning calls it on all ranks but the first."""
         self.enabled = False
 
     def enable(self) -> None:
-        """Lines again."""
+        """Print lines again."""
         self.enabled = True
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.ended = True
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.tell(trainer, trainer.current_epoch)
+        self.print_line(trainer, trainer.current_epoch)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.tell(trainer, trainer.current_epoch)
+        self.print_line(trainer, trainer.current_epoch)
 
-    def tell(self, trainer: Trainer, epochs: int) -> None:
-        """The line of the epoch that ended, once: when it ends, the module has yet to log the means over it."""
+    def print_line(self, trainer: Trainer, epochs: int) -> None:
+        """Print the line of the epoch that ended, once.
+
+        Not called in `on_train_epoch_end`, where the module has not logged the epoch's means yet.
+        """
         if not self.enabled or not self.ended:
             return
         self.ended = False
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        values = {name: f"{value:.4f}" for name, value in _shown(metrics).items()} | _told(self.speed)
+        values = {name: f"{value:.4f}" for name, value in _shown(metrics).items()} | _speed_values(self.speed)
         end = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        said = "  ".join(f"{name} {value}" for name, value in values.items())
-        print(f"epoch {epochs}{end}  {said}", flush=True)
+        text = "  ".join(f"{name} {value}" for name, value in values.items())
+        print(f"epoch {epochs}{end}  {text}", flush=True)
 
 
 def progress_of(speed: Speed) -> ProgressBar:
-    """The bar on a terminal, lines elsewhere."""
+    """Return the callback that shows progress: a bar if stdout is a terminal, lines of text if not."""
     return Progress(speed) if sys.stdout.isatty() else Lines(speed)
 
 
 def peak_memory(device: torch.device) -> float:
-    """MiB at the peak: tensors on a GPU, or else this process in memory; 0 where the system does not tell."""
+    """Return the peak memory in MiB: tensors on a GPU, or this process's resident memory on a CPU; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     try:
@@ -147,6 +150,6 @@ def _shown(metrics: dict[str, Any]) -> dict[str, Any]:
     return {short: metrics[name] for name, short in SHOWN.items() if name in metrics}
 
 
-def _told(speed: Speed) -> dict[str, str]:
-    told = {"images/s": f"{speed.rate:.0f}", "data wait": f"{speed.data_wait:.0%}", "memory": f"{speed.memory_mb:,.0f} MiB"}
-    return told if speed.eta is None else {**told, "eta": str(timedelta(seconds=round(speed.eta)))}
+def _speed_values(speed: Speed) -> dict[str, str]:
+    values = {"images/s": f"{speed.rate:.0f}", "data wait": f"{speed.data_wait:.0%}", "memory": f"{speed.memory_mb:,.0f} MiB"}
+    return values if speed.eta is None else {**values, "eta": str(timedelta(seconds=round(speed.eta)))}

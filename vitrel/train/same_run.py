@@ -1,7 +1,7 @@
-"""What a run depends on: saved with every checkpoint, and compared by a run that goes on from it.
+"""The check that a resumed run has the same settings and data as the run that saved the checkpoint.
 
-What only decides where, how fast and how long a run goes on is left free: the end of the schedule, devices, precision, loader
-processes, memory, logs, the folders that data and weights lie in.
+Every checkpoint stores the settings that decide the batches, the loss and the updates. Other settings may change on resuming:
+the length of the run, devices, precision, loader processes, memory, logs, and the folders of data and weights.
 """
 
 import hashlib
@@ -20,29 +20,29 @@ from torch import Tensor
 from vitrel.data import SHAPES
 from vitrel.models.create import WEIGHT_ARGUMENTS
 
-_READERS = {"devices", "loader processes"}  # an epoch of shards is divided between them
+_READERS = {"devices", "loader processes"}  # shards are divided between them, so they decide the batches of an epoch
 _FILES = "training files"
 _SHOWN = 3  # names of files in a message
 
 
 class Listing(NamedTuple):
-    """What training images there are, in order: SHA-256 of the lines, and the lines compressed, uint8 [bytes]."""
+    """The training images by name and label, in order: SHA-256 of the lines, and the lines compressed, uint8 [bytes]."""
 
     digest: str
     lines: Tensor
 
     @classmethod
     def of(cls, lines: Sequence[str]) -> Self:
-        """The lines of `ImageSet.contents`: 4 MB for the 1.3 million images of ImageNet, where the names alone are 44."""
-        text = "\n".join(lines).encode("utf-8", "surrogateescape")  # a file's name may be no text
+        """Return the listing of these lines (`ImageSet.contents`); 4 MB for the 1.3 million images of ImageNet."""
+        text = "\n".join(lines).encode("utf-8", "surrogateescape")  # a file name need not be valid UTF-8
         return cls(hashlib.sha256(text).hexdigest(), torch.frombuffer(bytearray(zlib.compress(text)), dtype=torch.uint8))
 
 
 def run_settings(trainer: Trainer) -> dict[str, Any]:
-    """Everything that decides the batches, the loss and the updates, by name, as plain values."""
+    """Return {name: plain value} of all settings that decide the batches, the loss and the updates."""
     data, module = trainer.datamodule, trainer.lightning_module
     model = module.settings()
-    found = {
+    settings = {
         "seed": data.seed,
         "training images": len(data.train_set),
         "images per class": module.class_counts,
@@ -65,41 +65,44 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "model_args": {name: value for name, value in model["model_args"].items() if name not in WEIGHT_ARGUMENTS},
         "tuning.trainable": model["tuning"]["trainable"],
     }
-    found |= {name: model[name] for name in ("mixing", "label_smoothing", "objective", "ema")}
-    if module.teacher is not None:  # known by its weights, wherever their file lies
-        where = dict.fromkeys(("checkpoint", "pretrained"), "")
-        found["objective"]["distillation"] |= where | {"weights": module.teacher.digest}
-    # the optimiser's state and its first rates come from the checkpoint: another setting would be ignored without a word
-    found |= {f"optim.{name}": value for name, value in model["optim"].items()}
+    settings |= {name: model[name] for name in ("mixing", "label_smoothing", "objective", "ema")}
+    if module.teacher is not None:  # compared by its weights, since its file may have been moved
+        no_source = dict.fromkeys(("checkpoint", "pretrained"), "")
+        settings["objective"]["distillation"] |= no_source | {"weights": module.teacher.digest}
+    # a resumed run takes the optimiser's state and rates from the checkpoint, so other settings would be ignored silently
+    settings |= {f"optim.{name}": value for name, value in model["optim"].items()}
     if data.streamed:
-        found |= {"devices": trainer.world_size, "loader processes": data.workers}
-    return json.loads(json.dumps(found, default=str))
+        settings |= {"devices": trainer.world_size, "loader processes": data.workers}
+    return json.loads(json.dumps(settings, default=str))
 
 
 def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """ValueError naming what differs where this run is not the one that saved the checkpoint, by vitrel train."""
+    """Raise ValueError naming the settings or files that differ from those of the run that saved the checkpoint.
+
+    Does nothing for checkpoints that vitrel train did not write, or outside training.
+    """
     if "run" not in checkpoint or not hasattr(trainer.datamodule, "listing") or trainer.state.fn != TrainerFn.FITTING:
         return
-    saved, mine, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
-    free = set() if _inside_an_epoch(checkpoint) else _READERS
-    if unknown := [name for name in mine if name not in saved and name not in _READERS]:
-        _say(f"{path} is of an earlier version, which did not save {', '.join(unknown)}: they are taken to be the same")
-    known = {name: value for name, value in mine.items() if name in saved and name not in free}
-    differ = [
+    saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
+    ignored = set() if _inside_an_epoch(checkpoint) else _READERS
+    if missing := [name for name in current if name not in saved and name not in _READERS]:
+        _print(f"{path} was written by an earlier version, which did not save {', '.join(missing)}: assumed to be unchanged")
+    compared = {name: value for name, value in current.items() if name in saved and name not in ignored}
+    differences = [
         _files_that_differ(checkpoint["run"]["files"], trainer.datamodule.listing.lines)
         if name == _FILES
         else f"{name}: {_short(old)}, now {_short(new)}"
-        for name, old, new in values_that_differ({name: saved[name] for name in known}, known)
+        for name, old, new in values_that_differ({name: saved[name] for name in compared}, compared)
     ]
-    if differ:
+    if differences:
         raise ValueError(
-            f"cannot resume, the run would see other batches or go by other settings than that of {path}: {'; '.join(differ)}. "
-            f"Set them back, or begin a new run from its weights, in another folder, with --model.tuning.init_from={path}"
+            f"cannot resume {path}, because its settings or data differ from this run's: {'; '.join(differences)}. Set them "
+            f"back, or start a new run from its weights in another folder: --model.tuning.init_from={path}"
         )
 
 
 def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, old, new) of every value that differs in nested dictionaries, the names joined by dots."""
+    """Yield (name, old, new) of every value that differs in nested dictionaries; nested names are joined by dots."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
             yield from values_that_differ(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))
@@ -109,17 +112,17 @@ def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str
 
 def _files_that_differ(old: Tensor, new: Tensor) -> str:
     listings = (zlib.decompress(blob.numpy().tobytes()).decode("utf-8", "surrogateescape").split("\n") for blob in (old, new))
-    was, now = (dict(line.rpartition("\t")[::2] for line in lines) for lines in listings)
+    before, now = (dict(line.rpartition("\t")[::2] for line in lines) for lines in listings)
     parts = [
-        f"{len(names)} {what} ({', '.join(map(ascii, names[:_SHOWN]))}{', ...' if len(names) > _SHOWN else ''})"
-        for what, names in (
-            ("gone", [name for name in was if name not in now]),
-            ("new", [name for name in now if name not in was]),
-            ("changed", [name for name in now if was.get(name, now[name]) != now[name]]),
+        f"{len(names)} {change} ({', '.join(map(ascii, names[:_SHOWN]))}{', ...' if len(names) > _SHOWN else ''})"
+        for change, names in (
+            ("gone", [name for name in before if name not in now]),
+            ("new", [name for name in now if name not in before]),
+            ("changed", [name for name in now if before.get(name, now[name]) != now[name]]),
         )
         if names
     ]
-    return f"{_FILES}: {', '.join(parts) or 'the same in another order'}"
+    return f"{_FILES}: {', '.join(parts) or 'the same files in another order'}"
 
 
 def _short(value: Any) -> str:
@@ -132,5 +135,5 @@ def _inside_an_epoch(checkpoint: dict[str, Any]) -> bool:
 
 
 @rank_zero_only
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text)

@@ -1,4 +1,4 @@
-"""Checkpoints that survive: whole or not at all, at moments a run can go on from exactly, and when asked to stop."""
+"""Saving checkpoints: atomic writes, `best.ckpt`, and a `last.ckpt` from which a run resumes exactly, also after signals."""
 
 import math
 import os
@@ -20,36 +20,39 @@ from vitrel.train.log import CSVLog
 from vitrel.train.same_run import run_settings
 from vitrel.weights.read import checksums, read_file
 
-TOLD = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "ctrl-c"}  # to stop; the exit status is 128 and the signal's number
+STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "ctrl-c"}  # the exit status is 128 + the signal's number
 
 
 def read_to_resume(path: str | Path) -> dict[str, Any]:
-    """The checkpoint of a run that is to be gone on with; ValueError with the way out where it is damaged or none of a run."""
+    """Return the contents of a checkpoint to resume from; ValueError if the file is damaged or holds no run."""
     try:
         stored = read_file(path)
         if not isinstance(stored, dict) or not {"loops", "optimizer_states", "state_dict"} <= stored.keys():
-            raise ValueError(f"{path} holds no run, weights at most; to begin one from these: --model.tuning.init_from={path}")
+            raise ValueError(f"{path} holds no run; to start a new one from its weights: --model.tuning.init_from={path}")
     except ValueError as error:
         others = [other for other in Path(path).parent.glob("*.ckpt") if other.name != Path(path).name]
         others = sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)
-        way = f"Go on from another one of this run: --ckpt_path={others[0]}" if others else "There is no other one beside it"
-        raise ValueError(f"cannot resume, and nothing was changed: {error}. {way}") from error
+        remedy = f"Resume from another checkpoint: --ckpt_path={others[0]}" if others else "The run has no other checkpoint"
+        raise ValueError(f"cannot resume, and nothing was changed: {error}. {remedy}") from error
     return stored
 
 
 class AtomicIO(TorchCheckpointIO):
-    """Writes beside the file and renames: what stands at `path` is the former checkpoint or the new one, whole.
+    """Writes checkpoints atomically (temporary file, then rename): `path` holds the old or the new checkpoint, never a part.
 
     Args:
-        folder: of the run, which is never made anew here, see `vitrel.train.faults.RunFolder`.
+        folder: the run's folder, which must exist, see `vitrel.train.faults.RunFolder`.
     """
 
     def __init__(self, folder: str | Path = ".") -> None:
         self.folder = Path(folder)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write; OSError when there is no room, with the former file kept and nothing left beside it."""
-        if "vitrel" in checkpoint:  # `read_file` compares them; what callbacks keep are single numbers, under names with paths
+        """Write the checkpoint; OSError if that fails (e.g. disk full), with the old file unchanged and no temporary file left.
+
+        Adds the checksums of all tensors, which `read_file` verifies.
+        """
+        if "vitrel" in checkpoint:  # callbacks store only single numbers, under names that contain paths
             parts = {name: part for name, part in checkpoint.items() if name != "callbacks"}
             checkpoint["vitrel"]["checksums"] = checksums(parts)
         try:
@@ -60,39 +63,39 @@ class AtomicIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
-            kept = "the former file is kept" if Path(path).exists() else "there is no former one"
+            old = "the old file is unchanged" if Path(path).exists() else "there is no old file"
             raise OSError(
-                f"cannot write the checkpoint {path}: {error}; {kept}, and nothing is left of the new one. Make room and go on "
-                "with --ckpt_path"
+                f"cannot write the checkpoint {path}: {error}; {old}, and no part of the new one is left. Free some space and "
+                "resume with --ckpt_path"
             ) from error
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        """Tensors and plain values on the CPU, never code; ValueError naming what is wrong with the file."""
+        """Return the contents, tensors on the CPU and plain values only; ValueError if the file is damaged or holds code."""
         return read_file(path)
 
 
 def merit(top1: float, loss: float) -> tuple[float, float]:
-    """What orders evaluations, the best highest: top-1, and of equals the lower loss; one that is no number comes last."""
+    """Return a sort key for evaluations, higher is better: by top-1, then by lower loss; a NaN loss is the worst."""
     return top1, -math.inf if math.isnan(loss) else -loss
 
 
 class Best(ModelCheckpoint):
-    """Keeps `best.ckpt`: the evaluation of the highest `merit`, of this run and of those that it goes on with.
+    """Keeps `best.ckpt`, the checkpoint of the evaluation with the highest `merit`, also across resumed runs.
 
-    Of evaluations with the same top-1 and the same loss it is the first.
+    If several evaluations have the same top-1 and loss, the first is kept.
 
     Args:
-        folder: where it goes.
+        folder: folder of `best.ckpt`.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        # when an evaluation ends, since not every epoch has one
-        when = {"save_on_train_epoch_end": False, "enable_version_counter": False}
-        super().__init__(folder, "best", monitor="val/top1", mode="max", **when)
+        # after evaluations, because not every epoch has one
+        options = {"save_on_train_epoch_end": False, "enable_version_counter": False}
+        super().__init__(folder, "best", monitor="val/top1", mode="max", **options)
         self.loss = math.inf
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Whether the evaluation that ended is to be kept; asked once after each."""
+        """Return whether the evaluation that just ended is the best so far; Lightning calls it once per evaluation."""
         if current is None:
             return False
         loss = float(trainer.callback_metrics["val/loss"])
@@ -103,120 +106,124 @@ class Best(ModelCheckpoint):
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """As Lightning's, with the loss of the evaluation that is kept."""
+        """Return Lightning's state and the loss of the best evaluation."""
         return {**super().state_dict(), "loss": self.loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As Lightning's, for a run whose folder was moved too: it would forget the score, and a worse one would replace it."""
+        """Restore the state, with all paths changed to the present folder.
 
-        def here(path: str) -> str:
+        In a folder that was moved, Lightning would forget the best score, and a worse checkpoint would replace the file.
+        """
+
+        def moved(path: str) -> str:
             return str(Path(self.dirpath) / Path(path).name) if path else path
 
-        paths = {name: here(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        known = {here(path): score for path, score in state["best_k_models"].items()}
-        super().load_state_dict({**state, **paths, "best_k_models": known, "dirpath": self.dirpath})
-        # an earlier version did not save it, and kept the first of equals
-        self.loss = state.get("loss", -math.inf if known else math.inf)
+        paths = {name: moved(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+        best = {moved(path): score for path, score in state["best_k_models"].items()}
+        super().load_state_dict({**state, **paths, "best_k_models": best, "dirpath": self.dirpath})
+        # checkpoints of an earlier version have no loss; its rule was to keep the first of equal top-1
+        self.loss = state.get("loss", -math.inf if best else math.inf)
 
 
 class Saving(Checkpoint):
-    """Keeps `last.ckpt`: every so many updates, before each evaluation, at the end of each epoch, on SIGTERM and ctrl-c.
+    """Saves `last.ckpt` every `every` updates, before each evaluation, at the end of each epoch, on SIGTERM and on ctrl-c.
 
-    A run resumed from it, whenever it was written, ends as if it had never been interrupted. It is not written between the
-    batches of an accumulation, since gradients are not saved. On SIGTERM and ctrl-c the run saves after its current update (in
-    an evaluation, which changes nothing, at once, unless it lies within an accumulation) and exits with status 143 or 130; all
-    ranks stop together, whichever was told. Ctrl-c once more ends it at once.
+    A run resumed from it gives the same result as an uninterrupted run. It is not saved between the batches of a gradient
+    accumulation, because gradients are not stored. On SIGTERM or ctrl-c the run saves after its current update and exits with
+    status 143 or 130; during an evaluation it exits at once, unless the evaluation lies within an accumulation. All ranks stop
+    together, whichever received the signal. A second ctrl-c ends the run without saving.
 
     Args:
-        folder: where `last.ckpt` goes.
-        csv: written before every checkpoint, and cut back to it by a resumed run.
+        folder: folder of `last.ckpt`.
+        csv: the log, written before every checkpoint; a resumed run removes the rows after the checkpoint.
         every: updates between two saves inside an epoch; 0 for none.
-        go_on: how to go on with a run that was stopped, the end of a sentence.
+        go_on: how to resume a stopped run, the end of a sentence.
     """
 
     def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0, go_on: str = "go on with --ckpt_path auto") -> None:
         self.path, self.csv, self.every = Path(folder) / "last.ckpt", csv, every
         self.go_on = go_on
-        self.update: int | None = None
-        self.asked, self.since = 0, 0.0  # the signal that was sent and when
-        self.former: dict[int, Any] = {}  # the handlers before
+        self.update: int | None = None  # number of updates in `last.ckpt`
+        self.received, self.since = 0, 0.0  # the signal that was received (0: none), and when
+        self.old_handlers: dict[int, Any] = {}
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         data = trainer.datamodule
         checkpoint["run"] = {"rows": len(self.csv.rows), "order": run_settings(trainer), "files": data.listing.lines}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Forget the rows logged after the checkpoint was saved."""
+        """Remove the rows that were logged after the checkpoint was saved."""
         del self.csv.rows[checkpoint["run"]["rows"] :]
-        # with max_steps Lightning would take the epoch that ended for one yet to end, count it again and pass over the next
+        # with max_steps, Lightning would count an epoch that has ended once more and skip the next one
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.is_global_zero:
             for folder in (self.path.parent, self.csv.path.parent):
-                for part in folder.glob(".*.part"):  # of a run that was killed while it saved
+                for part in folder.glob(".*.part"):  # temporary files of a run that was killed while saving
                     part.unlink(missing_ok=True)
-        # Lightning's own handler ends the run with status 0, saves nothing, and talks to other ranks from inside the handler
-        self.asked = int(trainer.received_sigterm and signal.SIGTERM)
-        for number in TOLD:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nobody's ctrl-c reaches a process in the background
-                self.former[number] = signal.signal(number, lambda number, frame: self._ask(trainer, number, frame))
+        # replaces Lightning's handler, which exits with status 0, saves nothing and communicates with other ranks inside itself
+        self.received = int(trainer.received_sigterm and signal.SIGTERM)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # a background process ignores ctrl-c, and still shall
+                self.old_handlers[number] = signal.signal(number, lambda number, frame: self._handle(trainer, number, frame))
 
-    def _ask(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.asked == number and time.monotonic() - self.since > 1:
-            # a second one; what comes earlier is the same once more, from the terminal and from the process that started this
-            former = self.former[number]
-            (former if callable(former) else signal.default_int_handler)(number, frame)
-        if number == signal.SIGTERM and self.asked != number and trainer.strategy.launcher is not None:
+    def _handle(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == number and time.monotonic() - self.since > 1:
+            # A second ctrl-c. Within one second it would be the first again, since the terminal and the launcher both send it.
+            handler = self.old_handlers[number]
+            (handler if callable(handler) else signal.default_int_handler)(number, frame)
+        if number == signal.SIGTERM and self.received != number and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(number)  # the ranks that this process started
-        if not self.asked:
+        if not self.received:
             self.since = time.monotonic()
-            if number == signal.SIGINT and trainer.is_global_zero:  # written past Python's buffers, one of which may be in use
+            if number == signal.SIGINT and trainer.is_global_zero:  # os.write, since Python's buffer may be in use
                 os.write(2, b"\nctrl-c: saving after this update; ctrl-c again ends the run at once\n")
-        self.asked = max(self.asked, number)
+        self.received = max(self.received, number)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Not at the end of the batch before, whose metrics were not logged yet. Its progress without the batch that begins:
+        # Saved here rather than at the end of the previous batch, whose metrics were not logged yet at that time. For the save,
+        # the progress counters are set back to the state before this batch.
         loop = trainer.fit_loop.epoch_loop
         progress, steps = loop.batch_progress, loop._batches_that_stepped
-        now = progress.state_dict()
+        state = progress.state_dict()
         progress.current.ready -= 1
         progress.total.ready -= 1
         progress.is_last_batch = False
         if not loop._should_accumulate():
             stop = self._stop(trainer)
-            # an epoch's first batch follows the save at the end of the last
+            # before the first batch of an epoch, the save at the end of the previous epoch is up to date
             if batch_idx > 0 and (stop or (self.every and trainer.global_step % self.every == 0)):
-                # after an evaluation, a resumed run passes its place once more and counts that as a step of the logs
+                # directly after an evaluation, a resumed run would count its step in the logs a second time
                 loop._batches_that_stepped -= loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
                 self._save(trainer)
-            self._leave(stop)
-        progress.load_state_dict(now)
+            self._exit_if(stop)
+        progress.load_state_dict(state)
         loop._batches_that_stepped = steps
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.fit_loop._should_accumulate():
             return
-        # as if interrupted inside its first batch: the resumed run then makes up for the whole evaluation
+        # saved as if interrupted inside the first evaluation batch, so that a resumed run repeats the whole evaluation
         progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-        now = progress.state_dict()
-        for counts in (progress.total, progress.current):  # set, not raised: a resumed run's may stand so already
+        state = progress.state_dict()
+        for counts in (progress.total, progress.current):  # set, not incremented: a resumed run may have these values already
             counts.ready = counts.started = counts.completed + 1
             counts.processed = counts.completed
         self._save(trainer)
-        progress.load_state_dict(now)
-        self._leave(self._stop(trainer))
+        progress.load_state_dict(state)
+        self._exit_if(self._stop(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self._leave(not trainer.sanity_checking and not trainer.fit_loop._should_accumulate() and self._stop(trainer))
+        self._exit_if(not trainer.sanity_checking and not trainer.fit_loop._should_accumulate() and self._stop(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        # Lightning logs the epoch's metrics after this hook, to which a run resumed from this save does not come back
+        # Lightning logs the epoch's metrics after this hook; a run resumed from this save would never log them
         metrics = {name: value.item() for name, value in trainer._logger_connector.metrics["log"].items()}
         step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
         self.csv.log_metrics(metrics | {"epoch": trainer.current_epoch}, step)
         self._save(trainer)
-        self._leave(self._stop(trainer))
+        self._exit_if(self._stop(trainer))
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._restore()
@@ -225,34 +232,35 @@ class Saving(Checkpoint):
         self._restore()
 
     def _restore(self) -> None:
-        # Before Lightning puts back what was there before itself: after it, its handler would stay, which ends nothing
-        while self.former:
-            signal.signal(*self.former.popitem())
+        # before Lightning restores the handlers that it found; afterwards, Lightning's own handler would stay installed
+        while self.old_handlers:
+            signal.signal(*self.old_handlers.popitem())
 
     def _stop(self, trainer: Trainer) -> int:
-        """The signal that a rank was sent, 0 for none."""
+        """Return the signal that any rank has received, 0 for none."""
         if trainer.world_size == 1:
-            return self.asked
-        asked = torch.tensor(self.asked, device=trainer.strategy.root_device)
-        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        return int(asked)
+            return self.received
+        received = torch.tensor(self.received, device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
+        return int(received)
 
     def _save(self, trainer: Trainer) -> None:
         self.csv.save()
         trainer.save_checkpoint(self.path)
         self.update = trainer.global_step
 
-    def _leave(self, stop: int) -> None:
+    def _exit_if(self, stop: int) -> None:
+        """Exit if `stop` is the number of a signal, after printing what is saved."""
         if stop:
-            nothing = "before anything was trained, so nothing is saved; the same command begins anew"
+            nothing = "stopped before anything was trained or saved; the same command starts again"
             saved = f"saved {self._last()}" if self.path.exists() else nothing
-            rank_zero_only(print)(f"{TOLD[stop]}: {saved}", flush=True)
+            rank_zero_only(print)(f"{STOP_SIGNALS[stop]}: {saved}", flush=True)
             raise SystemExit(128 + stop)
 
     def left(self) -> str:
-        """What is saved and how to go on, for the last words of a run."""
+        """Return what is saved and how to resume, for the last message of a run."""
         if not self.path.exists():
-            return "nothing is saved yet, the same command begins anew"
+            return "nothing is saved yet; the same command starts again"
         return f"the last checkpoint is {self._last()}"
 
     def _last(self) -> str:
@@ -260,8 +268,8 @@ class Saving(Checkpoint):
         return f"{self.path}{at}; {self.go_on}"
 
     def explain(self, error: BaseException) -> None:
-        """Where ctrl-c has ended the run at once, say what is saved, and exit with status 130 in place of `error`."""
-        # Lightning makes it a SystemExit of status 1
+        """After a second ctrl-c, print what is saved and exit with status 130 instead of `error`."""
+        # Lightning turns the KeyboardInterrupt into a SystemExit with status 1
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-            rank_zero_only(print)(f"{TOLD[signal.SIGINT]}: {self.left()}", flush=True)
+            rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self.left()}", flush=True)
             raise SystemExit(128 + signal.SIGINT) from None

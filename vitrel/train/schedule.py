@@ -1,4 +1,4 @@
-"""The learning rate over a run, as a factor on every group's own rate."""
+"""Learning-rate schedule: warm-up, decay and cool-down, as a factor on the peak rate of every parameter group."""
 
 import bisect
 import math
@@ -6,22 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-FALLING = ("cosine", "linear", "poly")  # those that end at final_lr
+FALLING = ("cosine", "linear", "poly")  # the schedules that end at final_lr
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What follows the warm-up; all in epochs, fractions too, and counted per update.
+    """Learning-rate schedule after the warm-up. Durations are in epochs, fractions allowed; the rate changes at every update.
 
     Args:
-        sched: "cosine", "linear" and "poly" fall to `optim.final_lr` at the end of the run, "step" and "multistep" multiply by
-            `decay_rate` now and then, "constant" stays.
-        warmup_lr: share of `optim.lr` that the warm-up rises from.
-        cooldown_epochs: last epochs of the run, spent at `final_lr`; of cosine, linear and poly.
-        decay_epochs: epochs between two steps of "step".
-        decay_milestones: epochs, in rising order, at whose beginning "multistep" steps.
-        decay_rate: factor of a step.
-        power: of "poly": final_lr + (1 - final_lr) * (1 - progress)**power.
+        sched: "cosine", "linear" and "poly" fall to `optim.final_lr` at the end of the run; "step" and "multistep" multiply the
+            rate by `decay_rate` at certain epochs; "constant" keeps the peak rate.
+        warmup_lr: learning rate at the start of the warm-up, as a share of `optim.lr`.
+        cooldown_epochs: number of epochs at the end of the run that are trained at `optim.final_lr`; only with cosine, linear
+            and poly.
+        decay_epochs: epochs between two decays of "step".
+        decay_milestones: epochs, in increasing order, at whose beginning "multistep" decays.
+        decay_rate: factor of a decay of "step" and "multistep".
+        power: exponent of "poly": factor = final_lr + (1 - final_lr) * (1 - progress)**power.
     """
 
     sched: Literal["cosine", "linear", "poly", "step", "multistep", "constant"] = "cosine"
@@ -34,11 +35,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_lr <= 1:
-            raise ValueError(f"model.optim.schedule.warmup_lr is a share of model.optim.lr, within 0..1, not {self.warmup_lr}")
+            raise ValueError(
+                f"model.optim.schedule.warmup_lr must be a share of model.optim.lr, within 0..1, not {self.warmup_lr}"
+            )
         if self.cooldown_epochs < 0 or (self.cooldown_epochs and self.sched not in FALLING):
             raise ValueError(
-                f"model.optim.schedule.cooldown_epochs ({self.cooldown_epochs}) is >= 0, and 0 unless sched is one of "
-                f"{', '.join(FALLING)}: {self.sched} has no final rate to stay at"
+                f"model.optim.schedule.cooldown_epochs ({self.cooldown_epochs}) must be at least 0, and 0 with sched "
+                f"{self.sched}, since only {', '.join(FALLING)} have a final rate"
             )
         if not (self.decay_epochs > 0 and self.decay_rate > 0 and self.power > 0):
             raise ValueError(
@@ -46,10 +49,18 @@ class Schedule:
                 f"power ({self.power}) must be positive"
             )
         if list(self.decay_milestones) != sorted(self.decay_milestones):
-            raise ValueError(f"model.optim.schedule.decay_milestones rise, these do not: {list(self.decay_milestones)}")
+            raise ValueError(
+                f"model.optim.schedule.decay_milestones must be in increasing order, not {list(self.decay_milestones)}"
+            )
 
     def factor(self, updates: int, per_epoch: int, warmup_epochs: float = 0.0, final: float = 0.0) -> Callable[[int], float]:
-        """Factor at update 0, 1, ... of a run of `updates`, of which an epoch has `per_epoch`.
+        """Return the function that maps an update (0, 1, ...) to the factor on the peak learning rate.
+
+        Args:
+            updates: number of updates of the run.
+            per_epoch: number of updates per epoch.
+            warmup_epochs: length of the linear warm-up, epochs.
+            final: factor at the end of a cosine, linear or poly schedule (`optim.final_lr`).
 
         Raises:
             ValueError: warm-up and cool-down take the whole run.
@@ -72,12 +83,13 @@ class Schedule:
         return at
 
     def _left(self, progress: float) -> float:
-        """What is left of the way to the final rate, 1 to 0."""
+        """Factor of a cosine, linear or poly schedule between its peak, 1, and its end, 0; `progress` is 0 to 1."""
         if self.sched == "cosine":
             return 0.5 * (1 + math.cos(math.pi * progress))
         return (1 - progress) ** (self.power if self.sched == "poly" else 1)
 
     def _steps(self, epoch: float) -> int:
+        """Number of decays before `epoch`; 0 for "constant"."""
         if self.sched == "step":
             return int(epoch // self.decay_epochs)
         return bisect.bisect_right(self.decay_milestones, epoch) if self.sched == "multistep" else 0

@@ -1,4 +1,4 @@
-"""Parameters, gradients and moments divided over the devices: FSDP2 (`torch.distributed.fsdp.fully_shard`) by Lightning."""
+"""Sharding of parameters, gradients and optimiser states over devices with FSDP2 (`torch.distributed.fsdp.fully_shard`)."""
 
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch import nn
@@ -10,10 +10,14 @@ from vitrel.position import PositionEncoding
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide each of our blocks, each encoding and the rest over the mesh's data-parallel ranks, in place.
+    """Shard every vitrel block, every encoding and the rest of the model over the mesh's data-parallel ranks, in place.
 
-    Encodings are called by the trunk, outside of their block, and what they return may be a view of their parameters: they are
-    gathered apart from the block and stay so until the backward pass.
+    Encodings are separate shards, because the trunk calls a shared encoding outside of its block. They stay gathered until the
+    backward pass, because their results may be views of their parameters.
+
+    Args:
+        model: the model whose modules are sharded.
+        mesh: Lightning's device mesh, with the dimensions "data_parallel" and "tensor_parallel".
 
     Raises:
         ValueError: the mesh also splits the model (tensor parallelism).
@@ -34,10 +38,10 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """ValueError for strategies under which the training would be another one without a word."""
+    """Raise ValueError for FSDPStrategy, and for strategies that save a checkpoint as a folder of shards."""
     if isinstance(strategy, FSDPStrategy):
-        # it hands the optimiser flattened parameters, in which matrices cannot be told from biases: nothing would be decayed
+        # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
         raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as configs/imagenet_vit_b_fsdp.yaml does")
     if getattr(strategy, "_save_distributed_checkpoint", False):
-        # a folder of shards, which torch unpickles whatever it is told
+        # torch unpickles a folder of shards, which may run code, whatever `weights_only` is
         raise ValueError("ModelParallelStrategy has to save one file: set its save_distributed_checkpoint: false")

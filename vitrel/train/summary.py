@@ -1,4 +1,4 @@
-"""What is left of a run: `summary.json`, learning curves and validation images with their predictions."""
+"""Reports of a run: `summary.json`, learning curves (`curves.png`) and validation images with predictions."""
 
 import json
 import os
@@ -25,17 +25,17 @@ from vitrel.train.saving import merit
 
 
 class Summary(Callback):
-    """Writes `summary.json` when training starts and after every epoch, and `curves.png` too when it ends, however it ends.
+    """Writes `summary.json` at the start, after every epoch and at the end of a run, and `curves.png` at the end.
 
-    `status` is "running", "finished", "interrupted" (a signal, Ctrl+C) or "failed" (with `error`): a run that was killed
-    outright stays "running".
+    `status` is "running", "finished", "interrupted" (SIGTERM, ctrl-c) or "failed" (with `error`). It remains "running" if the
+    process was killed (SIGKILL).
 
     Args:
-        log: the metrics, whose folder the files are written to.
-        speed: the measurements.
+        log: the log of metrics; the files are written to its folder.
+        speed: the speed measurements.
         about: further entries, e.g. command and seed.
-        resumed: the run goes on from a checkpoint; time and number of resumptions then add to those of the file before.
-        prints: a header when training starts, and the best result and what to do next when it has finished.
+        resumed: the run resumes from a checkpoint: add to the time and the number of resumptions in the existing file.
+        prints: print a header at the start, and the best result and the next command at the end.
     """
 
     def __init__(self, log: CSVLog, speed: Speed, about: dict[str, Any], resumed: bool = False, prints: bool = False) -> None:
@@ -43,11 +43,11 @@ class Summary(Callback):
         self.path = log.path.with_name("summary.json")
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        before = _read_summary(self.path) if self.resumed else {}
-        self.start, self.seconds_before = time.perf_counter(), before.get("seconds", 0.0)
+        earlier = _read_summary(self.path) if self.resumed else {}
+        self.start, self.seconds_before = time.perf_counter(), earlier.get("seconds", 0.0)
         self.fixed = {
             **self.about,
-            "resumed": before.get("resumed", 0) + 1 if self.resumed else 0,
+            "resumed": earlier.get("resumed", 0) + 1 if self.resumed else 0,
             **_describe(trainer, module),
             "hardware": _hardware(trainer),
             "versions": versions(),
@@ -68,24 +68,24 @@ class Summary(Callback):
             print(f"at other sizes: vitrel evaluate {file} --data {self.fixed['data']} --size ...", flush=True)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        stopped = not isinstance(exception, Exception)  # KeyboardInterrupt, SystemExit: from outside
+        stopped = not isinstance(exception, Exception)  # KeyboardInterrupt, SystemExit: the user or a signal stopped the run
         self.finish(trainer, "interrupted" if stopped else "failed", f"{type(exception).__name__}: {exception}")
 
     def finish(self, trainer: Trainer, status: str, error: str | None = None) -> None:
-        """Write the last state of the summary, and the curves."""
+        """Write the summary with its final status, and the curves."""
         if not hasattr(self, "fixed") or not self.path.parent.is_dir():
-            return  # stopped before anything was built, or because the folder was removed
+            return  # the run stopped before `on_fit_start`, or because its folder was removed
         self.write(trainer, status, error)
         epochs = epochs_of(self.csv.rows)
         if trainer.is_global_zero and epochs:
             draw_curves(epochs, self.path.with_name("curves.png"))
 
     def write(self, trainer: Trainer, status: str, error: str | None = None) -> None:
-        """Replace `summary.json`, on the first rank."""
+        """Write `summary.json`, on rank 0 only."""
         if not trainer.is_global_zero:
             return
         epochs = epochs_of(self.csv.rows)
-        judged = [row for row in epochs if "val/top1" in row]
+        evaluated = [row for row in epochs if "val/top1" in row]
         best = _best(self.csv.rows)
         entry = {
             "status": status,
@@ -94,7 +94,7 @@ class Summary(Callback):
             "epochs": trainer.fit_loop.epoch_progress.current.processed,
             "updates": trainer.global_step,
             "best": {"epoch": int(best["epoch"]) + 1, **_metrics(best)} if best else None,
-            "final": _metrics(judged[-1]) if judged else None,
+            "final": _metrics(evaluated[-1]) if evaluated else None,
             "seconds": round(self.seconds_before + time.perf_counter() - self.start, 3),
             "images_per_s": round(self.speed.rate, 1),
             "data_wait": round(self.speed.data_wait, 3),
@@ -105,24 +105,24 @@ class Summary(Callback):
 
 
 class Predictions(Callback):
-    """Writes `predictions.png` at the end: validation images, spread over the set, with the last evaluation's answers.
+    """Writes `predictions.png` at the end: validation images, evenly spaced, with the predictions of the last evaluation.
 
     Args:
-        folder: of the run.
-        count: number of images; fewer where the (first rank's share of the) set holds fewer.
+        folder: the run's folder.
+        count: number of images, at most those of rank 0's share of the validation set.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
         self.path, self.count = Path(folder) / "predictions.png", count
-        self.seen: list[tuple[Tensor, int, int, float]] = []  # image [3, H, W], label, predicted, probability
+        self.samples: list[tuple[Tensor, int, int, float]] = []  # image [3, H, W], label, predicted class, probability
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.seen, self.passed = [], 0
-        # what the evaluation computes is recorded: one more forward pass of one rank alone would hang a sharded model
+        self.samples, self.passed = [], 0
+        # records the logits of the evaluation, since another forward pass on one rank would block a sharded model
         self.hook = module.register_forward_hook(self.record_logits)
         batches = islice(trainer.val_dataloaders.batch_sampler, int(sum(trainer.num_val_batches)))
         images = sum(map(len, batches))
-        self.wanted = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
+        self.indices = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
 
     def on_validation_batch_end(
         self,
@@ -134,12 +134,12 @@ class Predictions(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         images, labels = batch
-        rows = [i for i in range(len(labels)) if self.passed + i in self.wanted and int(labels[i]) >= 0]
+        rows = [i for i in range(len(labels)) if self.passed + i in self.indices and int(labels[i]) >= 0]
         self.passed += len(labels)
         if not rows:
             return
         probability, predicted = self.logits[rows].float().softmax(-1).max(-1)
-        self.seen += [
+        self.samples += [
             (images[row].float().cpu(), int(labels[row]), int(answer), float(p))
             for row, answer, p in zip(rows, predicted, probability, strict=True)
         ]
@@ -148,18 +148,18 @@ class Predictions(Callback):
         self.hook.remove()
 
     def record_logits(self, module: LightningModule, inputs: Any, output: Any) -> None:
-        """Records the last logits [B, num_classes]; a validation step that a strategy runs through the module returns none."""
+        """Forward hook that stores the logits [B, num_classes]; ignores validation steps, which return no tensor."""
         if isinstance(output, Tensor):
             self.logits = output.detach()
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.seen and trainer.is_global_zero:
-            how = module.preprocessing
-            draw_predictions(self.seen, list(trainer.datamodule.classes), how["mean"], how["std"], self.path)
+        if self.samples and trainer.is_global_zero:
+            cfg = module.preprocessing
+            draw_predictions(self.samples, list(trainer.datamodule.classes), cfg["mean"], cfg["std"], self.path)
 
 
 def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The rows of a `metrics.csv` joined to one per epoch: the last value of each metric, as numbers."""
+    """Return one row per epoch from the rows of a `metrics.csv`: the last value of each metric, as a number."""
     epochs: dict[int, dict[str, float]] = {}
     for row in rows:
         numbers = _numbers(row)
@@ -169,7 +169,7 @@ def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
-    """Loss, top-1 accuracy and learning rate over epochs (`epochs_of`) as PNG."""
+    """Draw loss, top-1 accuracy and learning rate over epochs (rows of `epochs_of`) and save the figure as PNG."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     loss, top1, rate = figure.subplots(1, 3)
     for axes, name in ((loss, "loss"), (top1, "top1")):
@@ -187,28 +187,28 @@ def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
 
 
 def draw_predictions(
-    seen: list[tuple[Tensor, int, int, float]],
+    samples: list[tuple[Tensor, int, int, float]],
     classes: list[str],
     mean: tuple[float, ...],
     std: tuple[float, ...],
     path: Path,
 ) -> None:
-    """A grid of images as PNG, wrong answers framed and titled in red with the right one below.
+    """Draw a grid of images with their predictions as PNG; wrong predictions are red, with the true class below.
 
     Args:
-        seen: (normalised image [3, H, W], label, predicted class, its probability).
-        classes: names.
-        mean, std: of the normalisation, to undo it.
-        path: of the PNG.
+        samples: (normalised image [3, H, W], label, predicted class, its probability).
+        classes: names of the classes.
+        mean, std: normalisation of the images, which is undone.
+        path: path of the PNG.
     """
-    columns = min(8, len(seen))
-    lines = -(-len(seen) // columns)
+    columns = min(8, len(samples))
+    lines = -(-len(samples) // columns)
     figure = Figure(figsize=(1.8 * columns, 2.4 * lines), layout="constrained")
     cells = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes in cells:
         axes.set_axis_off()
     middle, spread = (torch.tensor(v)[:, None, None] for v in (mean, std))
-    for axes, (image, label, answer, probability) in zip(cells, seen, strict=False):
+    for axes, (image, label, answer, probability) in zip(cells, samples, strict=False):
         axes.set_axis_on()
         axes.set(xticks=[], yticks=[])
         axes.imshow((image * spread + middle).clamp(0, 1).permute(1, 2, 0).numpy())
@@ -222,7 +222,7 @@ def draw_predictions(
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that a result depends on."""
+    """Return the versions of Python and of the libraries that affect results, {name: version}."""
     modules = {"torch": torch, "torchvision": torchvision, "timm": timm, "lightning": lightning}
     return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
 
@@ -245,7 +245,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def _header(about: dict[str, Any], folder: Path) -> str:
-    """What is trained, on what and where it goes, in two lines."""
+    """Two lines to print at the start: model, classes and size; data, epochs and folder."""
     tokens = about["tokens"]
     size = f"{format_size(about['img_size'])} px" if tokens is None else f"native shape, {tokens} tokens at most"
     return (
@@ -262,9 +262,9 @@ def _hardware(trainer: Trainer) -> str:
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The evaluation that `best.ckpt` is of, with what else is known of its epoch; {} before the first."""
-    judged = [row for row in map(_numbers, rows) if "val/top1" in row]  # an epoch may have several
-    best = max(judged, key=lambda row: merit(row["val/top1"], row["val/loss"]), default={})
+    """Metrics of the evaluation saved as `best.ckpt`, and the other metrics of its epoch; {} before the first evaluation."""
+    evaluations = [row for row in map(_numbers, rows) if "val/top1" in row]  # an epoch may have several
+    best = max(evaluations, key=lambda row: merit(row["val/top1"], row["val/loss"]), default={})
     return next((row for row in epochs_of(rows) if row["epoch"] == best.get("epoch")), {}) | best
 
 
@@ -280,7 +280,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        return {}  # it only counts on
+        return {}  # only time and resumptions are read from it
 
 
 def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, colour: str, dash: str) -> None:

@@ -1,4 +1,4 @@
-"""A model for a file of weights: given by its name, with as many classes as the file."""
+"""Build a named model with as many classes as a file of weights."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def model_for(
     source_grid: tuple[int, int] | None = None,
     key_minus_query: bool = False,
 ) -> tuple[nn.Module, WeightPlan]:
-    """The model `name` and what the file gives it; with as many classes as the file, unless model_args has num_classes.
+    """Return the model `name`, with as many classes as the file unless model_args sets num_classes, and its weight plan.
 
-    loaded: what `read_file` gives; the other arguments as `load_pretrained`. ValueError for a name that is not ours.
+    loaded: the result of `read_file`; other arguments as in `load_pretrained`. ValueError if vitrel has no model of that name.
     """
     if not timm.is_model(name) or not name.startswith("vitrel_"):
         near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))

@@ -1,4 +1,4 @@
-"""What a file's model and ours differ in, told from the names that do not meet, and the way out."""
+"""Explain by the names of unmatched tensors how a file's model differs from the target model, with a fix each."""
 
 import re
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from torch import nn
 
 _REGISTERS = "register tokens"
 _BESIDE = "parts beside the image encoder (SAM, ViTDet)"
-# (where: "unused" in the file or "unset" in the model, pattern, what it is, way out)
-_TELLING = (
+# ("unused" in the file or "unset" in the model, pattern of names, the difference, the fix)
+_DIFFERENCES = (
     ("unused", r"blocks\.\d+\.ls[12]\.gamma", "layer scale", "build with block_args=dict(init_values=1e-5)"),
     ("unset", r"blocks\.\d+\.ls[12]\.gamma", "the file has no layer scale", "build without init_values"),
     ("unused", r".*mlp\.fc1_[gx]\.weight", "SwiGLU", "build with block_args=dict(mlp='swiglu')"),
@@ -31,7 +31,7 @@ _TELLING = (
         "unset",
         r"(blocks|layers)\..*position\..*[^>]",
         "the file lacks an encoding",
-        "allow_unset=['*position*'] trains it anew",
+        "pass allow_unset=['*position*'] to train a new one",
     ),
     ("unused", r"shared_position\..*", "one bias table for all blocks", "build with position='table'"),
     ("unset", r"shared_position\..*", "the file has no encoding shared by all blocks", "build without share_position"),
@@ -41,10 +41,10 @@ _TELLING = (
     ("unset", r".*attn\.logit_scale", "the file has no cosine attention", "build with version=1"),
     ("unused", r".*(q|k)_norm\..*", "norms of queries and keys", "build with qk_norm=True in block_args"),
     ("unused", r".*attn\.norm\..*", "a norm inside attention", "build with attn_norm=True in block_args"),
-    ("unused", r".*attn\.gate\..*", "gated attention", "no trunk here has it"),
+    ("unused", r".*attn\.gate\..*", "gated attention", "no vitrel model has it"),
     ("unused", r"norm_pre\..*", "a norm before the blocks (CLIP)", "build with pre_norm=True, patch_bias=False"),
     ("unused", r"attn_pool\..*", "attention pooling", "build with global_pool='map'"),
-    ("unused", r"absolute_fade\..*", "an embedding that fades", "build with absolute_fade"),
+    ("unused", r"absolute_fade\..*", "an embedding scaled to 0 in training", "build with absolute_fade"),
     ("unused", r"neck\..*", "a neck in place of the last norm (SAM)", "allow_unused=['*neck.*'], allow_unset=['norm.*']"),
     (
         "unused",
@@ -53,27 +53,31 @@ _TELLING = (
         "name them in allow_unused",
     ),
     ("unused", r"mask_token|(lm_head|local_cls_norm)\..*", "parts used in pretraining only", "name them in allow_unused"),
-    ("unused", r".*attn\.(pool|norm)_[qkv]\..*", "pooling attention (MViT)", "no trunk here has it"),
+    ("unused", r".*attn\.(pool|norm)_[qkv]\..*", "pooling attention (MViT)", "no vitrel model has it"),
     (
         "unused",
         r".*rel_pos\.mlp\..*",
         "a bias MLP over log offsets (timm's vit_relpos)",
-        "vitrel.from_timm makes a table of it",
+        "convert the timm model with vitrel.from_timm",
     ),
 )
 
 
 def differences(unset: Iterable[str], unused: Iterable[str], differ: dict) -> list[str]:
-    """One phrase for everything that the names tell, e.g. "layer scale (build the model with ...)"."""
+    """Return a phrase with a fix per difference, e.g. "layer scale (build with ...)".
+
+    unset: names in the model that the file lacks. unused: names in the file that the model lacks. differ: {name: (shape in the
+    file, shape in the model)}.
+    """
     names = {"unset": [*unset], "unused": [*unused]}
-    found = _depth(names)
-    for where, pattern, what, way_out in _TELLING:
+    phrases = _depth(names)
+    for where, pattern, difference, fix in _DIFFERENCES:
         if any(re.fullmatch(pattern, name) for name in names[where]):
-            found.append(f"{what} ({way_out})")
+            phrases.append(f"{difference} ({fix})")
     if bare := [name for name in names["unset"] if name.endswith(">")]:
         key = bare[0].partition("<")[2].rstrip(">")
-        found.append(f"the file was trained without {key} (choose its own position, or allow_unset=['*position*'])")
-    return found + [f"{name}: {' '.join(_shapes(*shapes))}" for name, shapes in differ.items() if name in _SIZES]
+        phrases.append(f"the file was trained without {key} (choose the file's position, or allow_unset=['*position*'])")
+    return phrases + [f"{name}: {' '.join(_shapes(*shapes))}" for name, shapes in differ.items() if name in _SIZES]
 
 
 _SIZES = ("patch_embed.proj.weight", "reg_token", "cls_token")
@@ -84,7 +88,7 @@ def _shapes(theirs: tuple[int, ...], ours: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _depth(names: dict[str, list[str]]) -> list[str]:
-    """Whole blocks on one side only, whose names are then taken out: they tell nothing else."""
+    """Report blocks that only the file or only the model has, and remove their names from `names`."""
     phrases = []
     for where, words in (("unused", "more blocks in the file"), ("unset", "fewer blocks in the file")):
         blocks = {m[1] for name in names[where] if (m := re.fullmatch(r"((?:layers\.\d+\.)?blocks\.\d+)\.norm1\.weight", name))}
@@ -95,11 +99,11 @@ def _depth(names: dict[str, list[str]]) -> list[str]:
 
 
 def other_family(unused: list[str], model: nn.Module) -> str:
-    """What the file is of, where that is no trunk like the model's; "" where it is."""
+    """Say what architecture the file is of if it differs from the model's (plain, hierarchical), else ""."""
     hierarchical = any(name.startswith(("layers.", "stages.", "features.", "encoder.")) for name in unused)
     if hierarchical and not hasattr(model, "layers"):
         pooling = any(re.fullmatch(r".*attn\.(pool|norm)_[qkv]\..*", name) for name in unused)
-        kind = "MViT, whose attention pools queries and keys (no trunk here does)" if pooling else "a hierarchical model"
+        kind = "MViT, whose attention pools queries and keys (no vitrel model does)" if pooling else "a hierarchical model"
         return f"the file is of {kind}, the model is a plain ViT"
     if hasattr(model, "layers") and any(name.startswith("blocks.") for name in unused):
         return "the file is of a plain ViT, the model is a Swin"

@@ -1,4 +1,4 @@
-"""Tensors on their way from a file to a model, with a record of what was done to each."""
+"""Draft: the tensors of a file while they are renamed and rearranged for a model, with a record of the changes."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Row(NamedTuple):
-    """What became of tensors of the file. target "": of nothing in the model, for the reason in `rule`."""
+    """Record of a tensor: names in the file, name in the model ("" if unused), what was done to it or why it is unused."""
 
     source: tuple[str, ...]
     target: str
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor on its way, under the name of now; what was done to it is told in `rules`, in order."""
+    """A tensor of the draft, its names in the file, and descriptions of the changes made to it, in order."""
 
     value: Tensor
     source: tuple[str, ...]  # names in the file
@@ -30,8 +30,8 @@ class Draft:
 
     def __init__(self, state: dict[str, Tensor]):
         self.items = {name: Item(value, (name,)) for name, value in state.items()}
-        self.recomputed: list[Row] = []  # buffers, which the model computes itself
-        self.implied: set[str] = set()  # keys of the encodings that the file was trained with, where its layout tells
+        self.recomputed: list[Row] = []  # buffers that the model computes itself
+        self.implied: set[str] = set()  # keys of encodings that the file's layout shows it was trained with
 
     def __contains__(self, name: str) -> bool:
         return name in self.items
@@ -40,15 +40,15 @@ class Draft:
         return self.items[name].value
 
     def find(self, pattern: str) -> Iterator[re.Match[str]]:
-        """Matches of `pattern` with whole names, over the names of now: the draft may be changed meanwhile."""
+        """Iterate over full matches of `pattern` with the current names; the draft may be changed during the iteration."""
         return (match for match in [re.fullmatch(pattern, name) for name in [*self.items]] if match)
 
     def has(self, pattern: str) -> bool:
-        """Whether `pattern` matches a whole name."""
+        """Return whether `pattern` fully matches a name."""
         return next(self.find(pattern), None) is not None
 
     def rename(self, *pairs: tuple[str, str | Callable[[re.Match[str]], str]]) -> None:
-        """re.sub of every pair in turn on every name. Raises ValueError if two tensors would come to share one."""
+        """Apply re.sub with every (pattern, replacement) in turn to every name. ValueError if two tensors get the same name."""
         renamed: dict[str, Item] = {}
         for name, item in self.items.items():
             for pattern, replacement in pairs:
@@ -58,36 +58,36 @@ class Draft:
             renamed[name] = item
         self.items = renamed
 
-    def leave_out(self, pattern: str, why: str = "a buffer, computed anew") -> None:
-        """Take the matching tensors out: the model has its own."""
+    def leave_out(self, pattern: str, why: str = "a buffer, recomputed") -> None:
+        """Remove the tensors whose names match `pattern`, and record the reason."""
         for match in self.find(pattern):
             self.recomputed.append(Row(self.items.pop(match[0]).source, "", why))
 
     def change(self, name: str, value: Tensor, rule: str, resized: str = "") -> None:
-        """Another value under the same name."""
+        """Replace the value of a tensor. rule: describes the change. resized: describes a resampling, as in Row."""
         item = self.items[name]
         self.items[name] = Item(value, item.source, (*item.rules, rule), resized or item.resized)
 
     def move(self, name: str, target: str) -> None:
-        """One tensor to another name."""
+        """Rename one tensor."""
         self.items[target] = self.items.pop(name)
 
     def spread(self, name: str, values: dict[str, Tensor], rule: str) -> None:
-        """One tensor becomes several."""
+        """Replace one tensor by several, {name: value}."""
         item = self.items.pop(name)
         self.items |= {target: Item(value, item.source, (*item.rules, rule)) for target, value in values.items()}
 
     def fuse(self, names: Sequence[str], target: str, join: Callable[[list[Tensor]], Tensor], rule: str) -> None:
-        """Several tensors become one."""
+        """Replace several tensors by one, computed by `join`."""
         items = [self.items.pop(name) for name in names]
         source = tuple(name for item in items for name in item.source)
         rules = dict.fromkeys(rule for item in items for rule in item.rules)
         self.items[target] = Item(join([item.value for item in items]), source, (*rules, rule))
 
     def rows(self) -> list[Row]:
-        """What was done to every tensor, the recomputed ones last."""
+        """Return the record of every tensor, removed ones last."""
         used = [
-            Row(i.source, n, "; ".join(i.rules) or ("as it is" if i.source == (n,) else "renamed"), i.resized)
+            Row(i.source, n, "; ".join(i.rules) or ("unchanged" if i.source == (n,) else "renamed"), i.resized)
             for n, i in self.items.items()
         ]
         return used + self.recomputed

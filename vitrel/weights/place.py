@@ -1,7 +1,7 @@
-"""Where a file's tables, embeddings and frequencies go in a model, and how they come to the model's grid.
+"""Rename a file's tables, embeddings and frequencies to the model's names, and resample them to the model's grid.
 
-What makes the bias lives in `attn` elsewhere, in `position` here. A table or an embedding trained on another grid is resampled
-once, into the model's own: tables by their `resize` policy, an absolute embedding bicubic and antialiased (DeiT).
+Other code holds bias tables in `attn`, vitrel in `position`. Tables are resampled by their `resize` policy, an absolute
+embedding bicubic and antialiased (DeiT).
 """
 
 import math
@@ -26,7 +26,7 @@ _IN_ATTENTION = re.compile(r"(.*)attn\.(relative_position_bias_table|cpb_mlp\..*
 
 
 def place(draft: Draft, model: nn.Module) -> None:
-    """Move what belongs to position to the model's own names."""
+    """Rename tensors of position encodings to the model's names; a table shared by all blocks is copied to unshared ones."""
     own = [*model.state_dict()]
     shared = "shared_position.relative_position_bias_table"
     if shared in draft and getattr(model, "shared_position", None) is None:
@@ -46,33 +46,37 @@ def fit(
     key_minus_query: bool,
     record: dict[str, dict[str, Any]],
 ) -> None:
-    """Bring what `place` has moved from the grid it was trained on to the model's."""
-    found = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
-    found = [(name, owner, recorded) for name, owner, recorded in found if name in draft]
+    """Resample tables and embeddings from their training grid to the model's; arguments as in `load_pretrained`.
+
+    The training grid is, in this order, the first with as many rows as the tensor: source_grid, that in `record` (see
+    vitrel.weights.record), the model's, a square one. ValueError if there is none.
+    """
+    learned = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
+    learned = [(name, owner, recorded) for name, owner, recorded in learned if name in draft]
     named = None if source_grid is None else Grid(*source_grid)
-    if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in found):
-        name, owner, _ = (*found, ("the file", None, None))[0]
-        rows = f"has {_rows(draft[name], owner)} rows for positions" if found else "has no table or embedding"
+    if named is not None and not any(_fits(named, name, draft[name], owner) for name, owner, _ in learned):
+        name, owner, _ = (*learned, ("the file", None, None))[0]
+        rows = f"has {_rows(draft[name], owner)} rows for positions" if learned else "has no table or embedding"
         raise ValueError(f"{name} {rows}, which is no {format_size(named)} grid: pass the source_grid it was trained on")
     if key_minus_query:
-        reversible = {name for name, owner, _ in found if not isinstance(owner, Absolute)}
+        reversible = {name for name, owner, _ in learned if not isinstance(owner, Absolute)}
         other = [name for name in draft.items if re.search(r"(^|\.)(shared_)?position\.", name) and name not in reversible]
         if other or not reversible:
-            what = other[0] if other else "the file, which has neither"
-            raise ValueError(f"key_minus_query reverses `table` and `decomposed`, not {what}: reverse its offsets yourself")
-    for name, owner, recorded in found:
+            tensor = other[0] if other else "the file, which has neither"
+            raise ValueError(f"key_minus_query reverses `table` and `decomposed`, not {tensor}: reverse its offsets yourself")
+    for name, owner, recorded in learned:
         candidates = [g for g in (named, recorded, owner.grid) if g is not None] + _squares(name, draft[name], owner)
         source = next((g for g in candidates if _fits(g, name, draft[name], owner)), None)
         if source is None:
             raise ValueError(
-                f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), the grid "
-                "it was trained on"
+                f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), its "
+                "training grid"
             )
         _fit(draft, name, owner, source, key_minus_query)
 
 
 def _own_name(name: str, own: list[str]) -> str:
-    """The model's name for `name`, inside a composition too; `name` itself where there is none."""
+    """Return the model's name of a tensor, also inside a composition; `name` itself if it has none."""
     if name in own:
         return name
     if name == "pos_embed":
@@ -80,12 +84,12 @@ def _own_name(name: str, own: list[str]) -> str:
     part = _IN_ATTENTION.fullmatch(name) or re.fullmatch(r"()shared_position\.(.*)", name)
     if part is None:
         return name
-    place = f"{part[1]}position." if "attn." in name else "shared_position."
-    return next((n for n in own if n.startswith(place) and n.endswith(f".{part[2]}")), name)
+    prefix = f"{part[1]}position." if "attn." in name else "shared_position."
+    return next((n for n in own if n.startswith(prefix) and n.endswith(f".{part[2]}")), name)
 
 
 def _learned(owner: nn.Module) -> list[str]:
-    """Parameters with a row per offset or token of the training grid."""
+    """Return the names of parameters with a row per offset or token of the training grid."""
     return [n for n, _ in owner.named_parameters()] if isinstance(owner, OffsetTable | Absolute | Decomposed) else []
 
 
@@ -94,21 +98,21 @@ def _rows(value: Tensor, owner: PositionEncoding) -> int:
 
 
 def _extra(owner: PositionEncoding) -> tuple[int, ...]:
-    """How many rows a file may have beside those of the grid: for prefix tokens of one kind or another."""
-    if isinstance(owner, Absolute):  # for all of them, for none (DeiT III), for the class token (DINOv2)
+    """Return the numbers of rows for prefix tokens that a file's tensor may have."""
+    if isinstance(owner, Absolute):  # for all prefix tokens, for none (DeiT III), for the class token (DINOv2)
         return owner.grid.prefix, 0, 1
     return (3, 0) if isinstance(owner, OffsetTable) else (0,)
 
 
 def _fits(grid: Grid, name: str, value: Tensor, owner: PositionEncoding) -> bool:
-    """Whether a file's tensor has the rows of `grid`."""
+    """Return whether a file's tensor has as many rows as `grid` needs, with or without rows for prefix tokens."""
     axis = name[-1] if isinstance(owner, Decomposed) else "hw"
     own = grid.h * grid.w if isinstance(owner, Absolute) else grid.offset_classes(axis)
     return _rows(value, owner) - own in _extra(owner)
 
 
 def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
-    """The square grids that may have as many rows."""
+    """Return the square grids with as many rows as a file's tensor."""
     sides = []
     for rows in (_rows(value, owner) - extra for extra in _extra(owner)):
         side = rows if isinstance(owner, Decomposed) else math.isqrt(max(rows, 0))
@@ -117,6 +121,7 @@ def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
 
 
 def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
+    """Resample one tensor of the draft from the grid `source` to its encoding's, and reverse its offsets if need be."""
     value, own, rules = draft[name], owner.grid, []
     if key_minus_query and not isinstance(owner, Absolute):
         rules.append("offsets were key minus query: reversed")
@@ -141,7 +146,7 @@ def _fit_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tu
     wants, rows = owner.grid.classes() - owner.grid.offset_classes(), source.offset_classes()
     prefix = len(value) - rows
     if prefix and not wants:
-        raise ValueError(f"{name} has three rows for prefix tokens, the model has none: class_token=True gives one")
+        raise ValueError(f"{name} has three rows for prefix tokens, the model has none: build it with class_token=True")
     fitted = resize_table(value[:rows], source, owner.grid, owner.resize)
     tail = value[rows:] if prefix else value.new_zeros(wants, value.shape[1])
     return torch.cat((fitted, tail)), "" if prefix == wants else _ZEROS

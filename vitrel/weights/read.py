@@ -1,9 +1,9 @@
-"""Reading weights from a file: whole, undamaged, and as tensors and plain values alone.
+"""Read weights from a file: check that it is complete and undamaged, and load nothing but tensors and plain values.
 
-What guards against a damaged disk or a bad copy: a torch file is a zip archive, whose CRC-32 of every record torch itself does
-not look at, and what vitrel writes holds a CRC-32 of every tensor beside them ("checksums" in its "vitrel" entry, by the
-tensor's place in the file). Files of others in .safetensors or in torch's old format have neither, and nothing can be told of
-them. Neither is of use against somebody who changes a file on purpose.
+Damage by a disk or a bad copy is found by checksums: a torch file is a zip archive with a CRC-32 per record (which torch itself
+does not check), and files of vitrel also hold a CRC-32 per tensor ("checksums" in the "vitrel" entry, by the tensor's path in
+the file). Other libraries' .safetensors and torch's old format have no checksums, so damage to their numbers is not found.
+Checksums do not protect against changes made on purpose.
 """
 
 import argparse
@@ -22,21 +22,21 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-ARRAYS = (".npz", ".npy")  # of the authors' own code, read by timm's models themselves
+ARRAYS = (".npz", ".npy")  # weights of JAX models, which timm's models read themselves
 _CHUNK = 2**20  # bytes
 _SHOWN = 5
 _REFUSED = (
-    "{} was refused: it holds more than tensors and plain values ({}), and loading that could run code; have the model's "
-    "state_dict() alone saved, as .safetensors or with torch.save"
+    "{} was refused: it holds more than tensors and plain values ({}), and loading that could run code; save the "
+    "model's state_dict() alone, as .safetensors or with torch.save"
 )
 
 
 def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
-    """What a .safetensors file or a torch checkpoint of tensors and plain values holds; metadata of the former as "vitrel".
+    """Return the content of a .safetensors file or a torch checkpoint, with tensors on the CPU.
 
-    Tensors are on the CPU. allowed: classes of plain values that the file may hold too, argparse.Namespace for one.
-    FileNotFoundError, or ValueError with path, size and what is wrong: no checkpoint, a damaged one (of a torch file, the
-    record; of one that vitrel wrote, the tensor), or one that holds code.
+    Of .safetensors: {"state_dict": tensors, "vitrel": metadata of `vitrel.save`, {} without}. allowed: classes that a
+    torch file may contain beside tensors and plain values, e.g. argparse.Namespace. FileNotFoundError, or ValueError with path,
+    size and reason: no checkpoint, a damaged one (with the damaged record or tensor), or one that would run code.
     """
     path = Path(path)
     if not path.is_file():
@@ -51,12 +51,12 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
     except _Damaged as error:
         raise ValueError(f"{about} is damaged: {error}; train or copy it again") from error
     except Exception as error:  # a damaged file raises almost anything
-        if held := _foreign(path, error):
-            # torch's text tells how to run the code: it is neither passed on nor shown as the cause
-            raise ValueError(_REFUSED.format(about, held)) from None
+        if objects := _unsafe_objects(path, error):
+            # torch's message explains how to run the code anyway, so it is not shown
+            raise ValueError(_REFUSED.format(about, objects)) from None
         if isinstance(error, pickle.UnpicklingError):
             with path.open("rb") as file:
-                reason = f"it is neither .safetensors nor a file of torch's, it begins with {file.read(16)!r}"
+                reason = f"it is neither .safetensors nor a torch file, it begins with {file.read(16)!r}"
             raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from None
         reason = re.split(r"\n|\. ", str(error).strip())[0] or "it is cut off"
         reason = reason if path.stat().st_size else "it is empty, the disk may have been full"
@@ -64,7 +64,7 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
 
 
 def check_file(path: str | Path) -> None:
-    """The errors of `read_file` for a file that timm will read itself: arrays, or torch's with the settings of its train.py."""
+    """Raise the errors of `read_file` for a file that timm will read itself: arrays, or a checkpoint of timm's train.py."""
     path = Path(path)
     if path.suffix not in ARRAYS:
         read_file(path, allowed=(argparse.Namespace,))
@@ -80,32 +80,32 @@ def check_file(path: str | Path) -> None:
 
 @contextmanager
 def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Around what timm reads itself, for a model built with `arguments`: the errors of `check_file` for a file they name.
+    """Context for building a timm model that reads a file: checks `checkpoint_path` of `arguments`, and rewords timm's errors.
 
-    Where timm refuses a file that holds code, ValueError without its advice how to run it. what: the error's name for it.
+    For a file that would run code, ValueError without timm's advice to run it anyway. what: the file or model in the error.
     """
-    if given := (arguments or {}).get("checkpoint_path"):
-        check_file(given)
+    if checkpoint := (arguments or {}).get("checkpoint_path"):
+        check_file(checkpoint)
     try:
         yield
     except (RuntimeError, ValueError) as error:
         text = str(error)
         if "weights_only" not in text and "allow_pickle" not in text:
             raise
-        held = re.search(r"Unsupported globals: (.*?)\. ", text)
-        raise ValueError(_REFUSED.format(what, ascii(held[1])[1:-1][:200] if held else "pickled objects")) from None
+        names = re.search(r"Unsupported globals: (.*?)\. ", text)
+        raise ValueError(_REFUSED.format(what, ascii(names[1])[1:-1][:200] if names else "pickled objects")) from None
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """CRC-32 of every tensor in nested dictionaries and lists, by its place, e.g. "state_dict.head.bias"; as "vitrel" keeps it.
+    """Return {path: CRC-32} of every tensor in nested dictionaries and lists; a path is, e.g., "state_dict.head.bias".
 
     About 0.03 s for 100 MB on one core.
     """
-    return {place: _crc(tensor) for place, tensor in _tensors(tree)}
+    return {path: _crc(tensor) for path, tensor in _tensors(tree)}
 
 
 class _Damaged(Exception):
-    pass
+    """A checksum does not match, or a record cannot be read."""
 
 
 def _read_torch(path: Path, allowed: tuple[type, ...]) -> object:
@@ -122,40 +122,41 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _check_records(path: Path) -> None:
-    """`_Damaged`, naming the record, where one of a zip archive is not what its CRC-32 says."""
+    """Raise `_Damaged` with the name of the first record of a zip archive that does not match its CRC-32."""
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
-            if record.external_attr & 0x10 and not record.is_dir():  # torch would pass over its bytes as those of a folder
+            if record.external_attr & 0x10 and not record.is_dir():  # torch would skip its bytes
                 raise _Damaged(f"its record {record.filename!a} is marked as a folder")
-            if not record.CRC:  # torch can be told to leave them out
+            if not record.CRC:  # torch has an option to write none
                 continue
             try:
                 with archive.open(record) as file:
                     while file.read(_CHUNK):
                         pass
-            except Exception as error:  # also what a damaged header leads to: an unknown compression, a password
+            except Exception as error:  # a damaged header may also look like an unknown compression or a password
                 raise _Damaged(f"its record {record.filename!a} is not what was saved ({error})") from error
 
 
 def _check_tensors(loaded: object) -> None:
-    """`_Damaged`, naming the tensor, where one is not as its checksum says. One that was taken out is not missed."""
+    """Raise `_Damaged` with the first tensor that does not match its checksum. Tensors may have been removed from the file."""
     about = loaded.get("vitrel") if isinstance(loaded, dict) else None
-    known = about.get("checksums") if isinstance(about, dict) else None
-    if isinstance(known, dict):
-        wrong = [place for place, tensor in _tensors(loaded) if place in known and _crc(tensor) != known[place]]
+    sums = about.get("checksums") if isinstance(about, dict) else None
+    if isinstance(sums, dict):
+        wrong = [path for path, tensor in _tensors(loaded) if path in sums and _crc(tensor) != sums[path]]
         if wrong:
             raise _Damaged(
-                f"the tensor {wrong[0]}{_more(wrong)} is not what was saved (checksum; if it was changed on purpose, take "
-                "'checksums' out of 'vitrel')"
+                f"the tensor {wrong[0]}{_more(wrong)} is not what was saved (checksum; if it was changed on purpose, "
+                "remove 'checksums' from 'vitrel')"
             )
 
 
-def _tensors(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) of every tensor in nested dictionaries and lists."""
     if isinstance(tree, Tensor):
-        yield place, tree
+        yield path, tree
     elif isinstance(tree, dict | list | tuple):
         for name, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _tensors(part, f"{place}.{name}" if place else str(name))
+            yield from _tensors(part, f"{path}.{name}" if path else str(name))
 
 
 def _crc(tensor: Tensor) -> int:
@@ -163,16 +164,16 @@ def _crc(tensor: Tensor) -> int:
     return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode(), zlib.crc32(flat.numpy()))
 
 
-def _foreign(path: Path, error: Exception) -> str:
-    """What a file holds that torch refuses to load; "" where it was not that. Names are anybody's, and shown escaped."""
+def _unsafe_objects(path: Path, error: Exception) -> str:
+    """Describe the objects for which torch refused the file, "" for another error. Names may be hostile, so are escaped."""
     text = str(error)
     if "weights_only" in text and not isinstance(error, pickle.UnpicklingError):
         return "it is a TorchScript archive" if "TorchScript" in text else "it is a tar archive, as torch once saved"
     if not isinstance(error, pickle.UnpicklingError):
         return ""
     try:
-        names = sorted(get_unsafe_globals_in_checkpoint(path))  # by following the pickle, not by running it
-    except Exception:  # of torch's old format, or a pickle that cannot be followed
+        names = sorted(get_unsafe_globals_in_checkpoint(path))  # reads the pickle without running it
+    except Exception:  # torch's old format, or a damaged pickle
         names = re.findall(r"GLOBAL (\S+)", text)
     names = [ascii(name)[1:-1][:80] for name in names]
     if not names and zipfile.is_zipfile(path):

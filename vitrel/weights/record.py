@@ -1,7 +1,7 @@
-"""What a state dict does not hold: the grid an encoding was trained on, and the options its function depends on.
+"""A record of a model's encodings for files of weights: training grids, and the options that a state dict does not show.
 
-Kept in the metadata of the files that `vitrel.save` writes and in training checkpoints. With it, non-square tables need no
-`source_grid`, and weights are refused where the same numbers would mean another function.
+Files of `vitrel.save` and training checkpoints hold it. It makes `source_grid` unnecessary for non-square tables, and loading
+raises an error if the model would compute something else from the same weights.
 """
 
 import json
@@ -14,30 +14,30 @@ from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.sizes import format_size
 
-# The grid has a rule of its own; policies, temperature and what acts in training only are the user's choice.
+# Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
 _FREE = {"training", "grid", "resize", "init_std", "scaling", "logit_scale", "shift", "jitter", "rescale"}
-_FREE |= {"forward"}  # of an optimized model
-_OPTIONS = {"window": "pretrained_window"}  # attributes that have another name as options
+_FREE |= {"forward"}  # replaced in an optimized model
+_OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes from, where the names differ
 
 
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """{module name of every encoding: its key, training grid [h, w, prefix] and options}, as plain values for JSON."""
-    found = {}
+    """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON."""
+    record = {}
     for name, part in model.named_modules():
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
             options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in _FREE}
-            found[name] = {"key": key_of(part), "grid": part.grid, **options}
-    return json.loads(json.dumps(found, default=str))
+            record[name] = {"key": key_of(part), "grid": part.grid, **options}
+    return json.loads(json.dumps(record, default=str))
 
 
 def recorded_grid(record: dict[str, dict[str, Any]], name: str) -> Grid | None:
-    """The training grid of the encoding `name`, where the record tells it."""
+    """Return the training grid of the encoding `name`, None if the record has none."""
     grid = record.get(name, {}).get("grid")
     return None if grid is None else Grid(*grid)
 
 
 def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
-    """ValueError where an encoding of the file is another function than the model's of that name."""
+    """Raise ValueError if an encoding in the record has another key, option or training grid than the model's."""
     own = position_record(model)
     for name, theirs in record.items():
         ours = own.get(name)
@@ -57,6 +57,6 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
         if part.refers_to_grid and ours["grid"] != theirs["grid"]:
             raise ValueError(
                 f"{name} ({ours['key']}) refers to its training grid, {format_size(theirs['grid'])}, "
-                f"which is {format_size(ours['grid'])} here: build the model with the "
-                "img_size (in windows, the window_size) of training; it runs at every size"
+                f"which is {format_size(ours['grid'])} in the model: build the model with the "
+                "img_size (in windows, the window_size) of training; that model runs at every size too"
             )

@@ -1,4 +1,4 @@
-"""Rotary layouts of other code: which pairs of channels turn together, and which axis comes first."""
+"""Rotary layouts of other code: which channels form a rotated pair, and which axis comes first."""
 
 from typing import NamedTuple
 
@@ -11,32 +11,30 @@ from vitrel.weights.draft import Draft
 
 
 class Rotation(NamedTuple):
-    """How the model of a file turns q and k: `key` of ours with `options`, channels in pairs (2p, 2p+1) if `interleaved`,
-    the angles of columns (x) before those of rows if `x_first`.
-    """
+    """The rotary encoding of a file's model."""
 
-    layout: str
-    key: str
+    layout: str  # its name in errors
+    key: str  # the same encoding in POSITIONS
     options: dict[str, object]
-    interleaved: bool
-    x_first: bool
+    interleaved: bool  # channels (2p, 2p+1) form a pair, not (p, p + D/2)
+    x_first: bool  # angles of columns come before those of rows
 
 
 def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
-    """Permute the q and k rows of every qkv in the draft into our half-split, rows-first order.
+    """Permute the q and k rows of every qkv in the draft to vitrel's order: pairs (p, p + D/2), angles of rows first.
 
-    Raises ValueError where the model's own encoding is not the file's.
+    Raises ValueError if the model's rotary encoding or its options differ from the file's.
     """
     _check_encoding(model, rotation)
     draft.implied.add(rotation.key)
     if not rotation.interleaved and not rotation.x_first:
         return
     order = " and ".join(
-        words for words, wanted in (("pairs split", rotation.interleaved), ("columns after rows", rotation.x_first)) if wanted
+        words for words, done in (("pairs split", rotation.interleaved), ("columns after rows", rotation.x_first)) if done
     )
     own = model.state_dict()
     for match in draft.find(r"(.*\.attn)\.qkv\.(weight|bias)"):
-        if match[0] in own and own[match[0]].shape == draft[match[0]].shape:  # any other will be refused by name
+        if match[0] in own and own[match[0]].shape == draft[match[0]].shape:  # another shape raises an error when loaded
             heads = model.get_submodule(match[1]).num_heads
             draft.change(match[0], permute_rows(draft[match[0]], heads, rotation), f"q and k rows permuted: {order}")
     for match in draft.find(r".*\.attn\.[qk]_norm\.(weight|bias)"):
@@ -44,13 +42,13 @@ def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
 
 
 def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:
-    """[3C] or [3C, C] with q and k in the order of `rotation` -> the same in ours."""
+    """Return qkv, [3C] or [3C, C] in the channel order of `rotation`, in vitrel's order."""
     rows = qkv.unflatten(0, (3, heads, -1))  # [3, H, D, ...]
     return torch.cat((rows[:2].index_select(2, _order(rows[0, 0], rotation)), rows[2:])).flatten(0, 2)
 
 
 def _order(head: Tensor, rotation: Rotation) -> Tensor:
-    """Where each channel of ours lies among the D channels of a head in the order of `rotation`; head: [D, ...]."""
+    """Return, for each of the D channels of a head in vitrel's order, its index in the order of `rotation`; head: [D, ...]."""
     order = torch.arange(len(head), device=head.device)
     if rotation.interleaved:
         order = order.view(-1, 2).T.flatten()
@@ -70,13 +68,13 @@ def _check_encoding(model: nn.Module, rotation: Rotation) -> None:
         has += f" with {', '.join(f'{name}={getattr(wrong, name)!r}' for name in rotation.options)}"
     options = ", ".join(f"{name}={value!r}" for name, value in rotation.options.items())
     raise ValueError(
-        f"the weights are of {rotation.layout}, which turns q and k by {rotation.key} ({options or 'learned'}); the model's "
+        f"the weights are of {rotation.layout}, which rotates q and k by {rotation.key} ({options or 'learned'}); the model's "
         f"encoding is {has}: build it with position={rotation.key!r}, joined by '+' to others"
         + (f", and position_args=dict({options})" if options else "")
     )
 
 
 def _differs(part: PositionEncoding, rotation: Rotation) -> bool:
-    """A list, as a config file gives it, equals a tuple."""
+    """Return whether an encoding's options differ from those of `rotation`; a list, as in a config file, equals a tuple."""
     own = {name: getattr(part, name) for name in rotation.options}
     return rotation.options != {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}

@@ -1,7 +1,7 @@
-"""Swin V1 and V2 of other code, renamed into ours: timm, Microsoft, torchvision, transformers, and naver's Swin with RoPE.
+"""Rename weights of Swin V1 and V2 to vitrel's names: timm, Microsoft, torchvision, transformers, naver's Swin with RoPE.
 
-What they differ in, beside names: timm and we downsample at the start of a stage, all others at the end of the one before; q, k
-and v may be apart; torchvision's V2 has one bias for q, k and v, the keys' part of which it zeroes.
+Other differences: timm and vitrel downsample at the start of a stage, the rest at the end of the stage before; q, k and v may
+be separate; torchvision's V2 has one bias for q, k and v and zeroes that of the keys.
 """
 
 import math
@@ -58,7 +58,7 @@ _TRANSFORMERS = (
 
 
 def read_swin(draft: Draft, model: nn.Module) -> None:
-    """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings."""
+    """Rename and rearrange the tensors of `draft` as vitrel's; `place` then renames those of position encodings."""
     rename_swin(draft)
     _check_window(draft, model)
     if draft.has(r".*\.attn\.logit_scale"):
@@ -71,7 +71,7 @@ def read_swin(draft: Draft, model: nn.Module) -> None:
 
 
 def rename_swin(draft: Draft) -> None:
-    """Names as ours, as far as they do not depend on a model."""
+    """Rename the tensors as vitrel's, as far as that does not depend on a model."""
     draft.leave_out(_BUFFERS)
     if "features.0.0.weight" in draft:
         draft.rename(*_TORCHVISION)
@@ -82,54 +82,54 @@ def rename_swin(draft: Draft) -> None:
 
 
 def swin_arguments(draft: Draft) -> dict[str, Any]:
-    """Arguments of a Swin that the shapes of a renamed draft tell: all of version 1, but the image size and another eps.
+    """Infer the arguments of a Swin from the shapes of a renamed draft: for version 1 all but the image size and eps.
 
-    Of version 2, the windows: from a buffer of their coordinates, where the file has one.
+    Version 2 has no tables: its windows are read from a buffer of coordinates, if the file has one.
     """
     patch, v2 = draft["patch_embed.proj.weight"], draft.has(r".*\.attn\.logit_scale")
-    places = [(int(match[1]), int(match[2])) for match in draft.find(r"layers\.(\d+)\.blocks\.(\d+)\.norm1\.weight")]
-    stages = 1 + max(stage for stage, _ in places)
+    blocks = [(int(match[1]), int(match[2])) for match in draft.find(r"layers\.(\d+)\.blocks\.(\d+)\.norm1\.weight")]
+    stages = 1 + max(stage for stage, _ in blocks)
     table, coordinates = "layers.{}.blocks.0.attn.relative_position_bias_table", "layers.0.blocks.0.attn.relative_coords_table"
-    found = dict(
+    arguments = dict(
         patch_size=tuple(patch.shape[2:]), in_chans=patch.shape[1], embed_dim=len(patch), version=2 if v2 else 1,
-        depths=tuple(sum(stage == own for own, _ in places) for stage in range(stages)),
+        depths=tuple(sum(stage == other for other, _ in blocks) for stage in range(stages)),
         num_classes=len(draft["head.fc.weight"]) if "head.fc.weight" in draft else 0,
         final_norm="norm.weight" in draft, position="cpb" if v2 else "table",
     )  # fmt: skip
     if v2:
-        found["num_heads"] = tuple(len(draft[f"layers.{i}.blocks.0.attn.logit_scale"]) for i in range(stages))
+        arguments["num_heads"] = tuple(len(draft[f"layers.{i}.blocks.0.attn.logit_scale"]) for i in range(stages))
         if coordinates in draft:
-            found["window_size"] = tuple((n + 1) // 2 for n in draft[coordinates].shape[1:3])
+            arguments["window_size"] = tuple((n + 1) // 2 for n in draft[coordinates].shape[1:3])
             trained = [draft[coordinates.replace("0", str(i), 1)] for i in range(stages)]
-            found["position_args"] = {"pretrained_window": [_trained_window(own) for own in trained]}
+            arguments["position_args"] = {"pretrained_window": [_trained_window(table) for table in trained]}
     elif table.format(0) in draft:
-        found["num_heads"] = tuple(draft[table.format(i)].shape[1] for i in range(stages))
+        arguments["num_heads"] = tuple(draft[table.format(i)].shape[1] for i in range(stages))
         side = (1 + math.isqrt(len(draft[table.format(0)]))) // 2
-        found["window_size"] = (side, side)
-    return found
+        arguments["window_size"] = (side, side)
+    return arguments
 
 
 def _check_window(draft: Draft, model: nn.Module) -> None:
-    """V2's bias is a function of offsets relative to the window it was trained in: a table of coordinates tells which."""
+    """Raise ValueError if V2's continuous bias was trained in other windows than the model's, by the file's coordinates."""
     trained = {}
     for match in draft.find(r"(layers\.\d+\.blocks\.\d+)\.attn\.relative_coords_table"):
         trained[match[1]] = _trained_window(draft[match[0]])
     stages = [window for name, window in trained.items() if name.endswith("blocks.0")]
-    way_out = "its stages were trained in windows of several sizes: give pretrained_window one number per stage"
+    fix = "its stages were trained in windows of several sizes: give pretrained_window one number per stage"
     if len({*stages}) == 1:
-        way_out = f"build it with position_args=dict(pretrained_window={stages[0]})"
+        fix = f"build it with position_args=dict(pretrained_window={stages[0]})"
     for name, block in model.named_modules():
         for part in block.modules() if name in trained else ():
             if hasattr(part, "cpb_mlp") and part.resize != "renormalise" and part.pretrained_window != trained[name]:
                 words = ("x".join(map(str, window)) for window in (trained[name], part.pretrained_window))
                 raise ValueError(
-                    "{}: a bias trained in windows of {}, the model's in windows of {}; {}".format(name, *words, way_out)
+                    "{}: a bias trained in windows of {}, the model's in windows of {}; {}".format(name, *words, fix)
                 )
     draft.leave_out(r".*\.relative_coords_table")
 
 
 def _trained_window(table: torch.Tensor) -> tuple[int, int]:
-    """(h, w) of the window that the coordinates [1, 2h'-1, 2w'-1, 2] are relative to; its own may be another."""
+    """Return (h, w) of the training window from V2's normalised coordinates [1, 2h'-1, 2w'-1, 2] of a window (h', w')."""
     sides = []
     for axis in (0, 1):
         offset, coordinate = table.shape[1 + axis] // 2, table[..., axis].max().item()  # the largest
@@ -138,15 +138,15 @@ def _trained_window(table: torch.Tensor) -> tuple[int, int]:
 
 
 def _split_bias(draft: Draft) -> None:
-    """V2's keys have no bias; those of q and v are parameters of their own."""
+    """Split torchvision's qkv bias into separate biases of q and v, as in timm's V2; that of k is zero and is dropped."""
     for match in draft.find(r"(.*\.attn\.)qkv\.bias"):
         q, _, v = draft[match[0]].chunk(3)
-        draft.spread(match[0], {f"{match[1]}q_bias": q, f"{match[1]}v_bias": v}, "biases of q and v apart, none for k")
+        draft.spread(match[0], {f"{match[1]}q_bias": q, f"{match[1]}v_bias": v}, "biases of q and v separated, none for k")
     draft.rename((r"\.attn\.([qv])_proj\.bias$", r".attn.\1_bias"))
 
 
 def _read_freqs(draft: Draft, model: nn.Module) -> None:
-    """naver's frequencies [2, H, D/2], x before y: learned (mixed), or a buffer with one axis for each half of the bands."""
+    """Read naver's rotary frequencies [2, H, D/2], x before y: learned (mixed), or fixed, half the bands per axis."""
     names = [match[0] for match in draft.find(r".*\.attn\.freqs")]
     if not names:
         return
@@ -164,7 +164,7 @@ def _read_freqs(draft: Draft, model: nn.Module) -> None:
 
 
 def _base(magnitudes: torch.Tensor) -> float:
-    """b of the magnitudes b^(-t/T), t = 0..T-1."""
+    """Return b of the frequencies b^(-t/T), t = 0..T-1."""
     if len(magnitudes) == 1:
         return 100.0
     return float(round(magnitudes[1].double().pow(-len(magnitudes)).item()))

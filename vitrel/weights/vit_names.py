@@ -1,9 +1,9 @@
-"""Plain vision transformers of other code, renamed into ours: timm's and DeiT's ViT, DeiT III, BEiT, EVA and EVA-02, RoPE-ViT
-(timm and naver), DINOv2, DINOv3, and the image encoders of SAM and ViTDet.
+"""Rename weights of plain ViTs to vitrel's names: ViT, DeiT, DeiT III, BEiT, EVA and EVA-02, RoPE-ViT (timm and naver), DINOv2,
+DINOv3, and the image encoders of SAM and ViTDet.
 
-What they differ in, beside names: q, k and v apart, or biases for q and v alone; SwiGLU's two halves packed; one table shared
-by all blocks; learned frequencies of all blocks in one tensor; embeddings with rows for the class token, for all prefix tokens
-or for none; how rotary pairs lie in memory.
+Other differences: separate q, k and v, or biases of q and v alone; SwiGLU's two halves in one tensor; one table shared by all
+blocks; learned frequencies of all blocks in one tensor; embeddings with rows for the class token, for all prefix tokens or for
+none; the order of rotary pairs in memory.
 """
 
 import math
@@ -33,28 +33,28 @@ _NAMES = (
     (r"\.mlp\.ffn_ln\.", ".mlp.norm."),
     (r"^(shared_rel_pos|rel_pos_bias)\.", "shared_position."),
     (r"\.attn\.rel_pos\.relative_position_bias_table$", ".attn.relative_position_bias_table"),
-    (r"^neck\.(weight|bias)$", r"norm.\1"),  # of timm's SAM without a neck of convolutions
+    (r"^neck\.(weight|bias)$", r"norm.\1"),  # timm's SAM without its convolutional neck
     (r"^head\.fc\.", "head."),
 )
 
 
 def read_vit(draft: Draft, model: nn.Module, rotation: Rotation | None = None) -> None:
-    """Rename and rearrange the tensors of `draft` as ours, all but the places of the position encodings.
+    """Rename and rearrange the tensors of `draft` as vitrel's; `place` then renames those of position encodings.
 
-    rotation: of the file's model, where it is known; else the names have to tell.
+    rotation: the rotary encoding of the file's model, if known; else it is inferred from the names.
     """
-    own = draft.has(r".*position\..*|pos_embed\.pos_embed")
-    foreign = draft.has(r".*(\.gamma_1|\.q_bias|\.[qkv]_proj\.weight|storage_tokens|image_encoder\..*)")
+    own_names = draft.has(r".*position\..*|pos_embed\.pos_embed")
+    other_names = draft.has(r".*(\.gamma_1|\.q_bias|\.[qkv]_proj\.weight|storage_tokens|image_encoder\..*)")
     storage, separate = draft.has("storage_tokens"), draft.has(r".*\.attn\.q_(proj\..*|bias)")
     rename_vit(draft)
     _check_prefix_tokens(draft, model)
-    if rotation is None and (foreign or draft.has(r"freqs|rope\.freqs")):
+    if rotation is None and (other_names or draft.has(r"freqs|rope\.freqs")):
         rotation = _rotation(draft, model, separate, storage)
     if rotation is not None:
         unrotate_layout(draft, model, rotation)
         _check_eps(model, rotation)
         _split_freqs(draft, model)
-    if own:
+    if own_names:
         return
     for pattern, key in (
         ("pos_embed", "absolute"),
@@ -66,7 +66,7 @@ def read_vit(draft: Draft, model: nn.Module, rotation: Rotation | None = None) -
 
 
 def rename_vit(draft: Draft) -> None:
-    """Names and layouts as ours, as far as they do not depend on a model."""
+    """Rename and rearrange the tensors as vitrel's, as far as that does not depend on a model."""
     draft.rename(*_NAMES)
     draft.leave_out(_BUFFERS)
     _mask_key_bias(draft)
@@ -80,16 +80,16 @@ def rename_vit(draft: Draft) -> None:
 
 
 def vit_arguments(draft: Draft) -> dict[str, Any]:
-    """Arguments of a ViT that the shapes of a renamed draft tell: not its activation, eps, pooling and fixed rotation.
+    """Infer the arguments of a ViT from the shapes of a renamed draft: all but activation, eps, pooling and fixed rotation.
 
-    The number of heads is there only where a table has a column for each, and the image size where it is square.
+    The number of heads is included only if there is a bias table, and the image size only if it is square.
     """
     patch, table = draft["patch_embed.proj.weight"], next(draft.find(r".*relative_position_bias_table"), None)
     width, heads, first = len(patch), None if table is None else draft[table[0]].shape[1], "blocks.0"
     prefix = int("cls_token" in draft), int("dist_token" in draft), draft["reg_token"].shape[1] if "reg_token" in draft else 0
     swiglu = f"{first}.mlp.fc1_g.weight" in draft
     hidden = draft[f"{first}.mlp.fc2.weight"].shape[1]
-    found = dict(
+    arguments = dict(
         patch_size=tuple(patch.shape[2:]), in_chans=patch.shape[1], embed_dim=width,
         depth=1 + max(int(match[1]) for match in draft.find(r"blocks\.(\d+)\.norm1\.weight")),
         class_token=bool(prefix[0]), dist_token=bool(prefix[1]), reg_tokens=prefix[2],
@@ -98,10 +98,10 @@ def vit_arguments(draft: Draft) -> dict[str, Any]:
         pre_norm="norm_pre.weight" in draft, final_norm="norm.weight" in draft, fc_norm="fc_norm.weight" in draft,
         patch_bias="patch_embed.proj.bias" in draft,
     )  # fmt: skip
-    told = {"init_values": "ls1.gamma", "mlp_norm": "mlp.norm.weight", "attn_norm": "attn.norm.weight",
-            "qk_norm": "attn.q_norm.weight"}  # fmt: skip
-    block_args = {name: 1e-5 if name == "init_values" else True for name, key in told.items() if f"{first}.{key}" in draft}
-    found["block_args"] = block_args | ({"mlp": "swiglu"} if swiglu else {})
+    options = {"init_values": "ls1.gamma", "mlp_norm": "mlp.norm.weight", "attn_norm": "attn.norm.weight",
+               "qk_norm": "attn.q_norm.weight"}  # fmt: skip
+    block_args = {name: 1e-5 if name == "init_values" else True for name, key in options.items() if f"{first}.{key}" in draft}
+    arguments["block_args"] = block_args | ({"mlp": "swiglu"} if swiglu else {})
     side = 0
     if "pos_embed" in draft:
         rows = draft["pos_embed"].shape[1]
@@ -109,15 +109,15 @@ def vit_arguments(draft: Draft) -> dict[str, Any]:
     elif table is not None:
         side = (1 + math.isqrt(len(draft[table[0]]))) // 2
     if side:
-        found["img_size"] = (side * patch.shape[2], side * patch.shape[3])
-    return found | ({"num_heads": heads} if heads else {})
+        arguments["img_size"] = (side * patch.shape[2], side * patch.shape[3])
+    return arguments | ({"num_heads": heads} if heads else {})
 
 
 def _check_prefix_tokens(draft: Draft, model: nn.Module) -> None:
-    """ValueError where the file's embedding may have rows for tokens that the model lacks: they would be taken for patches."""
+    """Raise ValueError if the file has prefix tokens that the model lacks: their rows would be taken for those of patches."""
     if "dist_token" in draft and model.dist_token is None:
         raise ValueError(
-            "the weights are of a distilled DeiT, the model has no distillation token: build it with dist_token=True"
+            "the weights are of a distilled DeiT, and the model has no distillation token: build it with dist_token=True"
         )
     count = draft["reg_token"].shape[1] if "reg_token" in draft else 0
     has = 0 if model.reg_token is None else model.reg_token.shape[1]
@@ -126,6 +126,7 @@ def _check_prefix_tokens(draft: Draft, model: nn.Module) -> None:
 
 
 def _check_eps(model: nn.Module, rotation: Rotation) -> None:
+    """Raise ValueError if DINOv3's weights are loaded into a model with another eps than theirs."""
     eps = model.blocks[0].norm1.eps
     if rotation.layout == _DINOV3 and eps != 1e-5:
         raise ValueError(
@@ -135,11 +136,11 @@ def _check_eps(model: nn.Module, rotation: Rotation) -> None:
 
 
 def _rotation(draft: Draft, model: nn.Module, separate: bool, storage: bool) -> Rotation | None:
-    """How the file's model rotates. Its layout has to tell, for fixed frequencies leave no trace in a file."""
+    """Infer the file's rotary encoding from the layout, since fixed frequencies are not in a file; None if it has none."""
     absolute, swiglu = "pos_embed" in draft, draft.has(r".*\.mlp\.fc1_g\.weight")
     registers, token = "reg_token" in draft, "cls_token" in draft
     if draft.has(r"freqs|rope\.freqs"):
-        return Rotation("RoPE-ViT (mixed)", "rope_mixed", {}, interleaved=True, x_first=False)  # freqs are swapped, not rows
+        return Rotation("RoPE-ViT (mixed)", "rope_mixed", {}, interleaved=True, x_first=False)  # the x and y order is in freqs
     if draft.has(r".*relative_position_bias_table|.*rel_pos_h"):
         return None
     if swiglu and absolute and separate:
@@ -148,16 +149,16 @@ def _rotation(draft: Draft, model: nn.Module, separate: bool, storage: bool) -> 
         return Rotation(_DINOV3, "rope_normalised", dict(base=100.0), interleaved=False, x_first=False)
     if not absolute and registers:
         return Rotation("timm's ViT with RoPE and registers", "rope_axial", _EVA, interleaved=True, x_first=False)
-    # With an embedding only the model tells RoPE-ViT from DeiT III: all the names are the same.
-    turning = any(isinstance(part, PositionEncoding) and part.rotates for part in model.modules())
-    if not absolute or (turning and not separate):
+    # RoPE-ViT with an embedding has the names of DeiT III: the model decides.
+    rotates = any(isinstance(part, PositionEncoding) and part.rotates for part in model.modules())
+    if not absolute or (rotates and not separate):
         options = dict(base=100.0, reference=None)
         return Rotation("RoPE-ViT (axial)", "rope_axial", options, interleaved=True, x_first=True)
     return None
 
 
 def _mask_key_bias(draft: Draft) -> None:
-    """DINOv3's qkv bias is multiplied by a mask that is zero for the keys."""
+    """Apply DINOv3's mask of the qkv bias, which is zero for the keys."""
     for match in draft.find(r"(.*\.attn\.qkv\.)bias_mask"):
         name = f"{match[1]}bias"
         q, k, v = draft[name].chunk(3)
@@ -166,7 +167,7 @@ def _mask_key_bias(draft: Draft) -> None:
 
 
 def fuse_qkv(draft: Draft) -> None:
-    """Projections of q, k and v apart, or biases of q and v alone, become those of one qkv."""
+    """Join separate projections of q, k and v, or biases of q and v alone, into one qkv."""
     for kind in ("weight", "bias"):
         for match in draft.find(rf"(.*\.attn\.)q_proj\.{kind}"):
             names = [f"{match[1]}{part}_proj.{kind}" for part in "qkv"]
@@ -177,7 +178,7 @@ def fuse_qkv(draft: Draft) -> None:
             else:
                 join, rule = torch.cat, "q, k and v joined"
             if missing := [name for name in names if name not in draft]:
-                raise ValueError(f"the file has {match[0]}, but no {missing[0]}: it is cut short or of an unknown layout")
+                raise ValueError(f"the file has {match[0]}, but no {missing[0]}: it is incomplete or has an unknown layout")
             draft.fuse(names, f"{match[1]}qkv.{kind}", join, rule)
 
 
@@ -187,16 +188,17 @@ def _without_key_bias(parts: list[Tensor]) -> Tensor:
 
 
 def _split_swiglu(draft: Draft) -> None:
+    """Split a SwiGLU's packed first layer into gate and value."""
     for match in draft.find(r"(.*\.mlp\.)fc1\.(weight|bias)"):
         packed, out = draft[match[0]], f"{match[1]}fc2.weight"
         if out in draft and packed.shape[0] == 2 * draft[out].shape[1]:
             gate, value = packed.chunk(2)
             names = (f"{match[1]}fc1_g.{match[2]}", f"{match[1]}fc1_x.{match[2]}")
-            draft.spread(match[0], dict(zip(names, (gate, value), strict=True)), "SwiGLU's halves taken apart")
+            draft.spread(match[0], dict(zip(names, (gate, value), strict=True)), "SwiGLU's halves separated")
 
 
 def _split_freqs(draft: Draft, model: nn.Module) -> None:
-    """[2, depth, H, D/2] (timm) or [2, depth, H*D/2] (naver), x before y -> [2, H, D/2] per block, y before x."""
+    """Split frequencies [2, depth, H, D/2] (timm) or [2, depth, H*D/2] (naver), x first, to [2, H, D/2] per block, y first."""
     heads = model.blocks[0].attn.num_heads
     shape = (heads, model.embed_dim // heads // 2)
     for name in ("rope.freqs", "freqs"):
@@ -204,7 +206,7 @@ def _split_freqs(draft: Draft, model: nn.Module) -> None:
             freqs = draft[name]
             if tuple(freqs.shape[2:]) not in (shape, (math.prod(shape),)):
                 raise ValueError(
-                    f"{name} is {tuple(freqs.shape)}, [2, depth, heads, pairs of channels] or with the last two joined; the "
+                    f"{name} is {tuple(freqs.shape)}, not [2, depth, heads, pairs] with the last two perhaps joined; the "
                     f"model has {shape[0]} heads of {shape[1]} pairs: build it with the file's embed_dim and num_heads"
                 )
             per_block = freqs.flatten(2).unflatten(2, shape).flip(0).unbind(1)

@@ -123,7 +123,7 @@ def test_a_sweep_is_collected(trained, noise, tmp_path):
     seen = [(item["size"], item["protocol"], item["shape"]) for item in found["seen"]]
     both = ("scale", "canvas")
     assert seen == [("32x32", name, [32, 32]) for name in both] + [("32x48", name, [32, 48]) for name in both]
-    assert {asked["protocol"] for asked in noise.asked} == {*both}
+    assert {requested["protocol"] for requested in noise.requested} == {*both}
 
 
 def test_the_first_model_need_not_have_every_policy(trained, noise, tmp_path):

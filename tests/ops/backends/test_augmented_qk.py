@@ -66,15 +66,20 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
         (13, True, values, False), (14, True, values, True),
     ):  # fmt: skip
         assert augmented_qk.pays(call(terms, Grid(side, side), grad=grad)) is taken
-    asked = Terms(tables=(Table("h", query=torch.zeros(1, 63, 8)), Table("w", query=torch.zeros(1, 63, 8))))
-    assert not augmented_qk.pays(call(asked, Grid(47, 47), grad=True))
-    assert augmented_qk.pays(call(asked, Grid(48, 48), grad=True))
-    for side, batch, terms, taken in ((32, 2, plain, False), (64, 3, plain, True), (64, 4, plain, False), (32, 8, asked, True)):
+    requested = Terms(tables=(Table("h", query=torch.zeros(1, 63, 8)), Table("w", query=torch.zeros(1, 63, 8))))
+    assert not augmented_qk.pays(call(requested, Grid(47, 47), grad=True))
+    assert augmented_qk.pays(call(requested, Grid(48, 48), grad=True))
+    for side, batch, terms, taken in (
+        (32, 2, plain, False),
+        (64, 3, plain, True),
+        (64, 4, plain, False),
+        (32, 8, requested, True),
+    ):
         assert augmented_qk.pays(call(terms, Grid(side, side), batch=batch)) is taken  # a mask of biases serves every image
     assert not augmented_qk.pays(call(plain, Grid(64, 64), device=torch.device("cuda")))
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
-    text = why(attention, q, k, v, asked, grid)
+    text = why(attention, q, k, v, requested, grid)
     assert ": augmented_qk (first of auto that serves it)" in text
     assert "    sdpa: comes after augmented_qk" in text
     torch._dynamo.reset()
@@ -161,12 +166,12 @@ def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
             largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
             return out
 
-    def watched(q, k, v, **options):
+    def recorded(q, k, v, **options):
         seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), options))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return plain(q, k, v, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     n, width = grid.tokens, 32  # 8 and 12 + 10 columns, with prefix tokens 13 + 11, in steps of 8
     q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
     encoding = perturbed(create_position("shaw", grid, 1, 8))
@@ -209,8 +214,8 @@ def test_squared_distances_keep_their_precision(side):
 
 
 REFUSALS = [
-    (Terms(), {}, "no table to write as columns: scaled_dot_product_attention runs these terms as they are"),
-    (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' is in general no sum of one over"),
+    (Terms(), {}, "no table to write as columns"),
+    (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' cannot be written as columns"),
     (Terms(key_rotary=(torch.zeros(1, 6, 4),) * 2, tables=bias_terms(Grid(2, 3)).tables), {}, "overflow half precision"),
     (None, {"entry": "window_attention", "window": (2, 3)}, "shifted and padded windows need a mask"),
     (None, {"mask": torch.ones(6, 6, dtype=torch.bool)}, "flash attention takes no mask"),
@@ -222,7 +227,7 @@ REFUSALS = [
     (
         None,
         {"grid": Grid(96, 97, 1), "width": 64},
-        "the 96x97 grid with 1 prefix tokens needs 195 columns beside the head width of 64, and flash attention takes 256",
+        "the 96x97 grid with 1 prefix tokens needs 195 columns besides the head width of 64, and flash attention takes 256",
     ),
 ]  # fmt: skip
 

@@ -171,11 +171,11 @@ def test_lower_precision(dtype, of_bias, cast):
 def test_hidden_keys(dtype):
     """-inf in a table: of a field of view, of a prefix token, and of queries that see no key, which return 0, not NaN."""
     grid = Grid(4, 5, 2)
-    half, alone, blind = (table(grid, dtype=dtype).detach() for _ in range(3))
+    half, alone, fully_masked = (table(grid, dtype=dtype).detach() for _ in range(3))
     half[:, : grid.offset_classes() // 2] = -torch.inf  # keys below, and to the right
     alone[:, -3] = -torch.inf  # the patches are hidden from the prefix
-    blind[0, :-3], blind[0, -2] = -torch.inf, -torch.inf  # in one head patches see nothing, the prefix does
-    for bias in (half, alone, blind):
+    fully_masked[0, :-3], fully_masked[0, -2] = -torch.inf, -torch.inf  # in one head patches see nothing, the prefix does
+    for bias in (half, alone, fully_masked):
         bias.requires_grad_()
         tensors, terms = inputs(grid, dtype=dtype), Terms(tables=(Table(bias=bias),))
         own, peer = (results(b, tensors, terms, grid, [*tensors, bias]) for b in (bias_by_row, reference))
@@ -213,7 +213,7 @@ def test_second_derivatives_are_refused():
     out = bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
     with pytest.raises(RuntimeError, match=r"'bias_by_row' has no second derivatives; use .*use_backend\('reference'\)"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(ValueError, match=r"backend 'bias_by_row' refuses: its backward pass is for backward\(\) alone"):
+    with pytest.raises(ValueError, match=r"backend 'bias_by_row' refuses: its backward pass supports backward\(\) only"):
         torch.func.grad(lambda x: attention(x, k, v, Terms(tables=(Table(bias=bias),)), grid, backend="bias_by_row").sum())(q)
 
 
@@ -228,12 +228,12 @@ def test_nothing_of_all_pairs_and_flash_kernels_alone(grid, monkeypatch):
             largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
             return out
 
-    def watched(q, *others, **options):
+    def recorded(q, *others, **options):
         seen.append(q.shape[-2])
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return plain(q, *others, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     tensors, bias = inputs(grid, batch=(1,), dtype=torch.float32), table(grid, dtype=torch.float32)
     with Sizes():
         bias_by_row.attention(*tensors, Terms(tables=(Table(bias=bias),)), grid).square().sum().backward()

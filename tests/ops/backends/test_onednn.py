@@ -47,8 +47,8 @@ def test_against_the_definition(grid, what):
 @pytest.mark.parametrize(
     ("terms", "other", "reason"),
     [
-        (BIAS, {"entry": "window_attention"}, "windows are small"),
-        (Terms(tables=(Table("h", query=torch.zeros(1, 5, 8)),)), {}, "no tables that meet queries"),
+        (BIAS, {"entry": "window_attention"}, "small windows"),
+        (Terms(tables=(Table("h", query=torch.zeros(1, 5, 8)),)), {}, "no query, key, value or gated tables"),
         (BIAS._replace(key_rotary=(torch.ones(1, 12, 4),) * 2), {}, "overflow half precision"),
         (BIAS, {"device": torch.device("cuda")}, "float32 on a CPU"),
         (BIAS, {"dtype": torch.bfloat16}, "float32 on a CPU"),
@@ -76,10 +76,10 @@ def test_only_where_it_is_opted_in():
     q = torch.randn(3, 1, 2, grid.tokens, 8)
     assert ": onednn (first of auto+onednn that serves it)" in why(attention, *q, large, grid, backend="auto+onednn")
     text = why(attention, *q, large, grid)
-    assert ": sdpa (first of auto that serves it)" in text and "    onednn: serves it when asked for by name" in text
+    assert ": sdpa (first of auto that serves it)" in text and "    onednn: serves it if given by name" in text
     with use_backend("auto+onednn"):
         assert ": onednn (first of auto+onednn" in why(attention, *q, large, grid)
     with use_backend("reference"):
-        assert ": reference (asked for by name)" in why(attention, *q, large, grid, backend="auto+onednn")
+        assert ": reference (given by name)" in why(attention, *q, large, grid, backend="auto+onednn")
     with pytest.raises(ValueError, match="unknown backend 'auto\\+flex'"):
         choose("auto+flex", call())

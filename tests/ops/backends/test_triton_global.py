@@ -204,9 +204,9 @@ def test_the_same_bits_again():
     ("change", "reason"),
     [
         (dict(dtype=torch.float64), "float32, float16 and bfloat16, not torch.float64"),
-        (dict(width=48), "heads of width 16, 32, 64, 128, not 48"),
+        (dict(width=48), "head widths 16, 32, 64, 128, not 48"),
         (dict(grid=Grid(4, 5, 17), queries=37), "up to 16 prefix tokens, not 17"),
-        (dict(grid=Grid(4, 5, 1), queries=21, axis_scores=True), "to patch tokens only"),
+        (dict(grid=Grid(4, 5, 1), queries=21, axis_scores=True), "no row and column scores for prefix tokens"),
         (dict(queries=7), "7 queries are neither all 20 tokens of the grid nor its last whole rows of 5"),
         (dict(grid=Grid(4, 5, 3), queries=22), "22 queries are neither all 23"),
     ],
@@ -227,11 +227,11 @@ def test_a_refused_call_raises():
     ("change", "text"),
     [
         (dict(k=torch.zeros(1, 2, 20, 16)), r"float32 \[2, 2, 20, 16\], float32 \[1, 2, 20, 16\].* twice \[B, H, 20, D\]"),
-        (dict(v=torch.zeros(2, 2, 20, 32)), "of one type"),
-        (dict(v=torch.zeros(2, 2, 20, 16, dtype=torch.float16)), "float16 .* of one type"),
-        (dict(bias=torch.zeros(2, 62)), r"bias of shape \[2, 62\]; the kernel takes \[2, 63\]"),
-        (dict(row_scores=torch.zeros(2, 2, 20, 5)), r"row scores .* takes \[2, 2, 20, 4\]"),
-        (dict(column_scores=torch.zeros(1, 2, 20, 5)), r"column scores .* takes \[2, 2, 20, 5\]"),
+        (dict(v=torch.zeros(2, 2, 20, 32)), "of one dtype"),
+        (dict(v=torch.zeros(2, 2, 20, 16, dtype=torch.float16)), "float16 .* of one dtype"),
+        (dict(bias=torch.zeros(2, 62)), r"bias of shape \[2, 62\]; expected \[2, 63\]"),
+        (dict(row_scores=torch.zeros(2, 2, 20, 5)), r"row scores .* expected \[2, 2, 20, 4\]"),
+        (dict(column_scores=torch.zeros(1, 2, 20, 5)), r"column scores .* expected \[2, 2, 20, 5\]"),
     ],
 )
 def test_shapes_beyond_which_memory_would_be_read(change, text):

@@ -207,7 +207,7 @@ def test_refusals():
     assert "not torch.float64" in refuses(torch.float64, 32, (7, 7))
     assert "not 24" in refuses(torch.float32, 24, (7, 7))
     assert "not 17x16" in refuses(torch.float32, 32, (17, 16))
-    with pytest.raises(ValueError, match="heads of width 16, 32, 48, 64, not 8"):
+    with pytest.raises(ValueError, match="head widths 16, 32, 48, 64, not 8"):
         triton_window.window_forward(torch.zeros(1, 4, 4, 24), None, None, None, (4, 4), (0, 0), 1, 1.0)
     with pytest.raises(ValueError, match="shift along width"):
         triton_window.window_forward(torch.zeros(1, 4, 4, 48), None, None, None, (4, 4), (0, 4), 1, 1.0)
@@ -216,9 +216,9 @@ def test_refusals():
 @compiles
 def test_shapes_beyond_which_memory_would_be_read():
     qkv, angle = torch.zeros(1, 4, 4, 48), torch.zeros(1, 15, 8)
-    with pytest.raises(ValueError, match=r"bias of shape \[1, 48\]; windows of 4x4 take \[1, 49\]"):
+    with pytest.raises(ValueError, match=r"bias of shape \[1, 48\]; windows of 4x4 need \[1, 49\]"):
         triton_window.window_forward(qkv, torch.zeros(1, 48), None, None, (4, 4), (0, 0), 1, 1.0)
-    with pytest.raises(ValueError, match=r"of shape \[1, 15, 8\]; windows of 4x4 take \[1, 16, 8\]"):
+    with pytest.raises(ValueError, match=r"of shape \[1, 15, 8\]; windows of 4x4 need \[1, 16, 8\]"):
         triton_window.window_forward(qkv, None, angle, angle, (4, 4), (0, 0), 1, 1.0)
 
 

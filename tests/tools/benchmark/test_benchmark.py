@@ -1,4 +1,4 @@
-"""tools/benchmark: usage errors say the way out, suites get their samples with the machine in every row."""
+"""tools/benchmark: usage errors name the fix, suites write samples with the machine in every row."""
 
 import time
 

@@ -57,7 +57,7 @@ SDPA = methods(TABLE, gpu=False)[0]
 
 
 def held(shape, dtype=torch.float32, training=True):
-    """What a method of a shape is told by the gate: (function, exact, change of the problem) -> text."""
+    """Return the gate for a shape: (function, exact, changed problem) -> text of the error, "" if it passes."""
     problem = make_problem(shape, dtype, CPU, seed=1)
     truth = whole_truth(problem, training)
     case = Case("held", "", (), (), str(dtype).removeprefix("torch."), largest=True)
@@ -167,11 +167,11 @@ def test_global_flex_is_right(encoding, prefix):
 
 
 def test_peers_look_their_bias_up():
-    """By an index that they keep, with which they are wrong where it is wrong."""
+    """By the cached index: if it is wrong, so is their output."""
     text = held(TABLE, training=False)
-    turned = text.problem._replace(fixed=(text.problem.fixed[0].mT.contiguous(),))
+    transposed = text.problem._replace(fixed=(text.problem.fixed[0].mT.contiguous(),))
     for function in (gathered_sdpa, global_softmax):
-        assert "error of output" in text(function, False, turned)
+        assert "error of output" in text(function, False, transposed)
     assert make_problem(TABLE, torch.float32, CPU, keep=False).fixed == ()
 
 

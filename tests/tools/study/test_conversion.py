@@ -51,5 +51,5 @@ def test_what_is_not_where_the_configuration_says_is_named_at_once(folder, tmp_p
     config["fit"] = {"sources": {"own": places["source"]}}
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(config))
-    with pytest.raises(SystemExit, match=r"error: .*trial\.yaml names .*none, which is not there"):
+    with pytest.raises(SystemExit, match=r"error: .*trial\.yaml names .*none, which does not exist"):
         conversion.main([str(path), "--parts", "flowers", "--runs", str(tmp_path)])

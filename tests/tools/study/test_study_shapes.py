@@ -1,4 +1,4 @@
-"""A slice of the study, from training to the report: three models, one seed, few images."""
+"""A slice of the study, from training to the claims: three models, one seed, few images."""
 
 import pandas as pd
 import pytest
@@ -10,12 +10,13 @@ LABELS = ("absolute", "rope_mixed", "swin-table")
 
 
 def cut(config):
-    """The study with three models and one that borrows weights, each trained for ten updates."""
+    """The study on two of its data sets, with three models and one that borrows weights, each trained for five updates."""
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*LABELS, "rope_mixed+ntk")]
     config["seeds"], labels = [0], {entry["label"] for entry in config["models"]}
-    config["train"]["data"] |= {"n_train": 640, "n_val": 64}
+    config["data"] = [data for data in config["data"] if data["data"] != "shapes-place"]
+    config["train"]["data"] |= {"n_train": 320, "n_val": 64}
     config["train"]["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
-    config["evaluate"] |= {"n": 40, "device": "cpu", "attention_n": 2}
+    config["evaluate"] |= {"n": 20, "device": "cpu", "attention_n": 2, "sizes": [64, 128]}
     for data in config["data"]:
         data.get("train", {}).get("data", {}).pop("n_train", None)
         if "only" in data:
@@ -35,19 +36,19 @@ def cut(config):
 
 
 @pytest.mark.slow
-def test_three_models_of_the_study_from_training_to_the_report(tmp_path, capsys):
+def test_three_models_of_the_study_from_training_to_the_claims(tmp_path, capsys):
     config = cut(yaml.safe_load((ROOT / "configs" / "study_shapes.yaml").read_text("utf-8")))
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(config))
-    arguments = [str(path), "--out", str(tmp_path), "--jobs", "2"]
+    arguments = [str(path), "--out", str(tmp_path), "--jobs", "1", "--no-report"]
     command("compare").main(arguments)
     printed = capsys.readouterr().out
-    assert printed.count(": trained") == 3 * len(LABELS)
-    for name, lines in (("shapes", 4 + 2 * 5 * 4), ("shapes-place", 4), ("shapes-corner", 4)):
+    assert printed.count(": training for") == 2 * len(LABELS)
+    for name, lines in (("shapes", 4 + 2 * 2 * 4), ("shapes-corner", 4)):
         folder = tmp_path / "study_shapes" / name
         rows = pd.read_csv(folder / "results.csv")
         assert set(rows["label"]) == {*LABELS, "rope_mixed+ntk"} and set(rows["data"]) == {name} and len(rows) >= lines
-        assert rows["unchanged"].all() and (folder / "report.html").stat().st_size > 1_000_000
+        assert rows["unchanged"].all()
         assert "pairs; " in (folder / "claims.md").read_text("utf-8")
     windows = pd.read_csv(tmp_path / "study_shapes" / "shapes" / "results.csv").query("label == 'swin-table'")
     assert {"fixed", "divisor", "rescale+geometric"} <= set(windows["policy"])

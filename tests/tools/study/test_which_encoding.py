@@ -42,9 +42,7 @@ def test_the_page_is_what_the_results_give(monkeypatch, tmp_path):
         text = (ROOT / name).read_text("utf-8")
         (tmp_path / name).write_text(text.replace("| 100.0 ±0.5 |", "| 99.0 ±0.5 |", 1), "utf-8")
     (tmp_path / "docs" / "images").mkdir()
-    with pytest.raises(
-        SystemExit, match=r"scenes\.md is not what the results give: run python -m tools\.study\.which_encoding"
-    ):
+    with pytest.raises(SystemExit, match=r"scenes\.md is out of date: run python -m tools\.study\.which_encoding"):
         run(monkeypatch, "--check", "--root", tmp_path)
     run(monkeypatch, "--root", tmp_path)
     for name in (which_encoding.COSTS, which_encoding.EVIDENCE):
@@ -81,7 +79,7 @@ def test_places_are_filled_and_named():
     once = fill(text, [("x", "| new |")])
     assert once == "a\n<!-- x -->\n\n| new |\n\n<!-- /x -->\nb"
     assert fill(once, [("x", "| new |")]) == once
-    with pytest.raises(ValueError, match="no place for the table 'y'"):
+    with pytest.raises(ValueError, match="lacks the marks of table 'y'"):
         fill(text, [("y", "")])
     with pytest.raises(FileNotFoundError, match="--measure writes it"):
         read_costs(Path("nowhere/costs.csv"))

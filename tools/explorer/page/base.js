@@ -1,7 +1,22 @@
 // What every section uses: what is set, elements, numbers as text, colours.
 const $ = (id) => document.getElementById(id);
-const DEFAULTS = { h: 1, w: 5, decay: "log", lambda: 0.3, query: 0, key: 1, buckets: 32, max: 128, both: true, span: 0, offset: -20, rows: 5, columns: 6 };
-const LIMITS = { h: [1, 6], w: [1, 6], lambda: [0, 3], buckets: [2, 64], max: [1, 256], rows: [1, 8], columns: [1, 8], span: [0, 80] };
+const DEFAULTS = {
+  contents: [1, 0, 0, 1, 1, 1, 0, 0], positions: [0, 0, 0, 0.5, 0.5, 0, 0.5, 0.5], // two numbers for each patch
+  biases: [0.3, 0.1, 0, 0.2, 0, -0.2, 0, -0.1, -0.3], // by offset, (−1, −1), (−1, 0) ... (1, 1)
+  sign: "query", show: "logits", storyQuery: 0, storyKey: 2,
+  length: 7, radius: 2, clipBiases: [-0.5, -0.4, -0.3, -0.2, 0, 0.2, 0.3, 0.4, 0.5], clipQuery: 3, clipKey: 0, // offsets −4 to 4
+  q: [1, 0, 1, 0, 0, 2, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1], // five tokens, four channels
+  k: [0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0.5, 0.5],
+  v: [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0.5, 0.5, 0.5, 0.5],
+  line: "scores", traceDecay: "log", traceLambda: 0.3, reach: 4, later: 1, traceQuery: 0, traceKey: 1,
+  h: 1, w: 5, decay: "log", lambda: 0.3, query: 0, key: 1, buckets: 32, max: 128, both: true, span: 0, offset: -20, rows: 5, columns: 6,
+};
+const LIMITS = {
+  storyQuery: [0, 3], storyKey: [0, 3], length: [2, 8], radius: [0, 4], clipQuery: [0, 7], clipKey: [0, 7],
+  traceLambda: [0, 3], reach: [0, 4], later: [0, 4], traceQuery: [0, 4], traceKey: [0, 4], h: [1, 6], w: [1, 6], lambda: [0, 3], buckets: [2, 64], max: [1, 256], rows: [1, 8], columns: [1, 8], span: [0, 80],
+};
+const LARGEST = 99; // what a field takes, in either sign
+const STEPS = { lambda: 20, traceLambda: 20, later: 4 }; // steps in 1; other numbers are whole
 const state = { ...DEFAULTS };
 
 function make(tag, attributes = {}, ...children) {
@@ -20,6 +35,7 @@ const fixed = (value, digits = 4) => minus(value.toFixed(digits));
 const short = (value) => minus(String(Number(value.toFixed(4))));
 const signed = (value) => (value > 0 ? `+${value}` : minus(String(value)));
 const bracket = (value) => (value < 0 ? `(${short(value)})` : short(value));
+const products = (a, b) => a.map((value, at) => `${bracket(value)}·${bracket(b[at])}`).join(" + "); // the dot product, written out
 const vector = (values, show = short) => `[${values.map((value) => show(value)).join(", ")}]`;
 
 // Text that is read aloud when it changes, so it is touched only then.

@@ -1,6 +1,6 @@
 // A grid of cells that is walked with the arrow keys (one of them in the tab order), tapped or pointed at.
-// draw({rows, columns, size, cell, picked, heads, block, square}): cell(i, j) gives {text, label, background, ink}; heads holds the
-// texts {corner, rows, columns}; block [h, w] draws a heavier line before every such row and column.
+// draw({rows, columns, size, cell, picked, heads, block, square}): cell(i, j) gives {text, label, background, ink} and mark for a
+// star; heads holds the texts {corner, rows, columns}; block [h, w] draws a heavier line before every such row and column.
 function cellGrid(host, label, { pick, point = () => {} }) {
   const grid = make("div", { class: "cells", role: "grid", "aria-label": label });
   host.replaceChildren(grid);
@@ -30,9 +30,10 @@ function cellGrid(host, label, { pick, point = () => {} }) {
     grid.style.gridTemplateColumns = `${head}repeat(${how.columns}, ${how.size}px)`;
     grid.style.gridTemplateRows = `${how.heads ? "28px " : ""}repeat(${how.rows}, ${how.high || how.size}px)`;
     cells.forEach((line, i) => line.forEach((element, j) => {
-      const { text, label: says, background, ink } = how.cell(i, j), here = i === how.picked[0] && j === how.picked[1];
+      const { text, label: says, background, ink, mark } = how.cell(i, j), here = i === how.picked[0] && j === how.picked[1];
       element.textContent = text;
       element.ariaLabel = says;
+      element.classList.toggle("star", Boolean(mark));
       element.tabIndex = here ? 0 : -1;
       element.ariaSelected = String(here);
       Object.assign(element.style, { background, color: ink, fontSize: `${how.font || 13}px` });

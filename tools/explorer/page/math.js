@@ -1,10 +1,5 @@
 // The definitions, without any drawing. Tokens are numbered row by row; offsets are query minus key, in patches.
 const WIDTH = 4;
-const DOCUMENTS = { // the worked example of five tokens
-  q: [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
-  k: [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
-  v: [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
-};
 const WAVES = { q: [0.1, 1.5], k: [0.7, 1.5], v: [1.3, 1] }; // phase, amplitude
 
 const place = (token, w) => [Math.floor(token / w), token % w];
@@ -14,13 +9,12 @@ function offsetOf(query, key, w) {
   return [i[0] - j[0], i[1] - j[1]];
 }
 
-function biasAt([dy, dx], decay, lambda) {
-  const distance = Math.hypot(dy, dx);
-  if (decay === "log") return -lambda * Math.log1p(distance);
-  return decay === "linear" ? -lambda * distance : 0;
-}
+const GROWTH = { log: Math.log1p, linear: (distance) => distance, none: () => 0 }; // of the penalty with distance
+const biasAt = ([dy, dx], decay, lambda) => -lambda * GROWTH[decay](Math.hypot(dy, dx));
 
 const tokens = (n, call) => Array.from({ length: n }, (_, at) => call(at));
+const split = (list, width) => tokens(list.length / width, (at) => list.slice(at * width, (at + 1) * width));
+const dot = (a, b) => a.reduce((sum, value, at) => sum + value * b[at], 0);
 
 // n vectors: element m of all of them, row by row, is amplitude sin(0.37 (m + 1)^2 + phase), to four digits.
 function wave(name, n) {
@@ -30,7 +24,8 @@ function wave(name, n) {
 }
 
 const fromDocuments = (h, w) => h === 1 && w === 5;
-const example = (h, w) => (fromDocuments(h, w) ? DOCUMENTS : { q: wave("q", h * w), k: wave("k", h * w), v: wave("v", h * w) });
+const vectors = (h, w, name) => (fromDocuments(h, w) ? split(DEFAULTS[name], WIDTH) : wave(name, h * w));
+const example = (h, w) => ({ q: vectors(h, w, "q"), k: vectors(h, w, "k"), v: vectors(h, w, "v") });
 
 function softmax(logits) {
   const top = Math.max(...logits), exps = logits.map((logit) => Math.exp(logit - top)), sum = exps.reduce((a, b) => a + b, 0);
@@ -38,15 +33,18 @@ function softmax(logits) {
 }
 
 // Everything that happens to one query; lists have one entry per key, outputs one per channel.
-function attend({ h, w, decay, lambda, query }) {
-  const { q, k, v } = example(h, w);
-  const scores = k.map((key) => key.reduce((sum, value, at) => sum + q[query][at] * value, 0));
-  const scaled = scores.map((score) => score / Math.sqrt(WIDTH));
-  const bias = k.map((_, key) => biasAt(offsetOf(query, key, w), decay, lambda));
+function attentionRow(query, keys, values, bias) {
+  const scores = keys.map((key) => dot(query, key));
+  const scaled = scores.map((score) => score / Math.sqrt(query.length));
   const logits = scaled.map((value, key) => value + bias[key]);
   const standard = softmax(scaled), biased = softmax(logits);
-  const mix = (weights) => tokens(WIDTH, (at) => weights.reduce((sum, weight, key) => sum + weight * v[key][at], 0));
+  const mix = (weights) => tokens(values[0].length, (at) => dot(weights, values.map((value) => value[at])));
   return { scores, scaled, bias, logits, standard, biased, outputs: { standard: mix(standard.weights), biased: mix(biased.weights) } };
+}
+
+function attend({ h, w, decay, lambda, query }) {
+  const { q, k, v } = example(h, w);
+  return attentionRow(q[query], k, v, k.map((_, key) => biasAt(offsetOf(query, key, w), decay, lambda)));
 }
 
 // T5's rule for one sign: the first distance of every bucket. Bucket exact + t begins at ceil(exact (max / exact)^(t / logs)),

@@ -1,6 +1,6 @@
-"""Every other way to compute what vitrel.ops.reference defines; each serves a call, or refuses it with a reason.
+"""Alternative implementations of what vitrel.ops.reference defines; each serves a call or refuses it with a reason.
 
-A backend is a module with `refuses(call) -> reason or ""`, `pays(call) -> bool`, whether "auto" takes it where it serves, and
-the two functions of vitrel.ops without their argument `backend`, or the one that it serves: `refuses` then says no to all calls
-of the other. vitrel.ops.dispatch lists them.
+A backend is a module with `refuses(call)`, which returns the reason or "", with `pays(call)`, which is True where "auto" should
+use it, and with `attention` and `window_attention` as in vitrel.ops, without their argument `backend`. It may have only one of
+the two; `refuses` then gives a reason for every call of the other. vitrel.ops.dispatch lists the backends.
 """

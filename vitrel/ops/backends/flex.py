@@ -1,8 +1,8 @@
-"""torch.nn.attention.flex_attention: the position terms are looked up inside its kernel, by the offset class of every pair.
+"""torch.nn.attention.flex_attention with the position terms looked up in its kernel, by the offset class of each pair.
 
-The general peer of our own kernels. On a GPU it is compiled, once per shape; beside the output it holds the content scores of
-every offset class, [B, H, N, R] for query and key tables, and the gradient of a table is scattered with one atomic addition per
-pair. On a CPU it has no backward and runs uncompiled, with all [B, H, N, N] scores in memory: to be checked there, not used.
+It is a general alternative to our Triton kernels. On a GPU it is compiled once per shape; it stores the content scores of every
+offset class, [B, H, N, R], for query and key tables, and adds the gradient of a table by one atomic addition per pair. On a CPU
+it has no backward pass and runs uncompiled with all scores [B, H, N, N] in memory, which is useful for tests only.
 """
 
 import functools
@@ -19,7 +19,7 @@ from vitrel.ops.reference import Call, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
-_WINDOWED = "flex_attention works in blocks of 128 tokens, of which a window fills a part: 49 of 128 for a window of 7x7"
+_WINDOWED = "flex_attention computes blocks of 128 tokens, of which a window fills a part only (7x7: 49)"
 _compiled = functools.cache(torch.compile)
 
 
@@ -36,69 +36,71 @@ def refuses(call: Call) -> str:
     if call.grad and cpu:
         return "flex_attention has no backward on a CPU"
     if call.grad and torch.are_deterministic_algorithms_enabled():
-        return "flex_attention adds up the gradients of tables in no fixed order, but deterministic algorithms are asked for"
+        return "flex_attention adds gradients of tables in no fixed order, but torch.use_deterministic_algorithms is on"
     if cpu and torch.compiler.is_compiling():
-        return "compiled for a CPU, flex_attention takes no index that is itself looked up"
+        return "compiled for a CPU, flex_attention cannot use an index that is itself looked up"
     if call.dtype == torch.float64 and not cpu:
         return "compiled flex_attention has no float64"
     return ""
 
 
 def pays(call: Call) -> bool:
-    """Never before a GPU has shown where; on a CPU it is slower than the others."""
+    """False: not yet measured on a GPU, and on a CPU slower than the other backends."""
     return False
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q = with_query_bias(q, terms)
     scale = terms.logit_scale(q.shape[-1])
     lookups = [lookup for table in terms.tables for lookup in _lookups(q, k, table, grid, scale)]
     q, k = rotated(q, k, terms)
     if isinstance(scale, Tensor):  # flex_attention takes a number
         q, scale = q * scale.to(q.dtype), 1.0
-    if not torch.is_grad_enabled():  # on a CPU it refuses tensors that require gradients even so
+    if not torch.is_grad_enabled():  # on a CPU it refuses tensors that require gradients even then
         q, k, v = q.detach(), k.detach(), v.detach()
     mask = None if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
     return _run(q, k, v, score_mod=_score_mod(lookups, mask, grid.prefix), scale=scale)
 
 
 class _Lookup(NamedTuple):
-    """What a table adds to a pair: values[h, r], of queries values[b, h, i, r], of keys values[b, h, j, r]."""
+    """What a table adds to the logit of pair (i, j): values[h, r], or values[b, h, i, r] of queries, or values[b, h, j, r] of
+    keys.
+    """
 
     values: Tensor  # [H, R], [B, H, M, R] or [B, H, N, R]
-    whose: str  # "nobody", "queries" or "keys"
+    side: str  # "none" (bias), "queries" or "keys"
     queries: Tensor  # [M] and
     keys: Tensor  # [N]: r = queries[i] - keys[j], -1 for a prefix token
 
     def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, prefix: int) -> Tensor:
-        own, other = self.queries[i], self.keys[j]
-        r = own - other
+        query, key = self.queries[i], self.keys[j]
+        r = query - key
         if prefix:
-            r = torch.where(own < 0, torch.where(other < 0, 2, 0), torch.where(other < 0, 1, r))
-        return self.values[h, r] if self.whose == "nobody" else self.values[b, h, i if self.whose == "queries" else j, r]
+            r = torch.where(query < 0, torch.where(key < 0, 2, 0), torch.where(key < 0, 1, r))
+        return self.values[h, r] if self.side == "none" else self.values[b, h, i if self.side == "queries" else j, r]
 
 
 def _lookups(q: Tensor, k: Tensor, table: Table, grid: Grid, scale: float | Tensor) -> list[_Lookup]:
-    first = 3 if grid.prefix else 0  # prefix classes come first here: no size of the grid is a constant of the kernel
+    first = 3 if grid.prefix else 0  # prefix classes come first here, so that no grid size is a constant of the kernel
     y, x = grid.coordinates(q.device).unbind(-1)
     at = y * (2 * grid.w - 1) + x if table.axis == "hw" else y if table.axis == "h" else x  # [h*w]
     keys = F.pad(at, (grid.prefix, 0), value=-1)  # [N]
     queries = keys[-q.shape[-2] :]
     queries = torch.where(queries < 0, -1, queries + (grid.offset_classes(table.axis) // 2 + first))  # [M]
-    found = []
+    values = []
     if table.bias is not None:
-        found.append((table.bias.roll(first, -1), "nobody"))
+        values.append((table.bias.roll(first, -1), "none"))
     if table.query is not None:
-        found.append((q * scale @ table.query.roll(first, -2).to(q.dtype).mT, "queries"))
+        values.append((q * scale @ table.query.roll(first, -2).to(q.dtype).mT, "queries"))
     if table.gated is not None:
         gates, rows = table.gated[0].to(q.dtype), table.gated[1].roll(first, -2).to(q.dtype)
-        found.append((F.softplus(q @ gates.mT) * scale @ rows.mT, "queries"))
+        values.append((F.softplus(q @ gates.mT) * scale @ rows.mT, "queries"))
     if table.key is not None:
-        found.append((k * scale @ table.key.roll(first, -2).to(k.dtype).mT, "keys"))
-    return [_Lookup(*one, queries, keys) for one in found]
+        values.append((k * scale @ table.key.roll(first, -2).to(k.dtype).mT, "keys"))
+    return [_Lookup(*pair, queries, keys) for pair in values]
 
 
 def _score_mod(lookups: list[_Lookup], mask: Tensor | None, prefix: int) -> Callable[..., Tensor]:
@@ -113,12 +115,12 @@ def _score_mod(lookups: list[_Lookup], mask: Tensor | None, prefix: int) -> Call
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, **options: Callable | float) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention  # not above: importing it takes half a second
+    from torch.nn.attention.flex_attention import flex_attention  # imported here, since it takes half a second
 
     if torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)
     if q.device.type != "cpu":
         return _compiled(flex_attention)(q, k, v, **options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # as the first lines of this file say
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # known, see the top of this file
         return flex_attention(q, k, v, **options)

@@ -1,8 +1,8 @@
-"""Products in oneDNN: global attention in float32 on a CPU, a head and a block of queries at a time.
+"""Global attention in float32 on a CPU, with oneDNN's matrix products, per head and block of queries.
 
-PyTorch takes MKL for float32, which on AMD's processors is half as fast. "auto" does not come here: `vitrel.optimize` asks for
-it ("auto+onednn") where it has measured that oneDNN is faster. The operator is the one that torch.compile uses on a CPU where
-it fuses what follows a linear layer.
+PyTorch uses MKL for float32 products, which is half as fast on AMD processors. "auto" does not consider this backend;
+`vitrel.optimize` selects it ("auto+onednn") where it has measured that oneDNN is faster. The operator is the one that
+torch.compile uses on a CPU to fuse a linear layer with what follows.
 """
 
 import functools
@@ -13,46 +13,46 @@ from torch import Tensor
 from vitrel.constants import is_traced
 from vitrel.grid import Grid
 from vitrel.ops.backends.bias_by_row import QUERIES, expanded, query_blocks, row_bias, softmax_under
-from vitrel.ops.reference import Call, lattice_bias, meets_content
+from vitrel.ops.reference import Call, has_content_terms, lattice_bias
 from vitrel.ops.sdpa import KEY_ROTARY, prepare
 from vitrel.position.terms import Terms
 
-_WINDOWED = "windows are small, and its products are made one by one"
+_WINDOWED = "it computes one product per head and image, too slow for small windows"
 
 
 def refuses(call: Call) -> str:
     if call.entry == "window_attention":
         return _WINDOWED
-    if meets_content(call.terms.tables):
-        return "it takes biases, no tables that meet queries, keys, values or gates"
+    if has_content_terms(call.terms.tables):
+        return "it serves bias tables only, no query, key, value or gated tables"
     if call.terms.key_rotary is not None:
         return KEY_ROTARY
     if call.device.type != "cpu" or call.dtype != torch.float32:
-        return "it is for float32 on a CPU"
+        return "it serves float32 on a CPU only"
     if not takes(call.dtype):
-        return "this torch has no oneDNN"
+        return "this build of torch has no oneDNN"
     if call.grad:
-        return "its products have no backward pass"
+        return "its products have no backward pass; it serves inference only"
     if torch.is_autocast_enabled("cpu"):
-        return "it computes in float32, and autocast asks for another type"
+        return "it computes in float32, but autocast is on"
     if torch.compiler.is_compiling() or is_traced(call.device):
-        return "a graph would hold every block of queries of every head by itself, and serve no other grid"
+        return "a graph would contain every block of queries of every head, and serve a single grid"
     if call.mask is not None or call.dropout_p:
-        return "it takes no mask and no dropout of attention weights"
+        return "it has no mask and no dropout of attention weights"
     if call.queries != call.grid.tokens:
-        return "it takes the queries of the whole grid, not of its last rows"
+        return "it needs the queries of the whole grid, not of its last rows"
     return ""
 
 
 def pays(call: Call) -> bool:
-    """From 512 tokens: below, SDPA with the bias of the whole grid is as fast."""
+    """True from 512 tokens; below that, SDPA with a bias [H, N, N] is as fast."""
     return call.grid.tokens >= 512
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
     q, bias = q * scale, lattice_bias(terms, grid)
     lines = None if bias is None else expanded(bias.float(), grid)
@@ -71,12 +71,12 @@ def attention(
 
 @functools.cache
 def takes(dtype: torch.dtype) -> bool:
-    """Whether `product` takes tensors of this dtype here: float32, and bfloat16 on processors with AVX-512 or its like."""
+    """True if `product` works with this dtype here: float32; bfloat16 on processors that support it (AVX-512 and similar)."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out] in oneDNN; then: "none" or "gelu", the exact one."""
+    """Return x [..., in] @ weight.T [out, in] + bias [out], by oneDNN; then="gelu" applies the exact GELU to it."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "none" if then == "gelu" else "")

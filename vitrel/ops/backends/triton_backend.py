@@ -1,9 +1,9 @@
-"""The fused kernels as a backend: biases, per-axis query tables and rotations, without any [N, N] tensor.
+"""The Triton kernels as a backend: bias tables, per-axis query tables and rotations, without an [N, N] tensor.
 
-What position adds is brought to what the kernels take: bias tables of all axes become one over the lattice of offsets, query
-tables of one axis become scores of every query with every row or column of the grid (N times h or w numbers), rotations are
-applied before global attention and inside windows. Which calls are served is said by `refuses`; "auto" does not come here as
-long as no measurement on a GPU says that it should.
+Position terms are converted for the kernels: bias tables of all axes become one table over both axes; query tables of one axis
+become scores of every query with every row or column of the grid (N times h or w numbers); rotations are applied before global
+attention, or in the window kernel. `refuses` lists the calls that are not served. "auto" does not use this backend until
+measurements on a GPU show that it should.
 """
 
 import importlib.util
@@ -23,13 +23,13 @@ def refuses(call: Call) -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"its kernels run on a GPU, not on {call.device.type} (there only in Triton's interpreter, TRITON_INTERPRET=1)"
+        return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
     if is_exporting():
-        return "an exported program holds PyTorch's own operators, which run wherever it is loaded"
+        return "an exported program may contain PyTorch's operators only, so that it runs wherever it is loaded"
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # jvp would give zeros
-        return "its kernels have first derivatives by backward() alone, no transforms of torch.func"
+        return "its kernels support first derivatives by backward() only, no transforms of torch.func"
     if call.mask is not None:
-        return "its kernels take no mask"
+        return "its kernels have no mask"
     if call.dropout_p:
         return "its kernels have no dropout of attention weights; use attn_drop_rate=0"
     if call.terms.key_rotary is not None:
@@ -37,9 +37,9 @@ def refuses(call: Call) -> str:
     windowed = call.entry == "window_attention"
     for table in call.terms.tables:
         if table.key is not None or table.value is not None or table.gated is not None:
-            return "its kernels take biases and query tables, no tables that meet keys, values or gates"
+            return "its kernels serve bias and query tables only, no key, value or gated tables"
         if table.query is not None and (windowed or table.axis == "hw"):
-            return "its kernels take query tables of one axis, and under global attention only"
+            return "its kernels serve query tables of one axis only, and only in global attention"
     if windowed:
         from vitrel.ops.backends.triton_window import window_refuses
 
@@ -50,14 +50,14 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """Whether "auto" should come here: not before a GPU has shown where (python -m tools.benchmark --suite kernels)."""
+    """False until a GPU has been measured (python -m tools.benchmark --suite kernels)."""
     return False
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """See vitrel.ops.attention."""
+    """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     from vitrel.ops.backends import triton_ops  # registers the operators
 
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -67,8 +67,8 @@ def attention(
     if terms.temperature is not None:
         q = q * terms.temperature.to(q.dtype)
     rows, columns = (_axis_scores(q, terms, grid, axis, scale) for axis in ("h", "w"))
-    turned_q, turned_k = rotated(q, k, terms)
-    return triton_ops.biased_op(turned_q, turned_k, v, lattice_bias(terms, grid), rows, columns, *grid, scale)[0]
+    rotated_q, rotated_k = rotated(q, k, terms)
+    return triton_ops.biased_op(rotated_q, rotated_k, v, lattice_bias(terms, grid), rows, columns, *grid, scale)[0]
 
 
 def window_attention(
@@ -80,12 +80,12 @@ def window_attention(
     num_heads: int,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """See vitrel.ops.window_attention."""
+    """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
     from vitrel.ops.backends import triton_ops
 
     width = qkv.shape[-1] // (3 * num_heads)
     scale = terms.scale * width**-0.5
-    if terms.query_bias is not None or terms.temperature is not None:  # neither is usual in windows: a copy
+    if terms.query_bias is not None or terms.temperature is not None:  # rare in windows, so a copy is acceptable
         added = 0.0 if terms.query_bias is None else terms.query_bias.flatten().to(qkv.dtype)
         factor = 1.0 if terms.temperature is None else terms.temperature.to(qkv.dtype)
         q, others = qkv.tensor_split((num_heads * width,), -1)
@@ -95,12 +95,14 @@ def window_attention(
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:
-    """What the query tables of one axis add to every key in each row or column, [B, H, M, h] or [B, H, M, w]."""
+    """What the query tables of an axis add to the keys of each row or column, [B, H, M, h] or [B, H, M,
+    w]; None without one.
+    """
     tables = [table.query for table in terms.tables if table.query is not None and table.axis == axis]
     if not tables:
         return None
     n = grid.h if axis == "h" else grid.w
-    own = grid.coordinates(q.device)[-q.shape[-2] :, 0 if axis == "h" else 1]  # [M]
-    index = own[:, None] - torch.arange(n, device=q.device) + n - 1  # [M, n], the class of query minus key
+    line = grid.coordinates(q.device)[-q.shape[-2] :, 0 if axis == "h" else 1]  # [M], row or column of the query
+    index = line[:, None] - torch.arange(n, device=q.device) + n - 1  # [M, n], offset class
     scores = (q * scale) @ sum(tables[1:], tables[0]).to(q.dtype).mT  # [B, H, M, R]
     return scores.gather(-1, index.expand(*scores.shape[:-1], n))

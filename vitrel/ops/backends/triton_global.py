@@ -1,16 +1,19 @@
-"""Global attention with a table of offsets or per-axis query scores, forward, in Triton: no [N, N] tensor anywhere.
+"""Forward kernel of global attention with a bias table or per-axis query scores, in Triton, without an [N, N] tensor.
 
-Algorithm: flash attention (online softmax, arXiv 2205.14135): a program owns BLOCK_M queries of one head and walks over the
-keys, tile by tile. Of every query the log-sum-exp is kept, from which the backward pass computes the weights again.
-Table: the offset class of query i and key j is line(i) - cell(j), with line(i) = (y + h-1)(2w-1) + x + w-1 and cell(j) =
-y (2w-1) + x, so one subtraction per score finds it; a tile of a rows of queries and b rows of keys touches a+b-1 lines of the
-table, each contiguous and at most 2w-1 long (from L1; staged through shared memory as the keys are). Nothing else depends on
-rows: a tile is any BLOCK_N consecutive patch keys, no lane is wasted whatever w is. Prefix keys are a tile of 16 lanes.
-Row and column scores do need tiles aligned with the rows: then a tile is as many whole rows as fit (two of 14 fill 28 of 32
-lanes), or a chunk of a wider row, a row score is one value per query and tile, and the column scores of a chunk stay in
-registers for all rows of the image.
-In registers: logits, then weights [BLOCK_M, BLOCK_N], out [BLOCK_M, D], maximum and sum of each query, with column scores a
-[BLOCK_M, BLOCK_N] of these; all float32. Queries, keys and values are read from shared memory by the matrix products.
+Algorithm: flash attention (online softmax, arXiv 2205.14135). A program computes BLOCK_M queries of one head and iterates over
+the keys in tiles. It stores the log-sum-exp of every query, from which the backward pass computes the weights again.
+
+Bias table: the offset class of query i and key j is line(i) - cell(j), with line(i) = (y + h-1)(2w-1) + x + w-1 and cell(j) = y
+(2w-1) + x, so one subtraction per score gives it. A tile of a rows of queries and b rows of keys reads a+b-1 lines of the
+table, each contiguous and at most 2w-1 long (from L1; staged through shared memory as the keys are). A tile is any BLOCK_N
+consecutive patch keys, so no lane is wasted for any w. Prefix keys are a tile of 16 lanes.
+
+Row and column scores need tiles aligned with image rows: a tile then holds as many whole rows as fit (two rows of 14 fill 28 of
+32 lanes), or a chunk of a wider row. A row score is one value per query and row of the tile; the column scores of a chunk stay
+in registers for all rows of the image.
+
+Registers (float32): logits, then weights [BLOCK_M, BLOCK_N], out [BLOCK_M, D], maximum and sum per query, and with column
+scores another [BLOCK_M, BLOCK_N]. Matrix products read queries, keys and values from shared memory.
 Bytes moved, per head: q, out and lse once; k and v once per tile of queries (from L2); table, row and column scores once.
 """
 
@@ -23,22 +26,24 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 
-WIDTHS = (16, 32, 64, 128)  # of a head
+WIDTHS = (16, 32, 64, 128)  # head widths D
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PREFIX_LANES = tl.constexpr(16)  # of the tile of prefix keys, the fewest a matrix product takes
-LOG2E = tl.constexpr(1.4426950408889634)  # logits are held in units of log 2: exp2 is what the hardware has
+PREFIX_LANES = tl.constexpr(16)  # lanes of the tile of prefix keys, the minimum of a matrix product
+LOG2E = tl.constexpr(1.4426950408889634)  # logits are multiplied by it, since the hardware has exp2
 
 
 def biased_refuses(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
-    """Why the kernels do not serve heads of `width` on `grid` (of the keys) for that many queries, or ""."""
+    """Reason why the kernels do not serve this dtype, head width, key grid and number of queries, or "". axis_scores: with row
+    or column scores.
+    """
     if dtype not in DTYPES:
-        return f"the kernel computes in float32, float16 and bfloat16, not {dtype}"
+        return f"the kernel supports float32, float16 and bfloat16, not {dtype}"
     if width not in WIDTHS:
-        return f"the kernel takes heads of width {', '.join(map(str, WIDTHS))}, not {width}"
+        return f"the kernel supports head widths {', '.join(map(str, WIDTHS))}, not {width}"
     if grid.prefix > PREFIX_LANES.value:
-        return f"the kernel takes up to {PREFIX_LANES.value} prefix tokens, not {grid.prefix}"
+        return f"the kernel supports up to {PREFIX_LANES.value} prefix tokens, not {grid.prefix}"
     if grid.prefix and axis_scores:
-        return "the kernel adds row and column scores to patch tokens only, and the grid has prefix tokens"
+        return "the kernel has no row and column scores for prefix tokens, and the grid has prefix tokens"
     if queries != grid.tokens and (queries % grid.w or not 0 < queries <= grid.h * grid.w):
         return f"{queries} queries are neither all {grid.tokens} tokens of the grid nor its last whole rows of {grid.w}"
     return ""
@@ -54,13 +59,14 @@ def biased_forward(
     grid: Grid,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q.k + bias[class] + row_scores[.., y of key] + column_scores[.., x of key]) v, and its log-sum-exp.
+    """Return softmax(scale * q.k + bias[class] + row_scores[.., y of key] + column_scores[.., x of key]) v and its log-sum-exp.
 
-    q [B, H, M, D], k, v [B, H, N, D] of one dtype, any strides; the queries are the last M tokens of `grid` (of the keys):
-    all, or whole rows. bias [H, R] by offset class (query minus key, Grid.index("hw")). row_scores [B, H, M, h],
+    q [B, H, M, D], k, v [B, H, N, D] of one dtype, any strides; queries are the last M tokens of the key grid `grid`, all
+    tokens or whole rows. bias [H, R] by offset class (query minus key, Grid.index("hw")). row_scores [B, H, M, h],
     column_scores [B, H, M, w].
-    Returns out [B, H, M, D] in v's dtype, in memory as [B, M, H, D], and lse [B, H, M] float32, what the backward pass needs.
-    Raises ValueError where `biased_refuses` gives a reason.
+
+    out is [B, H, M, D] in v's dtype, in memory [B, M, H, D]; lse is [B, H, M] float32, used by the backward pass. Raises
+    ValueError where `biased_refuses` gives a reason, and for other shapes.
     """
     aligned = row_scores is not None or column_scores is not None
     if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
@@ -85,28 +91,29 @@ def biased_forward(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], grid: Grid) -> None:
-    """ValueError for what the kernels would read beyond its end, or as another type."""
+    """ValueError for shapes beyond which the kernels would read, and for mixed dtypes."""
     keys = (*q.shape[:2], grid.tokens, q.shape[-1])
     if q.dim() != 4 or k.shape != keys or v.shape != keys or not q.dtype == k.dtype == v.dtype:
-        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
-        raise ValueError(f"q, k, v are {given}; the kernel takes [B, H, M, D] and twice [B, H, {grid.tokens}, D] of one type")
-    wanted = (q.shape[1], grid.classes()), (*q.shape[:3], grid.h), (*q.shape[:3], grid.w)
-    for name, table, shape in zip(("bias", "row scores", "column scores"), tables, wanted, strict=True):
+        actual = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
+        raise ValueError(f"q, k, v are {actual}; expected [B, H, M, D] and twice [B, H, {grid.tokens}, D], of one dtype")
+    shapes = (q.shape[1], grid.classes()), (*q.shape[:3], grid.h), (*q.shape[:3], grid.w)
+    for name, table, shape in zip(("bias", "row scores", "column scores"), tables, shapes, strict=True):
         if table is not None and table.shape != shape:
-            raise ValueError(f"{name} of shape {list(table.shape)}; the kernel takes {list(shape)} on this grid")
+            raise ValueError(f"{name} of shape {list(table.shape)}; expected {list(shape)} on this grid")
 
 
 def _query_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps and stages of the kernels that own queries."""
+    """Return (queries of a tile, keys of a tile, warps, stages) of the kernels whose programs own queries."""
     if dtype == torch.float32:
         return 32, 32, 8, 1
     return (64, 32, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
 
 
 class _Sizes(NamedTuple):
-    """What the kernels know of the shapes: sides of the grid, numbers of tokens, of tiles down (groups) and across (chunks).
+    """Sizes that the kernels receive: heads, sides of the grid, tokens, and the number of key tiles down (groups) and across
+    (chunks).
 
-    A tile is any consecutive patch keys, chunks 1; or, aligned, `rows` whole image rows or a chunk of one.
+    A tile is any consecutive patch keys, with chunks = 1; or, aligned, `rows` whole image rows or a chunk of one row.
     """
 
     heads: int
@@ -120,7 +127,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) -> _Sizes:
-    """Sizes for tiles of `lanes` keys."""
+    """Return the sizes for tiles of `lanes` keys."""
     rows = max(1, lanes // grid.w)
     if not aligned:
         return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h * grid.w, lanes), 1)
@@ -128,48 +135,48 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
 
 
 def _constants(grid: Grid, width: int, tile: tuple[int, int, int, int]) -> dict[str, int]:
-    """What the kernels are compiled for, but for PACKED."""
+    """Compile-time arguments of the kernels, except PACKED."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return {"PREFIX": grid.prefix > 0, "D": width, **dict(zip(names, tile, strict=True))}
 
 
 def _row_lanes(columns: int, lanes: int) -> int:
-    """Lanes that hold one value for each image row of a tile; 0 where a tile is one row or a part of it."""
+    """Lanes for one value per image row of a tile; 0 if a tile is one row or part of it."""
     rows = lanes // columns
     return max(16, triton.next_power_of_2(rows)) if rows > 1 else 0
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x [B, H, N, D] and its strides, the last one 1."""
+    """Return x [B, H, N, D] and its first three strides, after making the last stride 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, head, token, _ = x.stride()
     return x, batch, head, token
 
 
 def _packed(x: Tensor | None) -> Tensor | None:
-    """x, contiguous."""
+    """Return x contiguous, or None."""
     return None if x is None else x.contiguous()
 
 
 def _in_log2(bias: Tensor | None) -> Tensor | None:
-    """A table as the kernels read it: contiguous, float32, in units of log 2."""
+    """Return a bias table in the kernels' format: contiguous, float32, divided by log 2."""
     return None if bias is None else (bias.float() * LOG2E.value).contiguous()
 
 
 def _like_tokens(x: Tensor) -> Tensor:
-    """An empty [B, H, N, D] that lies in memory as [B, N, H, D], so that joining the heads is free."""
+    """Return an empty [B, H, N, D] tensor with memory layout [B, N, H, D], so that joining heads needs no copy."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 
 @triton.jit
 def _head_line(head, sizes, PREFIX: tl.constexpr):
-    """Where the table of a head starts in [H, R]."""
+    """Index in [H, R] at which the table of a head starts."""
     return head.to(tl.int32) * ((2 * sizes.h - 1) * (2 * sizes.w - 1) + (3 if PREFIX else 0))
 
 
 @triton.jit
 def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
-    """Line of queries i [BLOCK_M] in the tables [H, R], and which are prefix tokens; lanes beyond the last query repeat it."""
+    """Line of queries i [BLOCK_M] in the tables [H, R], and True for prefix tokens; lanes beyond the last query repeat it."""
     h, w = sizes.h, sizes.w
     patch = tl.minimum(i, sizes.queries - 1) + (h * w - sizes.queries)
     at = tl.maximum(patch, 0)
@@ -179,13 +186,13 @@ def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
 
 @triton.jit
 def _prefix_line(head, sizes):
-    """Where the classes with prefix tokens start: prefix query and token key, token and prefix, prefix and prefix."""
+    """Index at which the three prefix classes of a head start (order as in Grid)."""
     return _head_line(head, sizes, True) + (2 * sizes.h - 1) * (2 * sizes.w - 1)
 
 
 @triton.jit
 def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Row y, column x, token and existence of the lanes of a tile of patch keys."""
+    """Row y, column x and token of each lane of a tile of patch keys, and whether the key exists."""
     lane = tl.arange(0, LANES)
     if ALIGNED:
         r = lane // sizes.w
@@ -200,7 +207,7 @@ def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load_tokens(x, b, head, tokens, exist, D: tl.constexpr):
-    """[len(tokens), D] of x [B, H, N, D], zero where a token does not exist."""
+    """Load [len(tokens), D] of x [B, H, N, D]; zeros where a token does not exist."""
     base, of_batch, of_head, of_token = x
     at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
     return tl.load(base + at, mask=exist[:, None], other=0.0)
@@ -216,10 +223,10 @@ def _store_tokens(x, b, head, tokens, exist, value, D: tl.constexpr):
 
 @triton.jit
 def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX: tl.constexpr):
-    """Content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), in units of log 2; -inf where there is no key."""
+    """Content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where there is no key."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
     if bias is not None:
-        cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # so that no address needs a mask
+        cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask
         table = tl.load(bias + (line[:, None] - cell[None, :]))
         if PREFIX:
             table = tl.where(is_prefix[:, None], tl.load(bias + _prefix_line(head, sizes)), table)
@@ -229,7 +236,7 @@ def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, 
 
 @triton.jit
 def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
-    """The same of the prefix keys, [BLOCK_M, PREFIX_LANES]."""
+    """Content and table logits of the prefix keys, [BLOCK_M, PREFIX_LANES], as `_token_logits`."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
     if bias is not None:
         s += tl.load(bias + _prefix_line(head, sizes) + tl.where(is_prefix, 2, 1))[:, None]
@@ -238,7 +245,7 @@ def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
 
 @triton.jit
 def _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED: tl.constexpr):
-    """Row scores [B*H, M, h] of queries i at the keys of a tile, in units of log 2."""
+    """Row scores [B*H, M, h] of queries i at the keys of a tile, divided by log 2."""
     row += bh * sizes.queries * sizes.h
     if PACKED:
         score = tl.load(row + ((i * sizes.h)[:, None] + y[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
@@ -249,7 +256,7 @@ def _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED: tl.constexpr)
 
 @triton.jit
 def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
-    """Column scores [B*H, M, w] of queries i at the keys of any tile of a chunk, in units of log 2."""
+    """Column scores [B*H, M, w] of queries i at the keys of any tile of a chunk, divided by log 2."""
     _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
     column += bh * sizes.queries * sizes.w
     score = tl.load(column + ((i * sizes.w)[:, None] + x[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
@@ -258,9 +265,11 @@ def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
 
 @triton.jit
 def _attend(s, v, acc, top, total):
-    """One step of the online softmax over logits s [BLOCK_M, keys]."""
+    """One step of the online softmax with logits s [BLOCK_M, keys] and values v; returns the updated output sum, maximum and
+    weight sum.
+    """
     new = tl.maximum(top, tl.max(s, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)  # a table may hide every key so far from a query
+    shift = tl.where(new == float("-inf"), 0.0, new)  # all keys so far may be masked
     p = tl.exp2(s - shift[:, None])
     old = tl.exp2(top - shift)
     acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -315,7 +324,7 @@ def _forward(
             if column is not None:
                 s += columns
             acc, top, total = _attend(s, value, acc, top, total)
-    fully_masked = total == 0.0  # a query that sees no key returns 0
+    fully_masked = total == 0.0  # fully masked queries return 0
     total = tl.where(fully_masked, 1.0, total)
     _store_tokens(out, b, head, i, exist, acc / total[:, None], D)
     tl.store(lse + first + i, (tl.where(fully_masked, 0.0, top) + tl.log2(total)) / LOG2E, mask=exist)

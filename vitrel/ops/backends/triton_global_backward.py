@@ -1,19 +1,23 @@
-"""Gradients of the attention of vitrel.ops.backends.triton_global, in Triton: no [N, N] tensor, and the same bits in every run.
+"""Backward kernels of vitrel.ops.backends.triton_global, in Triton: no [N, N] tensor, and bitwise equal results in every run.
 
 Algorithm: three kernels compute the weights again, p = exp(logit - lse), and ds = p (grad_out.v - out.grad_out), tile by tile.
-`_queries`: a program owns BLOCK_M queries and walks over the keys: dq, row and column gradients, the sum of ds at prefix keys.
-`_keys`: a program owns BLOCK_N keys and walks over the queries, logits transposed: dk and dv.
-`_table`: a program owns one offset between tiles aligned with the image rows (as many whole rows as fit into BLOCK lanes, or a
-chunk of one) and walks over all pairs of tiles so far apart, so that a pair of lanes keeps its offset class and ds is summed in
-registers. Then the rows are rotated against each other (one gather), diagonals are columns, and their sums go to the table.
-That is 2 of the 9 matrix products of the backward pass and spares an atomic addition per score. At most two programs add to
-one class, so their order does not matter; where there are too few programs the batch is split and torch sums the parts.
-In registers, float32: logits and ds of a tile; dq [BLOCK_M, D] and the column gradient [BLOCK_M, BLOCK_N]; dk and dv
-[BLOCK_N, D]; the table's logits and ds [BLOCK, BLOCK].
-Bytes moved, per head: `_queries` as forward, and out, grad_out and dq once; `_keys` k, v, dk and dv once, q and grad_out once
-per tile of keys; `_table` q, k, v and grad_out once per offset of tiles (these from L2). Scratch, float32: [B, H, M], twice
-with a bias and prefix tokens; [splits, H, R], splits at most B and 1024 / programs per head; for rows of several chunks the row
-gradient once per chunk.
+
+- `_queries`: a program owns BLOCK_M queries and iterates over keys: dq, row and column gradients, the sum of ds at prefix keys.
+- `_keys`: a program owns BLOCK_N keys and iterates over queries, with transposed logits: dk and dv.
+- `_table`: a program owns one offset between tiles aligned with image rows (as many whole rows as fit into BLOCK lanes, or a
+  chunk of one row) and iterates over all pairs of tiles with that offset, so that each pair of lanes has a fixed offset class
+  and ds is summed in registers. At the end one gather rotates the rows of this sum, so that diagonals become columns, whose
+  sums are added to the table. This computes 2 of the 9 matrix products of the backward pass, and avoids one atomic addition per
+  score. At most two programs add to one class, so their order does not matter; if there are too few programs, the batch is
+  split, and torch sums the parts.
+
+Registers (float32): logits and ds of a tile; dq [BLOCK_M, D] and the column gradient [BLOCK_M, BLOCK_N]; dk and dv [BLOCK_N,
+D]; the table's logits and ds [BLOCK, BLOCK].
+
+Bytes moved, per head: `_queries` as the forward kernel, and out, grad_out and dq once; `_keys` k, v, dk and dv once, q and
+grad_out once per tile of keys; `_table` q, k, v and grad_out once per offset of tiles (from L2). Scratch memory (float32): [B,
+H, M], twice with a bias and prefix tokens; [splits, H, R], with at most B and 1024 / programs per head splits; for rows of
+several chunks, the row gradient once per chunk.
 """
 
 import torch
@@ -60,22 +64,23 @@ def biased_backward(
     scale: float,
     bias_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v and, in float32, of bias (if asked), row_scores and column_scores of `biased_forward`, else None.
+    """Gradients of q, k, v, bias, row_scores and column_scores of `biased_forward`, the last three float32 or None.
 
-    grad_out [B, H, M, D] of any strides; out and lse as `biased_forward` returned them. Deterministic.
+    grad_out [B, H, M, D] may have any strides; out and lse are those of `biased_forward`. The bias gradient is None without
+    bias_grad. Deterministic.
     """
     inputs = (_strided(q), _strided(k), _strided(v), _strided(out), _strided(grad_out.to(q.dtype)))
     tables = (_in_log2(bias), _packed(row_scores), _packed(column_scores))
     stats = (lse, torch.empty_like(lse))
     with torch.cuda.device_of(q):
-        dq, drow, dcolumn, to_prefix = _query_gradients(inputs, stats, tables, grid, scale)  # first: it fills in delta
+        dq, drow, dcolumn, to_prefix = _query_gradients(inputs, stats, tables, grid, scale)  # first, since it computes delta
         dk, dv = _key_gradients(inputs, stats, tables, grid, scale)
         dbias = _table_gradient(inputs, stats, tables, to_prefix, grid, scale) if bias is not None and bias_grad else None
     return dq, dk, dv, dbias, drow, dcolumn
 
 
 def _keys_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps and stages of the kernel that owns keys."""
+    """Return (queries of a tile, keys of a tile, warps, stages) of the kernel whose programs own keys."""
     if dtype == torch.float32:
         return 32, 32, 8, 1
     return (32, 64, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
@@ -148,16 +153,16 @@ def _table_gradient(inputs: tuple, stats: tuple, tables: tuple, to_prefix: Tenso
     )
     dbias = parts[0] if splits == 1 else parts.sum(0)
     if to_prefix is not None:
-        first, seen = grid.offset_classes(), grid.prefix if queries == grid.tokens else 0
-        dbias[:, first + 1] = to_prefix[:, :, seen:].sum((0, 2))
-        dbias[:, first + 2] = to_prefix[:, :, :seen].sum((0, 2))
-        dbias[:, first] = -dbias[:, first + 2]  # the softmax of a prefix query knows only their difference
+        first, prefix = grid.offset_classes(), grid.prefix if queries == grid.tokens else 0
+        dbias[:, first + 1] = to_prefix[:, :, prefix:].sum((0, 2))
+        dbias[:, first + 2] = to_prefix[:, :, :prefix].sum((0, 2))
+        dbias[:, first] = -dbias[:, first + 2]  # the softmax of a prefix query depends on their difference only
     return dbias
 
 
 @triton.jit
 def _logit_gradient(s, norm, mean, dout, value):
-    """ds [queries, keys] of logits s in units of log 2."""
+    """Gradient ds [queries, keys] of logits s (divided by log 2)."""
     p = tl.exp2(s - norm[:, None])
     return p * (tl.dot(dout, tl.trans(value), input_precision="ieee") - mean[:, None])
 
@@ -171,15 +176,15 @@ def _sums_by(ds, place, LANES: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add up ds over the columns of a tile into drow [chunks, B*H, M, h]."""
+    """Sum ds over the columns of a tile into drow [chunks, B*H, M, h]."""
     h, rows = sizes.h, sizes.rows
     drow, of_chunk = drow
-    drow += (chunk * of_chunk + bh) * sizes.queries * h  # 64 bits, as bh
+    drow += (chunk * of_chunk + bh) * sizes.queries * h  # 64-bit, as bh is
     if PACKED:
         r = tl.arange(0, PACKED)
         place = drow + ((i * h + group * rows)[:, None] + r[None, :])
-        there = (r < rows) & (group * rows + r < h)
-        tl.store(place, _sums_by(ds, y - group * rows, PACKED, PRECISION), mask=exist[:, None] & there[None, :])
+        inside = (r < rows) & (group * rows + r < h)
+        tl.store(place, _sums_by(ds, y - group * rows, PACKED, PRECISION), mask=exist[:, None] & inside[None, :])
     else:
         place = drow + (i * h + group)
         tl.store(place, tl.sum(ds, 1), mask=exist)
@@ -187,7 +192,7 @@ def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: 
 
 @triton.jit
 def _store_column_gradient(dcolumn, ds, bh, i, exist, chunk, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Write ds, summed over tiles, into dcolumn [B*H, M, w]; where a tile has several rows they are added up first."""
+    """Write ds, summed over tiles, into dcolumn [B*H, M, w]; first sums the rows of a tile that has several."""
     LANES: tl.constexpr = ds.shape[1]
     _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
     if PACKED:
@@ -287,7 +292,7 @@ def _keys(
     tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, head = bh // heads, bh % heads
     y, x, j, inside = _key_tile(tile // sizes.chunks, tile % sizes.chunks, sizes, BLOCK_N, ALIGNED)
-    cell = tl.where(inside, y * (2 * w - 1) + x, 0)  # so that no address needs a mask
+    cell = tl.where(inside, y * (2 * w - 1) + x, 0)  # in range for every lane, so loads need no mask
     if PREFIX:
         to_prefix, lane = tile == tiles - 1, tl.arange(0, BLOCK_N)
         j, inside = tl.where(to_prefix, lane, j), tl.where(to_prefix, lane < prefix, inside)
@@ -345,8 +350,8 @@ def _table(
     head = tl.program_id(1).to(tl.int64)
     hidden = h - tl.minimum(queries // w, h)  # rows without queries
     top, bottom = tl.maximum(below, hidden // rows), tl.minimum(groups, groups + below)
-    left, wide = tl.maximum(right, 0), chunks - tl.maximum(right, -right)
-    high = tl.maximum(bottom - top, 0)
+    left, across = tl.maximum(right, 0), chunks - tl.maximum(right, -right)
+    down = tl.maximum(bottom - top, 0)
     lane = tl.arange(0, BLOCK)
     r = lane // w
     cell = r * (2 * w - 1) + lane - r * w
@@ -355,9 +360,9 @@ def _table(
     logits = tl.load(bias + _head_line(head, sizes, PREFIX) + offset, mask=(offset >= 0) & (offset < classes), other=0.0)
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     batches = tl.cdiv(batch - tl.program_id(2), tl.num_programs(2))
-    for n in range(batches * high * wide):
-        b = (tl.program_id(2) + n // (high * wide) * tl.num_programs(2)).to(tl.int64)
-        group, chunk = top + n // wide % high, left + n % wide
+    for n in range(batches * down * across):
+        b = (tl.program_id(2) + n // (down * across) * tl.num_programs(2)).to(tl.int64)
+        group, chunk = top + n // across % down, left + n % across
         _y, _x, i, exist = _key_tile(group, chunk, sizes, BLOCK, True)
         i += queries - prefix - h * w
         exist = exist & (i >= 0)
@@ -380,9 +385,9 @@ def _table(
 
 @triton.jit
 def _add_diagonals(table, acc, down, right, sizes):
-    """Add acc [BLOCK, BLOCK] to the table by offset class; lane 0 of the queries is (down, right) from lane 0 of the keys.
+    """Add acc [BLOCK, BLOCK] to the table by offset class; lane 0 of the queries is (down, right) of lane 0 of the keys.
 
-    Lanes i and j of one difference i - j have two offsets: with columns in order, and with a row's end between them.
+    Lanes i and j with the same i - j have two possible offsets, depending on whether the end of an image row lies between them.
     """
     h, w = sizes.h, sizes.w
     BLOCK: tl.constexpr = acc.shape[0]
@@ -394,8 +399,8 @@ def _add_diagonals(table, acc, down, right, sizes):
     for upper in tl.static_range(2):
         for crossing in tl.static_range(2):
             sums = tl.sum(tl.where((wrapped == (upper == 1)) & (in_order == (crossing == 0)), rotated, 0.0), 0)
-            apart = lane - upper * BLOCK + w * BLOCK  # made positive: division truncates
+            apart = lane - upper * BLOCK + w * BLOCK  # made positive, since division truncates
             dy = down + apart // w - BLOCK + crossing
             dx = right + apart % w - crossing * w
-            there = (tl.abs(dy) < h) & (tl.abs(dx) < w)
-            tl.atomic_add(table + (dy + h - 1) * (2 * w - 1) + dx + w - 1, sums, mask=there, sem="relaxed")
+            inside = (tl.abs(dy) < h) & (tl.abs(dx) < w)
+            tl.atomic_add(table + (dy + h - 1) * (2 * w - 1) + dx + w - 1, sums, mask=inside, sem="relaxed")

@@ -1,9 +1,9 @@
-"""The Triton kernels as operators of PyTorch: vitrel::window_attention and vitrel::biased_attention, with their gradients.
+"""The Triton kernels as PyTorch operators, vitrel::window_attention and vitrel::biased_attention, with gradients.
 
-Flat tensors, ints and floats, since schemas hold no named tuples; sizes are arguments, so that a compiled model meets no graph
-break. (The global kernels themselves are compiled anew for sizes that are 1 or divisible by 16 where others were not.)
-Imported by `triton_backend` when it is first asked to compute, so that neither it nor Triton is needed elsewhere.
-Gradients of gradients are not defined.
+Their arguments are flat tensors, ints and floats, since operator schemas have no named tuples. Sizes are arguments, so a
+compiled model has no graph break; Triton itself compiles the global kernels again for sizes that are 1 or divisible by 16 if
+earlier ones were not. `triton_backend` imports this module at its first computation, so that importing vitrel does not need
+Triton. Second derivatives are not defined.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from torch import Tensor
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
 
-_Maybe = Optional[Tensor]  # noqa: UP045  what infer_schema of torch 2.11 reads
+_Maybe = Optional[Tensor]  # noqa: UP045  infer_schema of torch 2.11 needs this form
 
 
 @torch.library.custom_op("vitrel::window_attention", mutates_args=())
 def window_op(
     qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, window: Sequence[int], shift: Sequence[int], heads: int, scale: float
 ) -> Tensor:
-    """[B, h, w, 3C] -> [B, h, w, C]; see `triton_window.window_forward`."""
+    """Windowed attention, [B, h, w, 3C] -> [B, h, w, C]; see `triton_window.window_forward`."""
     return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale)
 
 
@@ -38,11 +38,11 @@ def window_backward_op(
     grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv, bias, cos, sin; an operator returns no None, so those that are not asked for are empty."""
-    found = triton_window_backward.window_backward(
+    """Gradients of qkv, bias, cos and sin; empty where not needed, since an operator cannot return None."""
+    grads = triton_window_backward.window_backward(
         grad, qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, rotary_grad
     )
-    return tuple(_or_empty(x, qkv) for x in found)  # type: ignore[return-value]
+    return tuple(_or_empty(x, qkv) for x in grads)  # type: ignore[return-value]
 
 
 @window_backward_op.register_fake
@@ -60,10 +60,10 @@ def _setup_window_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _window_gradients(ctx: Any, grad: Tensor) -> tuple:
-    inputs = ctx.saved_tensors  # once: checkpointing recomputes them
-    asked = bool(ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
-    found = torch.ops.vitrel.window_attention_backward(grad, *inputs, *ctx.sizes, asked)
-    return (*_asked(found, inputs, ctx.needs_input_grad), None, None, None, None)
+    inputs = ctx.saved_tensors  # read once, since activation checkpointing recomputes them at each access
+    rotary_grad = bool(ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
+    grads = torch.ops.vitrel.window_attention_backward(grad, *inputs, *ctx.sizes, rotary_grad)
+    return (*_needed(grads, inputs, ctx.needs_input_grad), None, None, None, None)
 
 
 window_op.register_autograd(_window_gradients, setup_context=_setup_window_context)
@@ -73,7 +73,9 @@ window_op.register_autograd(_window_gradients, setup_context=_setup_window_conte
 def biased_op(
     q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, M, D], [B, H, N, D] twice -> [B, H, M, D] and its log-sum-exp; see `triton_global.biased_forward`."""
+    """Global attention, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D] and its log-sum-exp; see
+    `triton_global.biased_forward`.
+    """
     return triton_global.biased_forward(q, k, v, bias, rows, columns, Grid(h, w, prefix), scale)
 
 
@@ -89,10 +91,10 @@ def biased_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, bias, rows, columns; those of what is None or not asked for are empty."""
+    """Gradients of q, k, v, bias, rows and columns; empty where the input is None or no gradient is needed."""
     grid = Grid(h, w, prefix)
-    found = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
-    return tuple(_or_empty(x, q) for x in found)  # type: ignore[return-value]
+    grads = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
+    return tuple(_or_empty(x, q) for x in grads)  # type: ignore[return-value]
 
 
 @biased_backward_op.register_fake
@@ -111,17 +113,17 @@ def _setup_biased_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]
 
 def _biased_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
     saved = ctx.saved_tensors
-    found = torch.ops.vitrel.biased_attention_backward(grad, *saved, *ctx.sizes, bool(ctx.needs_input_grad[3]))
-    return (*_asked(found, saved, ctx.needs_input_grad), None, None, None, None)
+    grads = torch.ops.vitrel.biased_attention_backward(grad, *saved, *ctx.sizes, bool(ctx.needs_input_grad[3]))
+    return (*_needed(grads, saved, ctx.needs_input_grad), None, None, None, None)
 
 
 biased_op.register_autograd(_biased_gradients, setup_context=_setup_biased_context)
 
 
-def _asked(found: Sequence[Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Of the gradients those that are needed, in the type of their inputs."""
-    rows = zip(found, inputs, needed, strict=False)
-    return [gradient.to(x.dtype) if x is not None and asked else None for gradient, x, asked in rows]
+def _needed(grads: Sequence[Tensor], inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients in the dtype of their inputs; None for those that are not needed."""
+    rows = zip(grads, inputs, needs_grad, strict=False)
+    return [grad.to(x.dtype) if x is not None and needs else None for grad, x, needs in rows]
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -133,6 +135,6 @@ def _like(x: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """Uninitialised, [B, H, N, D] as the kernels lay it out in memory: [B, N, H, D]."""
+    """Return an uninitialised tensor [B, H, N, D] with the kernels' memory layout, [B, N, H, D]."""
     b, h, n, d = x.shape
     return x.new_empty(b, n, h, d).transpose(1, 2)

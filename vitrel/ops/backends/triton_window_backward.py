@@ -1,17 +1,19 @@
-"""Gradients of vitrel.ops.backends.triton_window: of qkv, of the bias table, and of the rotary angles where they are learned.
+"""Backward kernels of vitrel.ops.backends.triton_window: gradients of qkv, of the bias table, and of learned rotary angles.
 
-Algorithm, windows of at most 64 tokens (`_whole`): a program serves one head and walks over `per` windows. For each it computes
-the softmax anew and from it the gradients of q, k and v, while that of the bias of every pair of slots adds up in registers.
-Larger windows do not fit: the forward kernel runs once more for the row sums of the softmax (8 bytes a token and head), then
-tiles of queries against all keys give the gradient of q (`_queries`), tiles of keys against all queries those of k and v
-(`_keys`), and each pair of tiles, over many windows, that of its bias (`_table`).
+Algorithm for windows of at most 64 tokens (`_whole`): a program owns one head and iterates over `per` windows. For each it
+computes the softmax again, then the gradients of q, k and v, and sums the gradient of the bias of every pair of slots in
+registers.
 
-Every program writes sums of its own, which torch adds in a fixed order: two runs agree to the bit, and there are no atomics.
+Larger windows do not fit into registers: the forward kernel runs again for the row statistics of the softmax (8 bytes per token
+and head). Then tiles of queries against all keys give the gradient of q (`_queries`), tiles of keys against all queries those
+of k and v (`_keys`), and each pair of tiles, over many windows, that of its bias (`_table`).
 
-Tile: 64 x 64 on 8 warps. Kept in registers (floats): bias, logits, their gradient and its sum over windows, 4 * 64 * 64 (64 a
+Every program writes its sums separately, and torch adds them in a fixed order, so two runs are bitwise equal, without atomics.
+
+Tile: 64 x 64 on 8 warps. Registers (floats): bias, logits, their gradient and its sum over windows, 4 * 64 * 64 (64 per
 thread), and three gradients of 64 * D.
-Bytes moved, at most 64 tokens: 7 * D elements a token and head (qkv and the output's gradient read, that of qkv written), plus
-N * N floats a program, at most 2048 of them. Larger windows read 12 * D more.
+Bytes moved, up to 64 tokens: 7 * D elements per token and head (qkv and the output's gradient read, the gradient of qkv
+written), and N * N floats per program, for at most 2048 programs. Larger windows read 12 * D more.
 """
 
 import torch
@@ -34,20 +36,20 @@ from vitrel.ops.backends.triton_window import (
     _store_rows,
     _swapped,
     check_qkv,
+    contiguous_bias,
     launch_window,
     launch_window_forward,
     packed_angles,
     padded_tokens,
-    rows_of,
     window_count,
     windows_per_program,
 )
 
-_PROGRAMS = 2048  # that keep sums of their own: 32 MB of them, 64 * 64 floats each
+_PROGRAMS = 2048  # maximum per launch, with 64 * 64 floats of sums each (32 MB)
 
 
 def window_backward_tile(tokens: int) -> Tile:
-    """Of the backward kernels, for windows of N tokens; as many keys as queries."""
+    """Tile of the backward kernels for windows of N tokens, with as many keys as queries."""
     side = min(64, padded_tokens(tokens))
     return Tile(side, side, 8, 1)
 
@@ -64,55 +66,55 @@ def window_backward(
     scale: float,
     rotary_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients (qkv, bias, cos, sin) of `window_forward` for that of its output [B, h, w, C]; the softmax is computed anew.
+    """Gradients of qkv, bias, cos and sin of `window_forward`, given the gradient of its output [B, h, w, C].
 
-    Those of bias [H, R] and of cos and sin [H|1, N, D/2] are float32, those of cos and sin None unless `rotary_grad`.
-    Deterministic. Raises ValueError as `window_forward` does.
+    The gradients of bias [H, R] and of cos and sin [H|1, N, D/2] are float32; those of cos and sin are None without
+    rotary_grad. Deterministic. Raises ValueError as `window_forward` does.
     """
     check_qkv(qkv, window, shift, num_heads)
     tokens, width = window[0] * window[1], qkv.shape[-1] // (3 * num_heads)
     tile, windows, learned = window_backward_tile(tokens), window_count(qkv, window), rotary_grad and cos is not None
     tiles = triton.cdiv(tokens, tile.rows)
     pairs = windows_per_program(windows, num_heads * tiles**2, _PROGRAMS)
-    single = windows_per_program(windows, num_heads * tiles, _PROGRAMS) if learned else 1  # windows share nothing else
+    single = windows_per_program(windows, num_heads * tiles, _PROGRAMS) if learned else 1
     float32 = {"dtype": torch.float32, "device": qkv.device}
     grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    table, turns = None, (None, None)
+    table, angle_sums = None, (None, None)
     if bias is not None:
         table = torch.empty(triton.cdiv(windows, pairs), num_heads, tokens, tokens, **float32)
     if learned:
-        turns = torch.empty(min(tiles, 2), triton.cdiv(windows, single), num_heads, 2, tokens, width, **float32)
+        angle_sums = torch.empty(min(tiles, 2), triton.cdiv(windows, single), num_heads, 2, tokens, width, **float32)
     call = {"window": window, "shift": shift, "num_heads": num_heads, "scale": scale}
     call |= {"QKV": qkv.contiguous(), "GRAD": grad_out.contiguous()}
-    call |= {"BIAS": rows_of(bias), "TURN": packed_angles(cos, sin, num_heads)}
+    call |= {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads)}
     if tiles == 1:
-        launch_window(_whole, tile, 1, pairs, **call, DQKV=grad_qkv, TABLE=table, DTURN=turns[0])
+        launch_window(_whole, tile, 1, pairs, **call, DQKV=grad_qkv, TABLE=table, DANGLES=angle_sums[0])
     else:
         call["STATS"] = torch.empty(*qkv.shape[:3], num_heads, 2, **float32)
         launch_window_forward(**call, OUT=None)
-        launch_window(_queries, tile, tiles, single, **call, DQKV=grad_qkv, DTURN=turns[0])
-        launch_window(_keys, tile, tiles, single, **call, DQKV=grad_qkv, DTURN=turns[1])
+        launch_window(_queries, tile, tiles, single, **call, DQKV=grad_qkv, DANGLES=angle_sums[0])
+        launch_window(_keys, tile, tiles, single, **call, DQKV=grad_qkv, DANGLES=angle_sums[1])
         if table is not None:
             launch_window(_table, tile, tiles**2, pairs, **call, TABLE=table)
     grad_bias = None if table is None else by_offset(table.sum(0), window)
-    return grad_qkv, grad_bias, *(turn_gradients(turns.sum((0, 1)), cos.shape[0]) if learned else (None, None))
+    return grad_qkv, grad_bias, *(angle_gradients(angle_sums.sum((0, 1)), cos.shape[0]) if learned else (None, None))
 
 
 def by_offset(pairs: Tensor, window: tuple[int, int]) -> Tensor:
-    """Sums over the pairs of slots [H, N, N] of each offset class of Grid(*window), [H, R], in a fixed order."""
+    """Sum a gradient per pair of slots [H, N, N] by offset class of Grid(*window), [H, R], in a fixed order."""
     x = pairs.unflatten(2, window).unflatten(1, window).permute(0, 2, 4, 1, 3)  # [H, ww, ww, wh, wh]
     return _diagonal_sums(_diagonal_sums(x).permute(0, 3, 1, 2)).flatten(1)
 
 
 def _diagonal_sums(x: Tensor) -> Tensor:
-    """[..., n, n] -> [..., 2n-1], by i - j + n-1."""
+    """Sum x [..., n, n] over its diagonals, [..., 2n-1], by i - j + n-1."""
     n = x.shape[-1]
-    flat = torch.nn.functional.pad(x.flip(-1), (0, n)).flatten(-2)  # i, j stands at 2n i + n-1-j = (2n-1) i + i-j + n-1
+    flat = torch.nn.functional.pad(x.flip(-1), (0, n)).flatten(-2)  # element (i, j) is at 2n i + n-1-j = (2n-1) i + i-j + n-1
     return flat[..., : n * (2 * n - 1)].unflatten(-1, (n, 2 * n - 1)).sum(-2)
 
 
-def turn_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Gradients of cos and sin [H|1, N, D/2] from the sums of the kernels [H, 2, N, D], sin with the signs of `_angles`."""
+def angle_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Gradients of cos and sin [H|1, N, D/2] from the kernels' sums [H, 2, N, D], sin with the signs of `_angles`."""
     cos, sin = sums.sum(0, keepdim=True).unbind(1) if heads == 1 else sums.unbind(1)
     (first, second), (minus, plus) = cos.chunk(2, -1), sin.chunk(2, -1)
     return first + second, plus - minus
@@ -122,12 +124,12 @@ def turn_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def _whole(
     QKV,  # [B, h, w, 3, H, D]
     BIAS,  # [H, R] float32, or None
-    TURN,  # [H, 2, N, D/2] float32, or None
+    ANGLES,  # [H, 2, N, D/2] float32, or None
     GRAD,  # [B, h, w, H, D]
     scale,
     DQKV,  # as QKV
     TABLE,  # [chunks, H, N, N] float32, or None
-    DTURN,  # [chunks, H, 2, N, D] float32, or None
+    DANGLES,  # [chunks, H, 2, N, D] float32, or None
     h,
     w,
     windows,
@@ -143,8 +145,8 @@ def _whole(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
-        q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
-        k = _rotated_rows(QKV + C, at, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
+        k = _rotated_rows(QKV + C, at, region, ANGLES, head, i, sizes)
         v = _rows(QKV + 2 * C, at, region, sizes)
         grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
         s = _logits(q, k, bias, region, region, corner, scale)
@@ -157,28 +159,28 @@ def _whole(
         table += ds
         ds = ds.to(v.dtype)
         dq = tl.dot(ds, k, input_precision="ieee") * scale
-        _store_rotated(DQKV, at, region, dq, TURN, head, i, sizes)
+        _store_rotated(DQKV, at, region, dq, ANGLES, head, i, sizes)
         dk = tl.dot(tl.trans(ds), q, input_precision="ieee") * scale
-        _store_rotated(DQKV + C, at, region, dk, TURN, head, i, sizes)
-        if DTURN is not None:
-            dcos, dsin = _add_turn(dcos, dsin, _rows(QKV, at, region, sizes), dq)
-            dcos, dsin = _add_turn(dcos, dsin, _rows(QKV + C, at, region, sizes), dk)
+        _store_rotated(DQKV + C, at, region, dk, ANGLES, head, i, sizes)
+        if DANGLES is not None:
+            dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV, at, region, sizes), dq)
+            dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV + C, at, region, sizes), dk)
     if TABLE is not None:
         _store_table(TABLE, chunk, head, i, i, table, sizes)
-    if DTURN is not None:
-        _store_turn(DTURN, chunk, head, i, dcos, dsin, sizes)
+    if DANGLES is not None:
+        _store_angle_gradients(DANGLES, chunk, head, i, dcos, dsin, sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _queries(
     QKV,
     BIAS,
-    TURN,
+    ANGLES,
     GRAD,
     scale,
     STATS,  # of the forward kernel
     DQKV,
-    DTURN,
+    DANGLES,
     h,
     w,
     windows,
@@ -193,7 +195,7 @@ def _queries(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
-        q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
         grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
         level, mean = _stats(STATS, token, region, head, sizes)
         dq = tl.zeros((sizes.rows, sizes.dp), tl.float32)
@@ -201,29 +203,29 @@ def _queries(
             j = first + tl.arange(0, sizes.keys)
             other, other_region = _place(j, corner, sizes)
             to = other * (3 * C) + head * sizes.d
-            k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+            k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
             bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
             p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
             ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee") * scale
-        _store_rotated(DQKV, at, region, dq, TURN, head, i, sizes)
-        if DTURN is not None:
-            dcos, dsin = _add_turn(dcos, dsin, _rows(QKV, at, region, sizes), dq)
-    if DTURN is not None:
-        _store_turn(DTURN, chunk, head, i, dcos, dsin, sizes)
+        _store_rotated(DQKV, at, region, dq, ANGLES, head, i, sizes)
+        if DANGLES is not None:
+            dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV, at, region, sizes), dq)
+    if DANGLES is not None:
+        _store_angle_gradients(DANGLES, chunk, head, i, dcos, dsin, sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _keys(
     QKV,
     BIAS,
-    TURN,
+    ANGLES,
     GRAD,
     scale,
     STATS,  # of the forward kernel
     DQKV,
-    DTURN,
+    DANGLES,
     h,
     w,
     windows,
@@ -238,7 +240,7 @@ def _keys(
         corner = _corner(window, h, w, sizes)
         other, other_region = _place(j, corner, sizes)
         to = other * (3 * C) + head * sizes.d
-        k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+        k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
         v = _rows(QKV + 2 * C, to, other_region, sizes)
         dk = tl.zeros((sizes.keys, sizes.dp), tl.float32)
         dv = tl.zeros((sizes.keys, sizes.dp), tl.float32)
@@ -246,7 +248,7 @@ def _keys(
             i = first + tl.arange(0, sizes.rows)
             token, region = _place(i, corner, sizes)
             at = token * (3 * C) + head * sizes.d
-            q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
+            q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
             grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
             level, mean = _stats(STATS, token, region, head, sizes)
             bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
@@ -254,19 +256,19 @@ def _keys(
             ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
             dv += tl.dot(tl.trans(p.to(v.dtype)), grad, input_precision="ieee")
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee") * scale
-        _store_rotated(DQKV + C, to, other_region, dk, TURN, head, j, sizes)
+        _store_rotated(DQKV + C, to, other_region, dk, ANGLES, head, j, sizes)
         _store_rows(DQKV + 2 * C, to, other_region, dv, sizes)
-        if DTURN is not None:
-            dcos, dsin = _add_turn(dcos, dsin, _rows(QKV + C, to, other_region, sizes), dk)
-    if DTURN is not None:
-        _store_turn(DTURN, chunk, head, j, dcos, dsin, sizes)
+        if DANGLES is not None:
+            dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV + C, to, other_region, sizes), dk)
+    if DANGLES is not None:
+        _store_angle_gradients(DANGLES, chunk, head, j, dcos, dsin, sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _table(
     QKV,
     BIAS,
-    TURN,
+    ANGLES,
     GRAD,
     scale,
     STATS,  # of the forward kernel
@@ -288,12 +290,12 @@ def _table(
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
-        q = _rotated_rows(QKV, at, region, TURN, head, i, sizes)
+        q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
         grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
         level, mean = _stats(STATS, token, region, head, sizes)
         other, other_region = _place(j, corner, sizes)
         to = other * (3 * C) + head * sizes.d
-        k = _rotated_rows(QKV + C, to, other_region, TURN, head, j, sizes)
+        k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
         v = _rows(QKV + 2 * C, to, other_region, sizes)
         p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
         ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
@@ -303,31 +305,33 @@ def _table(
 
 @triton.jit
 def _stats(STATS, token, region, head, sizes):
-    """Of each row log2 of its sum of exponentials, so high for padding that its weights are 0, and grad . out."""
+    """For each row, log2 of its sum of exponentials (for padding so large that its weights are 0), and grad . out."""
     at = STATS + (token * sizes.heads + head) * 2
     return tl.load(at, mask=region >= 0, other=1e30), tl.load(at + 1, mask=region >= 0, other=0.0)
 
 
 @triton.jit
-def _store_rotated(base, offset, region, grad, TURN, head, slot, sizes):
-    """_store_rows of the gradient of queries or keys, from that of the rotated ones."""
-    if TURN is not None:
-        cos, sin = _angles(TURN, head, slot, sizes)
+def _store_rotated(base, offset, region, grad, ANGLES, head, slot, sizes):
+    """Store the gradient of queries or keys, given the gradient of the rotated queries or keys."""
+    if ANGLES is not None:
+        cos, sin = _angles(ANGLES, head, slot, sizes)
         grad = _rotated(grad, cos, -sin)
     _store_rows(base, offset, region, grad, sizes)
 
 
 @triton.jit
-def _add_turn(dcos, dsin, x, grad):
-    """The sums plus what queries or keys x and the gradient of the rotated x give for cos and sin, signed as in `_angles`."""
+def _add_angle_gradients(dcos, dsin, x, grad):
+    """Return the sums for cos and sin plus the contribution of x (queries or keys) and the gradient of rotated x; signs as in
+    `_angles`.
+    """
     x = x.to(tl.float32)
     return dcos + grad * x, dsin + grad * _swapped(x)
 
 
 @triton.jit
-def _store_turn(DTURN, chunk, head, slot, dcos, dsin, sizes):
-    """This program's sums for cos and sin."""
-    base = DTURN + (chunk * sizes.heads + head) * (2 * sizes.n * sizes.d)
+def _store_angle_gradients(DANGLES, chunk, head, slot, dcos, dsin, sizes):
+    """Store this program's sums for cos and sin."""
+    base = DANGLES + (chunk * sizes.heads + head) * (2 * sizes.n * sizes.d)
     region = tl.where(slot < sizes.n, 0, -1)
     _store_rows(base, slot * sizes.d, region, dcos, sizes)
     _store_rows(base + sizes.n * sizes.d, slot * sizes.d, region, dsin, sizes)
@@ -335,6 +339,6 @@ def _store_turn(DTURN, chunk, head, slot, dcos, dsin, sizes):
 
 @triton.jit
 def _store_table(TABLE, chunk, head, i, j, table, sizes):
-    """This program's sums for the bias of pairs of slots."""
+    """Store this program's sums for the bias of pairs of slots."""
     at = ((chunk * sizes.heads + head) * sizes.n + i)[:, None] * sizes.n + j[None, :]
     tl.store(TABLE + at, table, mask=(i < sizes.n)[:, None] & (j < sizes.n)[None, :])
