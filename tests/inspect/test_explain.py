@@ -66,17 +66,17 @@ def test_the_steps_are_attention(key, prefix, logit_scale):
     for name, mask in masks(grid.tokens).items():
         seen = explain(q, k, v, encoding, grid, mask=mask)
         assert not any(t.requires_grad for t in tensors((*vars(seen).values(), *seen.added.values())))
-        turned = with_tokens(q, k, v, terms)
-        close(seen.output, attention(*turned, terms, grid, mask, backend="reference").detach())
+        with_position = with_tokens(q, k, v, terms)
+        close(seen.output, attention(*with_position, terms, grid, mask, backend="reference").detach())
         eye = torch.eye(grid.tokens, dtype=torch.float64).expand(HEADS, -1, -1)
         bare = terms._replace(tables=tuple(table._replace(value=None) for table in terms.tables))
-        close(seen.weights, attention(*turned[:2], eye, bare, grid, mask, backend="reference").detach())
+        close(seen.weights, attention(*with_position[:2], eye, bare, grid, mask, backend="reference").detach())
         close(seen.raw, q @ k.mT)
         close(seen.biased, sum(seen.added.values(), seen.scaled))
-        close(seen.masked, masked_logits(*turned[:2], terms, grid, mask).detach())
+        close(seen.masked, masked_logits(*with_position[:2], terms, grid, mask).detach())
         assert (name == "none") == torch.equal(seen.biased, seen.masked)
         close(seen.weights, seen.exponentials / seen.total.clamp(min=1e-300)[..., None])
-        close(seen.output, seen.weights @ turned[2] + seen.output_from_tables)
+        close(seen.output, seen.weights @ with_position[2] + seen.output_from_tables)
         close(seen.difference, seen.weights - seen.weights_without)
         close(seen.scaled, seen.raw * WIDTH**-0.5 * terms.scale)
         plain = Terms(scale=terms.scale)
@@ -151,9 +151,9 @@ def test_each_term_alone():
     close(seen.added["bias[dy, dx]"], bias[:, grid.index()])
     close(seen.added["position-content"], 0.5 * WIDTH**-0.5 * (k[:, None] * rows.double()[0, index]).sum(-1))
     rope = create_position("rope_axial", grid, HEADS, WIDTH)
-    turned = explain(q, k, v, rope, grid)
-    close(turned.scaled + turned.added["rotation"], masked_logits(q, k, rope(grid), grid))
-    assert turned.added["rotation"].diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6  # at its own place nothing turns
+    rope_steps = explain(q, k, v, rope, grid)
+    close(rope_steps.scaled + rope_steps.added["rotation"], masked_logits(q, k, rope(grid), grid))
+    assert rope_steps.added["rotation"].diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6  # offset 0 rotates nothing
 
 
 def test_five_tokens_as_golden():

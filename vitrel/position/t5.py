@@ -44,7 +44,8 @@ class T5(PositionEncoding):
         """num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch
         has one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows.
         max_distance: in patches, one number or (rows, columns), the end of the logarithmic range; all larger distances share
-        the last bucket. None: chosen for each axis of the training grid. mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
+        the last bucket. None: chosen for each axis of the training grid.
+        mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
         bidirectional: False puts all offsets below 0 into bucket 0, for causal attention. init_std: of the initial values.
         """
         super().__init__()

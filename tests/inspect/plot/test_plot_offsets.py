@@ -98,8 +98,8 @@ def test_mixed_rotation_by_explicit_angles():
     for i in range(12):
         for j in range(12):
             (yi, xi), (yj, xj) = divmod(i, 4), divmod(j, 4)
-            turned = np.exp(1j * (fy * yi + fx * xi)) * np.exp(-1j * (fy * yj + fx * xj))
-            expected = turned.real.mean(-1)
+            rotation = np.exp(1j * (fy * yi + fx * xi)) * np.exp(-1j * (fy * yj + fx * xj))
+            expected = rotation.real.mean(-1)
             np.testing.assert_allclose(found.values[:, yi - yj + 2, xi - xj + 3], expected, atol=1e-5)
 
 
