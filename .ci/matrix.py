@@ -36,10 +36,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=["lowest", "newest"], help="lowest, newest, or a version of torch")
     parser.add_argument("--venvs", type=Path, help="folder that keeps the environments (default: a temporary one)")
-    asked = parser.parse_args(own)
+    requested = parser.parse_args(own)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (asked.venvs or Path(scratch)).resolve()
-        rows = [row for version in asked.versions for row in run_version(version, folder / version, Path(scratch), to_pytest)]
+        folder = (requested.venvs or Path(scratch)).resolve()
+        rows = [
+            row for version in requested.versions for row in run_version(version, folder / version, Path(scratch), to_pytest)
+        ]
     print("", *table(rows), sep="\n")
     return int(any(row["failed"] != "0" for row in rows))
 
@@ -69,7 +71,7 @@ def environment(version: str, folder: Path) -> Path:
 
 
 def pins(version: str) -> list[str]:
-    """What pip is asked for beside the package; torchvision names the torch that it was made for."""
+    """What pip installs beside the package; torchvision names the torch that it was made for."""
     if version == "newest":
         return []
     if version != "lowest":

@@ -23,7 +23,7 @@ def _seeded():
 
 @pytest.fixture
 def whole_evaluations():
-    """Asked for by tests of plots or costs in modules that use `brief_evaluations`."""
+    """Used by tests of plots or costs in modules that use `brief_evaluations`."""
 
 
 @pytest.fixture

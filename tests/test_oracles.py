@@ -254,11 +254,11 @@ def test_window_canvas_in_one_window_is_global_attention():
     qkv, table, freqs = draw(0, 3, 4, 24), draw(1, 35, 2), draw(2, 2, 2, 2)
     q, k, v = (oracles.split_heads(part.reshape(12, 8), 2) for part in np.split(qkv, 3, axis=-1))
     biased = oracles.window_canvas(qkv, (5, 4), (2, 2), 2, bias_fn=lambda n, dy, dx: table[(dy + 2) * 7 + dx + 3, n])
-    turned = oracles.window_canvas(qkv, (5, 4), (2, 2), 2, angle_fn=lambda n, y, x: freqs[0, n] * y + freqs[1, n] * x)
+    rotated = oracles.window_canvas(qkv, (5, 4), (2, 2), 2, angle_fn=lambda n, y, x: freqs[0, n] * y + freqs[1, n] * x)
     expected = oracles.table(q, k, v, 3, 4, relative_position_bias_table=table)[1]
     assert_allclose(biased, np.concatenate(expected, axis=-1).reshape(3, 4, 8), atol=1e-12)
     expected = oracles.rope_mixed(q, k, v, 3, 4, freqs=freqs)[1]
-    assert_allclose(turned, np.concatenate(expected, axis=-1).reshape(3, 4, 8), atol=1e-12)
+    assert_allclose(rotated, np.concatenate(expected, axis=-1).reshape(3, 4, 8), atol=1e-12)
 
 
 def test_log_n_temperature():

@@ -196,10 +196,10 @@ def test_every_model_has_its_answer_and_its_accuracy_by_size(page, folder):
         f"return [...document.querySelectorAll('#by-size tr')].find(r => r.textContent.startsWith('{SWIN}')).textContent"
     )
     one = table.query(f"label == '{SWIN}' and protocol == 'scale' and img_size == '128x128'")["top1"].item()
-    assert f"{one:.1f} ±" in cells and "nothing resized" in cells
+    assert f"{one:.1f} ±" in cells and "nothing resampled" in cells
     kinds = page("return [...document.querySelectorAll('.badge')].map(b => b.className)")
     assert set(kinds) == {"badge neutral"}  # interpolation is no alarm
-    assert "never trained" in page("return document.getElementById('warnings').textContent")
+    assert "did not occur in training" in page("return document.getElementById('warnings').textContent")
 
 
 def test_protocols_are_explained_with_what_the_model_saw(page):
@@ -348,7 +348,7 @@ def empty_parts(browser):
     )
 
 
-def asked_of_the_network(browser):
+def network_requests(browser):
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     requested = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
     return [url for url in requested if not url.startswith(("data:", "blob:", "file:"))]
@@ -388,7 +388,7 @@ def families(tmp_path_factory):
 def test_no_panel_is_empty_for_any_model(browser, families, name):
     browser.get_log("browser"), browser.get_log("performance")
     look(browser, families / name / "report.html")
-    assert empty_parts(browser) == [] and browser.get_log("browser") == [] and asked_of_the_network(browser) == []
+    assert empty_parts(browser) == [] and browser.get_log("browser") == [] and network_requests(browser) == []
     shown = set(browser.execute_script("return [...document.querySelectorAll('main section:not([hidden])')].map(s => s.id)"))
     added = {"vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"}  # to tokens
     assert ("similarity" in shown) == (name in added)
@@ -439,7 +439,7 @@ def test_it_fits_every_screen_and_both_schemes(browser, folder, size, scheme):
     )
     assert browser.execute_script(f"return {dark}") == (other == "dark")
     assert browser.get_log("browser") == []
-    assert asked_of_the_network(browser) == []
+    assert network_requests(browser) == []
 
 
 def test_all_controls_have_names_and_are_reached_by_tab(browser, page):

@@ -105,7 +105,7 @@ def test_what_is_a_name_and_what_a_path(model, named):
 def test_data_that_needs_no_folder(tmp_path):
     for place in ("shapes", "shapes-place", "food101:/nowhere", str(tmp_path)):
         check_data(place)
-    with pytest.raises(FileNotFoundError, match="no folder nowhere: data is"):
+    with pytest.raises(FileNotFoundError, match="no folder nowhere: give"):
         check_data("nowhere")
 
 

@@ -50,7 +50,7 @@ def finished(tool, tmp_path_factory):
 
 @pytest.fixture
 def again(tool, finished, tmp_path, capsys):
-    """again(**changes): the comparison once more, on a copy of what is finished; what was printed."""
+    """again(**changes): the comparison once more, on a copy of the finished folder; returns the printed text."""
     shutil.copytree(finished / "trial", tmp_path / "trial")
 
     def run(**changes):
@@ -98,7 +98,7 @@ def test_what_is_missing_is_added(again, tmp_path):
     assert printed.count("trained already") == 2 and "[3/3] rope-seed2: training for 1 epochs" in printed
     assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 3 * 2 * 2
     # rows that the configuration lists no more are not lost
-    assert "8 of the 16 rows in" in printed and "8 rows of it stay" in printed
+    assert "8 of the 16 rows in" in printed and "8 rows are kept" in printed
     assert len(pd.read_csv(tmp_path / "trial" / "replaced-1" / "results.csv")) == 16
 
 

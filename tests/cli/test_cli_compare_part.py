@@ -26,31 +26,31 @@ def compare(tmp_path, monkeypatch, capsys):
         for name in ("cat", "dog"):
             (tmp_path / "folders" / "animals" / split / name).mkdir(parents=True)
     tool, trained, evaluated = command("compare"), [], []
-    configs = {}
+    configs, photographs = {}, []
 
     def train_one(config, place):
         trained.append(place.relative_to(tmp_path).as_posix())
         configs[trained[-1]] = config
         print("training for 1 epochs")
 
-    def run_sweep(models, sweep, folder, *further, **how):
+    def run_sweep(models, sweep, folder, *further, photographs, **options):
         evaluated.append(folder.relative_to(tmp_path).as_posix())
+        run.photographs.append(photographs)
 
     monkeypatch.setattr(several, "train_one", train_one)
     monkeypatch.setattr("vitrel.evaluate.images.check_data", lambda *args: None)
     monkeypatch.setattr("vitrel.evaluate.compare.trained_models", lambda *args: [])
     monkeypatch.setattr("vitrel.evaluate.run.run_sweep", run_sweep)
-    monkeypatch.setattr("vitrel.evaluate.report.summary", lambda rows, folder: "")
     monkeypatch.setattr("vitrel.evaluate.results.left_out_note", lambda rows, folder: "")
 
     def run(*arguments, **changes):
-        trained.clear(), evaluated.clear(), capsys.readouterr()
+        trained.clear(), evaluated.clear(), photographs.clear(), capsys.readouterr()
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump(CONFIG | changes))
         tool.main([str(path), "--out", str(tmp_path), "--jobs", "1", *arguments])
         return list(trained), list(evaluated), capsys.readouterr().out
 
-    run.trained, run.configs = trained, configs
+    run.trained, run.configs, run.photographs = trained, configs, photographs
     return run
 
 
@@ -79,6 +79,13 @@ def test_an_unknown_name_lists_those_there_are(compare, name):
     assert caught.value.code not in (0, 2) and text.startswith("error: ")  # a text: status 1
     assert all(known in text for known in ("shapes", "shapes-place", "animals")) and "trial/" not in text
     assert compare.trained == []
+
+
+def test_no_images_keeps_photographs_out_of_the_report(compare):
+    compare("--data", "shapes", "--no-images")
+    assert compare.photographs == [False]
+    compare("--data", "shapes")
+    assert compare.photographs == [True]
 
 
 def numbered(printed):

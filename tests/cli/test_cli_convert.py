@@ -89,9 +89,9 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
 
     assert "unknown model 'swin_t'" in error("swin_t", "--weights", path, "--out", out)
     assert "holds bare weights of a ViT of width 32" in error(bare_vit(tmp_path / "vit.pth"), "--out", out)
-    assert "--weights and --pretrained are of a model given by name" in error(path, "--weights", path, "--out", out)
+    assert "--weights and --pretrained are for a model given by name" in error(path, "--weights", path, "--out", out)
     assert "vitrel_swin_t has no weights: give a file" in error("vitrel_swin_t", "--out", out)
-    assert "--images is of an encoding to add" in error("vitrel_swin_t", "--weights", path, "--images", tmp_path, "--out", out)
+    assert "--images needs an encoding to add" in error("vitrel_swin_t", "--weights", path, "--images", tmp_path, "--out", out)
     assert "no checkpoint at" in error("vitrel_swin_t", "--weights", tmp_path / "none.pth", "--out", out)
     assert "not in the file: layers.0.blocks.0.position" in error(
         "vitrel_swin_t_rope_mixed", "--weights", path, "--model-args", ARGS, "--out", out
@@ -101,12 +101,12 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
     assert "'a4' is no grid: write rows x columns as 14x20" in error(
         "vitrel_swin_t", "--weights", path, "--source-grid", "a4", "--out", out
     )
-    assert "models are saved as .safetensors, not as out.pth" in error(
+    assert "--out must be a .safetensors file, got out.pth" in error(
         "vitrel_swin_t", "--weights", path, "--model-args", ARGS, "--out", tmp_path / "out.pth"
     )
     taken = tmp_path / "taken.safetensors"
     taken.write_bytes(b"precious")
-    assert "exists; name another file or pass --overwrite" in error("vitrel_swin_t", "--weights", path, "--out", taken)
+    assert "exists; give another file, or --overwrite" in error("vitrel_swin_t", "--weights", path, "--out", taken)
     assert taken.read_bytes() == b"precious"
 
 
@@ -137,5 +137,5 @@ def test_bare_weights_and_relative_position(tool, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "table fitted to 4 images of 4x5 patches" in printed and "trained at 4x5 tokens" in printed
     assert vitrel.load(fitted).pos_embed is None and (vitrel.load(fitted)(image) - model(image)).abs().max() > 0
-    with pytest.raises(SystemExit, match="holds 5 images, fewer than the 64 to fit to"):
+    with pytest.raises(SystemExit, match="holds 5 images, fewer than --n 64"):
         tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--out", tmp_path / "d.safetensors"])

@@ -45,7 +45,7 @@ def test_the_names_on_the_command_line(tool, capsys):
     ("arguments", "message"),
     [
         (["test_vitt", "--size", "96"], "unknown model 'test_vitt'; nearest: test_vit"),
-        (["test_vit", "--size", "96", "--json", "no/such/folder.json"], "no folder no/such to write folder.json into"),
+        (["test_vit", "--size", "96", "--json", "no/such/folder.json"], "no folder no/such for folder.json"),
         (["test_vit", "--size", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),
     ],
 )

@@ -49,10 +49,10 @@ def test_links_to_folders_are_followed_where_asked(tool, checkpoint, tmp_path, c
     with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate and vitrel pack --follow-links"):
         tool.main(arguments)
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
-    with pytest.raises(SystemExit, match=r"may not stand in one table .*links: none there, followed now"):
+    with pytest.raises(SystemExit, match=r"may not share a table .*links: none there, followed now"):
         tool.main([*arguments, "--follow-links"])
     tool.main([*arguments, "--follow-links", "--replace"])
-    assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them made" in capsys.readouterr().out
+    assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them done" in capsys.readouterr().out
 
 
 def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_evaluations):
@@ -64,10 +64,10 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_eval
     header = printed.splitlines()[:3]
     assert "vitrel_vit_n8_table (4 classes, trained at 64x64 px), vitrel_swin_n" in header[0]
     assert header[1] == "on 8 images of shapes at 64x64, 64x96, 80x80 px, protocol scale and canvas"
-    assert header[2] == f"12 rows, 0 of them made already; output folder {out}"
+    assert header[2] == f"12 rows, 0 of them done already; output folder {out}"
     assert "Top-1 in percent, scale protocol:" in printed and "Top-1 in percent, canvas protocol:" in printed
     reported = {line.partition(": ")[0]: line for line in printed.splitlines() if line.startswith("- ")}
-    assert "Nothing is resampled under table clip at every size but 64 px." in printed.partition("\nTop-1 in")[0]
+    assert "Rule table clip applies at every size but 64 px and resamples nothing." in printed.partition("\nTop-1 in")[0]
     assert "Nothing is resampled." in reported["- vitrel_swin_n"] and printed.index(
         reported["- vitrel_swin_n"]
     ) < printed.index("Top-1 in")
@@ -113,11 +113,11 @@ def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
             "no model has the policy 'clip'",
         ),
         ([path, "--data", "shapes", "--size", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
-        ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no folder .*no: data is"),
+        ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no folder .*no: give"),
         ([path, "--data", "shapes", "--size", "64", "4", "--protocols", "scale"], r"evaluation at 4x4, .*at least 8"),
         (
             [path, path, "--data", "shapes", "--size", "64"],
-            "is given twice: its rows would count as two seeds",
+            "is given twice: its rows",
         ),
     ]:
         with pytest.raises(SystemExit, match=message):
@@ -149,7 +149,7 @@ def test_rescue_is_written_and_among_the_answers(tool, checkpoint, tmp_path, cap
     arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
     tool.main([checkpoint("vitrel_vit_n8_table", "a.ckpt"), *arguments, "--attention-n", "0", "--no-report", "--rescue"])
     printed = capsys.readouterr().out
-    assert "settings at each on 4 images without labels, judged on 4 others" in printed
+    assert "settings each on 4 images without labels, then top-1 on 4 others" in printed
     assert "Without training, " in printed and "Without training, " in (out / "table.md").read_text("utf-8")
     frame = pd.read_csv(out / "rescue.csv")
     assert frame["img_size"].tolist() == ["96x96"] and frame["judged_n"].tolist() == [4] and (out / "rescue.md").exists()
@@ -181,14 +181,14 @@ def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, c
     indices.write_text("left 0\nright 1\nabove 2\nbelow 4\n")
     model = ["vit_tiny_patch16_224", *weights]
     for given, message in [
-        (model[:1], "vit_tiny_patch16_224 has no weights: give a file of them"),
+        (model[:1], "vit_tiny_patch16_224 has no weights: give a file"),
         (
             ["vit_tini_patch16_224", *weights],
             "unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16",
         ),
         (
             ["vit_tiny_patch16_224", *weights, "--class-indices", str(indices)],
-            "has 4 outputs, from 0, but .* below is",
+            "has outputs 0 to 3, but .* below to output 4",
         ),
         (["vit_tiny_patch16_224", *weights, "--class-indices", "none.txt"], "No such file or directory: 'none.txt'"),
         (["vit_tiny_patch16_224", *weights, "--crop-pct", "1.5"], "crop_pct takes shares of the image"),
@@ -231,7 +231,7 @@ def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, wor
     assert (pd.read_csv(out / "results.csv")["left_out"] == 9).all()
     assert pd.read_csv(out / "bad_images.csv")["image"].tolist() == names
     assert all(name in printed for name in names[:8]) and names[8] not in printed
-    assert "9 of the images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
+    assert "9 images" in printed and "and 1 more" in printed and str(out / "bad_images.csv") in printed
     assert "café" in read_predictions(out).classes
     # nothing is made again, and what is known stays known
     tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--out", str(out)])

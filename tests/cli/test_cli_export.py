@@ -74,7 +74,7 @@ def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
     assert_serves(run, model, [(1, (40, 24)), (5, (40, 24))])
     with pytest.raises(AssertionError, match=r"size\(\)\[2\] == 40"):
         run(torch.randn(1, 3, 24, 40))
-    assert "this size alone" in capsys.readouterr().out
+    assert "only this image size" in capsys.readouterr().out
 
 
 @pytest.mark.slow

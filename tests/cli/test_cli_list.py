@@ -19,7 +19,7 @@ def test_models_of_ours_and_of_timm(capsys):
     ours, deit = found["vitrel_vit_n8_rope_mixed"], found["deit_tiny_patch16_224"]
     assert ours["parameters"] == sum(p.numel() for p in timm.create_model("vitrel_vit_n8_rope_mixed").parameters())
     assert (ours["size"], ours["position"], ours["elsewhere"]) == (
-        "64x64", "rope_mixed", "nothing resampled, offsets never trained",
+        "64x64", "rope_mixed", "nothing resampled, unseen offsets",
     )  # fmt: skip
     assert found["vitrel_vit_n8_rope_mixed_table"]["elsewhere"] == "table geometric"
     assert found["vitrel_swin_n"]["elsewhere"] == "nothing resampled"
@@ -27,7 +27,7 @@ def test_models_of_ours_and_of_timm(capsys):
     # 12 blocks of 12 C^2 N + 2 C N^2, the patch embedding and the head, for 197 tokens of 192 channels
     blocks = 12 * (12 * 192**2 * 197 + 2 * 192 * 197**2)
     assert deit["multiply_adds"] == pytest.approx(blocks + 196 * 192 * 768 + 192 * 1000, rel=0.01)
-    assert found["resnet18"]["elsewhere"].startswith("not taken by from_timm")
+    assert found["resnet18"]["elsewhere"].startswith("not supported by from_timm")
 
 
 def test_at_sizes_and_with_weights_only(capsys):

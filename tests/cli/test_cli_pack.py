@@ -174,8 +174,8 @@ def test_verify(tool, source, tmp_path, capsys):
 
 def test_bad_usage_and_bad_folders(tool, source, tmp_path, capsys):
     for arguments, text in (
-        ([str(source)], "name SOURCE and OUT"),
-        ([str(source), "o", "--shard-size", "many"], "'many' is no size: write 100MB"),
+        ([str(source)], "give SOURCE and OUT"),
+        ([str(source), "o", "--shard-size", "many"], "'many' is not a size: write 100MB"),
         ([str(source), "o", "--images-per-shard", "0"], "'0' is no count"),
         ([str(source), "o", "--shard-size", "1MB", "--images-per-shard", "5"], "not allowed with"),
     ):

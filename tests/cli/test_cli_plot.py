@@ -109,9 +109,9 @@ def test_a_model_of_timm_is_brought_to_the_size_first(tool, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one MODEL, or --gallery; 0 are given"),
-        (["m", "n"], "give one MODEL, or --gallery; 2 are given"),
-        (["m", "--query", "3x4"], "'3x4' is no patch: write row,column as 3,4"),
+        ([], "give one MODEL, or --gallery; got 0"),
+        (["m", "n"], "give one MODEL, or --gallery; got 2"),
+        (["m", "--query", "3x4"], "'3x4' is not a patch: write row,column as 3,4"),
         (["m", "--size", "big"], "'big' is not an image size"),
     ],
 )

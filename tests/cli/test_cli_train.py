@@ -68,7 +68,7 @@ def offline(*args, hook=None):
 
     def script():
         def refuse(*args, **kwargs):
-            raise AssertionError(f"the network was asked for {args[-1]!r}")
+            raise AssertionError(f"the code tried to reach {args[-1]!r}")
 
         socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
         os.chdir(ROOT)
@@ -133,8 +133,8 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path, capfd):
     said = capfd.readouterr()
     assert "Traceback" not in said.err
     [line] = [line for line in said.out.splitlines() if line.startswith("ctrl-c: ")]
-    assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); go on with: vitrel train " in line
-    words = shlex.split(line.partition("go on with: ")[2])
+    assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); resume with: vitrel train " in line
+    words = shlex.split(line.partition("resume with: ")[2])
     assert words[-2:] == ["--ckpt_path", "auto"] and sum("ckpt_path" in word for word in words) == 1
     again = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT)
     assert again.returncode == 0, again.stderr

@@ -111,7 +111,9 @@ def test_second_derivatives(function, plain, shapes):
     assert_near(*both(penalty(function), penalty(plain), [torch.randn(shape) for shape in shapes]))
 
 
-@pytest.mark.skipif(not takes(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor (it takes AVX-512 or its like)")
+@pytest.mark.skipif(
+    not takes(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor (it takes AVX-512 or an equivalent)"
+)
 def test_bfloat16_is_no_worse_than_torchs():
     x, weight, bias = torch.randn(50, 64), torch.randn(48, 64), torch.randn(48)
     exact, half = F.linear(x.double(), weight.double(), bias.double()), [t.bfloat16() for t in (x, weight, bias)]

@@ -52,7 +52,7 @@ OPTIONS = {
 
 
 def outputs(model, image):
-    """All that a model of ours can be asked for."""
+    """Logits, features and gradients of a vitrel model."""
     for _ in range(2):
         yield model(image)
         yield model.forward_features(image)

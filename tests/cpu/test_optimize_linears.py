@@ -120,7 +120,7 @@ def test_wrong_inputs_are_refused_as_by_the_plain_layer(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("there", [True, False])
 def test_bfloat16_where_onednn_has_none(there, kind, monkeypatch):
-    """It takes AVX-512 or its like: elsewhere linear layers are PyTorch's, as in the plain model."""
+    """It needs AVX-512 or an equivalent: without, linear layers are PyTorch's, as in the plain model."""
     there = there and takes(torch.bfloat16)
     monkeypatch.setattr(optimize, "takes", lambda dtype: dtype == torch.float32 or there)
     plain, model = twins(build(kind).bfloat16(), linears="onednn")
@@ -226,7 +226,7 @@ def test_frozen_parts_and_inputs_without_gradients():
 
 @pytest.mark.parametrize("kind", ["vit", "swin"])
 def test_gradients_of_gradients_are_right_or_refused(kind):
-    """A backward pass that autograd cannot see through would drop terms in silence, where only some gradients are asked for."""
+    """A backward pass that autograd cannot see through would drop terms in silence, where only some gradients are needed."""
     plain, model = twins(build(kind), training=True, linears="onednn")
     image, found = picture(), []
     for m in (plain, model):

@@ -76,7 +76,7 @@ def test_only_the_reduced_pixels_are_held(root):
 
 
 def test_each_file_is_decoded_once(root):
-    """Later draws need no file, whatever becomes of it, and other images are decoded when they are asked for."""
+    """Later draws need no file, whatever becomes of it, and other images are decoded when they are first read."""
     data, fresh = cached(root), cached(root)
     first = [data[i][0].clone() for i in range(5)]
     for path in files(root)[:5]:

@@ -15,10 +15,10 @@ from vitrel.sizes import native_size
 CFG = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
-def save(path, h, w, turned=False):
+def save(path, h, w, rotated=False):
     path.parent.mkdir(parents=True, exist_ok=True)
     exif = Image.Exif()
-    if turned:
+    if rotated:
         exif[0x0112] = 6  # a quarter turn, which is ignored
     Image.fromarray(np.full((h, w, 3), 90, np.uint8)).save(path, exif=exif)
 
@@ -27,7 +27,7 @@ def save(path, h, w, turned=False):
 def folder(tmp_path):
     for split in ("train", "val"):
         save(tmp_path / split / "a" / "0.png", 20, 30)
-        save(tmp_path / split / "a" / "1.jpg", 40, 25, turned=True)
+        save(tmp_path / split / "a" / "1.jpg", 40, 25, rotated=True)
         save(tmp_path / split / "b" / "2.png", 16, 16)
     return tmp_path
 

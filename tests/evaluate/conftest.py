@@ -33,7 +33,7 @@ class Noise(Dataset):
 
 @pytest.fixture
 def noise(monkeypatch):
-    """Replaces the data sets by Noise and records what was asked for."""
+    """Replaces the data sets by Noise and records the requests."""
     requested = []
 
     def create(data, split, size, **how):

@@ -92,18 +92,18 @@ def test_a_training_run_gets_model_data_seed_and_folder(load, tmp_path):
         ({"models": ["vitrel_swin_n"] * 2}, "two models are called vitrel_swin_n; give each its own label"),
         ({"models": [{"name": "vitrel_swin_n", "label": "a/b"}]}, "label names a folder: letters, digits and"),
         ({"name": ".."}, "name names a folder"),
-        ({"seeds": [0, 0]}, r"seeds is a list of different whole numbers such as \[0, 1, 2\], got \[0, 0\]"),
+        ({"seeds": [0, 0]}, r"seeds must be a list of different whole numbers such as \[0, 1, 2\], got \[0, 0\]"),
         ({"seeds": [True]}, "different whole numbers"),
         ({"train": {"optim": {}}}, "train: unknown key 'optim'; did you mean"),
         ({"train": {"trainer": {}, "data": {"size": 64}}}, "max_epochs must be given, 1 or more, got None"),
         ({"train": {"trainer": {"max_epochs": 1}, "data": {"batch_size": 1}}}, "data.size must be given"),
-        ({"train": {"trainer": {"max_epochs": 1}}}, "train.data is missing or no section"),
+        ({"train": {"trainer": {"max_epochs": 1}}}, "train.data is missing or not a section"),
         (
             {"train": CONFIG["train"] | {"model": {"model": "vitrel_swin_n"}}},
             "train.model.model cannot be set here: models are",
         ),
         ({"evaluate": {"size": [64]}}, "evaluate: unknown key 'size'; did you mean 'sizes'"),
-        ({"evaluate": {"sizes": 64}}, "evaluate.sizes is a list such as"),
+        ({"evaluate": {"sizes": 64}}, "evaluate.sizes must be a list such as"),
         (
             {"evaluate": {"sizes": ["64*96"]}},
             r"'64\*96' is not an image size: write pixels as 96, or height x width as 160x224",
@@ -123,9 +123,9 @@ def test_every_mistake_is_named(load, changes, message):
     [
         ({"img_size": 128}, "claim 1: 128x128 is not evaluated, only 64x64, 64x96"),
         ({"protocol": "zoom"}, "claim 1: the protocol 'zoom' is not evaluated, only scale, canvas"),
-        ({"translation": 4}, r"content is translated at 64x64 in the scale protocol alone, by evaluate.translations \(2, 8\)"),
-        ({"translation": 8, "img_size": "64x96"}, "content is translated at 64x64 in the scale protocol alone"),
-        ({"better": "vit"}, "claim 1 names vit, which is the label of no model here"),
+        ({"translation": 4}, r"content is translated only at 64x64 in the scale protocol, by evaluate.translations \(2, 8\)"),
+        ({"translation": 8, "img_size": "64x96"}, "content is translated only at 64x64"),
+        ({"better": "vit"}, "claim 1 names vit,"),
     ],
 )
 def test_claims_about_what_is_not_evaluated_are_refused_before_training(load, changes, message):
@@ -157,7 +157,7 @@ def test_data_is_found_from_here_or_beside_the_file(load, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert load(data="images").data == "images"
     with pytest.raises(
-        FileNotFoundError, match=r"no data folder missing .*train/<class>/ and val/<class>/, or a built-in set: shapes,"
+        FileNotFoundError, match=r"no data folder missing .*train/<class>/ and val/<class>/, or a built-in data set: shapes,"
     ):
         load(data="missing")
 
@@ -179,8 +179,12 @@ def test_where_the_data_lie_may_be_said_beside_the_file(load, tmp_path, monkeypa
     path.write_text(path.read_text().replace("data: path/to/flowers", "data: [path/to/flowers, images, shapes]"))
     assert found("elsewhere/flowers") == [("trial/flowers", "elsewhere/flowers")]
     assert found("images") == [("trial/images", "images")]  # the others need not be there
-    for requested, reported in [("./elsewhere", "its name"), ("none/flowers", "no such folder"), ("birds", "--data birds")]:
-        with pytest.raises(ValueError, match="the data of this configuration are flowers, images, shapes") as caught:
+    for requested, reported in [
+        ("./elsewhere", "one of these names"),
+        ("none/flowers", "no such folder"),
+        ("birds", "--data birds"),
+    ]:
+        with pytest.raises(ValueError, match="the data sets of this configuration are flowers, images, shapes") as caught:
             found(requested)
         assert reported in str(caught.value)
 
@@ -307,7 +311,7 @@ def test_training_of_its_own_is_read_at_each_data_set(load_tuned):
 def test_a_source_twice_and_training_of_what_is_not_trained_are_refused(load_tuned):
     with pytest.raises(ValueError, match=r"tuned starts from base: leave model\.tuning\.init_from out"):
         load_tuned(BASE, TUNED | {"train": {"model": {"tuning": {"init_from": "other.ckpt"}}}})
-    with pytest.raises(ValueError, match="aid has the weights of base, it is not trained: leave its train out"):
+    with pytest.raises(ValueError, match="aid has the weights of base and is not trained: leave its train out"):
         load_tuned(BASE, AID | {"train": FINER})
 
 

@@ -187,7 +187,7 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     assert other["resized"] != "nothing" and other["attention_entropy"] > 0
     costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
     assert min(costs.values()) < other["gflops"] < max(costs.values())
-    reported = policies.telling_shapes(Counter(sizes))
+    reported = policies.sample_shapes(Counter(sizes))
     assert {min(sizes, key=lambda s: s[0] / s[1]), max(sizes, key=lambda s: s[0] / s[1])} <= set(reported)
     shown = Counter(sizes)
     mean = sum(costs[size] * shown[size] for size in reported) / sum(shown[size] for size in reported)
@@ -291,7 +291,7 @@ def test_memory_that_runs_out_makes_smaller_batches_of_one_shape(trained, folder
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [({"compile": True}, "torch.compile"), ({"crop_pct": (0.9,)}, "crops nothing"), ({"protocols": ("natvie",)}, "native")],
+    [({"compile": True}, "torch.compile"), ({"crop_pct": (0.9,)}, "does not crop"), ({"protocols": ("natvie",)}, "native")],
 )
 def test_settings_that_cannot_be(folder, how, text):
     with pytest.raises(ValueError, match=text):

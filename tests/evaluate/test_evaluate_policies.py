@@ -157,7 +157,7 @@ def with_tables(other, model, policy):
 )
 def test_divisor_is_the_model_with_that_window_and_the_centre_of_the_table(size, window):
     model, images = swin((16, 16), 4), torch.randn(2, 3, *size, dtype=torch.float64)
-    built = with_tables(swin(size, window), model, "clip")  # which reads the centre of what is larger
+    built = with_tables(swin(size, window), model, "clip")  # which reads the centre of a larger table
     with torch.no_grad(), in_force(model, "divisor", size):
         assert model.resized(size) == {} and model.unseen(size) == 0
         [stage] = resolution_report(model, size).stages

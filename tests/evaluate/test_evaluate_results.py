@@ -128,7 +128,7 @@ def test_a_file_from_before_a_column_is_read_with_the_column_empty(rows, tmp_pat
     assert all(list(row) == list(COLUMNS) for row in back) and all(row["ece"] != row["ece"] for row in back)
     assert [row["top1"] for row in back] == [row["top1"] for row in rows]
     text = details_table(aggregate(back))
-    assert "ECE" not in text and "ECE" in details_table(aggregate(rows))  # what no row has is left out
+    assert "ECE" not in text and "ECE" in details_table(aggregate(rows))  # columns that no row has are left out
     assert accuracy_tables(aggregate(back)) == accuracy_tables(aggregate(rows))
     assert [row["best_size"] for row in with_curves(back)] == [row["best_size"] for row in with_curves(rows)]
 

@@ -41,7 +41,7 @@ def check(encoding, crop: Crop) -> None:
     terms = encoding(whole)
     a, b, c = (add_tokens(x, terms) for x in (q, k, v))
     logits = masked_logits(a, b, terms, whole)[..., at, :][..., at]
-    # Only inside the crop: a query that sees nothing there (LookHere's corner) is blind in both.
+    # Only inside the crop: a query that sees nothing there (LookHere's corner) is fully masked in both.
     out = attention(a, b, c, terms, whole, visible.expand(whole.tokens, -1))[:, :, at]
 
     terms = crop_terms(encoding(whole), crop)

@@ -149,7 +149,7 @@ def test_state_dict_round_trip(tmp_path, kind):
 
 @EVERY
 def test_initialised_after_the_meta_device(kind):
-    """As at construction: the same constants, the same spread of what is drawn, and nothing left uninitialised."""
+    """As at construction: the same constants, the same spread of random values, and nothing left uninitialised."""
     model = ViT(**SMALL | KINDS[kind], device="meta").to_empty(device="cpu").eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

@@ -79,7 +79,7 @@ def test_onnx_of_every_encoding(position, tmp_path):
     [("vitrel_vit_n8_rope_mixed", True, 2), pytest.param("vitrel_swin_n", False, 3, marks=pytest.mark.slow)],
 )
 def test_compile_dynamic_or_not(name, dynamic, graphs):
-    """dynamic=False is one graph for each size, as asked for; True is at most two graphs for all of them."""
+    """dynamic=False compiles one graph for each size; True is at most two graphs for all of them."""
     model, counter = shallow(name, depth=1), CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
@@ -210,7 +210,7 @@ def test_hub_backbone(hub):
 
 @pytest.mark.slow
 def test_exports_hold_pytorchs_own_operators_whatever_is_asked_for(tmp_path, monkeypatch):
-    """Also where kernels are asked for, which an exported program would need wherever it is loaded."""
+    """Also where kernels are chosen by name, which an exported program would need wherever it is loaded."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that they would serve it
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3, depth=1).eval()
     with use_backend("triton"):

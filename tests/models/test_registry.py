@@ -1,4 +1,4 @@
-"""Registration with timm, construction, and forward/backward of every small model at sizes that nothing was told about."""
+"""Registration with timm, construction, and forward/backward of every small model at sizes other than the native one."""
 
 import re
 
@@ -75,7 +75,7 @@ def test_config_and_construction_on_meta(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALL[::4], *EACH_SIZE])
 def test_shapes_of_many_sizes_and_encodings(name):
-    """On the meta device, at a size nothing was told about: logits, features, intermediates, the pyramid and its channels."""
+    """On the meta device, at another size: logits, features, intermediates, the pyramid and its channels."""
     model = timm.create_model(name, device="meta").eval()
     image = torch.empty(2, 3, 96, 160, device="meta")
     assert model(image).shape == (2, 1000)

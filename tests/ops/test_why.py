@@ -1,4 +1,4 @@
-"""Which backend serves what: the reasons told, and how one is asked for."""
+"""Which backend serves what: the reasons, and how one is chosen by name."""
 
 import inspect
 import subprocess

@@ -182,7 +182,7 @@ def test_a_rank_that_is_done_before_the_other_has_not_died(command, capfd):
     assert "has died" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("told", [(0, 1), (1,)])
+@pytest.mark.parametrize("reported", [(0, 1), (1,)])
 def test_ctrl_c_stops_both(command, tmp_path, capfd, reported):
     def tell():
         signal.signal(signal.SIGINT, signal.default_int_handler)

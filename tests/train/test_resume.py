@@ -46,7 +46,7 @@ def test_killed_where_epochs_and_evaluations_do_not_end_together(command, whole,
 
 
 def test_a_finished_run_leaves_no_handler(command):
-    """What follows in the same process, an evaluation for one, must end when it is told to."""
+    """What follows in the same process, such as an evaluation, must end at a signal."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     run(command("run", epochs=1))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

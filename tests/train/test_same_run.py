@@ -27,7 +27,7 @@ def content(folder):
 
 
 def refused(args, folder):
-    """The message with which a run is not gone on with; nothing it left may have changed."""
+    """The error that refuses to resume a run; nothing it left may have changed."""
     before = content(folder)
     with pytest.raises(ValueError, match="cannot resume") as caught:
         run(resumed(args, folder))
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, who
         assert re.search(r"last\.ckpt \([\d,]+ bytes\) is damaged: its record 'archive/data/\d+' is not what was saved", said)
         assert f"--ckpt_path={checkpoints}/best.ckpt" in said
     assert "is damaged" in refused([*args, "--ckpt_path=auto"], tmp_path / "run")
-    run([*args, f"--ckpt_path={checkpoints}/best.ckpt"])  # which it was told to
+    run([*args, f"--ckpt_path={checkpoints}/best.ckpt"])  # as requested
     whole = read(tmp_path / "whole.ckpt")["state_dict"]
     assert all(torch.equal(whole[name], value) for name, value in read(checkpoints / "last.ckpt")["state_dict"].items())
 

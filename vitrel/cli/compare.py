@@ -1,14 +1,14 @@
-"""Train several models, evaluate each at many resolutions, and say what had to be resized.
+"""Train several models, and evaluate each at many image sizes: advice, tables, plots, a report.
 
     vitrel compare quickstart
     vitrel compare my_comparison.yaml --data /data/flowers
 
-Writes into runs/<name>/: results.csv, table.md, plots/*.png, and a folder per model and seed; with several data sets, into a
-folder for each; --data NAME takes one of them alone, and --data path/to/NAME says where it lies. One at a time, all models are
-trained with the first seed before any with the second. What is done already is not done again, what was interrupted goes on
-from its last checkpoint. Rows that the configuration lists no more, or of other weights, are moved into a folder replaced-1,
--2, ... there. On a CPU as many models are trained at a time as it has cores, each on one of them, and as many processes share
-the images of the evaluation, which takes less time than one after the other; --jobs says how many.
+Writes results.csv, table.md, plots/*.png, report.html and a folder per model and seed into runs/<name>/, or into
+runs/<name>/<data set>/ where the configuration has several data sets; --data NAME uses only one of these, and --data
+path/to/NAME gives its folder. All models are trained with the first seed before any with the second. The same command resumes:
+finished trainings and rows are reused, an interrupted training continues from its last checkpoint. If the folder has rows that
+are not in the configuration, or of other weights, its files are first moved into a folder replaced-N in it. On a CPU, one model
+per core is trained at a time, and as many processes share the images of the evaluation; --jobs sets the number.
 """
 
 import argparse
@@ -24,33 +24,34 @@ from vitrel.exits import terminable
 if TYPE_CHECKING:
     from vitrel.evaluate.compare import Comparison
 
-GO_ON = "the same command goes on from here"
+GO_ON = "the same command resumes from here"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel compare`."""
-    inside = ", ".join(sorted(packaged()))
+    names = ", ".join(sorted(packaged()))
     add = parser.add_argument
-    add("config", type=Path, help=f"a YAML file, or the name of one that comes with vitrel: {inside}")
+    add("config", type=Path, help=f"a YAML file, or the name of a packaged configuration: {names}")
     add(
         "--out",
         "-o",
         type=Path,
         default=Path("runs"),
-        help="folder for the results, which get one of the comparison's name; default runs",
+        help="folder in which the comparison's folder is made; default runs",
     )
-    add("--jobs", type=count, help="models trained at a time, and processes that evaluate; default 1, on a CPU its cores")
-    add("--data", help="of several data sets, the one of this name alone; a path also says where it lies")
+    add("--jobs", type=count, help="models trained at a time, and processes of the evaluation; default 1, on a CPU its cores")
+    add("--data", help="use only the data set of this name; a path also gives its folder")
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures and no report.html")
+    add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
 
 
 def packaged() -> dict[str, Path]:
-    """The configurations that come with the package, by name."""
+    """Return the paths of the configurations that come with the package, by name."""
     return {file.stem: file for file in Path(str(files("vitrel") / "configs")).glob("*.yaml")}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains and evaluates what the configuration lists, data set after data set."""
+    """Train and evaluate the models of the configuration, one data set after another."""
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
         raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(sorted(packaged()))}")
@@ -63,13 +64,13 @@ def run(args: argparse.Namespace) -> None:
             check_data(comparison.sweep, size)
         check_models(comparison)
     for comparison in comparisons:
-        compare(comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report)
+        compare(comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report, args.images)
 
 
 def default_jobs(comparison: "Comparison") -> int:
-    """As many as there are models with a seed, at most PyTorch's threads; 1 where training or evaluation is not on the CPU.
+    """Return the number of jobs: that of training runs, at most PyTorch's threads; 1 if training or evaluation uses no CPU.
 
-    Small operators gain nothing from several threads, which wait for each other, and on a busy machine for long.
+    Small models gain little from several threads, so a thread per model is faster.
     """
     import torch
 
@@ -81,7 +82,7 @@ def default_jobs(comparison: "Comparison") -> int:
 
 
 def check_models(comparison: "Comparison") -> None:
-    """ValueError now, not after hours of training, for a model that cannot be built, or a rate for what it does not have."""
+    """Raise ValueError, before any training, for a model that cannot be built, or has no parameters for position_lr_scale."""
     import timm
 
     from vitrel.train.tuning import Tuning, within
@@ -105,39 +106,43 @@ def check_models(comparison: "Comparison") -> None:
             )
 
 
-def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True) -> None:
-    """Trains what is missing, evaluates all, and prints the answer for every model and the tables."""
+def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True, images: bool = True) -> None:
+    """Train missing models, evaluate all, and write the results into `folder`; `run_sweep` prints answers and tables.
+
+    jobs: models trained at a time, and processes of the evaluation on a CPU. report: write report.html. images: whether it may
+    contain photographs of the data.
+    """
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.processes import shared_with
-    from vitrel.evaluate.report import summary
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import run_sweep
     from vitrel.train.several import train_all
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     start = time.perf_counter()
-    own = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
+    entries = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
+    tuned = {label: bool(entry.tuned_from) for label, entry in entries.items()}
     seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
-    print(f"{comparison.name}: {len(own)} models ({', '.join(own)}), {seeds}, trained on {comparison.data}, {jobs} at a time")
+    listed = f"{len(entries)} models ({', '.join(entries)})"
+    print(f"{comparison.name}: {listed}, {seeds}, trained on {comparison.data}, {jobs} at a time")
     print(f"checkpoints and results are written to {folder}", flush=True)
-    places = {(label, seed): folder / f"{label}-seed{seed}" for seed in comparison.seeds for label in own}
-    order = [(label, seed) for seed in comparison.seeds for label in sorted(own, key=lambda label: bool(own[label].tuned_from))]
-    # one after the other in this order; several at a time only once what they start from is there
-    parts = (
-        [order] if jobs == 1 else [[run for run in order if bool(own[run[0]].tuned_from) == tuned] for tuned in (False, True)]
-    )
+    folders = {(label, seed): folder / f"{label}-seed{seed}" for seed in comparison.seeds for label in entries}
+    order = [(label, seed) for seed in comparison.seeds for label in sorted(entries, key=lambda label: tuned[label])]
+    # with several jobs, all fine-tuning waits until the weights that it starts from are trained
+    parts = [order] if jobs == 1 else [[run for run in order if tuned[run[0]] == is_tuned] for is_tuned in (False, True)]
     for part in filter(None, parts):
-        train_all({places[run]: comparison.training(own[run[0]], run[1], places[run]) for run in part}, jobs)
+        train_all({folders[run]: comparison.training(entries[run[0]], run[1], folders[run]) for run in part}, jobs)
     trained = time.perf_counter()
     models, sweep = trained_models(comparison, folder), comparison.sweep
     others = jobs - 1 if sweep.torch_device.type == "cpu" else 0
-    # the configuration says which rows there are: of other weights or settings, or of what it lists no more, none may stay
+    # replace: the table has exactly the rows of the configuration
+    options = {"report": report, "claims": comparison.claims, "replace": True, "photographs": images}
     with terminable(), shared_with(others, evaluate_share, comparison, folder):
-        rows = run_sweep(models, sweep, folder, comparison.name, report, comparison.claims, replace=True)
+        rows = run_sweep(models, sweep, folder, comparison.name, **options)
     if comparison.claims:
         print(f"\nclaims of the configuration:\n{(folder / 'claims.md').read_text('utf-8')}")
     seconds = f"training {trained - start:.0f} s, evaluation {time.perf_counter() - trained:.0f} s"
     files = "results.csv, table.md, plots/" + (", report.html" if report else "")
-    print(f"\n{summary(rows, folder)}\n{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
+    print(f"{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
     if report:
         print(f"open {folder / 'report.html'} in a browser")

@@ -1,4 +1,4 @@
-"""Print the script that lets a shell complete this command and its options.
+"""Print the completion script of this command for a shell.
 
 vitrel completion bash > ~/.local/share/bash-completion/completions/vitrel
 vitrel completion zsh > "${fpath[1]}/_vitrel"
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the script."""
+    """Print the script."""
     with optional_import():
         import shtab
     from vitrel.cli import COMMANDS, build_parser

@@ -1,15 +1,16 @@
-"""Make a vitrel model of a timm model or of anyone's weights, with relative position if asked, and keep it in one file.
+"""Convert a timm model or a file of weights to a vitrel model in one file, optionally with relative position.
 
     vitrel convert vit_tiny_patch16_224 --pretrained --out vit_tiny.safetensors
     vitrel convert model.pth --like vit_tiny_patch16_224 --position table --images flowers --out relative.safetensors
     vitrel convert vitrel_swin_t --weights swin_t.pth --out swin_t.safetensors --report swin_t.csv
 
-MODEL is a name of timm's, with weights from --weights or --pretrained; a file of weights, with --like where they do not tell
-their model; or a vitrel name with --weights, for which a report says what became of every tensor. What would stay unused or
-unset is refused unless --allow-unused or --allow-unset names it.
+MODEL is a timm name, with weights from --weights or --pretrained; or a file of weights, with --like where the file does not
+contain its model's name; or a vitrel name with --weights, for which a report lists every tensor. Tensors that stay unused or
+unset are an error unless --allow-unused or --allow-unset names them.
 
-With --position an encoding is added in attention. With --images it is fitted to what the absolute embedding adds there, which
-then goes (--absolute fade lets it fade out in the first half of a training); without, it starts at zero beside the embedding.
+--position adds a relative encoding in attention. With --images it is fitted to the effect of the absolute embedding, which is
+then removed (or with --absolute fade fades out in the first half of a training). Without --images it starts at zero,
+beside the absolute embedding.
 """
 
 import argparse
@@ -31,33 +32,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a timm or vitrel name, or a file of weights")
     add("--weights", type=Path, metavar="FILE", help="weights of a model given by name: .safetensors, .pth, .bin, .ckpt")
-    add("--pretrained", action="store_true", help="weights that timm has for that name, from its cache or the network")
-    add("--like", metavar="NAME", help="the timm model that bare weights are of: heads, activation, eps, pooling")
-    add("--out", "-o", type=Path, required=True, metavar="FILE", help="the .safetensors file to write; vitrel.load reads it")
+    add("--pretrained", action="store_true", help="timm's weights for the name, from its cache or the network")
+    add("--like", metavar="NAME", help="timm model of a plain state dict, for its heads, activation, eps and pooling")
+    add("--out", "-o", type=Path, required=True, metavar="FILE", help="output file, .safetensors; vitrel.load reads it")
     add("--overwrite", action="store_true", help="replace an existing output")
     add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{drop_path_rate: 0.1}'")
     group = parser.add_argument_group("relative position")
     group.add_argument("--position", metavar="KEY", help="an encoding to add in attention, e.g. table, rope_mixed+table")
-    group.add_argument("--position-args", type=mapping, metavar="YAML", help="its options")
+    group.add_argument("--position-args", type=mapping, metavar="YAML", help="options of the encoding")
     group.add_argument("--absolute", choices=("keep", "drop", "fade"),
-                       help="the absolute embedding: default drop with --images, else keep")  # fmt: skip
-    group.add_argument("--fade-steps", type=int, metavar="N", help="training steps over which it fades")
-    group.add_argument("--images", metavar="FOLDER", help="images to fit the encoding to, in any subfolders, without labels")
-    group.add_argument("--n", type=int, default=64, metavar="N", help="how many of them; default %(default)s")
-    group.add_argument("--size", type=size, metavar="SIZE", help="pixels at which it is fitted or trained; default the model's")
+                       help="what to do with the absolute embedding; default drop with --images, else keep")  # fmt: skip
+    group.add_argument("--fade-steps", type=int, metavar="N", help="training steps over which the embedding fades out")
+    group.add_argument("--images", metavar="FOLDER", help="images for fitting the encoding, in any subfolders, without labels")
+    group.add_argument("--n", type=int, default=64, metavar="N", help="number of these images; default %(default)s")
+    group.add_argument("--size", type=size, metavar="SIZE", help="image size for fitting or training; default the model's")
     group = parser.add_argument_group("weights of a vitrel name")
     group.add_argument("--source-grid", type=grid, metavar="GRID",
-                       help="rows x columns of tokens that tables or embedding were trained on, where not square")  # fmt: skip
+                       help="rows x columns of tokens of the file's tables or embedding, where not square")  # fmt: skip
     group.add_argument("--key-minus-query", action="store_true", help="the file's tables count offsets as key minus query")
     group.add_argument("--allow-unused", nargs="+", default=[], metavar="NAME",
                        help="tensors of the file, or patterns, that may stay unused")  # fmt: skip
     group.add_argument("--allow-unset", nargs="+", default=[], metavar="NAME",
-                       help="tensors of the model, or patterns, that may stay as they are")  # fmt: skip
-    group.add_argument("--report", type=Path, metavar="FILE", help="write what became of every tensor as CSV")
+                       help="tensors of the model, or patterns, that may keep their initial values")  # fmt: skip
+    group.add_argument("--report", type=Path, metavar="FILE", help="write a CSV with a line for every tensor")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the converted model and prints what it is."""
+    """Write the converted model and print its properties."""
     _check(args)
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.convert import save
@@ -70,33 +71,33 @@ def run(args: argparse.Namespace) -> None:
     grid = model.token_grid(model.img_size)
     print(f"position {model.arguments['position']}, trained at {grid.h}x{grid.w} tokens, {model.num_classes} classes")
     print(f"written to {args.out}{f', report to {args.report}' if args.report else ''}")
-    print(f"use it: vitrel.load({str(args.out)!r}); vitrel evaluate {args.out} --data FOLDER --size 160 224 320")
+    print(f"to use it: vitrel.load({str(args.out)!r}); vitrel evaluate {args.out} --data FOLDER --size 160 224 320")
 
 
 def _check(args: argparse.Namespace) -> None:
-    """ValueError or FileNotFoundError for what can be told before anything is imported."""
+    """ValueError or FileNotFoundError for invalid options and missing files; runs before slow imports."""
     if args.out.exists() and not args.overwrite:
-        raise ValueError(f"{args.out} exists; name another file or pass --overwrite")
+        raise ValueError(f"{args.out} exists; give another file, or --overwrite")
     if args.out.suffix != ".safetensors":
-        raise ValueError(f"models are saved as .safetensors, not as {args.out.name}")
+        raise ValueError(f"--out must be a .safetensors file, got {args.out.name}")
     named = is_name(args.model)
     if not named and not Path(args.model).exists():
         raise FileNotFoundError(f"no file {args.model}")
     if not named and (args.weights or args.pretrained):
-        raise ValueError(f"{args.model} is a file of weights: --weights and --pretrained are of a model given by name")
+        raise ValueError(f"{args.model} is a file of weights: --weights and --pretrained are for a model given by name")
     if args.weights and args.pretrained:
-        raise ValueError("--weights and --pretrained exclude each other: a model has the weights of one of the two")
+        raise ValueError("--weights and --pretrained exclude each other: give one of the two")
     if named and not (args.weights or args.pretrained):
-        raise ValueError(f"{args.model} has no weights: give a file (--weights), or --pretrained for those that timm has")
-    for given, what in ((args.images, "--images"), (args.absolute, "--absolute"), (args.position_args, "--position-args")):
-        if given and args.position is None:
-            raise ValueError(f"{what} is of an encoding to add: name it with --position")
+        raise ValueError(f"{args.model} has no weights: give a file (--weights), or --pretrained for timm's weights")
+    for value, option in ((args.images, "--images"), (args.absolute, "--absolute"), (args.position_args, "--position-args")):
+        if value and args.position is None:
+            raise ValueError(f"{option} needs an encoding to add: give --position")
     if args.images and not Path(args.images).is_dir():
         raise FileNotFoundError(f"no folder {args.images}")
 
 
 def _open(args: argparse.Namespace) -> tuple["Backbone", str]:
-    """The model, and what became of its tensors where a report can tell."""
+    """The model with its weights, and a text on every tensor for vitrel names ("" for others)."""
     from vitrel.convert import from_timm, load
     from vitrel.models.backbone import Backbone
 
@@ -112,6 +113,7 @@ def _open(args: argparse.Namespace) -> tuple["Backbone", str]:
 
 
 def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
+    """A vitrel model with the weights of a file, and the plan by which its tensors were used; writes --report."""
     from vitrel.files import write_cells
     from vitrel.weights.build import model_for
     from vitrel.weights.load import apply_plan
@@ -121,28 +123,29 @@ def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
     model, plan = model_for(args.model, args.model_args, loaded, args.source_grid, args.key_minus_query)
     try:
         apply_plan(model, plan, allow_unused=args.allow_unused, allow_unset=args.allow_unset)
-    except RuntimeError as error:  # as torch's load_state_dict names tensors that do not fit
+    except RuntimeError as error:  # tensors that do not fit, as in torch's load_state_dict
         raise ValueError(str(error)) from error
     if args.report:
         lines = [(" + ".join(row.source), row.target, row.rule, row.resized) for row in plan.rows]
-        write_cells(args.report, [("source", "target", "rule", "resized"), *lines])  # names of tensors are whoever's
+        write_cells(args.report, [("source", "target", "rule", "resized"), *lines])  # escapes names that look like formulas
     return model.eval(), f"{plan}\n\n{_summary(plan)}\n"  # type: ignore[return-value]
 
 
 def _relative(model: "Backbone", args: argparse.Namespace) -> "Backbone":
+    """The model with the encoding of --position, fitted to --images if given."""
     from vitrel.convert import absolute_to_relative, relativize
 
-    how = dict(position_args=args.position_args, fade_steps=args.fade_steps)
+    options = dict(position_args=args.position_args, fade_steps=args.fade_steps)
     if args.images is None:
-        return relativize(model, args.position, absolute=args.absolute or "keep", img_size=args.size, **how)
+        return relativize(model, args.position, absolute=args.absolute or "keep", img_size=args.size, **options)
     images = _images(model, args)
-    result = absolute_to_relative(model, images, args.position, absolute=args.absolute or "drop", **how)
+    result = absolute_to_relative(model, images, args.position, absolute=args.absolute or "drop", **options)
     print(f"{result.conversion}\n")
     return result
 
 
 def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
-    """`n` images of the folder, drawn by a fixed seed and prepared as the model expects, [n, 3, height, width]."""
+    """`n` images of the folder, drawn with a fixed seed and preprocessed for the model: [n, 3, height, width]."""
     import numpy as np
     import torch
     from timm.data import resolve_model_data_config
@@ -153,14 +156,17 @@ def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
 
     found = sorted(path for path in Path(args.images).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
     if len(found) < args.n:
-        raise ValueError(f"{args.images} holds {len(found)} images, fewer than the {args.n} to fit to: name another, or --n")
-    known = resolve_model_data_config(model)
-    prepare = Prepare(args.size or model.img_size, known["mean"], known["std"], known["crop_pct"], known["interpolation"])
+        raise ValueError(
+            f"{args.images} holds {len(found)} images, fewer than --n {args.n}: give another folder or a lower --n"
+        )
+    config = resolve_model_data_config(model)
+    prepare = Prepare(args.size or model.img_size, config["mean"], config["std"], config["crop_pct"], config["interpolation"])
     chosen = np.random.default_rng(0).choice(len(found), args.n, replace=False)
     return torch.stack([prepare(decode(found[i])) for i in chosen])
 
 
 def _summary(plan: "WeightPlan") -> str:
+    """The number of tensors by rule, in one line."""
     rules = Counter("left out" if not row.target else row.rule for row in plan.rows)
     kinds = ", ".join(f"{count} {rule}" for rule, count in rules.most_common())
     return f"{len(plan.rows)} rows: {kinds}; {sum(bool(row.resized) for row in plan.rows)} resized"

@@ -1,4 +1,4 @@
-"""What happens to position in any timm model at other image sizes: interpolated values, leaks, padding, windows, bias.
+"""Show how other image sizes affect position in any timm model: interpolated values, leaks, padding, windows, bias.
 
     vitrel diagnose swin_tiny_patch4_window7_224 --size 160 224 320
     vitrel diagnose swinv2_tiny_window8_256 vitrel_swinv2_t --size 192x288 512 --plot leak.png --json leak.json
@@ -16,35 +16,35 @@ from vitrel.cli.options import add_sizes, write_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel diagnose`."""
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="names as timm.create_model takes them, ours too")
-    add_sizes(parser, "the sizes to look at", required=True)
-    add("--compile", action="store_true", help="count the graphs torch.compile makes over the sizes (slower)")
-    add("--json", metavar="FILE", help='write all that was found, a list with one entry a model; "-" prints it alone')
-    add("--plot", type=Path, metavar="FILE", help="draw the tokens that see across the border, a PNG")
+    add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's models included")
+    add_sizes(parser, "image sizes", required=True)
+    add("--compile", action="store_true", help="count the graphs that torch.compile makes over the sizes (slower)")
+    add("--json", metavar="FILE", help='write the results as JSON, a list with one entry per model; "-" prints only that')
+    add("--plot", type=Path, metavar="FILE", help="plot the tokens that see the opposite border, as PNG")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Diagnoses one model after the other and prints what was found."""
+    """Diagnose one model after another and print the results."""
     for file in filter(None, (args.plot, None if args.json in (None, "-") else Path(args.json))):
         if not file.parent.is_dir():
-            raise FileNotFoundError(f"no folder {file.parent} to write {file.name} into: create it first")
+            raise FileNotFoundError(f"no folder {file.parent} for {file.name}: create it first")
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.inspect.diagnose import diagnose
     from vitrel.models.create import check_model_name
 
     for name in args.models:
         check_model_name(name, allow_sources=True)
-    found = []
+    diagnoses = []
     for name in args.models:
-        found.append(
+        diagnoses.append(
             diagnose(name, args.size, compile=args.compile, progress=lambda step: print(step, file=sys.stderr, flush=True))
         )
         if args.json != "-":
-            print(found[-1], end="\n\n", flush=True)
+            print(diagnoses[-1], end="\n\n", flush=True)
     if args.json:
-        write_json(args.json, [one.to_dict() for one in found])
+        write_json(args.json, [diagnosis.to_dict() for diagnosis in diagnoses])
     if args.plot:
         from vitrel.inspect import plot
 
-        plot.leak(found).savefig(args.plot, dpi=110)
+        plot.leak(diagnoses).savefig(args.plot, dpi=110)
         print(f"written to {args.plot}", file=sys.stderr)

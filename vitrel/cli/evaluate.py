@@ -1,19 +1,19 @@
-"""Evaluate models at many resolutions: what to do with each model, tables, plots, a report.
+"""Evaluate models at many image sizes: advice for each model, tables, plots, a report.
 
     vitrel evaluate runs/a --data shapes --size 48 64 96 64x96
     vitrel evaluate vit_tiny_patch16_224 --weights vit_tiny.pth --data imagenet --size 160 224 320
     vitrel evaluate runs/a --data photographs --size 100t 196t --protocols scale native
 
 Writes results.csv, predictions.npz, translation.csv (--translations), bad_images.csv, table.md, plots/*.png and report.html
-into --out. The training size is always evaluated too. Rows that are there already are not made again: the same command goes on
-with what was interrupted, and one with other sizes or models adds its rows to a folder. Rows of other weights, images or
-settings are refused there; --replace moves them aside. --dry-run prints every row to come and what it costs.
+into --out. The training size is always evaluated too. Existing rows in --out are reused: the same command resumes an
+interrupted evaluation, and a command with other sizes or models adds its rows. A folder with rows of other weights, images or
+settings is an error, unless --replace moves its files into a folder replaced-N. --dry-run prints the rows with their costs.
 
---rescue looks for what helps at the other sizes without training: RoPE scaling, an attention temperature, policies. It chooses
-on one half of the images, without labels, by agreement with what the model predicts at its training size; judges on the other
-half; and writes rescue.csv and rescue.md, with the code that applies what it found.
+--rescue searches settings that raise accuracy at the other sizes without training: RoPE scaling, an attention temperature,
+policies. It uses half of the images, without labels, and compares with the model's predictions at its training size; then it
+measures top-1 on the other half. It writes rescue.csv and rescue.md, with the code that applies the settings.
 
-Several processes share the images, one GPU each where there are GPUs; the numbers are those of one process:
+Several processes share the images, one GPU each where there are GPUs; the results are the same as with one process:
 
     torchrun --nproc_per_node=2 -m vitrel evaluate runs/a --data shapes --size 48 96
 """
@@ -32,7 +32,7 @@ from vitrel.exits import one_line
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
 
-GO_ON = "the same command goes on from here"
+GO_ON = "the same command resumes from here"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,48 +40,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser, many=True)
     add_sizes(parser, "the sizes to evaluate at", required=True, budgets=True)
     add = parser.add_argument
-    add("--data", required=True, help='"shapes", a folder that holds val/<class>/, a folder of shards, or <set>:<root>')
+    add("--data", required=True, help='"shapes", a folder with val/<class>/, a folder of shards, or <set>:<root>')
     add(
         "--out",
         "-o",
         type=Path,
         default=Path("runs/evaluate"),
-        help="folder; default %(default)s; rows are added to those it holds",
+        help="output folder; default %(default)s; existing rows are kept",
     )
     add("--protocols", nargs="+",
-        help="scale (objects grow), canvas (object size kept), native (whole images at their own aspect ratios, with at most "
-        "the patch tokens of a size); default scale canvas")  # fmt: skip
-    add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all models have")
-    add("--crop-pct", type=float, nargs="+", help="shares that the centre crop keeps, each evaluated; default the model's own")
-    add("--translations", type=int, nargs="+", default=[], help="pixels that the content is translated by at the training size")
-    add("--attention-n", type=int, default=16, help="images that attention is measured on, 0 for none; default %(default)s")
+        help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
+        "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
+    add("--policies", nargs="+", help="policies of windows (fixed, divisor, rescale) and of encodings; default all of a model")
+    add("--crop-pct", type=float, nargs="+",
+        help="shares of the image that the centre crop keeps, each evaluated; default the model's")  # fmt: skip
+    add("--translations", type=int, nargs="+", default=[],
+        help="numbers of pixels by which the content is translated at the training size, each evaluated")  # fmt: skip
+    add("--attention-n", type=int, default=16, help="images for attention statistics, 0 for none; default %(default)s")
     add("--no-border-leak", dest="border_leak", action="store_false", help="skip the test for attention across borders")
-    add("--batch-size", type=int, default=128, help="halved when memory runs out, and recorded; default %(default)s")
+    add("--batch-size", type=int, default=128, help="batch size, halved when memory runs out; default %(default)s")
     add("--n", type=int, help="number of images; default all")
-    add("--data-seed", type=int, default=0, help="of generated or sampled images")
+    add("--data-seed", type=int, default=0, help="seed of generated or sampled images")
     add("--workers", type=int, default=0, help="processes that decode images")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="float32", help="float32, or bfloat16 autocast on a GPU")
-    add("--compile", action="store_true", help="run the models by torch.compile")
-    add("--optimize", action="store_true", help="run the models by vitrel.optimize, which is faster on many processors")
+    add("--compile", action="store_true", help="run the models through torch.compile")
+    add("--optimize", action="store_true", help="run the models through vitrel.optimize, which is faster on many CPUs")
     add("--on-bad-image", choices=("raise", "count"), default="raise",
-        help="an unreadable image ends the evaluation, or is left out, counted and named; default %(default)s")  # fmt: skip
-    add("--follow-links", action="store_true", help="look for images where links to folders inside class folders lead to, too")
+        help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
+    add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
     add("--replace", action="store_true",
-        help="rows in --out that are not asked for now are first moved into a folder replaced-1, -2, ... there")  # fmt: skip
-    add("--dry-run", action="store_true", help="print every row with its cost and what would be resized, and do nothing")
-    add("--rescue", action="store_true", help="look for settings that help at the other sizes without training")
+        help="if --out has rows of other evaluations, first move its files into a folder replaced-N in it")  # fmt: skip
+    add("--dry-run", action="store_true", help="only print every row with its cost and the values resampled")
+    add("--rescue", action="store_true", help="search settings that raise accuracy at the other sizes without training")
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
-    add("--mean", type=float, nargs="+", help="of the pixels, from 0 to 1, here and below in the place of the pretrained_cfg's")
-    add("--std", type=float, nargs="+", help="of the pixels")
+    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next two override the pretrained_cfg")
+    add("--std", type=float, nargs="+", help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
     add("--class-indices", type=Path, help="file with a class and the index of the model's output on every line")
-    add("--restrict", action="store_true", help="let only the outputs of the data's classes compete")
+    add("--restrict", action="store_true", help="compare only the logits of the data's classes")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluates what the options ask for, in one process or several."""
+    """Evaluate as the options say, in this process or as one of several."""
     check_data(args.data)
     if args.rescue and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--rescue runs in one process: leave it out, or start without torchrun")
@@ -90,14 +92,13 @@ def run(args: argparse.Namespace) -> None:
     try:
         with joined():
             _run(args)
-    except OtherProcessError as error:  # which printed it too; the log of process 0 may be all there is
+    except OtherProcessError as error:  # the failed process prints it too, but maybe only the log of process 0 is kept
         sys.exit(f"error: {one_line(error)}" if int(os.environ["RANK"]) == 0 else 1)
 
 
 def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.models import read_class_indices
     from vitrel.evaluate.processes import rank_and_world
-    from vitrel.evaluate.report import summary
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep
@@ -122,11 +123,11 @@ def _run(args: argparse.Namespace) -> None:
         compile=args.compile,
         optimize=args.optimize,
     )
-    given = {"mean": args.mean, "std": args.std, "interpolation": args.interpolation}
+    preprocessing = {"mean": args.mean, "std": args.std, "interpolation": args.interpolation}
     models = _labelled(
         open_models(
             args,
-            preprocessing={name: value for name, value in given.items() if value is not None},
+            preprocessing={name: value for name, value in preprocessing.items() if value is not None},
             outputs=None if args.class_indices is None else read_class_indices(args.class_indices),
             restrict=args.restrict,
         )
@@ -139,10 +140,10 @@ def _run(args: argparse.Namespace) -> None:
         for _ in evaluate_rows(models, sweep):
             pass  # process 0 prints and writes
         return
-    how = {"report": args.report, "replace": args.replace, "photographs": args.images, "rescue": args.rescue}
-    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **how)
+    options = {"report": args.report, "replace": args.replace, "photographs": args.images, "rescue": args.rescue}
+    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **options)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
-    print(f"\n{summary(rows, args.out)}\n{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
+    print(f"{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.rescue:
         print(f"\n{(args.out / 'rescue.md').read_text('utf-8')}")
     if args.report:
@@ -150,9 +151,9 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _labelled(models: list["Trained"]) -> list["Trained"]:
-    """Models of the same label are told apart by their path: only `vitrel compare` knows which are seeds of one run."""
+    """The models with unique labels: the path is added to equal ones, since only `vitrel compare` knows seeds of one run."""
     times = Counter(trained.label for trained in models)
     models = [replace(model, label=f"{model.label} ({model.path})") if times[model.label] > 1 else model for model in models]
     if twice := [label for label, n in Counter(model.label for model in models).items() if n > 1]:
-        raise ValueError(f"{twice[0]} is given twice: its rows would count as two seeds")
+        raise ValueError(f"{twice[0]} is given twice: its rows would be taken for two seeds")
     return models

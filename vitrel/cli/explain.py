@@ -1,11 +1,11 @@
-"""Print every step of attention with position, for a few tokens of a small grid.
+"""Print the steps of attention with position, with all numbers, for a few tokens of a small grid.
 
     vitrel explain table --grid 2x3 --query 1
     vitrel explain log_decay --grid 1x5 --options '{decay: 0.3}' --query 0
     vitrel explain runs/a --grid 2x3 --layer 0
 
-ENCODING is a key of vitrel.POSITIONS, with learned values as initialised; of a MODEL the encoding of one layer is taken, as
-trained. Queries, keys and values are random (--seed); `vitrel.explain` in Python takes yours.
+ENCODING is a key of vitrel.POSITIONS, and is used with its initial values. For a MODEL, the trained encoding of one layer is
+used. Queries, keys and values are random, with --seed; `vitrel.explain` in Python takes yours.
 """
 
 import argparse
@@ -22,13 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="ENCODING|MODEL", help=f"a key of vitrel.POSITIONS, or {MODEL}")
     add("--grid", type=grid, default=(2, 3), metavar="GRID", help="rows x columns of tokens; default 2x3")
-    add("--query", type=int, help="index of one query, from 0; default all")
-    add("--head", type=int, default=0, help="index of one head, from 0; default %(default)s")
+    add("--query", type=int, help="number of one query token, from 0; default all")
+    add("--head", type=int, default=0, help="number of the head, from 0; default %(default)s")
     add("--offset", choices=("query-key", "key-query"), default="query-key", help="sign of offsets; default %(default)s")
-    add("--heads", type=count, default=1, help="number of heads of the ENCODING; default %(default)s")
-    add("--dim", type=count, default=4, help="width of a head of the ENCODING; default %(default)s")
+    add("--heads", type=count, default=1, help="number of heads for an ENCODING; default %(default)s")
+    add("--dim", type=count, default=4, help="width of a head for an ENCODING; default %(default)s")
     add("--options", type=mapping, default={}, metavar="YAML", help="options of the ENCODING, e.g. '{decay: 0.3}'")
-    add("--layer", type=int, default=0, help="layer of the MODEL, from 0, or from the end if negative; default %(default)s")
+    add("--layer", type=int, default=0, help="layer of a MODEL, from 0, or negative from the end; default %(default)s")
     add("--seed", type=int, default=0, help="seed of queries, keys and values; default %(default)s")
     add_weights(parser, random=True)
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         position, options, heads, dim, prefix = args.model, args.options, args.heads, args.dim, 0
     else:
         if args.options:
-            raise ValueError("--options is for an ENCODING; a MODEL has its options already")
+            raise ValueError("--options are for an ENCODING: a MODEL has its own options, leave them out")
         position, heads, dim, prefix = _of_layer(args)
         options = {}
     generator = torch.Generator().manual_seed(args.seed)
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:
-    """The encoding of one layer of a model, its number of heads, their width, and its number of prefix tokens."""
+    """(encoding, number of heads, head width, number of prefix tokens) of the chosen layer of a model."""
     from vitrel.layers.block import Block
 
     [trained] = open_models(args, random=True)
     layers = [module for module in trained.model.modules() if isinstance(module, Block)]
     if not layers:
-        raise ValueError(f"{args.model} has no attention layers of vitrel: use vitrel diagnose for other models")
+        raise ValueError(f"{args.model} has no attention layers of vitrel: use vitrel diagnose for models of timm")
     if not -len(layers) <= args.layer < len(layers):
         raise ValueError(f"there is no layer {args.layer}: the model has layers 0 to {len(layers) - 1}")
     layer = layers[args.layer]

@@ -3,8 +3,8 @@
     vitrel export runs/a --format onnx --dynamic-size
     vitrel export vitrel_swin_t --weights swin_t.safetensors --format exported --size 224x320 --out swin_t.pt2
 
-The batch is free; --dynamic-size frees height and width too. What was written is read back and compared with the model at
-several batches and sizes first; where that fails, nothing is left behind.
+The batch size is dynamic; with --dynamic-size height and width are too. The exported model is loaded again and compared with
+the original at several batch and image sizes; if they differ, nothing is written.
 """
 
 import argparse
@@ -18,16 +18,16 @@ FORMATS = ("exported", "onnx", "safetensors")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel export`."""
     add_models(parser)
-    add_sizes(parser, "the size to trace at, default that of training", many=False)
+    add_sizes(parser, "image size for tracing, default that of training", many=False)
     add = parser.add_argument
     add("--format", choices=FORMATS, required=True)
-    add("--dynamic-size", action="store_true", help="height and width stay free, not only the batch")
+    add("--dynamic-size", action="store_true", help="make height and width dynamic, not only the batch size")
     add("--out", "-o", type=Path, metavar="PATH", help="default: beside the checkpoint or the weights, .pt2, .onnx or a folder")
     add("--overwrite", action="store_true", help="replace an existing output")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the file or folder and prints how it was checked."""
+    """Export the model and print the errors of the comparison."""
     from vitrel.export import SUFFIXES, TOLERANCE, export_model
 
     [trained] = open_models(args)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         about |= {"model": trained.name} | {name: getattr(trained, name) for name in names}
     try:
         checks = export_model(trained.model, out, args.format, args.size, args.dynamic_size, about, args.overwrite)
-    except (RuntimeError, TypeError) as error:  # of tracing, and of a model of another library
+    except (RuntimeError, TypeError) as error:  # tracing failed, or the model is of another library
         raise ValueError(str(error)) from error
     except FileExistsError as error:
         raise FileExistsError(str(error).replace("pass overwrite", "pass --overwrite")) from error
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serves(args: argparse.Namespace) -> str:
+    """How to load the output, or the batch and image sizes that it takes."""
     if args.format == "safetensors":
         return "timm.create_model('local-dir:...', pretrained=True) after `import vitrel`, any size"
-    return f"any batch, {'any size that leaves two tokens' if args.dynamic_size else 'this size alone'}"
+    return f"any batch size, {'any image size of two tokens or more' if args.dynamic_size else 'only this image size'}"

@@ -1,11 +1,11 @@
-"""List models by name: size, cost, what position does at other image sizes, and where weights come from.
+"""List models by name: parameters, cost, behaviour of position at other image sizes, source of weights.
 
-    vitrel list                         # vitrel's models of the usual sizes
+    vitrel list                         # vitrel's models of common sizes
     vitrel list 'vitrel_vit_s16*'
-    vitrel list 'deit3*' --size 224 384 # timm's: which of them vitrel.from_timm takes, and what it does with them
+    vitrel list 'deit3*' --size 224 384 # timm's, as vitrel.from_timm converts them
 
-PATTERN is a name with * and ?. Nothing is downloaded: parameters are counted on no device, multiply-adds of matrix products and
-convolutions for one image of the model's own size.
+PATTERN is a name with wildcards * and ?. Nothing is downloaded. Multiply-adds are of matrix products and convolutions, for one
+image of the model's default size.
 """
 
 import argparse
@@ -18,29 +18,32 @@ if TYPE_CHECKING:
 
 
 class Listed(NamedTuple):
-    """A line of the list."""
+    """A line of the list: a model and its properties."""
 
     name: str
     parameters: int
-    multiply_adds: int
+    multiply_adds: int  # 0 where unknown
     size: str  # "224x224"
     position: str
-    elsewhere: str  # what happens at other sizes
+    elsewhere: str  # what is resampled at other sizes, or why from_timm does not convert the model
     weights: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel list`."""
     parser.add_argument(
-        "patterns", nargs="*", metavar="PATTERN", help="names, with * and ?; default vitrel's of size s16 and t"
+        "patterns",
+        nargs="*",
+        metavar="PATTERN",
+        help="names with wildcards * and ?; default vitrel's models of sizes s16 and t",
     )
-    add_sizes(parser, "also say what is resampled at these sizes")
-    parser.add_argument("--weights-only", action="store_true", help="only models that have public weights")
+    add_sizes(parser, "image sizes at which to report resampling")
+    parser.add_argument("--weights-only", action="store_true", help="only models with public weights")
     parser.add_argument("--json", metavar="FILE", help="write the list as JSON; - is standard output")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the list."""
+    """Print the list."""
     import timm
 
     import vitrel.models  # noqa: F401  registers our names with timm
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         if not found:
             from vitrel.models.create import check_model_name
 
-            check_model_name(pattern)  # names the nearest
+            check_model_name(pattern)  # raises an error with the nearest names
         names += [name for name in found if name not in names]
     if args.weights_only:
         names = [name for name in names if _weights(name)]
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
-    """What a model is and does, without its weights. sizes: (h, w) in pixels at which resampling is counted."""
+    """Return the line of a model, built without memory for weights; sizes: (h, w) in pixels at which to report resampling."""
     import timm
     import torch
 
@@ -82,7 +85,7 @@ def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
         try:
             ours = model if isinstance(model, Backbone) else from_timm(model)
         except ValueError as error:
-            elsewhere = "not taken by from_timm: " + str(error).partition(": ")[2]
+            elsewhere = "not supported by from_timm: " + str(error).partition(": ")[2]
         else:
             position, elsewhere = ours.current_arguments()["position"], _elsewhere(ours, sizes)
         size = getattr(model, "img_size", None) or getattr(getattr(model, "patch_embed", None), "img_size", None)
@@ -92,17 +95,17 @@ def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
 
 
 def _elsewhere(model: Any, sizes: tuple[tuple[int, int], ...]) -> str:
-    """What every other size does, or what is resampled at each of `sizes`."""
+    """What is resampled at each of `sizes`, by default at twice the training size."""
     h, w = model.img_size
     parts = []
     for at in sizes or ((2 * h, 2 * w),):
         resized = ", ".join(model.resized(at)) or ("nothing resampled" if model.unseen(at) == 0 else "")
-        parts.append((f"{at[0]}x{at[1]}: " if sizes else "") + (resized or "nothing resampled, offsets never trained"))
+        parts.append((f"{at[0]}x{at[1]}: " if sizes else "") + (resized or "nothing resampled, unseen offsets"))
     return "; ".join(parts)
 
 
 def _multiply_adds(model: "nn.Module", size: tuple[int, int]) -> int:
-    """Of one image, by torch's counter of floating-point operations; 0 where the model does not run without a device."""
+    """Multiply-adds of one image, counted on the meta device; 0 where the model does not run there."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -110,12 +113,12 @@ def _multiply_adds(model: "nn.Module", size: tuple[int, int]) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.eval().requires_grad_(False)(torch.empty(1, model.pretrained_cfg["input_size"][0], *size, device="meta"))
         return counter.get_total_flops() // 2
-    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError):  # it asks something else of its input
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError):  # some models need real tensors
         return 0
 
 
 def _weights(name: str) -> str:
-    """Where timm finds weights for the name, "" where there are none."""
+    """The source of timm's weights for a name, "" where there are none."""
     import timm
 
     tags = timm.list_pretrained(f"{name}.*")

@@ -1,4 +1,4 @@
-"""Options that mean the same in every subcommand: models, weights, sizes, folders."""
+"""Command-line options that several subcommands share: models, weights, sizes; and types and checks for argparse."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ MODEL = "a checkpoint, the folder of its run, local-dir:FOLDER, or a name of tim
 
 
 def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read` for argparse: what it says of a wrong value is shown as a usage error."""
+    """Wrap a parsing function for argparse's `type`: its ValueError becomes a usage error with the same message."""
 
     def checked_value(text: str) -> Any:
         try:
@@ -45,65 +45,72 @@ size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget 
 
 
 def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool = False, needed: bool = True) -> None:
-    """The positional argument, one model or `many`, and the options of `add_weights`. needed: at least one of many."""
+    """Add the positional argument MODEL, or with `many` several, and the options of `add_weights`.
+
+    random: see `add_weights`. needed: with `many`, require at least one.
+    """
     number: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {}
     parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **number)
     add_weights(parser, many, random)
 
 
 def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:
-    """The options that give a model by name its weights. random: without any they are drawn, by a fixed seed."""
+    """Add the options for a model given by name: weights, arguments, training size.
+
+    many: several files of weights are possible. random: without any option the weights are random, with a fixed seed.
+    """
     add = parser.add_argument_group("models by name").add_argument
-    files = "a file for each, in their order" if many else "a file"
-    otherwise = "; random weights, by a fixed seed, where there are none" if random else ""
+    files = "a file for each model by name, in their order" if many else "a file"
+    otherwise = "; default random weights with a fixed seed" if random else ""
     add("--weights", type=Path, nargs="+" if many else 1, default=[], metavar="FILE",
         help=f"{files}: .safetensors, .pth, .bin, .npz, or a checkpoint of timm's train.py{otherwise}")  # fmt: skip
-    add("--pretrained", action="store_true", help="weights that timm has for that name, from its cache or the network")
+    add("--pretrained", action="store_true", help="timm's weights for the name, from its cache or the network")
     add("--model-args", type=mapping, default={}, metavar="YAML", help="arguments of the model, e.g. '{reg_tokens: 4}'")
-    add("--img-size", type=size, metavar="SIZE", help="the size it was trained at; default that of its pretrained_cfg")
+    add("--img-size", type=size, metavar="SIZE", help="training size of the model; default that of its pretrained_cfg")
 
 
 def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["Trained"]:
-    """The models of `add_models`, in evaluation mode on the CPU. about: see `vitrel.evaluate.models.trained_model`.
+    """Load the models of the command line (`add_models`), in eval mode on the CPU.
 
-    ValueError or OSError for what cannot be opened, for weights without a name that takes them, and for a name without weights.
+    random: as for `add_weights`. about: arguments of `vitrel.evaluate.models.trained_model` for models by name. ValueError or
+    OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name without weights.
     """
     from vitrel.evaluate.models import load_checkpoint, load_model, random_model
 
-    given = args.models if hasattr(args, "models") else [args.model]
-    weights, named = [*args.weights], [one for one in given if is_name(one)]
+    models = args.models if hasattr(args, "models") else [args.model]
+    weights, named = [*args.weights], [model for model in models if is_name(model)]
     if weights and args.pretrained:
-        raise ValueError("--weights and --pretrained exclude each other: a model has the weights of one of the two")
+        raise ValueError("--weights and --pretrained exclude each other: give one of the two")
     if weights and len(weights) != len(named):
         raise ValueError(
-            f"--weights takes one file for each model given by name, in their order: {len(weights)} for {len(named)}"
+            f"--weights takes one file for each model given by name, in their order: got {len(weights)} files for {len(named)}"
         )
-    found = []
-    for one in given:
-        if is_name(one) and random and not weights and not args.pretrained:
-            found.append(random_model(one, args.model_args, img_size=args.img_size, **about))
-        elif is_name(one) or one.startswith("local-dir:"):
-            file = weights.pop(0) if is_name(one) and weights else None
-            how = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
-            found.append(load_model(one, file, **how, **about))
+    loaded = []
+    for model in models:
+        if is_name(model) and random and not weights and not args.pretrained:
+            loaded.append(random_model(model, args.model_args, img_size=args.img_size, **about))
+        elif is_name(model) or model.startswith("local-dir:"):
+            file = weights.pop(0) if is_name(model) and weights else None
+            options = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
+            loaded.append(load_model(model, file, **options, **about))
         else:
-            path = Path(one)
-            found.append(load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path))
-    return found
+            path = Path(model)
+            loaded.append(load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path))
+    return loaded
 
 
 def is_name(model: str) -> bool:
-    """Whether a model is given by its name in timm's registry, and not by a file or a folder."""
+    """Whether MODEL of the command line is a name of timm's registry, not a file or a folder."""
     path = Path(model)
     looks_like_a_path = path.suffix in (".ckpt", ".pth", ".pt", ".safetensors") or ("/" in model and ":" not in model)
     return not (model.startswith("local-dir:") or path.exists() or looks_like_a_path)
 
 
 def check_data(place: str) -> None:
-    """FileNotFoundError where a folder of data is missing, before anything that takes seconds is imported."""
+    """Raise FileNotFoundError where --data is a folder that does not exist; runs before slow imports."""
     if not (place.startswith("shapes") or ":" in place or Path(place).is_dir()):
         raise FileNotFoundError(
-            f'no folder {place}: data is "shapes", a folder that holds train/<class>/ and val/<class>/, a folder of shards, or '
+            f'no folder {place}: give "shapes", a folder with train/<class>/ and val/<class>/, a folder of shards, or '
             "<set>:<folder>"
         )
 
@@ -111,21 +118,24 @@ def check_data(place: str) -> None:
 def add_sizes(
     parser: argparse.ArgumentParser, what: str, many: bool = True, required: bool = False, budgets: bool = False
 ) -> None:
-    """--size: pixels, one number or height x width, or where `budgets` patch tokens; several where `many`."""
-    tokens = ", or patch tokens at most as 196t" if budgets else ""
+    """Add --size: a size in pixels, 224 or 160x224 (height x width), with `many` several, with `budgets` also 196t (tokens).
+
+    what: the beginning of the help text.
+    """
+    tokens = ", or a maximum number of patch tokens as 196t" if budgets else ""
     parser.add_argument("--size", type=size_or_budget if budgets else size, nargs="+" if many else None, required=required,
-                        metavar="SIZE", help=f"{what}: pixels, 224, or height x width as 160x224{tokens}")  # fmt: skip
+                        metavar="SIZE", help=f"{what}, in pixels: 224, or height x width as 160x224{tokens}")  # fmt: skip
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """A YAML mapping for argparse."""
+    """Parse a YAML mapping, as a type for argparse."""
     from vitrel.plain_yaml import read_mapping
 
     return checked(read_mapping)(text)
 
 
 def write_json(path: str, content: Any) -> None:
-    """Writes `content` as JSON into a file; "-" is standard output."""
+    """Write `content` as JSON into a file, or to standard output for "-"."""
     text = json.dumps(content, indent=1, default=str) + "\n"
     if path == "-":
         sys.stdout.write(text)

@@ -1,11 +1,11 @@
-"""Pack a folder of images into tar shards, which are read in order instead of file by file; or verify shards.
+"""Pack a folder of images into tar shards, which are read sequentially instead of file by file; or verify shards.
 
     vitrel pack imagenet imagenet-shards --workers 8
     vitrel pack imagenet imagenet-256 --resize 256 --shard-size 200MB --workers 8
     vitrel pack --verify imagenet-shards
 
-The shards are WebDataset's. Original bytes are kept unless --resize is given; classes are mixed; every image is decoded once to
-check it unless --no-check is given. `index.json` is written last: a folder without it was not finished.
+The shards have the format of WebDataset. Files are copied unchanged unless --resize is given, in shuffled order; every image is
+decoded once as a check unless --no-check is given. `index.json` is written last: a folder without it is incomplete.
 """
 
 import argparse
@@ -22,24 +22,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel pack`."""
     add = parser.add_argument
     add("source", type=Path, nargs="?", help="folder with train/<class>/ and val/<class>/")
-    add("out", type=Path, nargs="?", help="folder to write, new or empty")
-    add("--verify", type=Path, metavar="OUT", help="compare the shards of OUT with the checksums of its index instead")
+    add("out", type=Path, nargs="?", help="output folder, new or empty")
+    add("--verify", type=Path, metavar="OUT", help="instead of packing, check the shards of OUT by the checksums of its index")
     shard = parser.add_mutually_exclusive_group()
     shard.add_argument("--shard-size", type=_bytes, default=100e6, help="bytes after which a shard ends (default 100MB)")
-    shard.add_argument("--images-per-shard", type=count, help="or images")
-    add("--resize", type=count, metavar="SHORT_SIDE", help="resize larger images so that their shorter side is this, as JPEG")
-    add("--splits", nargs="+", choices=("train", "val"), help="those to pack (default: those that SOURCE has)")
-    add("--seed", type=int, default=0, help="of the order of the images (default 0)")
+    shard.add_argument("--images-per-shard", type=count, help="or number of images after which it ends")
+    add("--resize", type=count, metavar="SHORT_SIDE", help="downscale larger images to this shorter side in pixels, as JPEG")
+    add("--splits", nargs="+", choices=("train", "val"), help="splits to pack (default: those that SOURCE has)")
+    add("--seed", type=int, default=0, help="seed of the order of images (default 0)")
     add("--no-check", dest="check", action="store_false", help="pack without decoding every image")
-    add("--max-pixels", type=count, help="refuse larger images before decoding")
-    add("--workers", type=int, default=0, help="processes that read and check images (default: this one)")
-    add("--follow-links", action="store_true", help="look for images where links to folders inside class folders lead to, too")
+    add("--max-pixels", type=count, help="raise an error for larger images, before decoding")
+    add("--workers", type=int, default=0, help="processes that read and check images (default 0: the main process)")
+    add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Packs or verifies; SystemExit 2 without the folders that it needs."""
+    """Pack or verify, as the options say; usage error without the folders."""
     if args.verify is None and (args.source is None or args.out is None):
-        args.usage_error("name SOURCE and OUT, or --verify OUT")
+        args.usage_error("give SOURCE and OUT, or --verify OUT")
     if args.verify is not None:
         _verify(args.verify)
         return
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _verify(root: Path) -> None:
+    """Check the checksums of all shards in a folder and print a line per split; ValueError where one differs."""
     from vitrel.data import Prepare, Shards
     from vitrel.data.shards import shard_index
 
@@ -77,7 +78,8 @@ def _progress(split: str, done: int, total: int) -> None:
 
 
 def _bytes(text: str) -> float:
+    """Parse a number of bytes such as 100MB, as a type for argparse."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B|)", text.upper())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 100MB, 1.5GB or a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 100MB, 1.5GB or a number of bytes")
     return float(match[1]) * UNITS[match[2]]

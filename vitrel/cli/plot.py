@@ -1,12 +1,12 @@
-"""Draw what position does in a model: by offset, along the axes, in buckets, and in the attention of an image.
+"""Plot position in a model: by offset, along the axes, in buckets, and in the attention of an image.
 
     vitrel plot runs/a --size 96x128 --layers 0 3 --image cat.jpg --query 3,4
     vitrel plot vitrel_vit_s16_alibi --out plots/alibi
     vitrel plot --gallery
 
-Writes those of offset_maps, profiles, bucket_map, similarity, attention, overruled and directions.png that the model has
-into --out and prints their paths, and why others are left out. Offsets are query minus key, in patches. --gallery writes
-gallery.png instead, the encodings before training; with checkpoints, learned.png, what they learned side by side.
+Writes offset_maps.png, profiles.png, bucket_map.png, similarity.png, attention.png, overruled.png and directions.png into --out
+as far as they apply to the model, and prints their paths and why others are left out. Offsets are query minus key, in patches.
+--gallery writes gallery.png instead, all encodings before training; with checkpoints, learned.png, their learned encodings.
 """
 
 import argparse
@@ -25,31 +25,32 @@ if TYPE_CHECKING:
     from vitrel.inspect.attention import Layer
     from vitrel.sizes import Size
 
-SCENES = 8  # of the built-in set, where no image is given
+SCENES = 8  # images of the built-in data set, where no image is given
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel plot`."""
     add_models(parser, many=True, random=True, needed=False)
-    add_sizes(parser, "the size to draw at, default that of training", many=False)
+    add_sizes(parser, "image size, default that of training", many=False)
     add = parser.add_argument
-    add("--out", "-o", type=Path, default=Path("plots"), metavar="DIR", help="default %(default)s")
-    add("--layers", type=int, nargs="+", help="layers of attention, from 0 or from the end; the last one for attention.png")
-    add("--heads", type=int, nargs="+", help="default all; in attention.png their mean")
-    add("--image", type=Path, metavar="FILE", help="default scenes of the built-in set")
-    add("--query", type=checked(_patch), metavar="ROW,COLUMN", help="the patch that attends; default the middle one")
-    add("--gallery", action="store_true", help="write gallery.png, or learned.png of the checkpoints given")
+    add("--out", "-o", type=Path, default=Path("plots"), metavar="DIR", help="output folder; default %(default)s")
+    add("--layers", type=int, nargs="+", help="attention layers, from 0, or negative from the end; attention.png uses the last")
+    add("--heads", type=int, nargs="+", help="heads; default all; attention.png is of their mean")
+    add("--image", type=Path, metavar="FILE", help="image; default images of the built-in data set")
+    add("--query", type=checked(_patch), metavar="ROW,COLUMN", help="query patch of attention.png; default the middle one")
+    add("--gallery", action="store_true", help="write gallery.png, or with checkpoints learned.png")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Draws and prints the paths of what was written."""
+    """Write the plots and print their paths."""
     if len(args.models) != 1 and not args.gallery:
-        args.usage_error(f"give one MODEL, or --gallery; {len(args.models)} are given")
+        args.usage_error(f"give one MODEL, or --gallery; got {len(args.models)} models")
     for path in _gallery(args) if args.gallery else _pictures(args):
         print(path, flush=True)
 
 
 def _pictures(args: argparse.Namespace) -> list[Path]:
+    """Write all plots that apply to the model; return their paths."""
     from vitrel.inspect import plot
     from vitrel.inspect.any_model import at_size
     from vitrel.inspect.attention import record
@@ -84,24 +85,25 @@ def _pictures(args: argparse.Namespace) -> list[Path]:
         written.append(args.out / f"{name}.png")
         figure.savefig(written[-1], dpi=110)
     if not written:
-        raise ValueError(f"nothing of {args.models[0]} can be drawn")
+        raise ValueError(f"none of the plots applies to {args.models[0]}")
     return written
 
 
-def _check(args: argparse.Namespace, seen: list["Layer"], layer: int) -> None:
+def _check(args: argparse.Namespace, recorded: list["Layer"], layer: int) -> None:
     """ValueError for layers, heads or a patch that the model does not have."""
     from vitrel.inspect.plot.common import chosen
     from vitrel.inspect.plot.on_image import slot_of
 
-    chosen(seen, args.layers)
-    heads = max(one.weights.shape[2] for one in seen)
+    chosen(recorded, args.layers)
+    heads = max(recorded_layer.weights.shape[2] for recorded_layer in recorded)
     if missing := [head for head in args.heads or () if not 0 <= head < heads]:
         raise ValueError(f"there is no head {missing[0]}: the model has heads 0 to {heads - 1}")
     if args.query:
-        slot_of(seen[layer], args.query)
+        slot_of(recorded[layer], args.query)
 
 
 def _gallery(args: argparse.Namespace) -> list[Path]:
+    """Write gallery.png, or learned.png of the checkpoints; return its path."""
     from vitrel.inspect.plot.gallery import gallery, learned_gallery
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,7 @@ def _gallery(args: argparse.Namespace) -> list[Path]:
 
 
 def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tensor", "Tensor"]:
-    """Images as the model takes them and from 0 to 1, [B, 3, height, width]: the file, cut to the shape, or built-in scenes."""
+    """Images [B, 3, height, width], normalised for the model and in [0, 1]: the file, cropped to shape, or built-in ones."""
     import torch
     from PIL import Image, ImageOps
     from torchvision.transforms.functional import normalize, to_pil_image, to_tensor
@@ -134,5 +136,5 @@ def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tenso
 def _patch(text: str) -> tuple[int, int]:
     row, separator, column = text.partition(",")
     if not (separator and row.isdecimal() and column.isdecimal()):
-        raise ValueError(f"{text!r} is no patch: write row,column as 3,4")
+        raise ValueError(f"{text!r} is not a patch: write row,column as 3,4")
     return int(row), int(column)

@@ -5,7 +5,7 @@
     vitrel train --config my_run.yaml
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
-`--ckpt_path auto` goes on with an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
+`--ckpt_path auto` resumes an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
 those of vitrel/configs/train: finetune.yaml where weights are given, else scratch.yaml.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from vitrel.cli.options import check_data
 
-SHORT = {  # what other subcommands call so: the key of a configuration
+SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--model": "--model.model",
     "--model-args": "--model.model_args",
     "--weights": "--model.tuning.init_from",
@@ -39,32 +39,33 @@ SHORT = {  # what other subcommands call so: the key of a configuration
 HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--config FILE]
                     [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
-Train or fine-tune a model on an image folder. Every KEY can stand in the file too, as sections of YAML; later files and
-options win. Without --config: a recipe for fine-tuning where weights are given, else one for training from scratch.
+Train or fine-tune a model on an image folder. Every KEY may also be set in the file, as sections of YAML; later files and
+options override earlier ones. Default of --config: a recipe for fine-tuning where weights are given, else one for training from
+scratch.
 
-  --data FOLDER                   train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
-  --model NAME|FILE               a name of timm's or ours (vitrel list), or a file that vitrel.load takes
-  --pretrained, --weights FILE    start from the weights that timm has for the name, or from these
-  --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the embedding beside it
-  --size N|HxW, --epochs N        pixels, and passes over the images
-  --shape native, --tokens N      every image at its own aspect ratio, of at most N tokens (as many as --size has)
+  --data FOLDER                   folder with train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
+  --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
+  --pretrained, --weights FILE    start from timm's weights for the name, or from a file
+  --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the absolute embedding
+  --size N|HxW, --epochs N        image size in pixels, and number of epochs
+  --shape native, --tokens N      every image at its own aspect ratio, with at most N tokens (default those of --size)
   --out DIR                       folder of the run
-  --config FILE                   a YAML file; several are laid over each other
-  --ckpt_path auto|FILE           go on with the run in trainer.default_root_dir, or from a checkpoint
-  --profile_data                  measure whether loading or training is the limit, and stop
-  --seed_everything N             of weights, order, augmentation, drop path, mixing (0)
-  --print_config                  print the whole configuration and end
+  --config FILE                   a YAML file; of several, later ones override earlier ones
+  --ckpt_path auto|FILE           resume the run in trainer.default_root_dir, or from a checkpoint
+  --profile_data                  measure whether loading or training limits the speed, and stop
+  --seed_everything N             seed of weights, order, augmentation, drop path, mixing (0)
+  --print_config                  print the complete configuration and stop
 
 data
   --data.batch_size N             images per batch and device (64)
   --data.workers N                processes that load images (0: the training process)
   --data.augment YAML             {} for the defaults, null for none
-  --data.n_train N, --data.n_val N    a subset; default all
-  --data.train_sizes YAML         sizes that batches take turns at, e.g. '[80, 96, [96, 128]]'
+  --data.n_train N, --data.n_val N    number of images; default all
+  --data.train_sizes YAML         sizes between which batches alternate, e.g. '[80, 96, [96, 128]]'
   --data.repeats N, --data.reading YAML, --data.region YAML, --data.shape, --data.tokens
 
 model
-  --model.model NAME|FILE         the same as --model; every short option above stands for a key
+  --model.model NAME|FILE         the same as --model; every short option above sets a key
   --model.model_args YAML         keywords of timm.create_model, e.g. '{drop_path_rate: 0.1, pretrained: true}'
   --model.tuning YAML             {init_from: FILE, position: table, position_args: {}, absolute: fade, reset_head: true,
                                   trainable: [norm, head]}
@@ -77,59 +78,59 @@ model
 
 run and trainer
   --run.save_every N              updates between two writes of last.ckpt (0: once an epoch)
-  --run.predictions N             validation images shown with their answers in predictions.png
+  --run.predictions N             number of validation images with predictions in predictions.png
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
-exit status: 0 done, 1 the run failed, 2 settings that are refused, 130 after ctrl-c and 143 after SIGTERM, which save first
+exit status: 0 done, 1 the run failed, 2 invalid settings, 130 after ctrl-c and 143 after SIGTERM, which save first
 vitrel train --help-all lists every key with its type and default.
 """
 
 
 def run(argv: Sequence[str]) -> None:
-    """Trains as the options say; SystemExit with one of the statuses above, and a message on stderr."""
+    """Train as the options say; SystemExit with a status of HELP and a message on stderr where that fails."""
     argv = expanded([*argv[1:]] if argv[:1] == ["fit"] else [*argv])
     if not argv or any(arg in ("-h", "--help") for arg in argv):
         print(HELP, end="", file=sys.stdout if argv else sys.stderr)
         sys.exit(0 if argv else 2)
     try:
         _check(argv)
-        from vitrel.train import run as train  # here, since it takes seconds in which ctrl-c may come
+        from vitrel.train import run as train  # inside try: the import takes seconds, in which ctrl-c is possible
 
         again = f": {shlex.join(['vitrel', 'train', *_without('--ckpt_path', argv), '--ckpt_path', 'auto'])}"
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun, whose own options are not known here
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's options are not known here
             again = " the same command and --ckpt_path auto"
-        train(["fit", *("--help" if arg == "--help-all" else arg for arg in argv)], f"go on with{again}")
+        train(["fit", *("--help" if arg == "--help-all" else arg for arg in argv)], f"resume with{again}")
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("ctrl-c: stopped before training began, nothing was changed", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:  # of settings, data and files; no bug to trace
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:  # settings, data, files: no traceback needed
         sys.exit("".join(traceback.format_exception_only(error)).rstrip())
 
 
 def expanded(argv: list[str]) -> list[str]:
-    """The short options written out as keys; without --config behind the recipe that stands for one.
+    """Replace short options by their keys, and without --config put that of a recipe first.
 
-    Keys alone are taken as they are, over the defaults of `--help-all`.
+    Where only keys are given, no recipe is added: the other keys then have the defaults of `--help-all`.
     """
     names = [arg.partition("=")[0] for arg in argv]
-    found = []
+    keys = []
     for arg, name in zip(argv, names, strict=True):
         key = SHORT.get(name, name) + arg[len(name) :]
-        found.append("--model.tuning.pretrained=true" if name == "--pretrained" else key)
-    found = [_side(arg, before) for before, arg in zip(["", *found], found, strict=False)]
+        keys.append("--model.tuning.pretrained=true" if name == "--pretrained" else key)
+    keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
     short = any(name in SHORT or name == "--pretrained" for name in names)
     if not short or any(name in ("--config", "-c", "-h", "--help", "--help-all") for name in names):
-        return found
-    tuned = "--pretrained" in names or any(arg.startswith("--model.tuning.init_from") for arg in found)
-    recipe = "finetune" if tuned or any(Path(model).exists() for model in _values("--model.model", found)) else "scratch"
-    drawn = [*_values("--data.data", found), ""][0].startswith("shapes")  # which vary by themselves
+        return keys
+    tuned = "--pretrained" in names or any(arg.startswith("--model.tuning.init_from") for arg in keys)
+    recipe = "finetune" if tuned or any(Path(model).exists() for model in _values("--model.model", keys)) else "scratch"
+    generated = [*_values("--data.data", keys), ""][0].startswith("shapes")  # varied enough without augmentation
     config = f"--config={files('vitrel') / 'configs' / 'train' / recipe}.yaml"
-    return [config, *(["--data.augment=null"] if drawn else []), *found]
+    return [config, *(["--data.augment=null"] if generated else []), *keys]
 
 
-def _side(arg: str, before: str) -> str:
-    """HEIGHTxWIDTH of --size as the list that a configuration has."""
+def _size_list(arg: str, before: str) -> str:
+    """The argument, with HEIGHTxWIDTH of --data.size as a YAML list; before: the argument before it."""
     name, equals, value = arg.partition("=") if arg.startswith("--data.size=") else ("", "", arg)
     if (equals or before == "--data.size") and re.fullmatch(r"\d+x\d+", value):
         return f"{name}{equals}[{value.replace('x', ', ')}]"
@@ -137,7 +138,7 @@ def _side(arg: str, before: str) -> str:
 
 
 def _check(argv: list[str]) -> None:
-    """What needs no training code: files of settings and the place of the data. OSError or ValueError, as of the run itself."""
+    """Check that configuration files and the data folder exist, before slow imports; OSError, ValueError or SystemExit 2."""
     from vitrel.plain_yaml import read_yaml
 
     data: Any = None
@@ -145,23 +146,24 @@ def _check(argv: list[str]) -> None:
         if not Path(path).is_file():
             print(f"vitrel train: error: no file {path} for --config", file=sys.stderr)
             sys.exit(2)
-        found = read_yaml(path)
-        section = found.get("data") if isinstance(found, dict) else None
+        config = read_yaml(path)
+        section = config.get("data") if isinstance(config, dict) else None
         data = section.get("data", data) if isinstance(section, dict) else data
     if data := [*_values("--data.data", argv), data][0]:
         check_data(str(data))
 
 
 def _values(option: str, argv: list[str]) -> list[str]:
-    """What is given to `option`, the last one first."""
+    """The values of an option, the last one first."""
     pairs = zip(argv, [*argv[1:], ""], strict=True)
-    found = [
+    values = [
         arg.partition("=")[2] if "=" in arg else value for arg, value in pairs if arg == option or arg.startswith(f"{option}=")
     ]
-    return found[::-1]
+    return values[::-1]
 
 
 def _without(option: str, argv: list[str]) -> list[str]:
+    """The arguments without an option and its value."""
     kept = [arg for arg in argv if not arg.startswith(f"{option}=")]
     while option in kept:
         del kept[kept.index(option) : kept.index(option) + 2]

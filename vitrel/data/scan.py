@@ -1,4 +1,4 @@
-"""Finding the image files of class folders, with rules for symbolic links, and a summary of what is left out.
+"""Finding the image files of class folders, with rules for symbolic links, and a summary of the files left out.
 
 Class folders and image files may be symbolic links. A link to a folder inside a class folder is followed only with
 `follow_links`. A file that several paths lead to is used once, under the path with the fewest links, and among these the first

@@ -1,9 +1,10 @@
-"""Evaluation at any size: a trained model, what had to be resized for a size, and what became of its accuracy.
+"""Evaluation of trained classifiers at many image sizes: accuracy, cost, and which parameters were resampled.
 
-`vitrel.evaluate.at_sizes` does it in one call. Every file imports only those before it: settings (what is asked), models (what
-is evaluated), policies (how a model reads another size), images, metrics, processes, measure (tasks, and one task as a row),
-results (the folder and its tables), rescue (settings that help at another size, found without labels), report (answers, plots,
-report.html), run (the whole), compare (several models and seeds); pairs compares two folders row by row, image by image.
+`vitrel.evaluate.at_sizes` does it in one call. Each module imports only modules listed before it: settings (the options of an
+evaluation), models (loading trained models), policies (rules for other sizes), images, metrics, processes, measure (tasks, and
+one task measured as a row), results (the output folder and its tables), rescue (settings that help at other sizes, found
+without labels), report (verdicts, plots, report.html), run (a whole evaluation), compare (training and evaluating several
+models and seeds); pairs compares two output folders row by row, image by image.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
-"""The images of an evaluation: decoded and prepared for one size and protocol, once for all models that take the same."""
+"""Loading of evaluation images: decoded and preprocessed once per size and protocol, and shared by the models."""
 
 import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +21,14 @@ from vitrel.sizes import Budget, Size, format_size, native_size
 
 CACHE_BYTES = 2 << 30
 Source = Callable[..., Dataset]
-_DIED = "exited unexpectedly"  # of a loader process: as a rule killed by the system, which lacked memory
+_DIED = "exited unexpectedly"  # DataLoader's message for a dead worker, usually killed by the system when memory ran out
 _OUT_OF_MEMORY = (
     "out of memory",
     "not enough memory",
     "can't allocate memory",
     "cannot allocate memory",
     "failed to allocate",
-    # of loader processes: what they share is full, or the system has ended one
+    # of DataLoader workers: shared memory is full, or the system killed one
     "out of shared memory",
     "insufficient shared memory",
     "unable to allocate shared memory",
@@ -37,10 +38,11 @@ _OUT_OF_MEMORY = (
 
 
 class Preprocessing(NamedTuple):
-    """How an image becomes the input of a model: its size and protocol, and the preprocessing the model was trained with.
+    """The preprocessing of a task's images: size, protocol, crop, and the normalisation and interpolation of training.
 
     size: (h, w) in pixels. crop_pct: share of the resized image that the centre crop keeps. base_size: (h, w) in pixels, the
-    size of training. budget, patch: at native shape, patch tokens of an image at most, and (h, w) of a patch in pixels.
+    training size. budget, patch: for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch
+    in pixels.
     """
 
     size: Size
@@ -55,76 +57,82 @@ class Preprocessing(NamedTuple):
 
 
 class ImageList(NamedTuple):
-    """The images of an evaluation by name: below the folder of the data, in its order; and the classes, by label."""
+    """Names of an evaluation's images (paths relative to the data folder, in its order), and class names by label."""
 
     names: list[str]
     classes: list[str]
 
 
 class Images:
-    """The images of the current size, protocol and crop, decoded once for all models that ask with the same preprocessing.
+    """Loader of the evaluation images, with a cache of the current size, protocol and crop that models share.
 
-    What exceeds CACHE_BYTES is decoded anew for each model. A batch that does not fit in memory while it is loaded halves
-    `batch_size` until the images change, and no more are cached; `halvings` counts that. source: (size, **how) -> data set, in
-    the place of `create_dataset(sweep.data, "val", size, **how)`.
+    Images that exceed CACHE_BYTES together are decoded again for each model. When loading a batch runs out of memory,
+    `batch_size` is halved and nothing more is cached until size, protocol or crop change; `halvings` counts this. source: a
+    function (size, **preprocessing) -> data set that replaces `create_dataset(sweep.data, "val", size, **preprocessing)`.
     """
 
     def __init__(self, sweep: Sweep, source: Source | None = None) -> None:
         self.sweep, self.source = sweep, source
         self.batch_size, self.halvings = sweep.batch_size, 0
-        self._at: tuple | None = None
+        self._current: tuple | None = None  # size, protocol, crop and budget of the cached images
         self._listed: ImageList | None = None
         self._datasets: dict[Preprocessing, Dataset] = {}
         self._file_sizes: list[Size] = []
         self._decoded: dict[Preprocessing, list[tuple[Tensor, Tensor]]] = {}
-        self._growing: list[tuple[Tensor, Tensor]] | None = None  # of `_decoded`, while they are read
+        self._growing: list[tuple[Tensor, Tensor]] | None = None  # an entry of `_decoded` while its batches are read
         self._caches = True
 
-    def dataset(self, asked: Preprocessing) -> Dataset:
-        """All images; items are (float32 [3, H, W] normalised, class index), at native shape those of a `Draw` with a size."""
-        at = asked.size, asked.protocol, asked.crop_pct, asked.budget
-        if self._at != at:
-            self._at = at
+    def dataset(self, preprocessing: Preprocessing) -> Dataset:
+        """Return the data set with this preprocessing; items are (normalised float32 [3, H, W], class index).
+
+        In the native protocol items are indexed by a `Draw` with a size.
+        """
+        current = preprocessing.size, preprocessing.protocol, preprocessing.crop_pct, preprocessing.budget
+        if self._current != current:
+            self._current = current
             self._datasets.clear()
             self._decoded.clear()
             self.batch_size, self._caches = self.sweep.batch_size, True
-        if asked not in self._datasets:
-            how = asked._asdict() | {"n": self.sweep.n, "seed": self.sweep.data_seed, "reading": reading_of(self.sweep)}
-            size, _, _ = how.pop("size"), how.pop("budget"), how.pop("patch")
-            made = create_dataset(self.sweep.data, "val", size, **how) if self.source is None else self.source(size, **how)
-            self._datasets[asked] = made
-        return self._datasets[asked]
+        if preprocessing not in self._datasets:
+            options = preprocessing._asdict()
+            options |= {"n": self.sweep.n, "seed": self.sweep.data_seed, "reading": reading_of(self.sweep)}
+            size, _, _ = options.pop("size"), options.pop("budget"), options.pop("patch")
+            source = self.source or partial(create_dataset, self.sweep.data, "val")
+            self._datasets[preprocessing] = source(size, **options)
+        return self._datasets[preprocessing]
 
-    def listed(self, asked: Preprocessing) -> ImageList:
-        """The names of all images, made once; numbers where the data set has none."""
-        dataset = self.dataset(asked)
+    def listed(self, preprocessing: Preprocessing) -> ImageList:
+        """Return the names of all images (their indices where the data set has no names) and classes; computed once."""
+        dataset = self.dataset(preprocessing)
         if self._listed is None or len(self._listed.names) != len(dataset):
-            own = dataset.names() if isinstance(dataset, ImageSet) else map(getattr(dataset, "name", str), range(len(dataset)))
-            self._listed = ImageList([*map(shown, own)], [*map(shown, getattr(dataset, "classes", None) or ())])
+            has_names = isinstance(dataset, ImageSet)
+            names = dataset.names() if has_names else map(getattr(dataset, "name", str), range(len(dataset)))
+            self._listed = ImageList([*map(shown, names)], [*map(shown, getattr(dataset, "classes", None) or ())])
         return self._listed
 
-    def digest(self, asked: Preprocessing) -> str:
-        """Tells other images, labels and contents of files apart: the data set's own digest; of images that are drawn, and of
-        the user's own data set, the settings, number and classes alone.
+    def digest(self, preprocessing: Preprocessing) -> str:
+        """Return a hash that changes with the images, their labels and the contents of their files.
+
+        For generated images and a data set that the user passed, the hash is only of data, seed, number of images and classes.
         """
-        dataset = self.dataset(asked)
+        dataset = self.dataset(preprocessing)
         if isinstance(dataset, ImageSet):
             return dataset.digest()
-        known = self.sweep.data, self.sweep.data_seed, len(dataset), getattr(dataset, "classes", None)
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        description = self.sweep.data, self.sweep.data_seed, len(dataset), getattr(dataset, "classes", None)
+        return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
-    def batches(self, asked: Preprocessing, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of the images of `order(asked, rank, world)`: pixels [B, 3, H, W] and labels [B], -1 for images left out.
+    def batches(self, preprocessing: Preprocessing, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of this process's images: pixels [B, 3, H, W] and labels [B], -1 for images left out as unreadable.
 
-        The images of a batch have one size, and those of one size come one after the other. MemoryError where one image does
-        not fit in memory.
+        They come in the order of `order(preprocessing, rank, world)`; all images of a batch have one size. MemoryError where a
+        single image does not fit in memory.
         """
-        dataset = self.dataset(asked)
-        if asked in self._decoded:
-            yield from self._decoded[asked]
+        dataset = self.dataset(preprocessing)
+        if preprocessing in self._decoded:
+            yield from self._decoded[preprocessing]
             return
-        height, width = asked.size
-        groups = self._groups(asked, rank, world)
+        height, width = preprocessing.size
+        groups = self._groups(preprocessing, rank, world)
         fits = sum(map(len, groups)) * 3 * height * width * 4 <= CACHE_BYTES
         self._growing = [] if fits and self._caches else None
         for batch in self._loaded(dataset, groups):
@@ -132,31 +140,32 @@ class Images:
                 self._growing.append(batch)
             yield batch
         if self._growing is not None:
-            self._decoded[asked], self._growing = self._growing, None
+            self._decoded[preprocessing], self._growing = self._growing, None
 
-    def order(self, asked: Preprocessing, rank: int = 0, world: int = 1) -> list[int]:
-        """The indices of the images of `batches`, in their order: those of `share_of`, at native shape by size."""
-        return [draw.index if isinstance(draw, Draw) else draw for group in self._groups(asked, rank, world) for draw in group]
+    def order(self, preprocessing: Preprocessing, rank: int = 0, world: int = 1) -> list[int]:
+        """Return the indices of the images in the order of `batches`: those of `share_of`, in the native protocol by size."""
+        groups = self._groups(preprocessing, rank, world)
+        return [item.index if isinstance(item, Draw) else item for group in groups for item in group]
 
-    def shapes(self, asked: Preprocessing) -> Counter[Size]:
-        """How many of all images there are of every size (h, w) in pixels; unreadable headers count as square."""
-        sizes = self._native_sizes(asked)
-        return Counter({asked.size: len(self.dataset(asked))} if sizes is None else sizes)
+    def shapes(self, preprocessing: Preprocessing) -> Counter[Size]:
+        """Count all images by the size (h, w) in pixels that the model gets; files with unreadable headers count as square."""
+        sizes = self._native_sizes(preprocessing)
+        return Counter({preprocessing.size: len(self.dataset(preprocessing))} if sizes is None else sizes)
 
-    def _native_sizes(self, asked: Preprocessing) -> list[Size] | None:
-        """The size at which every image is shown; None where that is `asked.size`."""
-        if asked.budget is None or asked.patch is None:
+    def _native_sizes(self, preprocessing: Preprocessing) -> list[Size] | None:
+        """The size (h, w) in pixels of every image in the native protocol; None in other protocols."""
+        if preprocessing.budget is None or preprocessing.patch is None:
             return None
-        if not self._file_sizes:  # once: of all sizes and protocols the images are the same
-            dataset = self.dataset(asked)
-            drawn = not hasattr(dataset, "image_sizes")
-            self._file_sizes = [(1, 1)] * len(dataset) if drawn else dataset.image_sizes()
-        budget, patch = asked.budget, asked.patch
+        if not self._file_sizes:  # read once, because all sizes and protocols have the same images
+            dataset = self.dataset(preprocessing)
+            generated = not hasattr(dataset, "image_sizes")
+            self._file_sizes = [(1, 1)] * len(dataset) if generated else dataset.image_sizes()
+        budget, patch = preprocessing.budget, preprocessing.patch
         return [native_size(h, w, budget, patch) for h, w in self._file_sizes]
 
-    def _groups(self, asked: Preprocessing, rank: int, world: int) -> list[Sequence[int | Draw]]:
-        """The images of a share, apart by the size at which they are shown."""
-        share, sizes = share_of(len(self.dataset(asked)), rank, world), self._native_sizes(asked)
+    def _groups(self, preprocessing: Preprocessing, rank: int, world: int) -> list[Sequence[int | Draw]]:
+        """The images of this process, grouped by the size that the model gets."""
+        share, sizes = share_of(len(self.dataset(preprocessing)), rank, world), self._native_sizes(preprocessing)
         if sizes is None:
             return [share]
         groups: dict[Size, list[int | Draw]] = defaultdict(list)
@@ -165,54 +174,56 @@ class Images:
         return [groups[size] for size in sorted(groups)]
 
     def _loaded(self, dataset: Dataset, groups: Sequence[Sequence[int | Draw]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of the groups' images; the batch size is halved when loading runs out of memory."""
         start, total = 0, sum(map(len, groups))
         while start < total:
             try:
-                todo = _batches(groups, start, self.batch_size)
-                for batch in DataLoader(dataset, batch_sampler=todo, num_workers=self.sweep.workers):
+                batches = _batches(groups, start, self.batch_size)
+                for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers):
                     start += len(batch[1])
                     yield batch
                 return
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) and _DIED not in str(error):
                     raise
-            # outside the handler, whose traceback would keep the batch alive; what is cached may be what it lacked
+            # outside the handler, whose traceback would keep the batch alive; dropping the cache frees memory too
             self._growing, self._caches = None, False
             self._decoded.clear()
-            where = f"it is image {start + 1} of {total}, and is loaded"
-            self.batch_size = halved(min(self.batch_size, max(map(len, todo))), f"{where}; use fewer --workers")
+            failed = f"loading image {start + 1} of {total} failed; use fewer --workers"
+            self.batch_size = halved(min(self.batch_size, max(map(len, batches))), failed)
             self.halvings += 1
 
-    def bad(self, asked: Preprocessing) -> tuple[str, ...]:
-        """The names of the images that this process could not read so far; none where the data cannot tell."""
-        dataset = self.dataset(asked)
+    def bad(self, preprocessing: Preprocessing) -> tuple[str, ...]:
+        """Return the names of the images that this process could not read so far; () for data without names of files."""
+        dataset = self.dataset(preprocessing)
         return tuple(map(dataset.name, dataset.bad_indices())) if isinstance(dataset, ImageSet) else ()
 
-    def first(self, asked: Preprocessing, n: int) -> list[Tensor]:
-        """The first n images of all, however many processes share them, but for those left out: [3, H, W] each."""
-        dataset, sizes = self.dataset(asked), self._native_sizes(asked)
+    def first(self, preprocessing: Preprocessing, n: int) -> list[Tensor]:
+        """Return the first n images of the data as [3, H, W], unreadable ones left out; the same in every process."""
+        dataset, sizes = self.dataset(preprocessing), self._native_sizes(preprocessing)
         items = [dataset[i if sizes is None else Draw(i, sizes[i])] for i in range(min(n, len(dataset)))]
         return [image for image, label in items if label >= 0]
 
 
 def share_of(n: int, rank: int, world: int) -> range:
-    """Images rank, rank + world, rank + 2 world, ... of n: over all processes each once, whatever their number."""
+    """Indices of the images that process `rank` of `world` evaluates: rank, rank + world, rank + 2 world, ... below n."""
     return range(rank, n, world)
 
 
 def _batches(groups: Sequence[Sequence[int | Draw]], start: int, size: int) -> list[list[int | Draw]]:
-    """The images from `start` on in batches of at most `size`, none of which holds images of two groups."""
-    found = []
+    """The images from number `start` on in batches of at most `size`, each of images of one group."""
+    batches = []
     for group in groups:
-        found += [list(group[first : first + size]) for first in range(start, len(group), size)]
+        batches += [list(group[first : first + size]) for first in range(start, len(group), size)]
         start = max(0, start - len(group))
-    return found
+    return batches
 
 
 class PreparedImages(Dataset):
-    """`images` of (uint8 [3, h, w] or PIL image, label) prepared for evaluation, n of them drawn by seed or all.
+    """A user's data set of (uint8 [3, h, w] or PIL image, label) with the preprocessing of an evaluation.
 
-    Items are asked for by index or `Draw`.
+    It has all images, or n of them drawn by seed. Items are indexed by an int or a `Draw`, and are (normalised float32
+    [3, H, W], label).
     """
 
     def __init__(self, images: Dataset, prepare: Prepare, n: int | None, seed: int) -> None:
@@ -229,7 +240,7 @@ class PreparedImages(Dataset):
         return (self.prepare if draw.size is None else self.prepare.at(draw.size))(image), int(label)
 
     def image_sizes(self) -> list[Size]:
-        """(height, width) of every image, pixels; all are read."""
+        """Return (height, width) of every image in pixels; reads all images."""
         return [(image.shape[-2], image.shape[-1]) for image, _ in map(self._read, range(len(self)))]
 
     def _read(self, index: int) -> tuple[Tensor, int]:
@@ -239,55 +250,55 @@ class PreparedImages(Dataset):
         if not isinstance(image, Tensor) or image.dtype != torch.uint8:
             kind = image.dtype if isinstance(image, Tensor) else type(image).__name__
             raise ValueError(
-                f"the data set gives images of {kind}: give uint8 [3, h, w] or PIL images, or, of images that are prepared "
-                "already, a function from (H, W) to the data set of that size"
+                f"the data set has images of {kind}: give uint8 [3, h, w] or PIL images; for images that are preprocessed "
+                "already, give a function from (H, W) to the data set of that size"
             )
         return image, label
 
 
 def source_of(data: Dataset | Callable[[Size], Dataset]) -> Source:
-    """The source of `Images` for a data set, which is prepared here, or for a function from (H, W) to one of that size."""
+    """Return the `source` of `Images` for a user's data set, or for a function from (H, W) to a preprocessed data set."""
 
-    def prepared(size: Size, *, n: int | None, seed: int, reading: Any = None, **how: Any) -> Dataset:
-        return PreparedImages(data, Prepare(size, **how), n, seed)
+    def prepared(size: Size, *, n: int | None, seed: int, reading: Any = None, **preprocessing: Any) -> Dataset:
+        return PreparedImages(data, Prepare(size, **preprocessing), n, seed)
 
-    def given(size: Size, **how: Any) -> Dataset:
+    def as_returned(size: Size, **preprocessing: Any) -> Dataset:
         return data(size)
 
-    return prepared if isinstance(data, Dataset) else given
+    return prepared if isinstance(data, Dataset) else as_returned
 
 
 def reading_of(sweep: Sweep) -> Reading:
-    """How the images of an evaluation are read."""
+    """The file-reading options of an evaluation: on_bad_image and follow_links as a `Reading`."""
     return Reading(on_bad="leave_out" if sweep.on_bad_image == "count" else "raise", follow_links=sweep.follow_links)
 
 
 def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = None) -> None:
-    """ValueError or OSError now, not after hours of training, when the data cannot be shown at some size and protocol.
+    """Raise ValueError or OSError early when the data cannot be loaded, or not at some size and protocol.
 
-    sizes: those of the sweep for a model; by default its sizes in pixels alone, since a budget of tokens is one for a model.
+    sizes: (h, w) in pixels; by default the sweep's sizes in pixels, without token budgets, whose pixels depend on the model.
     """
     if sizes is None:
         sizes = [size for size in sweep.sizes if not isinstance(size, Budget)]
     for size in dict.fromkeys((train_size, *sizes)):
         for protocol in sweep.protocols:
-            how = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "protocol": protocol, "base_size": train_size, "n": 1}
-            how["reading"] = reading_of(sweep)
+            options = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "protocol": protocol, "base_size": train_size, "n": 1}
+            options["reading"] = reading_of(sweep)
             try:
-                create_dataset(sweep.data, "val", size, **how)
+                create_dataset(sweep.data, "val", size, **options)
             except ValueError as error:
                 raise ValueError(f"evaluation at {format_size(size)}, {protocol} protocol: {error}") from error
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True for torch's and Python's out-of-memory errors; PyTorch reports a failed CPU allocation as a plain RuntimeError."""
+    """Whether an error means that memory ran out; PyTorch reports a failed CPU allocation as a plain RuntimeError."""
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
 
 
-def halved(batch_size: int, way_out: str) -> int:
-    """The batch size to go on with where one ran out of memory. MemoryError with the way out where it was one image."""
+def halved(batch_size: int, hint: str) -> int:
+    """Return half the batch size that ran out of memory; MemoryError with the hint where that was a single image."""
     if batch_size == 1:
-        raise MemoryError(f"one image does not fit in memory: {way_out}")
+        raise MemoryError(f"one image does not fit in memory: {hint}")
     return batch_size // 2

@@ -1,8 +1,8 @@
-"""What an evaluation measures: the tasks of a sweep, and how one of them becomes a row.
+"""Measurement: the list of tasks of an evaluation, and the code that runs one task over all images and returns its row.
 
-A row holds the accuracy over all images, with time and memory, and what proves that the model was left as it was. Forward
-passes that do not fit in memory are made again in smaller batches. Over several processes each sees its share of the images,
-and a row counts all.
+A row has accuracy, throughput, peak memory, attention statistics, and hashes that show whether the model's state dict changed.
+Forward passes that run out of memory are repeated with smaller batches. With several processes, each evaluates a share of the
+images, and the row is of all images.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from vitrel.evaluate.policies import (
     native_columns,
     policies_at,
     policies_of,
+    sample_shapes,
     static_columns,
-    telling_shapes,
 )
 from vitrel.evaluate.predictions import Answers, Predicted, class_of_output, predicted_by
 from vitrel.evaluate.processes import on_all, rank_and_world
@@ -43,7 +43,7 @@ from vitrel.inspect.attention import attention_statistics_of
 from vitrel.sizes import Budget, Size, format_size
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
-_COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # over processes
+_COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # how a column is combined over processes
     "left_out": sum,
     "infer_samples_per_sec": sum,
     "unchanged": all,
@@ -56,11 +56,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Task:
-    """What one row measures: a model at a size and protocol, with a policy in force.
+    """The settings of one row: a model, a size (h, w) in pixels, a protocol, a policy and a crop.
 
     policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps.
-    translations: pixels by which the content is translated, each after the row itself. budget: of the protocol "native", patch
-    tokens of an image at most; `size` is then the square or rectangle of that budget that was asked for.
+    translations: numbers of pixels by which the content is translated, each evaluated after the row itself. budget: in the
+    native protocol, the maximum number of patch tokens of an image; `size` then is the size with that many tokens, which names
+    the row.
     """
 
     trained: Trained
@@ -73,24 +74,24 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Model, size, protocol and policy in words, for progress and errors."""
-        what = f"{self.trained.label} at {format_size(self.size)} ({self.protocol}"
+        """Model, size, protocol and policy in words, for progress lines and errors."""
+        text = f"{self.trained.label} at {format_size(self.size)} ({self.protocol}"
         if self.budget is not None:
-            what += f", at most {self.budget} tokens"
-        return f"{what})" if self.policy == "none" else f"{what}, {self.policy})"
+            text += f", at most {self.budget} tokens"
+        return f"{text})" if self.policy == "none" else f"{text}, {self.policy})"
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How its images are prepared."""
+        """The preprocessing of the task's images."""
         trained = self.trained
-        learned = trained.mean, trained.std, trained.interpolation, trained.img_size
-        shape = (None, None) if self.budget is None else (self.budget, trained.patch)
-        return Preprocessing(self.size, self.protocol, self.crop_pct, *learned, *shape)
+        as_trained = trained.mean, trained.std, trained.interpolation, trained.img_size
+        native = (None, None) if self.budget is None else (self.budget, trained.patch)
+        return Preprocessing(self.size, self.protocol, self.crop_pct, *as_trained, *native)
 
 
 class Evaluated(NamedTuple):
-    """A task that was measured: its row of results.csv, its lines of translation.csv, what it predicts for every image (None
-    where that is not known), and the names of the images that cannot be read.
+    """The result of a task: its row of results.csv, its lines of translation.csv, its predictions (None for a row read from a
+    folder without them), and the names of images that could not be read.
     """
 
     row: Row
@@ -100,8 +101,10 @@ class Evaluated(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process measured: columns, what it counted, what it predicts, the count by translation, and the images it could
-    not read.
+    """The result of a task in one process, over its share of the images.
+
+    columns: columns of results.csv. tally: counts of hits. answers: `Answers.arrays`. translated: counts by number of pixels of
+    the translation. bad_images: names of images that could not be read.
     """
 
     columns: Row
@@ -112,97 +115,97 @@ class Share(NamedTuple):
 
 
 def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
-    """The tasks of a sweep: models at their training sizes first (retention refers to them), then size by size, so that models
-    share images.
+    """Return the tasks of a sweep: every model at its training size first, to which retention refers, then size by size.
 
-    The size a model was trained at is always evaluated, unless `skip` names it. Where a model can choose how to serve a size,
-    there is one task per policy (`policies_at`). Content is translated at the training size, in the first protocol: scale and
-    canvas show the same images there. At native shape nothing is cropped, and every budget of tokens of a size has its task.
-    ValueError for a policy that no model has, and for a budget of a model without patches.
+    A model's training size is always evaluated, unless `skip` names it. Where policies differ at a size, there is one task per
+    policy (`policies_at`). Translations are evaluated at the training size in the first protocol, as scale and canvas have the
+    same images there. The native protocol does not crop, and has one task per token budget. Tasks that share images are
+    adjacent. ValueError for a policy that no model has, and for a token budget of a model without patches.
     """
-    offered = {policy for trained in models for policy in policies_of(trained.model)}
-    if unknown := [policy for policy in sweep.policies or () if policy not in offered]:
-        had = ", ".join(sorted(offered)) or "none: they resize nothing"
-        raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are {had}")
-    asked = [(trained, _asked_of(trained, sweep)) for trained in models]
-    first = dict.fromkeys(trained.img_size for trained in models)
-    places = [(size, [one for one in asked if one[0].img_size == size]) for size in first]
+    available = {policy for trained in models for policy in policies_of(trained.model)}
+    if unknown := [policy for policy in sweep.policies or () if policy not in available]:
+        names = ", ".join(sorted(available)) or "none"
+        raise ValueError(f"no model has the policy {unknown[0]!r}; the policies of these models are: {names}")
+    models_and_sizes = [(trained, _sizes_by_pixels(trained, sweep)) for trained in models]
+    train_sizes = dict.fromkeys(trained.img_size for trained in models)
+    by_size = [(size, [pair for pair in models_and_sizes if pair[0].img_size == size]) for size in train_sizes]
     others = dict.fromkeys(size for at in zip(*(sizes_of(trained, sweep) for trained in models), strict=True) for size in at)
-    places += [(size, [one for one in asked if size in one[1] and one[0].img_size != size]) for size in others]
+    by_size += [(size, [pair for pair in models_and_sizes if size in pair[1] and pair[0].img_size != size]) for size in others]
     tasks = []
-    for size, here in places:
-        policies = [policies_at(trained.model, size, sweep.policies) for trained, _ in here]
-        own_crops = dict.fromkeys(crop for trained, _ in here for crop in sweep.crop_pct or (trained.crop_pct,))
+    for size, pairs in by_size:
+        policies = [policies_at(trained.model, size, sweep.policies) for trained, _ in pairs]
+        crops = dict.fromkeys(crop for trained, _ in pairs for crop in sweep.crop_pct or (trained.crop_pct,))
         for protocol in sweep.protocols:
             native = protocol == "native"
-            for crop in (1.0,) if native else own_crops:
-                for (trained, sizes), names in zip(here, policies, strict=True):
+            for crop in (1.0,) if native else crops:
+                for (trained, sizes), names_at in zip(pairs, policies, strict=True):
                     if not (native or sweep.crop_pct or crop == trained.crop_pct):
                         continue
                     translations = sweep.translations if size == trained.img_size and protocol == sweep.protocols[0] else ()
-                    wanted = [one for one in sizes[size] if f"{format_size(one)} {protocol}" not in sweep.skip]
-                    budgets = dict.fromkeys(trained.budget_of(one) if native else None for one in wanted)
-                    for budget, policy in product(budgets, names):
+                    remaining = [given for given in sizes[size] if f"{format_size(given)} {protocol}" not in sweep.skip]
+                    budgets = dict.fromkeys(trained.budget_of(given) if native else None for given in remaining)
+                    for budget, policy in product(budgets, names_at):
                         tasks.append(Task(trained, size, protocol, policy, crop, translations, budget))
     return tasks
 
 
 def sizes_of(trained: Trained, sweep: Sweep) -> tuple[Size, ...]:
-    """The sizes of a sweep in pixels, which for budgets of tokens depend on the model."""
+    """Return the sizes of a sweep in pixels (h, w); those of token budgets depend on the model."""
     return tuple(map(trained.size_of, sweep.sizes))
 
 
-def _asked_of(trained: Trained, sweep: Sweep) -> dict[Size, list[Size | Budget]]:
-    """By size in pixels, the training size first, what is asked for there: the size itself, and budgets that stand for it."""
-    found: dict[Size, list[Size | Budget]] = {trained.img_size: [trained.img_size]}
-    for asked, size in zip(sweep.sizes, sizes_of(trained, sweep), strict=True):
-        found.setdefault(size, []).append(asked)
-    return found
+def _sizes_by_pixels(trained: Trained, sweep: Sweep) -> dict[Size, list[Size | Budget]]:
+    """{size in pixels: sizes and token budgets of the sweep with these pixels}, the training size first."""
+    by_pixels: dict[Size, list[Size | Budget]] = {trained.img_size: [trained.img_size]}
+    for given, size in zip(sweep.sizes, sizes_of(trained, sweep), strict=True):
+        by_pixels.setdefault(size, []).append(given)
+    return by_pixels
 
 
 def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
-    """ValueError now, not after hours, where the classes of the data do not fit a model, or a model does not take a size."""
-    seen = set()
+    """Raise ValueError, before any is run, where classes of the data do not fit a model or a model does not support a size."""
+    checked = set()
     for task in tasks:
         model = id(task.trained)
-        if model not in seen:
+        if model not in checked:
             classes_of(task, sweep, images)
-        if (model, task.size, task.budget) not in seen:
+        if (model, task.size, task.budget) not in checked:
             with at_size_with(task.trained.model, task.size, task.policy):
                 pass
             if task.budget is not None:
                 _check_shapes(task, images)
-        seen |= {model, (model, task.size, task.budget)}
+        checked |= {model, (model, task.size, task.budget)}
 
 
 def _check_shapes(task: Task, images: Images) -> None:
+    """ValueError where a model does not support the image shapes of the native protocol."""
     try:
-        for size in telling_shapes(images.shapes(task.preprocessing)):
+        for size in sample_shapes(images.shapes(task.preprocessing)):
             with at_size_with(task.trained.model, size, task.policy):
                 pass
     except BadImage:
         raise
     except ValueError as error:
         raise ValueError(
-            f"{error}; native shows every image in a shape of its own, others do not: --protocols scale canvas"
+            f"{error}; the native protocol has images of many shapes: leave it out with --protocols scale canvas"
         ) from error
 
 
 def static_columns_of(task: Task, images: Images, leak: bool = False, batch: int = 1) -> Row:
-    """`static_columns` of a task; at native shape those of the images, and of the size asked for what no image changes."""
+    """Return `static_columns` of a task, in the native protocol updated with `native_columns` of the images' shapes."""
     model, patch = task.trained.model, task.trained.patch
-    found = static_columns(model, task.size, task.policy, leak, batch)
+    columns = static_columns(model, task.size, task.policy, leak, batch)
     if task.budget is None or patch is None:
-        return found
-    return found | native_columns(model, task.policy, images.shapes(task.preprocessing), patch)
+        return columns
+    return columns | native_columns(model, task.policy, images.shapes(task.preprocessing), patch)
 
 
 def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Evaluated:
-    """Runs the model over all images, in all processes. `advance(task, share)` is called as images are seen, and the shares of
-    a task add up to 1.
+    """Run the task's model over all images, in all processes, and return its row, lines and predictions.
 
-    Raises ValueError where no image can be read, FloatingPointError where logits are not finite, MemoryError where one image
-    does not fit in memory.
+    `advance(task, share)` is called after every batch with its share of the task's images; the shares add up to 1. Raises
+    ValueError where no image can be read, FloatingPointError where logits are not finite, MemoryError where a single image does
+    not fit in memory.
     """
     parts = on_all(lambda: _measure_share(task, sweep, images, advance))
     row = parts[-1].columns | {name: combined(part.columns[name] for part in parts) for name, combined in _COMBINED.items()}
@@ -212,17 +215,17 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
     count = sum(parameter.numel() for parameter in task.trained.model.parameters())
     row["infer_samples_per_sec"] = round(row["infer_samples_per_sec"], 2)
     row |= tally.columns() | {"param_count": round(count / 1e6, 2), "params": count}
-    about = line_columns(task)
+    keys = line_columns(task)
     translated = {by: _added([part.translated[by] for part in parts]).columns() for by in task.translations}
-    counted = ("n", "top1", "top1_low", "top1_high")
-    translation = [about | {"translation": by} | {name: found[name] for name in counted} for by, found in translated.items()]
-    names = dict.fromkeys(name for part in parts for name in part.bad_images)
+    names = ("n", "top1", "top1_low", "top1_high")
+    translation = [keys | {"translation": by} | {name: metrics[name] for name in names} for by, metrics in translated.items()]
+    bad_images = dict.fromkeys(name for part in parts for name in part.bad_images)
     predicted = predicted_by([part.answers for part in parts], images.listed(task.preprocessing))
-    return Evaluated(row, translation, predicted, tuple(names))
+    return Evaluated(row, translation, predicted, tuple(bad_images))
 
 
 def line_columns(task: Task) -> Row:
-    """The columns by which lines of translation.csv and predictions belong to a row."""
+    """Return the columns that identify a task's row, its lines of translation.csv and its predictions (LINE_KEY)."""
     return {
         "label": shown(task.trained.label),
         "seed": task.trained.seed,
@@ -235,35 +238,36 @@ def line_columns(task: Task) -> Row:
 
 
 def class_names_of(task: Task, images: Images) -> list[str]:
-    """The classes of the data, in the order of their labels; numbers where it names none."""
-    named = getattr(images.dataset(task.preprocessing), "classes", None)
-    return list(named or map(str, range(task.trained.model.num_classes)))
+    """Return the class names of the data, by label; the numbers of the model's outputs for data without names."""
+    names = getattr(images.dataset(task.preprocessing), "classes", None)
+    return list(names or map(str, range(task.trained.model.num_classes)))
 
 
 def classes_of(task: Task, sweep: Sweep, images: Images) -> tuple[list[str], tuple[int, ...]]:
-    """`class_names_of`, and the output of each; ValueError where they do not fit."""
+    """Return the class names of the data and the model's output for each; ValueError where they do not match."""
     names = class_names_of(task, images)
     return names, class_outputs(task.trained, names, sweep.data)
 
 
 def translate(pixels: Tensor, by: int) -> Tensor:
-    """Images [B, C, H, W] whose content lies `by` pixels further down and right; the upper and left edges are repeated."""
+    """Translate images [B, C, H, W] by `by` pixels down and right; the upper and left edge pixels are repeated."""
     height, width = pixels.shape[-2:]
     down, right = (torch.arange(side, device=pixels.device).sub(by).clamp(min=0) for side in (height, width))
     return pixels[..., down[:, None], right]
 
 
 class AtSizes:
-    """A model brought to one size after another, with a policy in force; after the context it is as before.
+    """Context with a model that is prepared for one image size after another, with a policy in force; restored afterwards.
 
-    optimized: by vitrel.optimize. `states` has the hash of the state dict of every changed copy that a size took.
+    optimized: run the model through vitrel.optimize. `states` has the state-dict hash of every copy that was made for a size
+    (models of another library).
     """
 
     def __init__(self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False) -> None:
         self.model, self.policy, self.device, self.optimized = model, policy, device, optimized
         self.states: list[str] = []
         self._size: Size | None = None
-        self._here = contextlib.ExitStack()
+        self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> "AtSizes":
         self.model.to(self.device)
@@ -276,10 +280,10 @@ class AtSizes:
         restore(self.model).cpu()
 
     def __call__(self, size: Size) -> nn.Module:
-        """The model at `size` (h, w) pixels, until it is asked for another."""
+        """Return the model prepared for `size` (h, w) pixels; valid until the next call with another size."""
         if size != self._size:
             self._leave()
-            self._current = self._here.enter_context(brought_to(self.model, size, self.policy)).to(self.device)
+            self._current = self._contexts.enter_context(brought_to(self.model, size, self.policy)).to(self.device)
             self._size = size
         return self._current
 
@@ -287,16 +291,16 @@ class AtSizes:
         if self._size is not None and self._current is not self.model:
             self.states.append(state_hash(self._current))
         self._size = None
-        self._here.close()
+        self._contexts.close()
 
 
 class Runner:
-    """Runs a model on batches of any length, in pieces of `batch_size`; one that does not fit in memory halves it, for good.
+    """Forward passes on batches of any length, in chunks of at most `batch_size`, which is halved when memory runs out.
 
-    model: of one size, or `AtSizes`, which brings it to the size of every batch. `oom` counts the halvings; `seen` and
-    `seconds` the images and the time of the forward passes that succeeded, after a first one that is not counted. compile: by
-    torch.compile; short batches are then filled up, which would compile anew.
-    prepare: what is done to the pixels of a piece first.
+    model: a model for one size, or `AtSizes`, which prepares it for the size of each batch. compile: run through torch.compile;
+    short batches are then padded, because another batch size would be compiled again. prepare: a function applied to the pixels
+    of each chunk. Attributes: `oom` counts the halvings; `seen` and `seconds` the images and the time of the successful forward
+    passes, without a first warm-up pass.
     """
 
     def __init__(
@@ -309,52 +313,52 @@ class Runner:
         prepare: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if compile:
-            torch.compiler.reset()  # after 8 sizes of one model it would silently run uncompiled
+            torch.compiler.reset()  # otherwise a model runs uncompiled, without notice, after 8 sizes
         self.model: Any = torch.compile(model) if compile else model
         self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
         self.prepare = prepare
-        self._width = 0
+        self._compiled_batch = 0
         self.oom = self.seen = 0
         self.seconds = 0.0
         self._warm = False
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """pixels [B, 3, H, W] -> logits [B, K] in float32 on the CPU. MemoryError when even one image does not fit."""
+        """Pixels [B, 3, H, W] -> logits [B, K], float32 on the CPU. MemoryError when a single image does not fit in memory."""
         if not self._warm:
             self._warm = True
             self(pixels[: self.batch_size if self.device.type == "cuda" or self.compile else 1])
             self.seen, self.seconds = 0, 0.0
-        pieces: list[Tensor] = []
+        outputs: list[Tensor] = []
         start = 0
         while start < len(pixels):
-            piece = pixels[start : start + self.batch_size]
+            chunk = pixels[start : start + self.batch_size]
             try:
-                logits = self._forward(piece)
+                logits = self._forward(chunk)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
                 logits = None
             if logits is None:
                 # outside the handler: the traceback would keep the failed pass's tensors alive
-                self._halve(len(piece))
+                self._halve(len(chunk))
                 continue
-            pieces.append(logits)
-            start += len(piece)
-        return torch.cat(pieces)
+            outputs.append(logits)
+            start += len(chunk)
+        return torch.cat(outputs)
 
     @torch.inference_mode()
-    def _forward(self, piece: Tensor) -> Tensor:
-        n = len(piece)
+    def _forward(self, chunk: Tensor) -> Tensor:
+        n = len(chunk)
         if self.prepare is not None:
-            piece = self.prepare(piece)
+            chunk = self.prepare(chunk)
         if self.compile:
-            self._width = min(max(self._width, n), self.batch_size)
-            piece = torch.cat((piece, piece[:1].expand(self._width - n, -1, -1, -1)))
-        model = self.model((piece.shape[-2], piece.shape[-1])) if isinstance(self.model, AtSizes) else self.model
+            self._compiled_batch = min(max(self._compiled_batch, n), self.batch_size)
+            chunk = torch.cat((chunk, chunk[:1].expand(self._compiled_batch - n, -1, -1, -1)))
+        model = self.model((chunk.shape[-2], chunk.shape[-1])) if isinstance(self.model, AtSizes) else self.model
         start = time.perf_counter()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            logits = model(piece.to(self.device, non_blocking=True))
-        logits = logits[:n].float().cpu()  # waits for the GPU
+            logits = model(chunk.to(self.device, non_blocking=True))
+        logits = logits[:n].float().cpu()  # synchronises with the GPU
         self.seconds += time.perf_counter() - start
         self.seen += n
         return logits
@@ -367,18 +371,18 @@ class Runner:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Starts a new peak measurement. On Linux the kernel forgets the process's resident peak; elsewhere it cannot be reset."""
+    """Reset the peak that `peak_mb` reads. On Linux it is the resident peak; other systems cannot reset it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
-        # glibc keeps what was freed, training before evaluation above all, and new work would fit in unseen
+        # glibc keeps freed memory (of a training before, for example); new allocations there would not raise the peak
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_mb(device: torch.device) -> tuple[float, str]:
-    """Peak since `reset_peak` in MiB, and what it counts: tensors on the GPU, or the whole process in RAM (images included)."""
+    """Return the peak memory since `reset_peak` in MiB, and its kind: tensors on the GPU, or the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB, "cuda allocated"
     try:
@@ -391,15 +395,15 @@ def peak_mb(device: torch.device) -> tuple[float, str]:
 
 
 def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Share:
-    """What this process counted and measured on its share of the images."""
+    """Run a task on this process's share of the images."""
     trained, device = task.trained, sweep.torch_device
     _, outputs = classes_of(task, sweep, images)
     before = state_hash(trained.model)
     parameters = list(trained.model.parameters())
     with AtSizes(trained.model, task.policy, device, sweep.optimize) as at:
         model = at(task.size) if sweep.compile else at
-        how = device, sweep.batch_size, sweep.dtype, sweep.compile
-        runner, halvings = Runner(model, *how), images.halvings
+        options = device, sweep.batch_size, sweep.dtype, sweep.compile
+        runner, halvings = Runner(model, *options), images.halvings
         reset_peak(device)
         tally, answers, left_out = _count(task, images, outputs, runner, advance)
         peak, kind = peak_mb(device)
@@ -413,54 +417,54 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
         }
         translated = {}
         for by in task.translations:
-            again = Runner(model, *how, prepare=partial(translate, by=by))
-            translated[by], *_ = _count(task, images, outputs, again, advance)
+            translating = Runner(model, *options, prepare=partial(translate, by=by))
+            translated[by], *_ = _count(task, images, outputs, translating, advance)
         columns |= _attention(task, sweep, images, at)
-        same = [*map(id, parameters)] == [*map(id, trained.model.parameters())]
+        same_objects = [*map(id, parameters)] == [*map(id, trained.model.parameters())]
     states = [*at.states, state_hash(trained.model)]
     after = next((state for state in states if state != before), before)
-    columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same}
-    given = answers.arrays(images.order(task.preprocessing, *rank_and_world()))
-    return Share(columns, tally, given, translated, images.bad(task.preprocessing))
+    columns |= {"state_hash_before": before, "state_hash_after": after, "unchanged": after == before and same_objects}
+    arrays = answers.arrays(images.order(task.preprocessing, *rank_and_world()))
+    return Share(columns, tally, arrays, translated, images.bad(task.preprocessing))
 
 
 def _count(
     task: Task, images: Images, outputs: Sequence[int], runner: Runner, advance: Callable[[Task, float], None]
 ) -> tuple[Tally, Answers, int]:
-    """Hits and predictions of this process's share of the images, and how many of them are left out, which are labelled -1."""
+    """Run this process's share of the images; return its metrics, its predictions, and the number of unreadable images."""
     tally, answers, left_out, output_of = Tally(), Answers(), 0, torch.tensor(outputs)
     share = len(share_of(len(images.dataset(task.preprocessing)), *rank_and_world())) * (1 + len(task.translations))
     try:
         for pixels, labels in images.batches(task.preprocessing, *rank_and_world()):
-            given, read = labels, labels >= 0
-            if not read.all():  # else no copy
+            all_labels, read = labels, labels >= 0  # -1: could not be read
+            if not read.all():  # indexing would copy
                 left_out += int((~read).sum())
                 pixels, labels = pixels[read], labels[read]
             if len(labels):
                 logits = runner(pixels)
                 if task.trained.restrict:
-                    answers.add(given, *tally.update(logits[:, output_of], labels))
+                    answers.add(all_labels, *tally.update(logits[:, output_of], labels))
                 else:
                     best, *rest = tally.update(logits, output_of[labels])
-                    answers.add(given, class_of_output(best, labels, output_of), *rest)
+                    answers.add(all_labels, class_of_output(best, labels, output_of), *rest)
             else:
-                answers.add(given)
-            advance(task, len(given) / share)
+                answers.add(all_labels)
+            advance(task, len(all_labels) / share)
     except (FloatingPointError, MemoryError) as error:
         raise type(error)(f"{task.name}: {error}") from error
     return tally, answers, left_out
 
 
 def _attention(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
-    """The attention of the first images; of several processes the last alone, NaN where attention cannot be seen."""
+    """Attention statistics, means over the first images, computed in the last process only; NaN where unavailable."""
     row, (rank, world) = dict.fromkeys(STATISTICS, float("nan")), rank_and_world()
     if rank < world - 1 or not sweep.attention_n:
         return row
-    found: list[dict[str, float]] = []
+    by_image: list[dict[str, float]] = []
     try:
-        for image in images.first(task.preprocessing, sweep.attention_n):  # one at a time: all weights of a layer are held
+        for image in images.first(task.preprocessing, sweep.attention_n):  # one at a time: attention matrices take memory
             model = at((image.shape[-2], image.shape[-1]))
-            found.append(attention_statistics_of(model, image[None].to(sweep.torch_device)))
+            by_image.append(attention_statistics_of(model, image[None].to(sweep.torch_device)))
     except BadImage:
         raise
     except ValueError:
@@ -469,8 +473,8 @@ def _attention(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
         if not out_of_memory(error):
             raise
         return row
-    if found:
-        mean = {name: sum(one[name] for one in found) / len(found) for name in STATISTICS}
+    if by_image:
+        mean = {name: sum(values[name] for values in by_image) / len(by_image) for name in STATISTICS}
         mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
         row |= {name: round(value, 4) for name, value in mean.items()}
     return row

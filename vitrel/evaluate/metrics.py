@@ -1,4 +1,4 @@
-"""Accuracy of a classifier with its uncertainty, and the fingerprint that shows whether a model was touched."""
+"""Classification metrics with 95 % intervals, tests of paired predictions, and a hash of a model's state dict."""
 
 import hashlib
 import math
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 ECE_BINS = 15
 Z95 = 1.959963984540054
-# Student's t at 97.5 % for 1 to 30 degrees of freedom: SciPy is no dependency for thirty numbers.
+# Student's t at 97.5 % for 1 to 30 degrees of freedom, written out to avoid a dependency on SciPy
 # fmt: off
 T975 = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314,
@@ -21,18 +21,21 @@ T975 = (
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
-    """95 % score interval of a proportion hits / n, in percent (Wilson 1927): right at 0 and n, where hits ± 1.96 s is not."""
+    """95 % score interval (low, high) of the proportion hits / n, in percent (Wilson 1927).
+
+    Unlike the normal approximation it has a positive width at 0 and n hits. ValueError unless 0 <= hits <= n and n > 0.
+    """
     if not 0 <= hits <= n or n == 0:
         raise ValueError(f"wilson interval needs 0 <= hits <= n and n > 0, got hits={hits}, n={n}")
     share, z2 = hits / n, Z95 * Z95
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    # exactly 0 and 100 at the ends, where rounding would put a bound beyond the share itself
+    # exactly 0 and 100 at the ends, where rounding could exclude the share itself from the interval
     return 100 * (centre - half) * (hits > 0), 100.0 if hits == n else 100 * (centre + half)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % Student interval of the mean of two or more independent values, in their unit."""
+    """95 % Student interval (low, high) of the mean of two or more independent values, in their unit."""
     n = len(values)
     if n < 2:
         raise ValueError(f"an interval over seeds needs at least 2 values, got {n}")
@@ -43,17 +46,17 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_interval(n: int, only_a: int, only_b: int) -> tuple[float, float]:
-    """95 % score interval of the difference of two accuracies on the same n images, in percentage points.
+    """95 % score interval (low, high) of accuracy a minus accuracy b on the same n images, in percentage points.
 
     Tango 1998 (Statistics in Medicine 17, 891-908): all differences that the score test of paired proportions does not reject.
-    only_a, only_b: number of images that one of the two alone gets right; nothing else counts.
+    only_a, only_b: number of images that only a, or only b, classifies correctly.
     """
     if min(only_a, only_b) < 0 or only_a + only_b > n or n == 0:
-        raise ValueError(f"paired_interval needs n > 0 and counts of some of n, got {n=}, {only_a=}, {only_b=}")
+        raise ValueError(f"paired_interval needs n > 0, and counts of at most n images, got {n=}, {only_a=}, {only_b=}")
     estimate = (only_a - only_b) / n
 
     def rejected(difference: float) -> bool:
-        # q: maximum-likelihood share of images that b alone gets right, given the difference
+        # q: maximum-likelihood share of images that only b gets right, given the difference
         b = -only_a - only_b + (2 * n - only_a + only_b) * difference
         c = -only_b * difference * (1 - difference)
         q = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)
@@ -71,8 +74,9 @@ def paired_interval(n: int, only_a: int, only_b: int) -> tuple[float, float]:
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of McNemar's exact test that two models are right equally often: of the images that one of them alone
-    gets right, each is a's with probability 1/2 (binomial).
+    """Two-sided p-value of McNemar's exact (binomial) test of the hypothesis that two models are equally accurate.
+
+    only_a, only_b: number of images that only a, or only b, classifies correctly.
     """
     n = only_a + only_b
     logs = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(min(only_a, only_b) + 1)]
@@ -80,15 +84,15 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def difference_interval(ours: Sequence[float], theirs: Sequence[float] | float, n: int) -> tuple[float, float]:
-    """(mean, half width of the 95 % interval) of the top-1 `ours` minus `theirs`, percent, over n images each.
+    """Return the mean difference of two models' top-1, `ours` minus `theirs` in points, and half its 95 % interval.
 
-    ours, theirs: one value a seed, in the same order; differences are taken seed by seed. `theirs` may be a known number.
-    The interval is Student's over seeds, and never narrower than that over images of two independent samples (Agresti and
-    Caffo 2000: normal, with one hit and one miss more in each, so that it has a width at 0 and 100 % too).
+    ours, theirs: top-1 in percent on n images, one value per seed in the same order; differences are taken seed by seed.
+    `theirs` may be a known number. The interval is Student's over seeds, widened where it is narrower than the interval of two
+    independent samples of n images (Agresti and Caffo 2000: normal, after adding a hit and a miss to each sample).
     """
     sides = [ours] if isinstance(theirs, (int, float)) else [ours, theirs]
-    others = [theirs] * len(ours) if isinstance(theirs, (int, float)) else theirs
-    differences = [a - b for a, b in zip(ours, others, strict=True)]
+    subtracted = [theirs] * len(ours) if isinstance(theirs, (int, float)) else theirs
+    differences = [a - b for a, b in zip(ours, subtracted, strict=True)]
     shares = [(n * sum(side) / len(side) / 100 + 1) / (n + 2) for side in sides]
     half = 100 * Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (n + 2))
     if len(differences) > 1:
@@ -98,20 +102,20 @@ def difference_interval(ours: Sequence[float], theirs: Sequence[float] | float, 
 
 
 class Tally:
-    """Running top-1, top-5, negative log-likelihood and calibration over batches of logits [B, K] and labels [B].
+    """Running top-1, top-5, negative log-likelihood and calibration error over batches of logits [B, K] and labels [B].
 
-    With K < 5 classes top-5 is top-K, which is 100 %, as in timm. `class_n` counts images by label.
+    With K < 5 classes top-5 is top-K, that is 100 %, as in timm. `class_n` counts images by label.
     """
 
     def __init__(self) -> None:
         self.n = self.hits1 = self.hits5 = 0
         self.nll_sum = 0.0
         self.class_n: Counter[int] = Counter()
-        self.bin_gap: Counter[int] = Counter()  # hits minus confidence, by bin of the confidence
+        self.bin_gap: Counter[int] = Counter()  # sum of (hit - confidence), by bin of the confidence
 
     def update(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds one batch, and returns of each image [B] the output of the highest logit, its probability, and whether the label
-        is among the 5 highest. FloatingPointError when a logit is not finite, since every rank would be arbitrary.
+        """Add a batch of logits [B, K] and labels [B]; return three tensors [B]: the index of the highest logit, its
+        probability, and whether the label is among the 5 highest. FloatingPointError when a logit is not finite.
         """
         logits = logits.double()
         if not torch.isfinite(logits).all():
@@ -125,12 +129,12 @@ class Tally:
         self.nll_sum += F.cross_entropy(logits, labels, reduction="sum").item()
         confidence = logits.softmax(-1).amax(-1)  # [B]
         bins = (confidence * ECE_BINS).ceil().long() - 1  # (0, 1/15], (1/15, 2/15], ...
-        for place, gap in zip(bins.tolist(), (right[:, 0].double() - confidence).tolist(), strict=True):
-            self.bin_gap[place] += gap
+        for confidence_bin, gap in zip(bins.tolist(), (right[:, 0].double() - confidence).tolist(), strict=True):
+            self.bin_gap[confidence_bin] += gap
         return ranked[:, 0], confidence, right.any(1)
 
     def add(self, other: "Tally") -> None:
-        """Adds what another one counted on other images."""
+        """Add the counts of another Tally, of other images."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
@@ -138,8 +142,9 @@ class Tally:
                 setattr(self, name, getattr(self, name) + value)
 
     def columns(self) -> dict[str, float | int]:
-        """The columns top1, top1_err, top5, top5_err (percent), top1_low, top1_high (95 % Wilson), nll (nats), ece (percent;
-        15 equal bins, arXiv 1706.04599, eq. 3), n, majority (percent).
+        """Return the metrics as columns of results.csv: top1, top1_err, top5, top5_err (percent), top1_low, top1_high (95 %
+        Wilson interval), nll (nats), ece (percent; 15 equal bins, arXiv 1706.04599, eq. 3), n, and majority (share of the
+        most frequent class, percent).
         """
         top1, top5 = 100 * self.hits1 / self.n, 100 * self.hits5 / self.n
         low, high = wilson(self.hits1, self.n)
@@ -158,7 +163,7 @@ class Tally:
 
 
 def state_hash(model: nn.Module) -> str:
-    """sha256 over the state dict: every name, dtype, shape and byte, in order."""
+    """SHA-256 of a model's state dict, as hex: every name, dtype, shape and byte, in order."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())

@@ -1,4 +1,4 @@
-"""Trained models, ready to be evaluated: our checkpoints, timm's names with weights from a file, and models in memory."""
+"""Loading trained models for evaluation: checkpoints of vitrel, timm names with weights from a file, models in memory."""
 
 import argparse
 import hashlib
@@ -33,11 +33,13 @@ from vitrel.weights.unwrap import unwrap
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and what it was trained with: `img_size` in pixels, `label` its name in tables and plots.
+    """A trained model with its preprocessing and classes.
 
-    classes: names in the order of the outputs, () where they are not known. outputs: {class of the data: index of the output};
-    restrict: only the outputs of the data's classes compete. encoding: "timm" for models of another library. model_args: JSON
-    of the arguments it was built with, where its weights do not tell them.
+    name: timm name. label: name in tables and plots. encoding: keys of its position encodings, see `encoding_of`. img_size:
+    training size (h, w) in pixels. classes: names in the order of the outputs, () where unknown. mean, std, crop_pct,
+    interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs: {class of the
+    data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes. model_args:
+    JSON of the arguments it was built with, "" where the checkpoint contains them.
     """
 
     model: nn.Module
@@ -57,37 +59,39 @@ class Trained:
     model_args: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "label"):  # which may hold the path of a file
+        for name in ("name", "label"):  # may contain a file's path, with characters that need escaping
             object.__setattr__(self, name, shown(getattr(self, name)))
 
     @property
     def patch(self) -> Size | None:
         """(height, width) of a patch in pixels; None for a model that does not cut images into patches."""
-        found = getattr(getattr(self.model, "patch_embed", None), "patch_size", None)
-        return None if found is None else to_2tuple(found)
+        patch_size = getattr(getattr(self.model, "patch_embed", None), "patch_size", None)
+        return None if patch_size is None else to_2tuple(patch_size)
 
-    def size_of(self, asked: Size | Budget) -> Size:
-        """The (height, width) in pixels that is asked for: of a budget of tokens the largest square of whole patches."""
-        return asked if not isinstance(asked, Budget) else native_size(1, 1, asked.tokens, self._patch_for(str(asked)))
+    def size_of(self, size: Size | Budget) -> Size:
+        """Return (height, width) in pixels; for a token budget, the largest square of whole patches within it."""
+        return size if not isinstance(size, Budget) else native_size(1, 1, size.tokens, self._patch_for(str(size)))
 
-    def budget_of(self, asked: Size | Budget) -> int:
-        """The patch tokens that are asked for: of a size in pixels as many as it has."""
-        return asked.tokens if isinstance(asked, Budget) else token_count(asked, self._patch_for("the protocol native"))
+    def budget_of(self, size: Size | Budget) -> int:
+        """Return the number of patch tokens of a token budget or of a size in pixels."""
+        return size.tokens if isinstance(size, Budget) else token_count(size, self._patch_for("the protocol native"))
 
     def _patch_for(self, what: str) -> Size:
+        """The patch size; ValueError, saying `what` needs it, where the model has none."""
         if self.patch is None:
             raise ValueError(
-                f"{what} counts patch tokens, and {self.label} has no patch embedding with a patch_size: give sizes in pixels "
+                f"{what} counts patch tokens, but {self.label} has no patch embedding with a patch_size: give sizes in pixels "
                 "and --protocols scale canvas"
             )
         return self.patch
 
 
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
-    """The model of a checkpoint of `vitrel train`, or of a file that `vitrel.save` wrote, in eval mode on the CPU.
+    """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
 
-    Nothing but this file is read, whatever it says. Raises FileNotFoundError for a missing file and ValueError for one that is
-    empty, cut off, not ours, damaged, does not fit its own model, or holds NaN; each message names the path and what is wrong.
+    Only this file is read: paths inside a checkpoint are not followed. label: default the model's name, see `Trained`.
+    Raises FileNotFoundError for a missing file and ValueError for a file that is empty, truncated, damaged, not of vitrel, does
+    not fit its model, or contains NaN; messages name the path and the problem.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -112,7 +116,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
 
 
 def _label_of(name: str, path: Path) -> str:
-    """The name in tables: that of the model, or of the run's folder for one that its name does not describe (vitrel_vit)."""
+    """The label of a checkpoint: the model's name, or for a generic name (vitrel_vit) that of the run's folder or the file."""
     if name not in TRUNKS:
         return name
     return path.resolve().parent.parent.name if path.resolve().parent.name == "checkpoints" else path.stem
@@ -125,15 +129,15 @@ def load_model(
     pretrained: bool = False,
     **about: Any,
 ) -> Trained:
-    """The model `name` with the weights of a file, in eval mode on the CPU, with as many outputs as the file has classes.
+    """Build the model `name` and load weights from a file, in eval mode on the CPU; it has the file's number of classes.
 
-    name: of timm's registry, or "local-dir:FOLDER" as timm's save_for_hf and vitrel export write it, which needs no weights.
-    weights: .safetensors, .pth, .bin or .npz as timm or its authors save them, checkpoints of timm's train.py (its averaged
-    weights first); for ours, whatever `vitrel.load_pretrained` reads. pretrained: in the place of a file, what timm has for
-    that name, from its cache or the network. model_args: of timm.create_model. about: see `trained_model`; with `img_size`,
-    a model that is built for a size is built for that one.
-    Raises ValueError with the nearest names for an unknown one, for missing weights, for a folder that is damaged, and for
-    weights that do not fit, hold NaN or more than tensors; FileNotFoundError for a missing file or folder.
+    name: a model of timm's registry, or "local-dir:FOLDER" for a folder of timm's save_for_hf or vitrel export, which contains
+    the weights. weights: .safetensors, .pth, .bin or .npz file of timm or of the model's authors, or a checkpoint of timm's
+    train.py (averaged weights where it has them); for vitrel's models, any file that `vitrel.load_pretrained` reads.
+    pretrained: instead of a file, use timm's weights for the name, from its cache or the network. model_args: arguments of
+    timm.create_model. about: arguments of `trained_model`; `img_size` is also passed to the model where it takes one.
+    Raises ValueError for an unknown name (listing similar ones), missing weights, a damaged folder, and weights that do not fit
+    or contain NaN or objects other than tensors; FileNotFoundError for a missing file or folder.
     """
     arguments = _arguments(model_args, about)
     if name.startswith("local-dir:"):
@@ -145,7 +149,7 @@ def load_model(
         elif pretrained:
             model = _create(name, arguments | {"pretrained": True})
         else:
-            raise ValueError(f"{name} has no weights: give a file of them (--weights), or --pretrained for those that timm has")
+            raise ValueError(f"{name} has no weights: give a file (--weights), or --pretrained for timm's weights")
     if bad := not_finite(model):
         raise ValueError(f"the weights of {name} hold NaN or infinity in {bad}")
     trained = trained_model(model.eval(), name, path=Path(weights or name.partition(":")[2]), **about)
@@ -153,7 +157,7 @@ def load_model(
 
 
 def random_model(name: str, model_args: Mapping[str, Any] | None = None, **about: Any) -> Trained:
-    """The model `name` with the random weights of a fixed seed, in eval mode on the CPU; see `load_model`."""
+    """Build the model `name` with random weights (seed 0), in eval mode on the CPU; arguments as in `load_model`."""
     arguments = _arguments(model_args, about)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -175,19 +179,19 @@ def trained_model(
     restrict: bool = False,
     path: Path = Path(),
 ) -> Trained:
-    """A model in memory with what evaluation has to know of it; what is not given comes from its `pretrained_cfg`.
+    """Wrap a model in memory as `Trained`, with preprocessing from its `pretrained_cfg` where none is given.
 
-    img_size: (h, w) in pixels it was trained at. preprocessing: any of mean, std, crop_pct, interpolation. outputs, restrict:
-    see `Trained`. ValueError for a model that does not say its number of classes, or a mean or std that is none.
+    img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, interpolation. outputs, restrict: see
+    `Trained`. ValueError for a model without `num_classes`, or an invalid mean or std.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
-        raise ValueError(f"{name} is no classifier: it has no num_classes, or none is left")
+        raise ValueError(f"{name} is not a classifier: its num_classes is missing or 0")
     known = resolve_model_data_config(model) | dict(preprocessing or {})
     for key in ("mean", "std"):
         if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
             above = " above 0" if key == "std" else ""
-            raise ValueError(f"{key} is three numbers{above}, of red, green and blue, got {list(known[key])}")
+            raise ValueError(f"{key} must be three numbers{above}, for red, green and blue, got {list(known[key])}")
     return Trained(
         model=model,
         name=name,
@@ -207,103 +211,105 @@ def trained_model(
 
 
 def encoding_of(model: nn.Module) -> str:
-    """The keys of the position encodings in a model, joined by '+': "none" without one, "timm" for another library's model."""
+    """Return the keys of a model's position encodings joined by '+'; "none" without any, "timm" for another library's model."""
     if not isinstance(model, Backbone):
         return "timm"
-    known = set(POSITIONS.values())
-    found = dict.fromkeys(key_of(module) for module in model.modules() if type(module) in known)
-    return "+".join(key for key in found if key != "none") or "none"
+    classes = set(POSITIONS.values())
+    keys = dict.fromkeys(key_of(module) for module in model.modules() if type(module) in classes)
+    return "+".join(key for key in keys if key != "none") or "none"
 
 
 def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
-    """The output that stands for each class of the data, in their order.
+    """Return the index of the model's output for each class of the data, in the data's order.
 
-    Refuses data whose class list, order included, is not the one the head was trained on: labels would be shifted. Where that
-    list is not known: as `trained.outputs` says; else the number of outputs must be that of the classes; ImageNet's heads find
-    classes that are named by WordNet's numbers (n01440764).
+    A model that knows its classes needs data with the same classes in the same order. For others: `trained.outputs` where it
+    is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the classes' own order, with as many
+    outputs as classes. ValueError where classes and outputs do not match; `data` names the data in messages.
     """
     if trained.classes:
         _check_classes(trained, classes, data)
         return tuple(range(len(classes)))
     count = trained.model.num_classes
     if trained.outputs is not None:
-        if lacking := [name for name in classes if name not in trained.outputs]:
-            raise ValueError(f"the class indices of {trained.label} lack {', '.join(lacking[:5])}, which {data} has")
-        if beyond := [name for name in classes if not 0 <= trained.outputs[name] < count]:
-            where = f"{beyond[0]} is output {trained.outputs[beyond[0]]}"
-            raise ValueError(f"{trained.label} has {count} outputs, from 0, but by the class indices {where}")
+        if missing := [name for name in classes if name not in trained.outputs]:
+            raise ValueError(f"the class indices of {trained.label} lack {', '.join(missing[:5])}, classes of {data}")
+        if invalid := [name for name in classes if not 0 <= trained.outputs[name] < count]:
+            mapping = f"{invalid[0]} to output {trained.outputs[invalid[0]]}"
+            raise ValueError(f"{trained.label} has outputs 0 to {count - 1}, but its class indices map {mapping}")
         return tuple(trained.outputs[name] for name in classes)
-    if (found := _by_wordnet(count, classes)) is not None:
-        return found
+    if (outputs := _by_wordnet(count, classes)) is not None:
+        return outputs
     if count != len(classes):
         raise ValueError(
-            f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: say which output is which class "
+            f"{trained.label} has {count} outputs, but {data} has {len(classes)} classes: give the output of each class "
             "(--class-indices FILE, a class and its index per line)"
         )
     return tuple(range(count))
 
 
 def class_map(trained: Trained, classes: Sequence[str]) -> str:
-    """How `class_outputs` finds the output of each class: "order", "wordnet" (by the numbers ImageNet's classes have there), or
-    "file" with a digest of `outputs`; "restricted" if only they compete.
+    """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "wordnet" (by WordNet IDs), or "file"
+    with a digest of `trained.outputs`; followed by ", restricted" where only these outputs are compared.
     """
     if trained.outputs is not None and not trained.classes:
         pairs = repr(sorted(trained.outputs.items()))
-        where = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+        source = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
     else:
-        by_number = not trained.classes and _by_wordnet(trained.model.num_classes, classes) is not None
-        where = "wordnet" if by_number else "order"
-    return f"{where}, restricted" if trained.restrict else where
+        by_id = not trained.classes and _by_wordnet(trained.model.num_classes, classes) is not None
+        source = "wordnet" if by_id else "order"
+    return f"{source}, restricted" if trained.restrict else source
 
 
 def read_class_indices(path: str | Path) -> dict[str, int]:
-    """{class: output} of a text file with a class, as the data names it, and the index of its output on every line.
+    """Read {class: output index} from a text file with a class name (as in the data) and an index on every line.
 
-    Further columns are passed over, and a first line that is a heading. FileNotFoundError, or ValueError naming the line.
+    Further columns and a heading line are ignored. FileNotFoundError, or ValueError naming an invalid line.
     """
-    found: dict[str, int] = {}
-    # names of folders that are no UTF-8 come so from the file system too
+    indices: dict[str, int] = {}
+    # surrogateescape: Python decodes folder names that are not UTF-8 in the same way
     for number, line in enumerate(Path(path).read_text("utf-8", "surrogateescape").splitlines(), 1):
         words = line.split()
         if not words or (number == 1 and len(words) > 1 and not words[1].isdigit()):
             continue
-        if len(words) < 2 or not words[1].isdigit() or found.setdefault(words[0], int(words[1])) != int(words[1]):
+        if len(words) < 2 or not words[1].isdigit() or indices.setdefault(words[0], int(words[1])) != int(words[1]):
             raise ValueError(
-                f"{path}, line {number}: {line!r} is not a class and the index of its output, such as 'n01440764 0'"
+                f"{path}, line {number}: {line!r} is not a class and the index of its output, such as 'n01440764 0', or gives "
+                "a class a second index"
             )
-    if not found:
-        raise ValueError(f"{path} holds no class")
-    return found
+    if not indices:
+        raise ValueError(f"{path} contains no class")
+    return indices
 
 
 def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
-    """The outputs of classes named by WordNet's numbers, of an ImageNet head of `count`; None for other names or heads."""
+    """The outputs of classes named by WordNet IDs, for an ImageNet head of `count` outputs; None for other names or heads."""
     subset = infer_imagenet_subset({"num_classes": count})
     if subset is None or not all(re.fullmatch(r"n\d{8}", name) for name in classes):
         return None
-    place = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
-    return tuple(place[name] for name in classes) if all(name in place for name in classes) else None
+    index = {name: i for i, name in enumerate(ImageNetInfo(subset).label_names())}
+    return tuple(index[name] for name in classes) if all(name in index for name in classes) else None
 
 
 def _check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
-    ours, theirs = list(trained.classes), list(classes)
-    if ours == theirs:
+    """ValueError where the data's classes differ from those of training, in names or order: labels would be shifted."""
+    trained_on, in_data = list(trained.classes), list(classes)
+    if trained_on == in_data:
         return
-    missing, extra = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    missing, extra = sorted(set(trained_on) - set(in_data)), sorted(set(in_data) - set(trained_on))
     parts = [f"{word} {', '.join(names[:5])}" for word, names in (("lacks", missing), ("adds", extra)) if names]
     raise ValueError(
-        f"{trained.path} was trained on {len(ours)} classes, but {data} has {len(theirs)}: "
-        f"it {' and '.join(parts) or 'lists them in another order'}. Evaluate on data with the very classes of training."
+        f"{trained.path} was trained on {len(trained_on)} classes, but {data} has {len(in_data)}: "
+        f"it {' and '.join(parts) or 'lists them in another order'}. Evaluate on data with the same classes as in training."
     )
 
 
 def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:
-    """The model with the file's weights, all of them; as many outputs as the file's classifier has."""
+    """The model with all of the file's weights, and as many outputs as the file's classifier."""
     try:
         if name.startswith("vitrel_"):
             model, plan = model_for(name, arguments, read_file(weights))
             return apply_plan(model, plan)
-        if weights.suffix in ARRAYS:  # of the authors' own code, which the model itself reads
+        if weights.suffix in ARRAYS:  # JAX checkpoints, which timm's model code reads
             check_file(weights)
             model = _create(name, arguments)
             with guarding(str(weights)):
@@ -314,7 +320,7 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
         if isinstance(head, torch.Tensor):
             arguments = {"num_classes": len(head)} | arguments
         model = _create(name, arguments)
-        rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # of old layouts
+        rename = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)  # converts old checkpoint keys
         model.load_state_dict(state if rename is None else rename(state, model))
         return model
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
@@ -322,25 +328,26 @@ def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> 
 
 
 def _arguments(model_args: Mapping[str, Any] | None, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is built with: `model_args`, and the size of training where they name none."""
-    given = {"img_size": about["img_size"]} if about.get("img_size") else {}
-    return given | dict(model_args or {})
+    """The keyword arguments to build the model with: `model_args`, and img_size where only `about` has it."""
+    default = {"img_size": about["img_size"]} if about.get("img_size") else {}
+    return default | dict(model_args or {})
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """Create the model, without img_size where the architecture does not take it."""
     with guarding(name, arguments):
         try:
             return create_model(name, **arguments)
-        except TypeError:  # a network that is built for no size
+        except TypeError:
             return create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a file of timm's or of its train.py, averaged ones first; see `vitrel.weights.unwrap`."""
+    """The state dict in a file of timm or of its train.py, averaged weights where it has them; see `vitrel.weights.unwrap`."""
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""))
-    loaded = read_file(path, allowed=(argparse.Namespace,))  # the settings in checkpoints of timm's train.py
-    found = unwrap(loaded, str(path))
-    if found.beside:
-        raise ValueError(f"{path} holds {', '.join(found.beside[:5])} beside the weights of a model")
-    return found.state
+    loaded = read_file(path, allowed=(argparse.Namespace,))  # checkpoints of timm's train.py contain their options
+    unwrapped = unwrap(loaded, str(path))
+    if unwrapped.beside:
+        raise ValueError(f"{path} holds {', '.join(unwrapped.beside[:5])} beside the weights of a model")
+    return unwrapped.state

@@ -1,13 +1,14 @@
-"""Policies: how a model reads a size it was not trained at, and the model brought to a size with one of them in force.
+"""Policies for image sizes other than the training size: windows, and resampling of position encodings.
 
-A policy is written as the `policy` column has it: "none" where none makes a difference; else that of the windows where there
-is a choice, then one resize policy of each kind of encodings: "clip", "geometric+keep", "divisor", "rescale+geometric".
+A policy is written as in the column `policy` of results.csv: "none" where no policy changes anything; else the window policy,
+where window policies differ, and one resize policy for each kind of encoding, joined by "+": "clip", "geometric+keep",
+"divisor", "rescale+geometric".
 
-Window policies say which windows a windowed model has at a new size. fixed: they stay as trained, and grids that they do not
-divide are padded and masked. divisor: in every stage and along each axis the largest window up to the trained one that divides
-the grid; its encoding reads the sub-table, exactly, and nothing is padded. rescale: the window grows and shrinks with the
-image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is read on it by its
-resize policy.
+Window policies choose the windows of a windowed model at a new size. fixed: windows stay as trained, and grids that they do not
+divide are padded and masked. divisor: in every stage and along each axis, the largest window up to the trained one that divides
+the grid; the bias is the matching part of the table, without resampling, and nothing is padded. rescale: the window scales with
+the image, M * r / r_train rounded down along each axis (r / 32 for the published Swin), and the encoding is resampled for it by
+its resize policy.
 """
 
 import contextlib
@@ -36,30 +37,30 @@ from vitrel.position import PositionEncoding
 from vitrel.sizes import Size, token_count
 
 WINDOW_POLICIES = ("fixed", "divisor", "rescale")
-MOST_SHAPES = 5  # of which costs are counted at native shape: a second for each
+MOST_SHAPES = 5  # image shapes whose cost is counted in the native protocol, about a second each
 
 
 def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The policies to try at `size` (h, w) pixels, all or those `wanted`; ("none",) where each reads as trained.
+    """Return the policies of a model that differ at `size` (h, w) pixels; ("none",) where no policy changes anything.
 
-    Encodings that share a policy are switched together; of encodings that share none, all combinations are tried. Where none of
-    an encoding's policies is wanted, the one in use is kept; where no window policy is, the window. A model of another library
-    has none.
+    wanted: only these policies; encodings and windows for which none is named keep their current policy. Encodings that share a
+    policy's name switch together; encodings that do not are tried in all combinations. A model of another library has only
+    "none".
     """
     if not isinstance(model, Backbone):
         return ("none",)
     windows = window_policies_at(model, size)
     if not windows:
         return _resize_policies_at(model, size, wanted)
-    found = []
+    joined = []
     for window in [name for name in windows if wanted is None or name in wanted] or windows[:1]:
         with window_policy(model, window, size):
-            found += [join_policy(window, policy) for policy in _resize_policies_at(model, size, wanted)]
-    return tuple(found)
+            joined += [join_policy(window, policy) for policy in _resize_policies_at(model, size, wanted)]
+    return tuple(joined)
 
 
 def policies_of(model: nn.Module) -> tuple[str, ...]:
-    """All policies that a model may be asked for at some size, those of windows first; none of another library's model."""
+    """Return the names of all policies that a model has, window policies first; () for a model of another library."""
     if not isinstance(model, Backbone):
         return ()
     if not any(isinstance(part, Attention) and part.window is not None for part in model.modules()):
@@ -70,25 +71,26 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def in_force(model: nn.Module, policy: str, size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The model with `policy`, one that `policies_at(model, size)` lists, and `options` of `Backbone.set_position_options` in
-    force; afterwards its own are back.
+    """Context in which the model uses `policy`, one of `policies_at(model, size)`, and `options` of
+    `Backbone.set_position_options`; afterwards both are restored. size: (h, w) in pixels.
     """
-    window, _, rest = policy.partition("+")
-    window, rest = (window, rest or "none") if window in WINDOW_POLICIES else ("fixed", policy)
-    own = model.position_options(**options) if options else contextlib.nullcontext()
-    with own, window_policy(model, window, size), resize_policy(model, rest):  # which policies there are depends on windows
+    window, _, resize = policy.partition("+")
+    window, resize = (window, resize or "none") if window in WINDOW_POLICIES else ("fixed", policy)
+    with_options = model.position_options(**options) if options else contextlib.nullcontext()
+    # windows first: which resize policies a model has depends on them
+    with with_options, window_policy(model, window, size), resize_policy(model, resize):
         yield
 
 
 @contextlib.contextmanager
 def resize_policy(model: nn.Module, policy: str) -> Iterator[None]:
-    """The model with resize policies such as "geometric+keep", or "none", in force; afterwards its own are back."""
+    """Context in which the model uses resize policies such as "geometric+keep"; "none" changes nothing."""
     with model.position_options(resize=policy) if policy != "none" else contextlib.nullcontext():
         yield
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
-    """The window policies that differ at `size` (h, w) pixels, "fixed" first; () where there is nothing to choose."""
+    """Return the window policies that differ at `size` (h, w) pixels, "fixed" first; () where all give the same windows."""
     layers = list(_windowed(model, size))
     divided = any(
         min(m, n) != d
@@ -96,15 +98,15 @@ def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ..
         for m, n, d in zip(attn.window, grid, _window_at(model, attn, grid, size, "divisor"), strict=True)
     )
     rescaled = any(tuple(attn.window) != _window_at(model, attn, grid, size, "rescale") for attn, grid in layers)
-    others = [name for name, differs in (("divisor", divided), ("rescale", rescaled)) if differs]
-    return ("fixed", *others) if others else ()
+    different = [name for name, differs in (("divisor", divided), ("rescale", rescaled)) if differs]
+    return ("fixed", *different) if different else ()
 
 
 @contextlib.contextmanager
 def window_policy(model: nn.Module, policy: str, size: tuple[int, int]) -> Iterator[None]:
-    """The model with the windows that `policy` gives it at `size` (h, w) pixels; afterwards its own are back.
+    """Context in which the model has the windows of a window policy at `size` (h, w) pixels; afterwards they are restored.
 
-    Nothing else changes: encodings read the new window from the parameters they have. ValueError for an unknown policy.
+    Parameters stay as they are; encodings resample them for the new window. ValueError for an unknown policy.
     """
     if policy not in WINDOW_POLICIES:
         raise ValueError(f"unknown window policy {policy!r}; choose one of {', '.join(WINDOW_POLICIES)}")
@@ -117,29 +119,31 @@ def window_policy(model: nn.Module, policy: str, size: tuple[int, int]) -> Itera
                 attn.shift = attn.window[0] // 2, attn.window[1] // 2
         yield
     finally:
-        for attn, own, shift in before:
-            attn.window, attn.shift = own, shift
+        for attn, window, shift in before:
+            attn.window, attn.shift = window, shift
 
 
 def join_policy(window: str, resize: str) -> str:
-    """("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
+    """Join a window and a resize policy: ("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
     return window if resize == "none" else f"{window}+{resize}"
 
 
 def policy_parts(policy: str) -> frozenset[str]:
-    """The policies of windows and encodings that one consists of: {"rescale", "geometric"} of "rescale+geometric"."""
+    """Split a policy into its names: "rescale+geometric" -> {"rescale", "geometric"}, "none" -> {}."""
     return frozenset(policy.split("+")) - {"none"}
 
 
 class ModelWithPolicy(NamedTuple):
-    """A model ready for images of one size: `model` is the very one, or a changed copy; the rest says what that took.
+    """A model prepared for images of one size, and what was resampled for it.
 
-    resized: number of values resampled, by rule. unseen, saturated: shares of offsets, see `resolution_report`.
+    model: the model itself, or a changed copy for a model of another library. resized: number of parameter values resampled, by
+    rule. unseen, saturated: shares of offsets, see `resolution_report`; NaN for a model of another library. tokens: patch
+    tokens, NaN where unknown.
     """
 
     model: nn.Module
     resized: dict[str, int]
-    unseen: float  # NaN where it is not known
+    unseen: float
     saturated: float
     tokens: float
     stages: tuple[StageReport, ...] | tuple[StageWindows, ...]
@@ -147,7 +151,7 @@ class ModelWithPolicy(NamedTuple):
 
 @contextlib.contextmanager
 def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]:
-    """The model of `at_size_with` alone, without what it tells, which takes a forward pass of most models."""
+    """Context with the model of `at_size_with`, without the report on resampling, which costs a forward pass."""
     if not isinstance(model, Backbone):
         yield model_at_size(model, size, share_weights=True)
         return
@@ -157,105 +161,112 @@ def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]
 
 @contextlib.contextmanager
 def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWithPolicy]:
-    """The model at `size` (h, w) pixels with `policy` in force; then it is as before. ValueError for a size it refuses."""
+    """Context with the model prepared for `size` (h, w) pixels and `policy` in force; afterwards the model is restored.
+
+    ValueError for a size that the model does not support.
+    """
     if not isinstance(model, Backbone):
-        found = at_size(model, size, share_weights=True)
+        resized = at_size(model, size, share_weights=True)
         unknown = float("nan")
-        h, w = found.windows[0].grid if found.windows else (unknown, 1)
-        yield ModelWithPolicy(found.model, found.resized, unknown, unknown, h * w, found.windows)
+        h, w = resized.windows[0].grid if resized.windows else (unknown, 1)
+        yield ModelWithPolicy(resized.model, resized.resized, unknown, unknown, h * w, resized.windows)
         return
     grid = model.token_grid(size)
     with in_force(model, policy, size):
         report = resolution_report(model, size)
-        own = report.resized, report.unseen, report.saturated
-        yield ModelWithPolicy(model, *own, grid.h * grid.w, report.stages)
+        yield ModelWithPolicy(model, report.resized, report.unseen, report.saturated, grid.h * grid.w, report.stages)
 
 
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
-    """The columns that follow from architecture, size, policy and batch size alone, without an image; leak: with the
-    border-leak test.
+    """Return the columns of results.csv that need no images: tokens, windows, resampling, backend, gflops, border_leak.
+
+    leak: run the border-leak test (else NaN). batch: the batch size that the attention backend is chosen for.
     """
     with at_size_with(model, size, policy) as ready:
         windows = any(stage.window is not None for stage in ready.stages)
-        seen = border_leak(ready.model, size) if leak and windows else None
-        share = float("nan") if seen is None else round(seen, 4)
-        backend = _own_backend(model, size, batch) if isinstance(model, Backbone) else _foreign_backend(ready.model)
+        leaked = border_leak(ready.model, size) if leak and windows else None
+        share = float("nan") if leaked is None else round(leaked, 4)
+        backend = _vitrel_backend(model, size, batch) if isinstance(model, Backbone) else _timm_backend(ready.model)
         return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
 
 
 def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
-    """The columns of `static_columns` that depend on the shapes of images: how many there are of every size (h, w) in pixels.
+    """Return the columns of `static_columns` that depend on the images' shapes in the native protocol.
 
-    tokens: mean over the images. The others are of `telling_shapes` alone: gflops and pad_fraction the mean over their images,
-    what is resized at any of them, and of shares and numbers the largest.
+    shapes: number of images of each size (h, w) in pixels. patch: (h, w) in pixels. tokens is the mean over all images. The
+    other columns use `sample_shapes` only: gflops and pad_fraction are means over the images of these shapes, resized names all
+    rules, and resized_params, unseen and saturated are the largest values.
     """
-    images, told, columns, costs = shapes.total(), telling_shapes(shapes), [], []
-    for size in told:
+    sampled, columns, costs = sample_shapes(shapes), [], []
+    for size in sampled:
         with at_size_with(model, size, policy) as ready:
             columns.append(_geometry(ready) | {"rules": ready.resized})
             costs.append(gflops(ready.model, size) * shapes[size])
-    shown = sum(shapes[size] for size in told)
+    count = sum(shapes[size] for size in sampled)
     pads = [
-        [float(share) * shapes[size] for share in own["pad_fraction"].split()] for size, own in zip(told, columns, strict=True)
+        [float(share) * shapes[size] for share in row["pad_fraction"].split()]
+        for size, row in zip(sampled, columns, strict=True)
     ]
-    alike = len({len(one) for one in pads}) == 1  # else stages differ from shape to shape, in a model of another library
-    rules = dict.fromkeys(rule for own in columns for rule in own["rules"])
+    same_stages = len({len(stages) for stages in pads}) == 1  # not so in every model of another library
+    rules = dict.fromkeys(rule for row in columns for rule in row["rules"])
     return {
-        "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / images, 2),
-        "pad_fraction": " ".join(f"{sum(stage) / shown:.2g}" for stage in zip(*pads, strict=True)) if alike else "",
-        "gflops": round(sum(costs) / shown, 4),
+        "tokens": round(sum(token_count(size, patch) * n for size, n in shapes.items()) / shapes.total(), 2),
+        "pad_fraction": " ".join(f"{sum(stage) / count:.2g}" for stage in zip(*pads, strict=True)) if same_stages else "",
+        "gflops": round(sum(costs) / count, 4),
         "resized": " + ".join(rules) or "nothing",
-        **{name: max(own[name] for own in columns) for name in ("resized_params", "unseen", "saturated")},
+        **{name: max(row[name] for row in columns) for name in ("resized_params", "unseen", "saturated")},
     }
 
 
-def telling_shapes(shapes: Counter[Size]) -> list[Size]:
-    """The sizes that most images have, and the tallest and the widest: what is told of all shapes is found at these."""
+def sample_shapes(shapes: Counter[Size]) -> list[Size]:
+    """Return the most frequent image sizes (h, w), at most MOST_SHAPES, and the tallest and the widest."""
     extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
     return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
 
 
 def gflops(model: nn.Module, size: Size) -> float:
-    """10^9 multiply-adds of the forward pass of one image, matrix products and convolutions alone, as timm's GMACs."""
+    """Return 10^9 multiply-adds of one image's forward pass, counting matrix products and convolutions (timm's GMACs)."""
     named = [*model.named_parameters(), *model.named_buffers()]
     shapes = {name: torch.empty_like(tensor, device="meta", requires_grad=False) for name, tensor in named}
     pixels = torch.empty(1, getattr(model, "in_chans", 3), *size, device="meta", dtype=next(model.parameters()).dtype)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         functional_call(model, shapes, pixels)
-    return counter.get_total_flops() / 2e9  # it counts a multiply-add as two
+    return counter.get_total_flops() / 2e9  # the counter counts a multiply-add as two operations
 
 
 def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    here = [part.policies for part, grid in resizable_parts(model, size) if _matters(part, grid)]
+    """`policies_at` without window policies."""
+    affected = [part.policies for part, grid in resizable_parts(model, size) if _is_resized(part, grid)]
     options = []
-    for group in _groups(model):
-        if any(set(group) & set(policies) for policies in here):
+    for group in _policy_groups(model):
+        if any(set(group) & set(policies) for policies in affected):
             chosen = [policy for policy in group if wanted is None or policy in wanted]
             options.append(chosen or [next(part.resize for part, _ in resizable_parts(model, size) if part.resize in group)])
     return tuple("+".join(names) for names in product(*options)) if options else ("none",)
 
 
-def _groups(model: Backbone) -> list[tuple[str, ...]]:
-    """Policies of the encodings that can meet another grid; those that share a name form one group."""
+def _policy_groups(model: Backbone) -> list[tuple[str, ...]]:
+    """Policies of the encodings that are resized at a large size; those of encodings that share a name form one group."""
     groups: list[tuple[str, ...]] = []
-    for policies in dict.fromkeys(part.policies for part, grid in resizable_parts(model, LARGE) if _matters(part, grid)):
-        near = [group for group in groups if set(group) & set(policies)]
-        merged = tuple(dict.fromkeys(name for group in (*near, policies) for name in group))
-        groups = [group for group in groups if group not in near] + [merged]
+    for policies in dict.fromkeys(part.policies for part, grid in resizable_parts(model, LARGE) if _is_resized(part, grid)):
+        overlapping = [group for group in groups if set(group) & set(policies)]
+        merged = tuple(dict.fromkeys(name for group in (*overlapping, policies) for name in group))
+        groups = [group for group in groups if group not in overlapping] + [merged]
     return groups
 
 
-def _matters(part: PositionEncoding, grid: Grid) -> bool:
-    """Whether some policy reads `part` on `grid` other than as it was trained."""
-    other = copy.copy(part)  # shares the parameters; the model's own policy stays
+def _is_resized(part: PositionEncoding, grid: Grid) -> bool:
+    """Whether some policy of an encoding resamples, or reads otherwise than as trained, its parameters on `grid`."""
+    trial = copy.copy(part)  # shares the parameters; the model keeps its policy
     rules = []
     for policy in part.policies:
-        other.resize = policy
-        rules.append(other.resized(grid))
+        trial.resize = policy
+        rules.append(trial.resized(grid))
     return any(rules)
 
 
 def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tuple[int, int], policy: str) -> tuple[int, int]:
+    """The window (h, w) in tokens of a layer with `grid` tokens under the policy "divisor" or "rescale"."""
     if policy == "divisor":
         h, w = (max(d for d in range(1, m + 1) if n % d == 0) for m, n in zip(attn.window, grid, strict=True))
     else:
@@ -265,7 +276,7 @@ def _window_at(model: Backbone, attn: Attention, grid: tuple[int, int], size: tu
 
 
 def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attention, tuple[int, int]]]:
-    """Every windowed attention of a vitrel model, with the (h, w) tokens it meets at `size`; none of another model."""
+    """Every windowed attention layer of a vitrel model with its grid (h, w) at `size`; none for other models."""
     if not isinstance(model, Backbone):
         return
     for blocks, grid, _ in stages(model, model.token_grid(size)):
@@ -273,6 +284,7 @@ def _windowed(model: nn.Module, size: tuple[int, int]) -> Iterator[tuple[Attenti
 
 
 def _geometry(ready: ModelWithPolicy) -> Row:
+    """Columns on tokens, windows, padding and resampling."""
     windows = ["global" if stage.window is None else f"{stage.window[0]}x{stage.window[1]}" for stage in ready.stages]
     return {
         "tokens": ready.tokens,
@@ -285,20 +297,20 @@ def _geometry(ready: ModelWithPolicy) -> Row:
     }
 
 
-def _own_backend(model: Backbone, size: Size, batch: int) -> str:
-    """The backends that serve the layers in batches of that size, as vitrel.ops chooses them."""
+def _vitrel_backend(model: Backbone, size: Size, batch: int) -> str:
+    """The attention backends that vitrel.ops chooses for the layers at this image and batch size, joined by "+"."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     names, weight, grid = {layer.backend for layer in layers}, layers[0].proj.weight, model.token_grid(size)
     if "auto" in names:
         heads, entry = layers[0].num_heads, "attention" if layers[0].window is None else "window_attention"
-        how = layers[0].window, heads, len(weight) // heads, grid.tokens, weight.dtype, weight.device
+        layer = layers[0].window, heads, len(weight) // heads, grid.tokens, weight.dtype, weight.device
         with torch.no_grad():
-            terms = [encoding(own) for encoding, own in model.encodings(size) if encoding.site == "attention"]
-            modules = [choose("auto", Call(entry, own, grid, *how, grad=False, batch=batch)) for own in terms]
+            terms = [encoding(part) for encoding, part in model.encodings(size) if encoding.site == "attention"]
+            modules = [choose("auto", Call(entry, term, grid, *layer, grad=False, batch=batch)) for term in terms]
         names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
     return "+".join(sorted(names))
 
 
-def _foreign_backend(model: nn.Module) -> str:
+def _timm_backend(model: nn.Module) -> str:
     fused = {module.fused_attn for module in model.modules() if isinstance(getattr(module, "fused_attn", None), bool)}
     return "+".join(sorted("timm fused" if flag else "timm" for flag in fused))

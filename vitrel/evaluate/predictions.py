@@ -1,7 +1,7 @@
-"""The predictions of every row of an evaluation, image by image, in one file beside results.csv: predictions.npz.
+"""predictions.npz, the predicted class of every image for every row of an evaluation, and paired comparison of two rows.
 
-Names, labels and classes are stored once, and a row takes 4 1/8 bytes per image: its class, its confidence in half precision,
-and a bit for the top 5. Of two rows on the same images `compare_pairs` tells which images only one of them gets right.
+The file lies beside results.csv. Image names, labels and classes are stored once; a row takes 4 1/8 bytes per image: predicted
+class, confidence in half precision, and one bit for top-5. `compare_pairs` compares two rows on the same images.
 """
 
 import json
@@ -21,19 +21,19 @@ from vitrel.evaluate.metrics import mcnemar, paired_interval, t_interval
 from vitrel.files import atomic_write
 
 FILE = "predictions.npz"
-LEFT_OUT = -1  # an image that could not be read: no prediction
-NO_CLASS = -2  # an output that stands for none of the classes of the data
+LEFT_OUT = -1  # no prediction: the image could not be read
+NO_CLASS = -2  # the predicted output stands for none of the data's classes
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """What one row predicts for every image, in the order of the data.
+    """The predictions of one row of an evaluation, for n images in the order of the data.
 
-    images: their names, and those of the classes. labels: int32 [n], LEFT_OUT where the image could not be read. predicted:
+    images: names of the images and classes. labels: int32 [n], LEFT_OUT where the image could not be read. predicted:
     int32 [n], index of the class; LEFT_OUT where the image could not be read, NO_CLASS where the highest logit is that of an
     output that stands for none of the classes. confidence: float32 [n], the highest probability, stored as float16; 0 where
-    left out. top5: bool [n], whether the label is among the 5 highest logits.
+    the image could not be read. top5: bool [n], whether the label is among the 5 highest logits.
     """
 
     images: ImageList
@@ -49,21 +49,21 @@ class Predicted:
 
     @property
     def right(self) -> np.ndarray:
-        """Whether the label of each image is predicted, bool [n]; False where the image was left out."""
+        """Whether each image is classified correctly, bool [n]; False where it could not be read."""
         return (self.predicted == self.labels) & self.seen
 
     def class_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Number of images of each class that were read, and of those that are predicted right, int64 [classes] each."""
-        n, hits = (np.bincount(self.labels[i], minlength=len(self.images.classes)) for i in (self.seen, self.right))
+        """Return two arrays int64 [classes]: images of each class that were read, and how many are classified correctly."""
+        n, hits = (np.bincount(self.labels[mask], minlength=len(self.images.classes)) for mask in (self.seen, self.right))
         return n, hits
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The predictions of an evaluation.
+    """The content of predictions.npz: the predictions of all rows of an evaluation of n images.
 
-    names: of the images, below the folder of the data, in their order. labels: int32 [n], LEFT_OUT where no row could read the
-    image. classes: names, by label. rows: by `vitrel.evaluate.results.line_key` of the row.
+    names: paths of the images relative to the data folder, in the order of the data. labels: int32 [n], LEFT_OUT where no row
+    could read the image. classes: class names, by label. rows: predictions by `vitrel.evaluate.results.line_key`.
     """
 
     names: list[str]
@@ -74,10 +74,11 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two rows, a and b, on the images that both could read: how many of n both, one alone, or none of them gets right.
+    """A paired comparison of two rows, a and b, on the n images that both could read.
 
-    difference: a minus b, percentage points, with the ends of its 95 % interval (`paired_interval`). p: two-sided, of McNemar's
-    exact test (`mcnemar`).
+    both, only_a, only_b, neither: number of images that both, only a, only b or neither classify correctly. difference: top-1
+    of a minus top-1 of b, percentage points; low, high: its 95 % interval (`paired_interval`). p: two-sided p-value of
+    McNemar's exact test (`mcnemar`).
     """
 
     n: int
@@ -92,23 +93,23 @@ class Pair:
 
 
 def compare_pairs(a: Predicted, b: Predicted) -> Pair:
-    """Two models, sizes or protocols compared image by image. ValueError where they were not evaluated on the same images."""
+    """Compare two rows (models, sizes, policies or protocols) image by image. ValueError where their images differ."""
     check_same_images(a, b)
     read = a.seen & b.seen
     if not read.any():
         raise ValueError("no image was read by both rows: there is nothing to compare")
-    n, one, other = int(read.sum()), a.right[read], b.right[read]
-    both, only_a, only_b = (int(which.sum()) for which in (one & other, one & ~other, other & ~one))
+    n, a_right, b_right = int(read.sum()), a.right[read], b.right[read]
+    both, only_a, only_b = (int(mask.sum()) for mask in (a_right & b_right, a_right & ~b_right, b_right & ~a_right))
     interval = paired_interval(n, only_a, only_b)
     neither = n - both - only_a - only_b
     return Pair(n, both, only_a, only_b, neither, 100 * (only_a - only_b) / n, *interval, mcnemar(only_a, only_b))
 
 
 def over_seeds(pairs: Sequence[Pair]) -> tuple[float, float, float]:
-    """(mean difference, lower, upper end of its 95 % interval) of pairs of several seeds on the same images, points.
+    """Mean difference of several seeds' pairs on the same images, and its 95 % interval: (mean, low, high) in points.
 
-    The mean of the seeds' intervals is at least as wide as that of the mean over images, and Student's over seeds is added to
-    it as of an independent chance, the squares of the half widths.
+    Two half widths are added in quadrature: the mean of the seeds' own intervals, for the choice of images (conservative, as
+    the mean over seeds varies less), and Student's interval over seeds.
     """
     mean = sum(pair.difference for pair in pairs) / len(pairs)
     ends = [sum(getattr(pair, end) for pair in pairs) / len(pairs) for end in ("low", "high")]
@@ -120,25 +121,25 @@ def over_seeds(pairs: Sequence[Pair]) -> tuple[float, float, float]:
 
 
 def check_same_images(a: Predicted, b: Predicted) -> None:
-    """ValueError that names the first difference where images, their order, classes or labels differ."""
+    """Raise ValueError, naming the first difference, where two rows differ in images, their order, classes or labels."""
     first, second = a.images, b.images
     if first.names != second.names:
-        alone = sorted({*first.names} ^ {*second.names})
-        which = f"{len(alone)} are in one of them alone, such as {alone[0]!r}" if alone else "they come in another order"
-        raise ValueError(f"the images differ ({len(first.names)} and {len(second.names)}): {which}. Evaluate on the same data")
+        unmatched = sorted({*first.names} ^ {*second.names})
+        what = f"{len(unmatched)} are only in one of them, such as {unmatched[0]!r}" if unmatched else "their order differs"
+        raise ValueError(f"the images differ ({len(first.names)} and {len(second.names)}): {what}. Evaluate on the same data")
     if first.classes != second.classes:
         raise ValueError(f"the classes differ: {first.classes[:5]}... and {second.classes[:5]}...; evaluate on the same data")
-    other = (a.labels != b.labels) & (a.labels != LEFT_OUT) & (b.labels != LEFT_OUT)
-    if other.any():
-        at = int(other.argmax())
+    differs = (a.labels != b.labels) & (a.labels != LEFT_OUT) & (b.labels != LEFT_OUT)
+    if differs.any():
+        index = int(differs.argmax())
         raise ValueError(
-            f"{int(other.sum())} images have other labels, such as {first.names[at]!r} ({a.labels[at]} and {b.labels[at]}): "
-            "evaluate on the same data"
+            f"the labels of {int(differs.sum())} images differ, such as {first.names[index]!r} ({a.labels[index]} and "
+            f"{b.labels[index]}): evaluate on the same data"
         )
 
 
 class Answers:
-    """What a model predicts for the images of one process, batch by batch."""
+    """The predictions of one process, collected batch by batch."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, ...]] = []
@@ -146,24 +147,28 @@ class Answers:
     def add(
         self, labels: Tensor, predicted: Tensor | None = None, confidence: Tensor | None = None, top5: Tensor | None = None
     ) -> None:
-        """Adds a batch: labels [B], LEFT_OUT for images that could not be read, and of the others what `Predicted` holds."""
+        """Add a batch: labels [B], LEFT_OUT for unreadable images; predicted, confidence, top5 of the readable ones only."""
         read = labels >= 0
-        whole = labels.int(), torch.full_like(labels, LEFT_OUT).int(), torch.zeros(len(labels)), torch.zeros_like(read)
-        for values, own in zip(whole[1:], (predicted, confidence, top5), strict=True):
-            if own is not None:
-                values[read] = own.to(values.dtype)
-        self._batches.append(whole)
+        batch = labels.int(), torch.full_like(labels, LEFT_OUT).int(), torch.zeros(len(labels)), torch.zeros_like(read)
+        for column, values in zip(batch[1:], (predicted, confidence, top5), strict=True):
+            if values is not None:
+                column[read] = values.to(column.dtype)
+        self._batches.append(batch)
 
     def arrays(self, order: Sequence[int]) -> list[np.ndarray]:
-        """labels, predicted, confidence, top5 of all images in the order of the data, [n] each; order: theirs here."""
+        """Return labels, predicted, confidence and top5, [n] each, in the order of the data.
+
+        order: index in the data of each image, in the order in which images were added.
+        """
         in_data = np.argsort(np.asarray(order))
         return [torch.cat(parts).numpy()[in_data] for parts in zip(*self._batches, strict=True)]
 
 
 def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
-    """The class that each output in `best` [B] stands for, NO_CLASS for none; the label [B] itself where several share it.
+    """Return the class that each output in `best` [B] stands for, NO_CLASS for outputs without a class.
 
-    outputs: of each class, [classes].
+    outputs: the output of each class, [classes]. Where several classes share an output, it counts as the label [B] if that is
+    among them.
     """
     classes = torch.full((int(torch.cat((best, outputs)).max()) + 1,), NO_CLASS)
     classes[outputs] = torch.arange(len(outputs))
@@ -171,18 +176,21 @@ def class_of_output(best: Tensor, labels: Tensor, outputs: Tensor) -> Tensor:
 
 
 def predicted_by(shares: Sequence[Sequence[np.ndarray]], images: ImageList) -> Predicted:
-    """One row of what the processes predict, `Answers.arrays` of each: process r of w has the images r, r + w, r + 2 w, ..."""
-    whole = []
+    """Merge the predictions of several processes into one row; shares: `Answers.arrays` of every process, by rank.
+
+    Rank r of w has the images r, r + w, r + 2 w, ...
+    """
+    columns = []
     for parts in zip(*(share for share in shares if share), strict=True):
         values = np.empty(sum(map(len, parts)), parts[0].dtype)
         for rank, part in enumerate(parts):
             values[rank :: len(shares)] = part
-        whole.append(values)
-    return Predicted(images, *whole)
+        columns.append(values)
+    return Predicted(images, *columns)
 
 
 def read_predictions(folder: str | Path) -> Predictions | None:
-    """The predictions of the evaluation in `folder`; None where it has none. ValueError where the file is damaged."""
+    """Read predictions.npz in the folder of an evaluation; None where it is missing. ValueError where it is damaged."""
     path = Path(folder) / FILE
     if not path.exists():
         return None
@@ -201,36 +209,37 @@ def read_predictions(folder: str | Path) -> Predictions | None:
             tuple(key): Predicted(images, labels, *row) for key, *row in zip(keys, predicted, confidence, top5, strict=True)
         }
     except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: delete it, and its rows are made again by the same evaluation") from error
+        raise ValueError(f"{path} is damaged: delete it and repeat the evaluation, which computes its rows again") from error
     return Predictions(names, labels, classes, rows)
 
 
-def write_predictions(found: Mapping[Key, Predicted], folder: str | Path) -> None:
-    """Writes the rows, all of the same images, whole or not at all; the file is removed where there are none."""
-    path, rows = Path(folder) / FILE, [*found.values()]
+def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path) -> None:
+    """Write predictions.npz atomically, from predictions by `line_key`, all of the same images; without any, remove it."""
+    path, rows = Path(folder) / FILE, [*predictions.values()]
     if not rows:
         path.unlink(missing_ok=True)
         return
-    images, labels = rows[0].images, np.max([row.labels for row in rows], axis=0)  # one row may have read what another left out
+    images, labels = rows[0].images, np.max([row.labels for row in rows], axis=0)  # rows may differ in unreadable images
     largest = max(len(images.classes), *(row.predicted.max() for row in rows)) - NO_CLASS
-    smallest = np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32
+    class_dtype = np.uint16 if largest <= np.iinfo(np.uint16).max else np.uint32
     with atomic_write(path) as part, part.open("wb") as file:
         np.savez(
             file,
             names=_packed(images.names),
             classes=_packed(images.classes),
-            keys=_packed([*found]),
+            keys=_packed([*predictions]),
             labels=labels.astype(np.int32),
-            predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(smallest),
+            predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(class_dtype),
             confidence=np.stack([row.confidence for row in rows]).astype(np.float16),
             top5=np.packbits(np.stack([row.top5 for row in rows]), axis=1),
         )
 
 
 def _packed(value: Sequence[Any]) -> np.ndarray:
-    """Plain values as compressed JSON, uint8 [bytes]."""
+    """Compress a JSON-serialisable sequence: uint8 [bytes]."""
     return np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
 
 
 def _unpacked(stored: np.ndarray) -> Any:
+    """Inverse of `_packed`."""
     return json.loads(zlib.decompress(stored.tobytes()))

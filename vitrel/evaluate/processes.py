@@ -1,8 +1,7 @@
-"""One evaluation over several processes, of torchrun or of `shared_with`: each takes its share of the images, and what they
-count is added up.
+"""An evaluation over several processes, started by torchrun or by `shared_with`: each evaluates a share of the images.
 
-Only counts, sums and error texts cross between processes, so gloo serves GPUs as well as CPUs. Where one process fails, all
-end with its message instead of waiting for it.
+Processes exchange only counts, sums, predictions and error texts, so the gloo backend serves GPUs as well as CPUs. When one
+process fails, all end with its message instead of waiting for it.
 """
 
 import contextlib
@@ -22,25 +21,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitrel.evaluate.settings import own_device
+from vitrel.evaluate.settings import local_device
 from vitrel.exits import end_with_parent
 
-_PATIENCE = timedelta(days=1)  # of a process for a slower one; a dead one is noticed at once
+_TIMEOUT = timedelta(days=1)  # of a collective call, which waits for slower processes; a dead process is noticed at once
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the evaluation failed, and this one ends with it; the text is the other's."""
+    """Raised in this process because another one failed; the message is that process's error."""
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Joins the processes that torchrun started; nothing where this one runs alone."""
+    """Context with the process group of torchrun's processes; does nothing in a single process (WORLD_SIZE 1)."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
-    if torch.cuda.is_available() and own_device("cuda").index < torch.cuda.device_count():  # else `Sweep` refuses to use it
-        torch.cuda.set_device(own_device("cuda"))
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    if torch.cuda.is_available() and local_device("cuda").index < torch.cuda.device_count():  # else `Sweep` raises
+        torch.cuda.set_device(local_device("cuda"))
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         yield
     finally:
@@ -49,32 +48,33 @@ def joined() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    """Runs the block as process 0 and starts `others` more on this machine, each of which runs `work(*arguments)` and ends.
+    """Context that runs its block as process 0 beside `others` new processes, each of which runs `work(*arguments)` and ends.
 
-    The CPU's threads are divided among them: small models run faster so, and on a busy machine no thread waits for another.
-    work: a function of a module, with arguments that can be pickled. Nothing is started for 0.
+    PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each. work: a module-level
+    function whose arguments can be pickled. With others = 0 no process is started. OtherProcessError where a process dies
+    before it is ready.
     """
     if others == 0:
         yield
         return
     threads, world = torch.get_num_threads(), others + 1
     spawn = multiprocessing.get_context("spawn")
-    own = max(1, threads // world)
+    threads_each = max(1, threads // world)
     with tempfile.TemporaryDirectory() as folder:
-        meeting, started = Path(folder, "meeting").as_uri(), []
+        init_method, started = Path(folder, "rendezvous").as_uri(), []
         try:
             for rank in range(1, world):
-                ready, theirs = spawn.Pipe(duplex=False)
-                how = (theirs, meeting, rank, world, own, work, arguments)
-                process = spawn.Process(target=_run_other, args=how, daemon=True)
+                ready, child_end = spawn.Pipe(duplex=False)
+                process_args = (child_end, init_method, rank, world, threads_each, work, arguments)
+                process = spawn.Process(target=_run_other, args=process_args, daemon=True)
                 process.start()
-                theirs.close()  # so that the end of the process is the end of the pipe
+                child_end.close()  # the pipe then ends when the process ends
                 started.append((process, ready))
             for _, ready in started:
                 if not _received(ready):
-                    raise OtherProcessError("a process of the evaluation ended before it began, for want of memory perhaps")
-            torch.set_num_threads(own)
-            _meet(meeting, 0, world)
+                    raise OtherProcessError("a process of the evaluation ended while it started; memory may have run out")
+            torch.set_num_threads(threads_each)
+            _init_group(init_method, 0, world)
             yield
         finally:
             torch.set_num_threads(threads)
@@ -87,14 +87,14 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(number of this process, number of processes), (0, 1) outside `joined`."""
+    """(rank of this process, number of processes); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def on_all(work: Callable[[], Any]) -> list[Any]:
-    """What `work()` returned in each process, in their order; plain values only.
+    """Run `work()` in every process and return all results in the order of ranks; results must be picklable.
 
-    Where it raises, this process raises the same, and every other one OtherProcessError with the text.
+    Where `work()` raises, that process raises the same error, and all others raise OtherProcessError with its text.
     """
     world = rank_and_world()[1]
     if world == 1:
@@ -104,21 +104,22 @@ def on_all(work: Callable[[], Any]) -> list[Any]:
         value = work()
     except Exception as error:
         failure = error
-    found: list[Any] = [None] * world
+    gathered: list[Any] = [None] * world
     try:
-        dist.all_gather_object(found, (value, failure and f"{type(failure).__name__}: {failure}"))
+        dist.all_gather_object(gathered, (value, failure and f"{type(failure).__name__}: {failure}"))
     except RuntimeError as error:
         if failure is None:
-            raise OtherProcessError("another process ended before its work was done; its own message says why") from error
+            raise OtherProcessError("another process ended before its work was done; its output says why") from error
     if failure is not None:
         raise failure
-    for other, (_, text) in enumerate(found):
-        if text:
-            raise OtherProcessError(f"process {other} of {world}: {text}")
-    return [value for value, _ in found]
+    for rank, (_, error_text) in enumerate(gathered):
+        if error_text:
+            raise OtherProcessError(f"process {rank} of {world}: {error_text}")
+    return [value for value, _ in gathered]
 
 
 def _received(ready: Connection) -> bool:
+    """True once the process at the other end reports ready, False where it ended first."""
     try:
         return ready.recv()
     except EOFError:
@@ -126,19 +127,20 @@ def _received(ready: Connection) -> bool:
 
 
 def _run_other(
-    ready: Connection, meeting: str, rank: int, world: int, threads: int, work: Callable[..., None], arguments: tuple
+    ready: Connection, init_method: str, rank: int, world: int, threads: int, work: Callable[..., None], arguments: tuple
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 is told too, and ends this one
-    warnings.simplefilter("ignore")  # process 0 gives the same
+    """Body of a process that `shared_with` starts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 receives ctrl-c too, and ends this process
+    warnings.simplefilter("ignore")  # process 0 prints the same warnings
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     ready.send(True)
-    with contextlib.suppress(Exception):  # `on_all` tells process 0 of it
-        _meet(meeting, rank, world)
+    with contextlib.suppress(Exception):  # `on_all` passes errors to process 0
+        _init_group(init_method, rank, world)
         work(*arguments)
 
 
-def _meet(meeting: str, rank: int, world: int) -> None:
+def _init_group(init_method: str, rank: int, world: int) -> None:
     if "lo" in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else a host whose name leads nowhere could not meet itself
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=_PATIENCE)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo fails where the host's name does not resolve
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=_TIMEOUT)

@@ -1,8 +1,8 @@
-"""The results of an evaluation: the columns of its rows, the files of its folder, and its rows as one table.
+"""The output folder of an evaluation: columns of results.csv, reading and writing of its files, aggregation over seeds.
 
-results.csv, predictions.npz and translation.csv grow with every row; bad_images.csv names images that cannot be read. A row
-that is there stands for one asked for now where weights, images and settings agree (`row_key`), and rows that disagree in what
-all rows share may not stand in one table (`not_comparable`). `aggregate` makes one row of several seeds, with an interval.
+results.csv, predictions.npz and translation.csv grow with every row; bad_images.csv names images that could not be read. A row
+in the folder is reused where weights, images and settings are the same (`row_key`). Rows that differ in data, settings or
+versions may not share a table (`not_comparable`). `aggregate` merges the rows of several seeds into one, with an interval.
 """
 
 import fcntl
@@ -41,82 +41,84 @@ with optional_import():
 # Names and units as in timm's result CSVs where timm has them.
 COLUMNS = {
     "model": "timm name",
-    "model_args": "arguments it was built with where its weights do not tell them, as JSON",
+    "model_args": "arguments of the model as JSON, where the checkpoint does not contain them",
     "label": "name in tables and plots",
     "encoding": "position encoding",
     "seed": "seed of training",
-    "img_size": "evaluated at, height x width in pixels",
-    "train_size": "trained at, height x width in pixels",
-    "protocol": "scale: same field of view, objects grow; canvas: object size in pixels kept, more content or "
-    "padding; native: the whole image at its own aspect ratio",
-    "budget": "native: patch tokens of an image at most, those of img_size unless asked for by their number; else empty",
-    "policy": "policies in force, of windows, then of encodings, joined by +; none where each reads the model as trained",
-    "top1": "accuracy, percent",
+    "img_size": "size of evaluation, height x width in pixels",
+    "train_size": "size of training, height x width in pixels",
+    "protocol": "scale: same field of view, objects grow with the image; canvas: objects keep their size in pixels, a larger "
+    "image shows more content or padding; native: the whole image at its own aspect ratio",
+    "budget": "native: maximum number of patch tokens of an image, by default those of img_size; else empty",
+    "policy": "policies of windows, then of encodings, joined by +; none where all policies give the same model",
+    "top1": "top-1 accuracy, percent",
     "top1_err": "100 - top1",
     "top1_low": "lower end of the 95 % Wilson interval over images",
     "top1_high": "upper end of the 95 % Wilson interval over images",
-    "top5": "label among the 5 highest logits, percent (100 with 5 classes or fewer)",
+    "top5": "top-5 accuracy, label among the 5 highest logits, percent (100 with 5 classes or fewer)",
     "top5_err": "100 - top5",
     "nll": "mean negative log-likelihood, nats",
     "ece": "expected calibration error, percent, 15 equal bins of the confidence",
-    "n": "images",
-    "majority": "share of the most frequent class among them, percent: top1 of always answering that class",
-    "left_out": "images left out, since they cannot be read; bad_images.csv names them",
-    "retention": "top1 / top1 at the training size under the same protocol and crop",
-    "best_size": "size of the highest top1 on this model's, seed's, protocol's, crop's and policy's curve",
-    "top1_area": "mean top1 of that curve over log2 of the side, sqrt(height x width): the area under it / its width, percent",
-    "tokens": "patch tokens, class tokens not counted; native: mean over images",
+    "n": "number of images",
+    "majority": "share of the most frequent class, percent: top1 of always predicting that class",
+    "left_out": "number of images that could not be read; bad_images.csv names them",
+    "retention": "top1 / top1 at the training size, same protocol and crop",
+    "best_size": "size with the highest top1 for the same model, seed, protocol, crop and policy",
+    "top1_area": "area under the curve of top1 over log2 sqrt(height x width), divided by its width: a mean in percent",
+    "tokens": "patch tokens, without class tokens; native: mean over images",
     "window": "window of every stage in tokens, height x width; native: at img_size",
-    "pad_fraction": "share of padding in the grid that the windows of a stage cover, every stage; native: mean over images",
+    "pad_fraction": "share of padding in the grid that a stage's windows cover, for every stage; native: mean as for gflops",
     "gflops": "10^9 multiply-adds of one image's forward pass, matrix products and convolutions (timm's GMACs); native: mean "
-    "over the images of the most frequent shapes, the tallest and the widest, at which what follows is looked at too",
-    "resized": "what forward resamples or reads other than as trained at this size, and how; native: in any shape",
-    "resized_params": "number of parameter values resampled; native: in the shape with most",
-    "unseen": "share of (query, key) offset cells that no training pair had; native: in the shape with most",
-    "saturated": "the part of unseen that reads an edge value or far bucket which training did address",
-    "attention_entropy": "of a query's attention over all keys, nats, mean over queries, heads and layers",
-    "attention_span": "exp of it: tokens that equal attention to would have this entropy",
-    "attention_distance": "mean distance from a query to what it attends to, in patches of the layer's own grid",
-    "attention_distance_share": "the same as a share of the image's diagonal",
-    "attention_n": "images, the first ones, that attention was taken of",
-    "border_leak": "largest share, over the stages, of tokens that see across a border of the image; empty without windows; "
-    "native: at img_size",
-    "state_hash_before": "sha256 of the state dict before",
-    "state_hash_after": "sha256 of the state dict after",
-    "unchanged": "hashes equal and every parameter still the same object",
-    "infer_samples_per_sec": "images per second, forward passes alone",
+    "over the images of the most frequent shapes, the tallest and the widest",
+    "resized": "rules by which values are resampled, or used at offsets that were not trained; native: in any shape of gflops",
+    "resized_params": "number of parameter values resampled; native: largest over the shapes of gflops",
+    "unseen": "share of the offsets between queries and keys that did not occur in training; native: as resized_params",
+    "saturated": "the part of unseen that uses a trained edge value or far bucket; native: as resized_params",
+    "attention_entropy": "entropy of a query's attention over all keys, nats, mean over queries, heads and layers",
+    "attention_span": "exp(attention_entropy): number of tokens over which uniform attention has this entropy",
+    "attention_distance": "mean distance between a query and its keys, weighted by attention, in patches of the layer's grid",
+    "attention_distance_share": "attention_distance as a share of the image's diagonal",
+    "attention_n": "number of images, the first ones, for the attention statistics",
+    "border_leak": "largest share, over the stages, of tokens that see the opposite border of the image; empty without "
+    "windows; native: at img_size",
+    "state_hash_before": "SHA-256 of the state dict before the evaluation",
+    "state_hash_after": "SHA-256 of the state dict after it, or of the copy resized for this size where that differs",
+    "unchanged": "whether the hashes are equal and every parameter is the same object as before",
+    "infer_samples_per_sec": "images per second in forward passes, without loading",
     "peak_memory_mb": "peak memory, MiB",
-    "memory_kind": "what the peak counts",
+    "memory_kind": "what peak_memory_mb counts: GPU tensors, or the resident memory of the process",
     "batch_size": "batch size in use at the end",
-    "oom": "number of times memory ran out and the batch was halved",
-    "param_count": "parameters, millions",
-    "params": "parameters",
-    "crop_pct": "share of the resized image that the centre crop keeps; native: 1, nothing is cropped",
-    "interpolation": "resize of images",
-    "mean": "of the pixels, subtracted",
-    "std": "of the pixels, divided by",
-    "class_map": "how classes find outputs: order, wordnet (their numbers) or file (its digest); restricted: only they compete",
-    "decoder": "of images",
-    "resize_backend": "of images",
-    "dtype": "of the computation",
-    "device": "of the computation",
-    "backend": "of attention",
-    "compile": "whether by torch.compile",
-    "optimize": "whether by vitrel.optimize",
+    "oom": "number of times memory ran out and the batch size was halved",
+    "param_count": "number of parameters, millions",
+    "params": "number of parameters",
+    "crop_pct": "share of the resized image that the centre crop keeps; native: 1, without cropping",
+    "interpolation": "interpolation by which images are resized",
+    "mean": "mean of the pixels, subtracted from them",
+    "std": "standard deviation of the pixels, by which they are divided",
+    "class_map": "how classes map to outputs: order, wordnet (by WordNet ID) or file (with its digest); restricted: only the "
+    "outputs of these classes are compared",
+    "decoder": "decoder of image files",
+    "resize_backend": "library that resizes images",
+    "dtype": "precision of the computation",
+    "device": "device of the computation",
+    "backend": "attention backend",
+    "compile": "whether torch.compile was used",
+    "optimize": "whether vitrel.optimize was used",
     "data": "data evaluated on",
-    "images": "digest of the images: names, labels and contents of files; of drawn ones and own data sets, of the settings",
-    "links": "followed where images are looked for in linked folders too, else empty",
+    "images": "digest of the images: names, labels and contents of files; for generated images and data sets passed in Python, "
+    "of the settings",
+    "links": "followed where linked folders were searched for images too, else empty",
     "data_seed": "seed of generated or sampled images",
     "n_asked": "limit on the number of images, empty for all",
-    "batch_asked": "batch size asked for",
-    "python": "version",
-    "torch": "version",
-    "torchvision": "version",
-    "timm": "version",
-    "vitrel": "version",
-    "commit": "of the checkout, empty where the package is installed",
+    "batch_asked": "batch size of the settings",
+    "python": "version of Python",
+    "torch": "version of PyTorch",
+    "torchvision": "version of torchvision",
+    "timm": "version of timm",
+    "vitrel": "version of vitrel",
+    "commit": "commit of the checkout, empty for an installed package",
 }
-# which a file of an earlier version may lack
+# columns that a file of an earlier version may lack
 ADDED = (
     "saturated", "left_out", "majority", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops",
     "attention_entropy", "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std",
@@ -141,29 +143,30 @@ TEXT = (
     "torch",
     "commit",
 )
-# by which predictions and lines of translation.csv belong to a row
+# columns that identify the predictions and lines of translation.csv of a row
 LINE_KEY = ("label", "seed", "img_size", "protocol", "budget", "policy", "crop_pct")
 TRANSLATION = (*LINE_KEY, "translation", "n", "top1", "top1_low", "top1_high")
-# what must agree for a row to stand for another: all that its figures depend on, but for speed and memory. Which images there
-# are, `images` says, wherever they lie and however they were chosen; batches and threads change the last bits of logits alone
+# columns that must be equal for a row to be reused: all that its figures depend on, except speed and memory. The column images
+# identifies the images, wherever they are stored and however they were chosen; batch size and threads change only the last bits
+# of logits
 KEY = (
     "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "budget", "policy", "crop_pct",
     "interpolation", "mean", "std", "class_map", "images", "decoder", "compile", "dtype", "device", "torch", "torchvision",
     "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
-# what belongs to a model
+# the columns of KEY that belong to a model
 OF_MODEL = (
     "model", "model_args", "seed", "train_size", "interpolation", "mean", "std", "class_map", "state_hash_before",
 )  # fmt: skip
-# rows of one table agree in them, whatever the model and the place
+# the columns of KEY that must be equal in all rows of one table
 OF_ALL = tuple(name for name in KEY if name not in LINE_KEY + OF_MODEL)
-CHOICE = ("data", "links", "data_seed", "n_asked")  # by which images are chosen
+CHOICE = ("data", "links", "data_seed", "n_asked")  # columns that determine which images are used
 LINES = {"translation": TRANSLATION}
 BAD_IMAGES = "bad_images.csv"
 PAGES = ("table.md", "claims.md", "rescue.csv", "rescue.md", "plots", "pictures.json.gz", "report.html", "report.json")
-FILES = ("results.csv", PREDICTIONS, *(f"{name}.csv" for name in LINES), BAD_IMAGES, *PAGES)  # all that an evaluation writes
-WRITE_PAUSE = 10.0  # times as long as writing took, for which nothing is written again
-LOCK_PATIENCE = 10.0  # seconds for another evaluation to let go: loader processes outlive one that was killed by a few
+FILES = ("results.csv", PREDICTIONS, *(f"{name}.csv" for name in LINES), BAD_IMAGES, *PAGES)  # all files of an evaluation
+WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
+LOCK_PATIENCE = 10.0  # seconds to wait for the folder's lock: DataLoader workers outlive a killed evaluation by a few seconds
 CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
 MEANS = [
     "top1", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
@@ -172,7 +175,7 @@ MEANS = [
 
 
 def settings_columns(task: Task, sweep: Sweep) -> Row:
-    """The columns that say what was asked for, of which model and on which device."""
+    """Return the columns of a task's settings: model, data, preprocessing, options of the evaluation, device."""
     trained = task.trained
     return line_columns(task) | {
         "data": shown(sweep.data),
@@ -195,12 +198,12 @@ def settings_columns(task: Task, sweep: Sweep) -> Row:
     }
 
 
-def environment(data: str, own: bool = False) -> Row:
-    """Columns that are the same for all rows. own: images come from the user's own data set, prepared there."""
-    drawn, custom = data in SHAPES, "the data set's own" if own else ""
+def environment(data: str, custom: bool = False) -> Row:
+    """Return the columns of the software: decoder, resizing, versions. custom: data is a data set passed in Python."""
+    generated, by_user = data in SHAPES, "the data set's own" if custom else ""
     return {
-        "decoder": custom or ("drawn" if drawn else Reading().decoder),
-        "resize_backend": custom or ("drawn" if drawn else "torchvision antialiased"),
+        "decoder": by_user or ("drawn" if generated else Reading().decoder),
+        "resize_backend": by_user or ("drawn" if generated else "torchvision antialiased"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
@@ -211,7 +214,7 @@ def environment(data: str, own: bool = False) -> Row:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's architecture with the number of threads in use; "2 x ..." over two processes."""
+    """Return the GPU's name, or "cpu", its architecture and the number of threads; "2 x ..." with two processes."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -222,67 +225,72 @@ def device_name(device: torch.device) -> str:
 
 
 def row_key(row: Row) -> tuple[str, ...]:
-    """What must agree for a row to stand for another: read back from CSV, a missing number is NaN, an absent one None."""
+    """Return the columns KEY as text: rows with equal keys have equal figures, so the one in a folder is reused."""
     return tuple(_key_text(row, name) for name in KEY)
 
 
 def line_key(row: Row) -> tuple[str, ...]:
-    """By which predictions and lines of translation.csv belong to a row of results.csv."""
+    """Return the columns LINE_KEY as text, the key that joins a row, its predictions and its lines of translation.csv."""
     return tuple(_text(row[name]) for name in LINE_KEY)
 
 
 def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> str:
-    """What differs in any rows as one text, at most so many of them; "" where the rows may stand with those asked for."""
-    found = [*dict.fromkeys(text for row in rows for text in _differences(row, keys))]
-    return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
+    """Return why `rows` may not share a table with the rows of `keys`, "" where they may.
 
-
-def complete(found: Evaluated | None, task: Task, sweep: Sweep) -> bool:
-    """Whether there is a row and it holds all that is asked for now: images left out may be an error now, translations,
-    attention of another number of images and columns may be new.
+    rows: rows of a folder. keys: the columns known before an evaluation (`settings_columns`, `environment`, state_hash_before,
+    class_map, images). The text lists at most `most` differences.
     """
-    if found is None or (found.row["left_out"] and sweep.on_bad_image == "raise"):
+    differences = [*dict.fromkeys(text for row in rows for text in _differences(row, keys))]
+    return "; ".join(differences[:most]) + (f"; and {len(differences) - most} more" if len(differences) > most else "")
+
+
+def complete(evaluated: Evaluated | None, task: Task, sweep: Sweep) -> bool:
+    """Whether an existing result has all that a task needs: predictions, translations, attention of the same number of images,
+    and no unreadable images where these are errors. False for None.
+    """
+    if evaluated is None or (evaluated.row["left_out"] and sweep.on_bad_image == "raise"):
         return False
-    if found.predicted is None or found.row["ece"] != found.row["ece"]:
+    if evaluated.predicted is None or evaluated.row["ece"] != evaluated.row["ece"]:
         return False
-    there = {int(line["translation"]) for line in found.translation}
-    return sweep.attention_n in (0, found.row["attention_n"]) and set(task.translations) <= there
+    translations = {int(line["translation"]) for line in evaluated.translation}
+    return sweep.attention_n in (0, evaluated.row["attention_n"]) and set(task.translations) <= translations
 
 
 class Tables:
-    """The rows of a folder, by `line_key`, and its files, which are written as rows are added.
+    """The results of an evaluation by `line_key`, and the files of its folder, which are written as results are added.
 
-    rows: those that it holds already. names: of the images that they leave out.
+    rows: results that the folder has already. names: names of images that they could not read.
     """
 
     def __init__(self, folder: Path, rows: Iterable[Evaluated] = (), names: Iterable[str] = ()) -> None:
         self.folder = folder
-        self.rows = {line_key(one.row): one for one in rows}
-        self.bad_images = dict.fromkeys(names if any(one.row["left_out"] for one in self.rows.values()) else ())
+        self.rows = {line_key(evaluated.row): evaluated for evaluated in rows}
+        self.bad_images = dict.fromkeys(names if any(evaluated.row["left_out"] for evaluated in self.rows.values()) else ())
         self.written = len(self.rows)
-        self._unwritten, self._again = False, 0.0
+        self._unwritten, self._next_write = False, 0.0
 
-    def add(self, one: Evaluated) -> None:
-        """Adds a row, or puts it in the place of one, and writes all.
+    def add(self, evaluated: Evaluated) -> None:
+        """Add a result or replace the one with its key, and write the files.
 
-        Writing takes a tenth of the time at most, and some rows wait for the next: of thousands it takes as long as a row.
+        Writing is limited to a tenth of the time, since it takes as long as a row when there are thousands; some results are
+        written together with the next one.
         """
-        known = self.rows.get(line_key(one.row))
-        self.rows[line_key(one.row)] = one
-        if known is not None and known.predicted is one.predicted:  # it was there
+        previous = self.rows.get(line_key(evaluated.row))
+        self.rows[line_key(evaluated.row)] = evaluated
+        if previous is not None and previous.predicted is evaluated.predicted:  # the reused result itself
             return
-        self.bad_images |= dict.fromkeys(one.bad_images)
+        self.bad_images |= dict.fromkeys(evaluated.bad_images)
         self._unwritten = True
-        if time.perf_counter() > self._again:
+        if time.perf_counter() > self._next_write:
             start = time.perf_counter()
             self.write()
-            self._again = time.perf_counter() + WRITE_PAUSE * (time.perf_counter() - start)
+            self._next_write = time.perf_counter() + WRITE_PAUSE * (time.perf_counter() - start)
 
     def write(self, rows: Sequence[Row] | None = None) -> None:
-        """Writes all files; `rows` take the place of those there are, in their order."""
+        """Write all files; with `rows`, first replace the rows of all results by these, in the same order."""
         if rows is not None:
             pairs = zip(self.rows.items(), rows, strict=True)
-            self.rows = {key: one._replace(row=row) for (key, one), row in pairs}
+            self.rows = {key: evaluated._replace(row=row) for (key, evaluated), row in pairs}
         self._unwritten = False
         write_folder([*self.rows.values()], self.folder)
         if self.bad_images:
@@ -292,25 +300,25 @@ class Tables:
         self.written = len(self.rows)
 
     def write_rest(self) -> str:
-        """Writes what was not written since the last row was; what is saved then and how to go on, "" where nothing is."""
+        """Write results that are still unwritten; return a note on how many rows are saved and how to resume, "" for none."""
         if self._unwritten:
             self.write()
         rows = f"{self.written} row{'s' if self.written > 1 else ''} saved in {self.folder / 'results.csv'}"
-        return f"{rows}, the same command goes on from there" if self.written else ""
+        return f"{rows}, the same command resumes from there" if self.written else ""
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Keeps a second evaluation, whose rows would replace ours, out of the folder. BlockingIOError where one is in it."""
+    """Context that locks the folder; BlockingIOError where another evaluation is writing into it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        until = time.monotonic() + LOCK_PATIENCE
+        deadline = time.monotonic() + LOCK_PATIENCE
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > until:
-                    text = f"another evaluation is writing into {folder}: wait for its end, or give another folder"
+                if time.monotonic() > deadline:
+                    text = f"another evaluation is writing into {folder}: wait until it ends, or give another folder"
                     raise BlockingIOError(text) from None
                 time.sleep(0.2)
                 continue
@@ -323,65 +331,69 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Moves all files of the evaluation in `folder` into a new folder there, replaced-1, replaced-2, ..., and returns it."""
-    place = next(place for place in (folder / f"replaced-{n}" for n in count(1)) if not place.exists())
-    place.mkdir()
+    """Move all files of the evaluation in `folder` into a new folder in it, replaced-1, replaced-2, ..., and return that."""
+    target = next(target for target in (folder / f"replaced-{n}" for n in count(1)) if not target.exists())
+    target.mkdir()
     for name in FILES:
         if (folder / name).exists():
-            (folder / name).rename(place / name)
-    return place
+            (folder / name).rename(target / name)
+    return target
 
 
 def read_folder(folder: Path) -> list[Evaluated]:
-    """The rows of a folder with their predictions and lines, which belong to the row of their `line_key`."""
+    """Read all results of a folder: rows of results.csv with their predictions and lines of translation.csv."""
     predictions, lines = read_predictions(folder), defaultdict(list)
     for line in read_lines(folder, "translation"):
         lines[line_key(line)].append(line)
-    known = predictions.rows if predictions else {}
-    return [Evaluated(row, lines[line_key(row)], known.get(line_key(row))) for row in read_csv(folder / "results.csv")]
+    by_key = predictions.rows if predictions else {}
+    return [Evaluated(row, lines[line_key(row)], by_key.get(line_key(row))) for row in read_csv(folder / "results.csv")]
 
 
 def read_lines(folder: Path, name: str) -> list[Row]:
-    """The lines of `<name>.csv`, "translation"; none where there is no such file. ValueError where columns are missing."""
+    """Read `<name>.csv` of a folder, name "translation"; [] without the file. ValueError where columns are missing."""
     path = folder / f"{name}.csv"
     if not path.exists():
         return []
     frame = read_frame(path, ("label",))
-    if lacking := [column for column in LINES[name] if column not in frame and column not in ADDED]:
-        raise ValueError(f"{path} has no column {lacking[0]!r}: move it away and run again")
+    if missing := [column for column in LINES[name] if column not in frame and column not in ADDED]:
+        raise ValueError(f"{path} has no column {missing[0]!r}: move it away and run again")
     frame = frame.reindex(columns=list(LINES[name])).astype(object)
     return frame.where(frame.notna(), None).to_dict("records")
 
 
 def read_names(folder: Path) -> list[str]:
-    """The images of bad_images.csv, which could not be read; none where there is no such file."""
+    """Read the names of unreadable images from bad_images.csv; [] without the file."""
     return read_frame(folder / BAD_IMAGES, ("image",))["image"].tolist() if (folder / BAD_IMAGES).exists() else []
 
 
-def write_folder(done: Sequence[Evaluated], folder: Path) -> None:
-    """Writes all three; translation.csv only where content was translated. Rows come last: a row there always has its lines."""
-    write_predictions({line_key(one.row): one.predicted for one in done if one.predicted is not None}, folder)
+def write_folder(results: Sequence[Evaluated], folder: Path) -> None:
+    """Write predictions.npz, translation.csv (only where there are translations) and results.csv.
+
+    results.csv comes last: a row in it then always has its lines and predictions.
+    """
+    predictions = {line_key(evaluated.row): evaluated.predicted for evaluated in results if evaluated.predicted is not None}
+    write_predictions(predictions, folder)
     for name, columns in LINES.items():
-        lines = [line for one in done for line in getattr(one, name)]
+        lines = [line for evaluated in results for line in getattr(evaluated, name)]
         path = folder / f"{name}.csv"
         if lines or path.exists():
             write_frame(pd.DataFrame(lines, columns=list(columns)), path)
-    write_csv([one.row for one in done], folder / "results.csv")
+    write_csv([evaluated.row for evaluated in results], folder / "results.csv")
 
 
 def left_out_note(rows: Sequence[Row], folder: Path, most: int = 8) -> str:
-    """A line on the images that could not be read, with the names of the first; "" where there are none."""
+    """Return a line on the number of unreadable images, with the first `most` names; "" where there are none."""
     left_out = max(int(row["left_out"]) for row in rows)
     if not left_out:
         return ""
     names = read_names(folder)
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    which = f": {', '.join(map(shown, names[:most]))}{more}; {folder / BAD_IMAGES} lists them" if names else ""
-    return f"left out, since they cannot be read (column left_out): {left_out} of the images{which}\n"
+    listed = f": {', '.join(map(shown, names[:most]))}{more}; {folder / BAD_IMAGES} lists them" if names else ""
+    return f"left out, because they could not be read (column left_out): {left_out} images{listed}\n"
 
 
 def write_frame(frame: pd.DataFrame, path: Path) -> None:
-    """Writes a table as CSV, its text as `guarded` gives it; the file is replaced whole, an interruption leaves the old one."""
+    """Write a table as CSV atomically; text that a spreadsheet would run as a formula is escaped (`guarded`)."""
     text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
     safe = frame.assign(**{name: frame[name].map(guarded) for name in text})
     with atomic_write(path) as part:
@@ -389,20 +401,20 @@ def write_frame(frame: pd.DataFrame, path: Path) -> None:
 
 
 def read_frame(path: Path, text: Iterable[str]) -> pd.DataFrame:
-    """A table that `write_frame` wrote, whose columns `text` are read as text though they may hold numbers alone."""
+    """Read a table of `write_frame`; the columns `text` are read as text even if all their values are numbers."""
     frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(text, str), encoding="utf-8")
-    found = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
-    return frame.assign(**{name: frame[name].map(unguarded) for name in found})
+    text_columns = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
+    return frame.assign(**{name: frame[name].map(unguarded) for name in text_columns})
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes all rows with the columns of COLUMNS by `write_frame`."""
+    """Write rows as results.csv, with the columns COLUMNS."""
     write_frame(pd.DataFrame(rows, columns=list(COLUMNS)), path)
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a CSV written by `write_csv`, of this version or before the columns ADDED, which are then empty; none
-    if there is no such file. ValueError when other columns are missing.
+    """Read the rows of results.csv; [] without the file. Columns of ADDED may be missing (files of earlier versions) and are
+    then empty or derived; ValueError when others are missing.
     """
     if not path.exists():
         return []
@@ -411,23 +423,24 @@ def read_csv(path: Path) -> list[Row]:
     except pd.errors.EmptyDataError:
         frame = pd.DataFrame()
     if "saturated" not in frame and {"unseen", "resized"} <= set(frame):
-        # in files without the column only clipped tables read a trained edge, and at every unseen offset
+        # in files without the column only clipped tables used a trained edge value, and did so at every unseen offset
         frame["saturated"] = frame["unseen"].where(frame["resized"].str.contains("clip"), 0.0)
-    if "data" in frame and "majority" not in frame:  # at least the even share, which is known of what the package draws
+    if "data" in frame and "majority" not in frame:  # generated images: equal shares, a lower bound
         frame["majority"] = frame["data"].map({name: 100 / len(class_names(name)) for name in SHAPES})
     if "n" in frame and "left_out" not in frame:
-        frame["left_out"] = 0  # such an image ended the evaluation
-    if lacking := [name for name in COLUMNS if name not in frame and name not in ADDED]:
-        raise ValueError(f"{path} is not a results file of this version (no column {lacking[0]!r}): move it away and run again")
+        frame["left_out"] = 0  # an unreadable image ended the evaluation
+    if missing := [name for name in COLUMNS if name not in frame and name not in ADDED]:
+        raise ValueError(f"{path} is not a results file of this version (no column {missing[0]!r}): move it away and run again")
     return frame.reindex(columns=list(COLUMNS)).to_dict("records")
 
 
 def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
-    """One row per (label, protocol, policy, img_size): means over seeds, `seeds`, and the 95 % interval `low`, `high` of top1.
+    """Aggregate rows over seeds: one row per (label, protocol, policy, img_size), with means of MEANS.
 
-    `interval` says how it is made, see `top1_interval`. Where models were evaluated with several crops, each is a protocol of
-    its own, "scale, crop 0.875"; so are budgets of tokens at native shape where a size has several, "native, 200 tokens".
-    Ordered as the models came, then by image area.
+    New columns: seeds (their number), low and high (95 % interval of top1), and interval (its kind, see `top1_interval`).
+    Where a model was evaluated with several crops, each becomes a protocol, "scale, crop 0.875"; so does each token budget of
+    the native protocol where a size has several, "native, 200 tokens". Order: models as given, scale protocol first, other
+    protocols by name, policy, image area.
     """
     frame = pd.DataFrame(rows)
     for name in (name for name in ADDED if name not in frame):
@@ -436,9 +449,9 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     if frame.groupby(["label", "protocol"])["crop_pct"].nunique().max() > 1:
         frame["protocol"] = [f"{name}, crop {crop:g}" for name, crop in zip(frame["protocol"], frame["crop_pct"], strict=True)]
     if frame.groupby(["label", "img_size"])["budget"].nunique().max() > 1:
-        known = zip(frame["protocol"], frame["budget"], strict=True)
-        frame["protocol"] = [name if pd.isna(budget) else f"{name}, {budget:g} tokens" for name, budget in known]
-    order = {label: place for place, label in enumerate(dict.fromkeys(frame["label"]))}
+        pairs = zip(frame["protocol"], frame["budget"], strict=True)
+        frame["protocol"] = [name if pd.isna(budget) else f"{name}, {budget:g} tokens" for name, budget in pairs]
+    order = {label: index for index, label in enumerate(dict.fromkeys(frame["label"]))}
     merged = []
     for _, group in frame.groupby(CURVE, sort=False, dropna=False):
         first = group.iloc[0].to_dict() | group[MEANS].mean().to_dict()
@@ -460,65 +473,66 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def by_area(size: str) -> tuple[int, int]:
-    """The key by which sizes such as "64x96" are sorted: by area, of one area by height."""
+    """Sort key (area, height) of a size such as "64x96"."""
     height, width = parse_size(size)
     return height * width, height
 
 
 def top1_interval(top1: Sequence[float], n: int) -> tuple[float, float, str]:
-    """95 % interval of the mean of one model's top-1 in percent, one for each seed, on the same n images; and how it is made.
+    """95 % interval of a model's mean top-1: (low, high, description), in percent.
 
-    Student's over seeds where there are two or more, never narrower than Wilson's over images: the same images judge every
-    seed, so more seeds do not lessen their chance. Else it is Wilson's.
+    top1: one value per seed, all on the same n images. With one seed it is Wilson's interval over images. With more it is
+    Student's over seeds, widened to include Wilson's, since all seeds share the sampling error of the images.
     """
     low, high = wilson(round(n * sum(top1) / len(top1) / 100), n)
     kind = f"Wilson over {n:,} images"
     if len(top1) > 1:
-        around = t_interval(top1)
-        low, high, kind = min(low, around[0]), max(high, around[1]), f"t over {len(top1)} seeds, at least {kind}"
+        over_seeds = t_interval(top1)
+        low, high, kind = min(low, over_seeds[0]), max(high, over_seeds[1]), f"t over {len(top1)} seeds, at least {kind}"
     return max(0.0, low), min(100.0, high), kind
 
 
 def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """(label, policy, rows) of an aggregated table: one curve per policy a model was evaluated with.
+    """Yield (label, policy, rows) of an aggregated table: the curve over sizes of every model under every policy.
 
-    Sizes at which a policy makes no difference belong to every curve of their model: "none" to all, "keep" to
-    "geometric+keep" and "clip+keep"; and to "divisor" the sizes at which the trained window divides the grid.
+    A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
+    "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
     """
     for label, group in table.groupby("label", sort=False):
         parts = {policy: policy_parts(policy) for policy in group["policy"].unique()}
-        for policy, own in parts.items():
-            if any(own < other for other in parts.values()):
+        for policy, names in parts.items():
+            if any(names < larger for larger in parts.values()):
                 continue
-            fixed = {"fixed" if name in WINDOW_POLICIES else name for name in own}
-            at = list(zip(group["protocol"], group["img_size"], strict=True))
-            direct = [parts[name] <= own for name in group["policy"]]
-            there = {place for place, is_there in zip(at, direct, strict=True) if is_there}
-            chosen = [d or (a not in there and parts[n] <= fixed) for d, a, n in zip(direct, at, group["policy"], strict=True)]
-            yield label, policy, group[chosen]
+            fixed = {"fixed" if name in WINDOW_POLICIES else name for name in names}
+            keys = list(zip(group["protocol"], group["img_size"], strict=True))
+            direct = [parts[name] <= names for name in group["policy"]]
+            covered = {key for key, is_direct in zip(keys, direct, strict=True) if is_direct}
+            rows = zip(direct, keys, group["policy"], strict=True)
+            yield label, policy, group[[is_direct or (key not in covered and parts[n] <= fixed) for is_direct, key, n in rows]]
 
 
 def with_curves(rows: Sequence[Row]) -> list[Row]:
-    """The rows with best_size and top1_area of their curve, empty in rows that several policies' curves share."""
+    """Return the rows with best_size and top1_area of their curve; empty in a row that belongs to several curves."""
     frame = pd.DataFrame(rows)
-    found: dict[int, Row] = {}
-    shared: dict[int, list[Row]] = defaultdict(list)
+    by_policy: dict[int, Row] = {}
+    summaries: dict[int, list[Row]] = defaultdict(list)
     for _, group in frame.groupby(["label", "seed", "protocol", "crop_pct"], sort=False, dropna=False):
         for _, policy, curve in curves(group):
             summary = curve_summary(curve)
-            for place, own in zip(curve.index, curve["policy"] == policy, strict=True):
-                shared[place].append(summary)
-                if own:
-                    found[place] = summary
+            for index, has_policy in zip(curve.index, curve["policy"] == policy, strict=True):
+                summaries[index].append(summary)
+                if has_policy:
+                    by_policy[index] = summary
     empty = {"best_size": "", "top1_area": math.nan}
-    alone = {place: several[0] for place, several in shared.items() if len(several) == 1}
-    return [row | found.get(place, alone.get(place, empty)) for place, row in enumerate(rows)]
+    unique = {index: several[0] for index, several in summaries.items() if len(several) == 1}
+    return [row | by_policy.get(index, unique.get(index, empty)) for index, row in enumerate(rows)]
 
 
 def curve_summary(curve: pd.DataFrame) -> Row:
-    """best_size, that of the highest top1, and top1_area: the mean of top1 over log2 of the side sqrt(h w), by trapezoids.
+    """Return {best_size, top1_area} of a curve: the size of the highest top1, and the mean of top1 over log2 sqrt(h w).
 
-    Sizes of one area count once, with their mean; NaN where all sizes are of one area.
+    The mean is the area by trapezoids divided by the width. Sizes of equal area count once, with their mean; NaN where all
+    sizes have the same area.
     """
     area = curve["img_size"].map(lambda size: math.prod(parse_size(size)))
     top1 = curve.groupby(area)["top1"].mean().sort_index()
@@ -530,47 +544,49 @@ def curve_summary(curve: pd.DataFrame) -> Row:
 
 
 def _differences(row: Row, keys: Sequence[Row]) -> list[str]:
-    """Why a row may not stand in one table with those asked for, whose `keys` these are: "dtype: float32 there, bfloat16 now".
+    """Why a row may not share a table with the rows of `keys`, as texts such as "dtype: float32 there, bfloat16 now".
 
-    Data, settings, devices and versions have to agree, and of a model that is asked for too all that is its own: other weights
-    under the same label would count as another seed of it.
+    Data, settings, devices and versions have to be equal, and the model's columns too where `keys` has its label: other weights
+    under the same label would be taken for another seed.
     """
-    own = [key for key in keys if key["label"] == row["label"]]
-    names = OF_ALL + OF_MODEL if own else OF_ALL
-    found = [[name for name in names if _key_text(row, name) != _key_text(key, name)] for key in own or keys]
-    least = min(found, key=len, default=[])
-    if not least:
+    same_label = [key for key in keys if key["label"] == row["label"]]
+    names = OF_ALL + OF_MODEL if same_label else OF_ALL
+    by_key = [[name for name in names if _key_text(row, name) != _key_text(key, name)] for key in same_label or keys]
+    fewest = min(by_key, key=len, default=[])
+    if not fewest:
         return []
-    near = (own or keys)[found.index(least)]
-    return [_difference(name, row, near) for name in least]
+    nearest = (same_label or keys)[by_key.index(fewest)]
+    return [_difference(name, row, nearest) for name in fewest]
 
 
 def _difference(name: str, row: Row, key: Row) -> str:
+    """The difference of one column between a row of the folder and the key of a new row, in words."""
     if name == "images":
-        chosen = [_difference(one, row, key) for one in CHOICE if _text(row[one]) != _text(key[one])]
+        choices = [_difference(column, row, key) for column in CHOICE if _text(row[column]) != _text(key[column])]
         if not _text(row[name]):
-            chosen.append("rows of an earlier version, which does not tell by which images they were made")
-        if chosen:
-            return f"other images ({', '.join(chosen)})"
-        return f"the data changed: {key['data']} holds other images, labels or contents of files now"
+            choices.append("rows of an earlier version do not record which images they used")
+        if choices:
+            return f"other images ({', '.join(choices)})"
+        return f"the data changed: images, labels or file contents of {key['data']} differ now"
     then, now = (_text(value) or "none" for value in (row[name], key[name]))
     if name == "state_hash_before":
         return f"other weights of {row['label']} (SHA-256 {then:.8} there, {now:.8} now)"
-    whose = f" of {row['label']}" if name in OF_MODEL else ""
-    return f"{name}{whose}: {then} there, {now} now"
+    model = f" of {row['label']}" if name in OF_MODEL else ""
+    return f"{name}{model}: {then} there, {now} now"
 
 
 def _key_text(row: Row, name: str) -> str:
-    """What `row_key` compares of a column: of the device all but the numbers of processes and threads, which change no figure
-    but speed and memory.
+    """A column as text for `row_key`; of the device without the numbers of processes and threads, which affect only speed and
+    memory.
     """
     text = _text(row[name])
     return re.sub(r"^\d+ x |, \d+ threads?$", "", text) if name == "device" else text
 
 
 def _text(value: Any) -> str:
+    """A value as text, equal for a value in memory and read back from CSV (None and NaN, 3 and 3.0)."""
     if value is None or value != value:
         return ""
-    if isinstance(value, float):  # of a column with empty cells pandas makes whole numbers floats
+    if isinstance(value, float):  # pandas reads whole numbers as floats where a column has empty cells
         return str(int(value)) if value.is_integer() else f"{value:g}"
     return str(value)

@@ -1,7 +1,7 @@
-"""Runs an evaluation: every task of a sweep becomes a row, in a folder or as a DataFrame.
+"""Running a whole evaluation: every task of a sweep becomes a row, in a folder or a DataFrame.
 
-`run_sweep` writes a folder, `describe_tasks` says what that would do, `at_sizes` is for notebooks, and `evaluate_rows` is the
-loop below them.
+`run_sweep` writes a folder, `describe_tasks` is its dry run, `at_sizes` returns a DataFrame, for notebooks, and `evaluate_rows`
+is the loop over tasks that they share.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,8 @@ from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
 from vitrel.evaluate.processes import on_all, rank_and_world
-from vitrel.evaluate.report import Claim, judge, markdown, table_page
+from vitrel.evaluate.report import Claim, judge, markdown, summary, table_page
+from vitrel.evaluate.report.answers import Answer, answers_of
 from vitrel.evaluate.rescue import write_rescue
 from vitrel.evaluate.results import (
     COLUMNS,
@@ -63,33 +64,33 @@ def at_sizes(
     restrict: bool = False,
     **settings: Any,
 ) -> pd.DataFrame:
-    """Evaluates a model at many sizes: one row per size, protocol, crop and policy, with the columns of results.csv.
+    """Evaluate a model at many image sizes: one row per size, protocol, crop and policy, with the columns of results.csv.
 
     >>> vitrel.evaluate.at_sizes(model, "shapes", [48, 64, "64x96"], n=200)[["img_size", "policy", "top1", "resized"]]
 
     Args:
-        model: ours or timm's, trained; or the path of a checkpoint of vitrel train. It is left as it was.
-        data: what `create_dataset` takes; or a data set of (uint8 [3, h, w] or PIL image, label), prepared here as folders are;
-            or a function from (H, W) to a data set of (normalised float32 [3, H, W], label), for which there is one protocol,
-            "scale". With `.classes`, a list of names, where the labels stand for names.
-        sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). The size
-            of training is evaluated too.
+        model: a trained classifier of vitrel or timm, or the path of a checkpoint of vitrel train. It is not changed.
+        data: a name or folder that `create_dataset` takes; or a data set of (uint8 [3, h, w] or PIL image, label), which is
+            preprocessed as a folder is; or a function from (H, W) to a data set of (normalised float32 [3, H, W], label), for
+            which the only protocol is "scale". An attribute `classes` of the data set gives names of classes, by label.
+        sizes: in pixels, 96, "160x224" or (160, 224), height first; or budgets of patch tokens, "196t" or Budget(196). The
+            training size is evaluated too.
         label: the model's name in the table.
-        img_size: (h, w) in pixels the model was trained at, by default that of its `pretrained_cfg`.
-        preprocessing: any of mean, std, crop_pct, interpolation, in the place of those of the `pretrained_cfg`.
-        class_indices: {class of the data: index of the model's output}, where they are not in order.
-        restrict: only the outputs of the data's classes compete.
-        settings: those of `Sweep`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
+        img_size: training size (h, w) in pixels, by default that of the model's `pretrained_cfg`.
+        preprocessing: any of mean, std, crop_pct, interpolation, instead of those of the `pretrained_cfg`.
+        class_indices: {class of the data: index of the model's output}, where the order of classes and outputs differs.
+        restrict: compare only the logits of the data's classes.
+        settings: fields of `Sweep`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
 
     Raises:
-        ValueError: for settings, classes, data or sizes that do not fit.
+        ValueError: for invalid settings, for data or classes that do not fit the model, and for unsupported sizes.
     """
-    about = dict(label=label, img_size=img_size, preprocessing=preprocessing, outputs=class_indices, restrict=restrict)
-    trained = _as_trained(model, about)
+    options = dict(label=label, img_size=img_size, preprocessing=preprocessing, outputs=class_indices, restrict=restrict)
+    trained = _as_trained(model, options)
     if not isinstance(data, (str, Path)) and not isinstance(data, Dataset):
         settings = {"protocols": ("scale",)} | settings
         if tuple(settings["protocols"]) != ("scale",):
-            raise ValueError("a function from size to data decides itself how images fill a size: protocols=('scale',)")
+            raise ValueError("a function from size to data resizes images itself: only protocols=('scale',) is possible")
     for name in ("protocols", "policies"):
         if settings.get(name) is not None:
             settings[name] = tuple(settings[name])
@@ -102,9 +103,9 @@ def at_sizes(
         check_data(sweep, trained.img_size, sizes_of(trained, sweep))
     images = Images(sweep, source)
     tasks = _keyed_tasks([trained], sweep, images)
-    with _left_as_it_was(trained.model), progress(len(tasks), "rows") as tell:
-        found = _measured(lambda: tasks, sweep, images, (), lambda task, share: tell(share, task.name))
-        rows = with_curves([one.row for one in found])
+    with _restored(trained.model), progress(len(tasks), "rows") as advance:
+        results = _measured(lambda: tasks, sweep, images, (), lambda task, share: advance(share, task.name))
+        rows = with_curves([evaluated.row for evaluated in results])
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -119,16 +120,18 @@ def run_sweep(
     photographs: bool = True,
     rescue: bool = False,
 ) -> list[Row]:
-    """Evaluates all of `tasks_of(models, sweep)` and writes results.csv, predictions.npz, translation.csv (where content is
-    translated), bad_images.csv (where some cannot be read), table.md, claims.md (where there are claims) and plots/*.png into
-    `folder`; with `report`, pictures.json.gz, report.html and report.json too; with `rescue`, rescue.csv and rescue.md (see
-    vitrel.evaluate.rescue). photographs: whether images of the data may be in the report.
+    """Evaluate all tasks of `tasks_of(models, sweep)`, write the results into `folder`, and return the rows of its results.csv.
 
-    No row is ever lost. Rows in `folder` that stem from the same weights, data and settings are not made again, and those at
-    other sizes, protocols, policies or of other models stay beside the new ones. Where rows there may not stand in one table
-    with the new ones (`not_comparable`), a ValueError says what differs before anything is computed. With `replace`, all files
-    of an evaluation with any row that is not asked for now are moved into a folder replaced-1 there, which is printed; rows
-    that are asked for stay. Tables are written as they grow. An exception gets a note (`add_note`) of how many rows are saved.
+    Writes results.csv, predictions.npz, translation.csv (with translations), bad_images.csv (with unreadable images), table.md,
+    claims.md (with claims) and plots/*.png; with `report`, pictures.json.gz, report.html and report.json; with `rescue`,
+    rescue.csv and rescue.md (`vitrel.evaluate.rescue`). Prints progress, then the answers and accuracy tables. title: of the
+    page and plots. photographs: whether the report may contain images of the data.
+
+    Rows in `folder` of the same weights, data and settings are reused, and rows of other models, sizes, protocols or policies
+    are kept beside the new ones. ValueError, before anything is computed, where rows in the folder and new ones may not share a
+    table (`not_comparable`). With `replace`, where the folder has rows that are not among these tasks, its files are first
+    moved into a folder replaced-1 in it (the path is printed), and only rows of these tasks are kept. Files are written as
+    rows are added; after an exception, a note on it (`add_note`) says how many rows are saved.
     """
     for train_size, sizes in dict.fromkeys((trained.img_size, sizes_of(trained, sweep)) for trained in models):
         check_data(sweep, train_size, sizes)
@@ -139,24 +142,25 @@ def run_sweep(
         tables = _opened([key for _, key in tasks], folder, replace)
         print(_header(models, sweep, tasks, images, tables), flush=True)
         try:
-            with progress(len(tasks), "rows") as tell:
-                done = [*tables.rows.values()]
-                for one in _measured(lambda: tasks, sweep, images, done, lambda task, share: tell(share, task.name)):
-                    tables.add(one)
-            rows = with_curves([one.row for one in tables.rows.values()])
+            with progress(len(tasks), "rows") as advance:
+                previous = [*tables.rows.values()]
+                for result in _measured(lambda: tasks, sweep, images, previous, lambda task, share: advance(share, task.name)):
+                    tables.add(result)
+            rows = with_curves([result.row for result in tables.rows.values()])
             tables.write(rows)
             if rescue:
                 write_rescue(models, sweep, images, folder)
-            _show(rows, folder, shown(title), claims)
+            answers = answers_of(rows, folder)
+            _show(rows, folder, shown(title), claims, answers)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
-                # pictures run the models, and the page brings in plotly: only where they are wanted
+                # imported here, because the page needs plotly
                 from vitrel.evaluate.report.html import write_html
                 from vitrel.evaluate.report.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
-                write_html(folder, shown(title), photographs)
+                write_html(folder, shown(title), photographs, answers)
         except BaseException as error:
             saved = tables.write_rest()
             if isinstance(error, RuntimeError) and out_of_memory(error):
@@ -167,32 +171,32 @@ def run_sweep(
 
 
 def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replace: bool = False) -> str:
-    """The rows of `tasks_of(models, sweep)` as a Markdown table: what would be resized, what it costs, whether `folder` has it.
+    """Return the dry run of `run_sweep` as text: a Markdown table with a line per task (resampling, cost, whether `folder` has
+    it), and what would happen to other rows in `folder`.
 
-    Other rows there that would be refused or moved aside (`run_sweep`) are told. Raises as the evaluation would: ValueError
-    for a size that a model cannot take, or for classes that do not fit.
+    Raises ValueError as the evaluation would, for sizes that a model does not support and classes that do not match.
     """
-    done, images, known = read_folder(folder), Images(sweep), {}
-    found, tasks = _known_rows(lambda: _keyed_tasks(models, sweep, images), done)
+    previous, images, static = read_folder(folder), Images(sweep), {}
+    by_key, tasks = _gathered(lambda: _keyed_tasks(models, sweep, images), previous)
     lines, ready, counts = [], 0, set()
     check_tasks([task for task, _ in tasks], sweep, images)
     for task, key in tasks:
         counts.add(len(images.dataset(task.preprocessing)))
-        place = id(task.trained), task.size, task.budget, task.policy
-        if place not in known:
-            known[place] = static_columns_of(task, images)
-        is_done = complete(found.get(row_key(key)), task, sweep)
+        configuration = id(task.trained), task.size, task.budget, task.policy
+        if configuration not in static:
+            static[configuration] = static_columns_of(task, images)
+        is_done = complete(by_key.get(row_key(key)), task, sweep)
         ready += is_done
-        lines.append(_line(task, known[place], is_done))
+        lines.append(_line(task, static[configuration], is_done))
     number = " or ".join(f"{count:,}" for count in sorted(counts))
     pixels = ", ".join(map(str, sweep.translations))
     translated = f", translated by {pixels} px at the training size" if pixels else ""
-    others, differ = _not_asked(done, [key for _, key in tasks])
+    others, difference = _other_rows(previous, [key for _, key in tasks])
     note = ""
     if others and replace:
-        note = f"{len(others)} other rows there would be moved aside.\n"
-    elif differ:
-        note = f"Rows there may not stand in one table with these ({differ}): give another --out, or --replace.\n"
+        note = f"{len(others)} other rows there would be moved into a folder replaced-N.\n"
+    elif difference:
+        note = f"Rows there may not share a table with these ({difference}): give another --out, or --replace.\n"
     return (
         f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{translated}; {ready} of them are in {folder} "
         f"already. GFLOPs: 10^9 multiply-adds per image.\n{note}"
@@ -202,138 +206,142 @@ def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replac
 def evaluate_rows(
     models: Sequence[Trained],
     sweep: Sweep,
-    done: Iterable[Evaluated] = (),
+    previous: Iterable[Evaluated] = (),
     advance: Callable[[Task, float], None] = lambda task, share: None,
     source: Source | None = None,
 ) -> Iterator[Evaluated]:
-    """Yields the rows of `tasks_of(models, sweep)` in its order, each once its model has seen all images.
+    """Yield the result of every task of `tasks_of(models, sweep)`, in its order, as soon as it is measured.
 
-    Rows in `done` (of process 0) that were made from the same weights, data and settings are passed on instead of being made
-    again. `advance(task, share)` is called as images are seen; the shares of a task add up to 1. source: see `Images`.
+    previous: existing results (of process 0), which are yielded instead where they have the same weights, data and settings.
+    `advance(task, share)` is called after every batch; the shares of a task add up to 1. source: see `Images`. The columns
+    best_size and top1_area are left empty (`with_curves` fills them).
     """
     images = Images(sweep, source)
-    yield from _measured(lambda: _keyed_tasks(models, sweep, images), sweep, images, done, advance)
+    yield from _measured(lambda: _keyed_tasks(models, sweep, images), sweep, images, previous, advance)
 
 
 def _measured(
     keyed: Callable[[], list[tuple[Task, Row]]],
     sweep: Sweep,
     images: Images,
-    done: Iterable[Evaluated],
+    previous: Iterable[Evaluated],
     advance: Callable[[Task, float], None],
 ) -> Iterator[Evaluated]:
     """`evaluate_rows` of the tasks that `keyed` returns, see `_keyed_tasks`."""
-    kept, tasks = _known_rows(keyed, done)
-    reference: dict[tuple[int, str, float], float] = {}
+    by_key, tasks = _gathered(keyed, previous)
+    reference: dict[tuple[int, str, float], float] = {}  # top-1 at the training size, by model, protocol and crop
     static: dict[tuple, Row] = {}
     check_tasks([task for task, _ in tasks], sweep, images)
     for task, key in tasks:
-        former = found = kept.get(row_key(key))
-        if not complete(found, task, sweep):
-            place = task.trained.name, task.trained.label, task.size, task.budget, task.policy  # which seeds share
-            if place not in static:
-                how = sweep.border_leak, sweep.batch_size
-                # where several processes share the work the last one measures attention meanwhile, and the first alone writes
-                own = rank_and_world()[0] == 0
-                static[place] = static_columns_of(task, images, *how) if own else {}
-            found = measure(task, sweep, images, advance)
-            found = found._replace(row=key | static[place] | found.row, translation=_all_translations(former, found))
+        former = result = by_key.get(row_key(key))
+        if not complete(result, task, sweep):
+            configuration = task.trained.name, task.trained.label, task.size, task.budget, task.policy  # seeds share it
+            if configuration not in static:
+                # only process 0 writes rows; of several processes the last one measures attention meanwhile
+                first = rank_and_world()[0] == 0
+                static[configuration] = static_columns_of(task, images, sweep.border_leak, sweep.batch_size) if first else {}
+            result = measure(task, sweep, images, advance)
+            row = key | static[configuration] | result.row
+            result = result._replace(row=row, translation=_all_translations(former, result))
         else:
             advance(task, 1.0)
-        row, curve = found.row, (id(task.trained), task.protocol, task.crop_pct)
-        if task.size == task.trained.img_size:  # comes first, at native shape with the tokens of that size
+        row, curve = result.row, (id(task.trained), task.protocol, task.crop_pct)
+        if task.size == task.trained.img_size:  # comes first; in the native protocol its first budget is that of the size
             reference.setdefault(curve, row["top1"])
-        at_training = reference.get(curve, 0.0)  # it may be skipped
+        at_training = reference.get(curve, 0.0)  # 0 where the training size is skipped
         retention = round(row["top1"] / at_training, 4) if at_training else float("nan")
-        yield found._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
+        yield result._replace(row=row | {"retention": retention, "best_size": "", "top1_area": float("nan")})
 
 
 def _keyed_tasks(models: Sequence[Trained], sweep: Sweep, images: Images) -> list[tuple[Task, Row]]:
     """Every task of a sweep with the columns that are known before it runs."""
-    same, of_model = environment(sweep.data, images.source is not None), {}
+    common, of_model = environment(sweep.data, images.source is not None), {}
     tasks = tasks_of(models, sweep)
     for task in tasks:
         if id(task.trained) not in of_model:
-            how = class_map(task.trained, class_names_of(task, images))
-            of_model[id(task.trained)] = {"class_map": how, "state_hash_before": state_hash(task.trained.model)}
-    same |= {"images": images.digest(tasks[0].preprocessing)} if tasks else {}
-    return [(task, settings_columns(task, sweep) | same | of_model[id(task.trained)]) for task in tasks]
+            mapping = class_map(task.trained, class_names_of(task, images))
+            of_model[id(task.trained)] = {"class_map": mapping, "state_hash_before": state_hash(task.trained.model)}
+    common |= {"images": images.digest(tasks[0].preprocessing)} if tasks else {}
+    return [(task, settings_columns(task, sweep) | common | of_model[id(task.trained)]) for task in tasks]
 
 
-def _known_rows(
-    keyed: Callable[[], list[tuple[Task, Row]]], done: Iterable[Evaluated]
+def _gathered(
+    keyed: Callable[[], list[tuple[Task, Row]]], previous: Iterable[Evaluated]
 ) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Task, Row]]]:
-    """What process 0 has done already, by `row_key`, and the tasks. ValueError where the processes hold different weights."""
+    """The existing results of process 0 by `row_key`, and the tasks; ValueError where processes differ in weights or images."""
     tasks: list[tuple[Task, Row]] = []
 
-    def own() -> tuple[list[Evaluated], list[str], list[str]]:
+    def of_this_process() -> tuple[list[Evaluated], list[str], list[str]]:
         tasks[:] = keyed()
-        return [*done], [key["state_hash_before"] for _, key in tasks], [key["images"] for _, key in tasks]
+        return [*previous], [key["state_hash_before"] for _, key in tasks], [key["images"] for _, key in tasks]
 
-    (found, hashes, digests), *others = on_all(own)
+    (results, hashes, digests), *others = on_all(of_this_process)
     if any(other != hashes for _, other, _ in others):
         raise ValueError("the processes hold different weights: give all of them the same checkpoints")
     if any(other != digests for *_, other in others):
         raise ValueError("the processes see different images: give all of them the same data")
-    return {row_key(one.row): one for one in found}, tasks
+    return {row_key(result.row): result for result in results}, tasks
 
 
-def _all_translations(former: Evaluated | None, found: Evaluated) -> list[Row]:
-    """The lines of translation.csv of a row that was made again for further ones: of those not made now the former lines."""
-    made = {line["translation"] for line in found.translation}
-    kept = [line for line in former.translation if line["translation"] not in made] if former else []
-    return sorted([*kept, *found.translation], key=lambda line: line["translation"])
+def _all_translations(former: Evaluated | None, new: Evaluated) -> list[Row]:
+    """The lines of translation.csv of a repeated task: the new ones, and former ones of other translations."""
+    repeated = {line["translation"] for line in new.translation}
+    kept = [line for line in former.translation if line["translation"] not in repeated] if former else []
+    return sorted([*kept, *new.translation], key=lambda line: line["translation"])
 
 
 def _header(models: Sequence[Trained], sweep: Sweep, keyed: Sequence[tuple[Task, Row]], images: Images, tables: Tables) -> str:
-    """What is evaluated, on what, and where the results go, in three lines."""
+    """Three lines printed at the start: the models, the images and sizes, the number of rows and the output folder."""
     tasks = [task for task, _ in keyed]
-    named = [f"{one.label} ({one.model.num_classes} classes, trained at {format_size(one.img_size)} px)" for one in models]
+    texts = [
+        f"{model.label} ({model.model.num_classes} classes, trained at {format_size(model.img_size)} px)" for model in models
+    ]
     sizes = ", ".join(dict.fromkeys(format_size(task.size) for task in tasks))
-    found = {row_key(one.row): one for one in tables.rows.values()}
-    ready = sum(complete(found.get(row_key(key)), task, sweep) for task, key in keyed)
+    by_key = {row_key(result.row): result for result in tables.rows.values()}
+    ready = sum(complete(by_key.get(row_key(key)), task, sweep) for task, key in keyed)
     count = f"{len(images.dataset(tasks[0].preprocessing)):,} " if tasks else ""
     return (
-        f"evaluating {', '.join(dict.fromkeys(named))}\n"
+        f"evaluating {', '.join(dict.fromkeys(texts))}\n"
         f"on {count}images of {shown(sweep.data)} at {sizes} px, protocol {' and '.join(sweep.protocols)}\n"
-        f"{len(tasks)} rows, {ready} of them made already; output folder {tables.folder}"
+        f"{len(tasks)} rows, {ready} of them done already; output folder {tables.folder}"
     )
 
 
 def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
-    """The folder with the rows that stay there; see `run_sweep`."""
-    found, names = read_folder(folder), read_names(folder)
-    others, why = _not_asked(found, keys)
-    if why and not replace:
+    """The tables of the folder with the rows that are kept, see `run_sweep`; keys: of the tasks."""
+    results, names = read_folder(folder), read_names(folder)
+    others, difference = _other_rows(results, keys)
+    if difference and not replace:
         raise ValueError(
-            f"{folder} holds rows that may not stand in one table with those asked for now ({why}). Nothing was computed. Give "
-            f"another folder (--out), or --replace, which first moves what is in {folder} into a folder of its own there"
+            f"{folder} holds rows that may not share a table with the new ones ({difference}). Nothing was computed. Give "
+            f"another folder (--out), or --replace, which first moves the files in {folder} into a folder replaced-N in it"
         )
     if not replace or not others:
-        return Tables(folder, found, names)
-    asked = {row_key(key) for key in keys}
-    place, rest = set_aside(folder), [one for one in found if row_key(one.row) in asked]
-    tables = Tables(folder, rest, names)
-    if rest:
+        return Tables(folder, results, names)
+    of_tasks = {row_key(key) for key in keys}
+    moved_to, kept = set_aside(folder), [result for result in results if row_key(result.row) in of_tasks]
+    tables = Tables(folder, kept, names)
+    if kept:
         tables.write()
     print(
-        f"{len(others)} of the {len(found)} rows in {folder} are not asked for now{f' ({why})' if why else ''}: the evaluation "
-        f"that was there is in {place}, {len(rest)} rows of it stay"
+        f"{len(others)} of the {len(results)} rows in {folder} do not belong to this evaluation"
+        f"{f' ({difference})' if difference else ''}: the former files are in {moved_to}, {len(kept)} rows are kept"
     )
     return tables
 
 
-def _not_asked(found: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list[Evaluated], str]:
-    """The rows of a folder not asked for now, and why they may not stand in one table with the others; "" where they may."""
-    asked = {row_key(key) for key in keys}
-    others = [one for one in found if row_key(one.row) not in asked]
-    return others, not_comparable([one.row for one in others], keys)
+def _other_rows(results: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list[Evaluated], str]:
+    """Results of a folder whose key is none of `keys`, and why they may not share a table with those; "" if they may."""
+    of_tasks = {row_key(key) for key in keys}
+    others = [result for result in results if row_key(result.row) not in of_tasks]
+    return others, not_comparable([result.row for result in others], keys)
 
 
-def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]) -> None:
-    """Writes table.md, plots/ and claims.md."""
+def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim], answers: Sequence[Answer]) -> None:
+    """Write table.md, plots/ and claims.md, and print the answers and the accuracy tables."""
     with atomic_write(folder / "table.md") as part:
-        part.write_text(table_page(rows, title or shown(folder.name), folder), "utf-8")
+        part.write_text(table_page(rows, title or shown(folder.name), answers), "utf-8")
+    print(f"\n{summary(rows, answers)}", flush=True)
     from vitrel.evaluate.report.plots import plot_all  # brings matplotlib: only where a folder is written
 
     plot_all(rows, folder / "plots", title)
@@ -343,13 +351,15 @@ def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]
             part.write_text(verdict + "\n", "utf-8")
 
 
-def _noted(error: BaseException, saved: str) -> BaseException:
-    if saved:
-        error.add_note(saved)
+def _noted(error: BaseException, note: str) -> BaseException:
+    if note:
+        error.add_note(note)
     return error
 
 
 def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
+    """A line of the dry run's table, with the columns HEAD."""
+
     def number(name: str, form: str) -> str:
         return "-" if costs[name] != costs[name] else format(costs[name], form)
 
@@ -370,19 +380,19 @@ def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
     ]
 
 
-def _as_trained(model: nn.Module | Trained | str | Path, about: Mapping[str, Any]) -> Trained:
+def _as_trained(model: nn.Module | Trained | str | Path, options: Mapping[str, Any]) -> Trained:
+    """`model` as Trained; options: arguments of `trained_model`, of which checkpoints take only the label."""
     if isinstance(model, nn.Module):
-        return trained_model(model, **about)
+        return trained_model(model, **options)
     trained = model if isinstance(model, Trained) else load_checkpoint(model)
-    if any(about[name] for name in about if name != "label"):
-        raise ValueError(
-            "a checkpoint says itself how it was trained: img_size, preprocessing and classes are for plain models"
-        )
-    return replaced(trained, label=about["label"] or trained.label)
+    if any(options[name] for name in options if name != "label"):
+        raise ValueError("img_size, preprocessing and class_indices are for plain models: a checkpoint contains its own")
+    return replaced(trained, label=options["label"] or trained.label)
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module):
+def _restored(model: nn.Module):
+    """Context in eval mode that restores the model's training mode and device."""
     device = next(model.parameters()).device
     try:
         with evaluating(model):

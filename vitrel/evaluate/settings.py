@@ -1,4 +1,4 @@
-"""Settings of an evaluation: data, sizes, protocols, policies, and how it runs."""
+"""Settings of an evaluation: data, sizes, protocols, policies, device, precision, batch size."""
 
 import os
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What an evaluation is asked for; ValueError for settings that cannot be.
+    """Settings of an evaluation; invalid values and combinations raise ValueError.
 
-    data: what `create_dataset` takes. sizes: (height, width) in pixels, or budgets of patch tokens: the largest square of whole
-    patches. protocols: how images fill a size, "scale", "canvas" and "native", for which a size is a budget: every image keeps
-    its aspect ratio and has at most the patch tokens of that size. policies: only these policies of windows and encodings
-    (None: all; a model with none of them keeps its own). n, data_seed: number of images (None: all) and the seed by which they
-    are drawn. batch_size: halved where memory lacks. workers: processes that decode images. device: "auto", "cpu", "cuda",
-    "cuda:1". dtype: "float32" or, on a GPU, "bfloat16" (autocast). on_bad_image: an image that cannot be read ends the
-    evaluation ("raise"), or is left out and counted ("count"). follow_links: look for images where links to folders inside
-    class folders lead to, too. crop_pct: shares of the resized image that the centre crop keeps, each evaluated (None: the
-    model's own). translations: pixels by which the content is translated down and right at the training size, each evaluated.
-    attention_n: number of images that the attention statistics are taken of, 0 for none. border_leak: look for tokens that see
-    the opposite border (models with windows; seconds per size). skip: places left out, such as "192x192 canvas". compile: by
-    torch.compile. optimize: by vitrel.optimize, on a CPU; rows made without it still stand, for it changes no figure but speed
-    and memory.
+    data: a data set as `create_dataset` takes it. sizes: (height, width) in pixels, or budgets of patch tokens, each evaluated
+    at the largest square of whole patches within the budget. protocols: how images fill a size, of "scale", "canvas" and
+    "native"; "native" takes a size as a budget: every image keeps its aspect ratio and has at most the patch tokens of that
+    size. policies: evaluate only these policies of windows and encodings (None: all; a model with none of them keeps its
+    default). n: number of images (None: all), drawn with the seed `data_seed`. batch_size: halved when memory runs out.
+    workers: processes that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16"
+    (autocast). on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
+    follow_links: also search folders that are linked inside class folders. crop_pct: shares of the resized image that the
+    centre crop keeps, each evaluated (None: the model's default). translations: numbers of pixels by which the content is
+    translated down and right at the training size, each evaluated. attention_n: number of images for the attention statistics,
+    0 for none. border_leak: test whether tokens see the opposite border (models with windows; seconds per size). skip:
+    combinations to leave out, such as "192x192 canvas". compile: run the models through torch.compile. optimize: run them
+    through vitrel.optimize (CPU only); rows made without it stay valid, because it changes only speed and memory.
     """
 
     data: str
@@ -53,7 +53,7 @@ class Sweep:
     optimize: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "protocols", tuple(dict.fromkeys(self.protocols)))  # twice would count as two seeds
+        object.__setattr__(self, "protocols", tuple(dict.fromkeys(self.protocols)))  # a duplicate would count as a second seed
         if not self.protocols:
             raise ValueError(f"at least one protocol is needed: {', '.join(PROTOCOLS)}")
         if unknown := [name for name in self.protocols if name not in PROTOCOLS]:
@@ -64,26 +64,28 @@ class Sweep:
         if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
         if self.optimize and (self.compile or self.torch_device.type != "cpu"):
-            raise ValueError("optimize is for models on a CPU that torch.compile does not run: leave out one of the two")
+            raise ValueError(
+                "optimize works on the CPU and without torch.compile: leave out optimize, or use cpu without compile"
+            )
         if self.compile and "native" in self.protocols:
             raise ValueError(
-                "native runs one shape after another, each of which torch.compile would compile: leave out one of the two"
+                "the native protocol has many image shapes, and torch.compile would compile for each: leave out one of the two"
             )
         if self.crop_pct is not None and self.protocols == ("native",):
-            raise ValueError("native crops nothing: leave crop_pct out")
+            raise ValueError("the native protocol does not crop: leave crop_pct out")
         if self.on_bad_image not in ("raise", "count"):
             raise ValueError(f"on_bad_image is raise or count, got {self.on_bad_image!r}")
         for name, least in (("batch_size", 1), ("attention_n", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         object.__setattr__(self, "skip", tuple(self.skip))
-        places = {f"{format_size(size)} {protocol}" for size in self.sizes for protocol in self.protocols}
-        if unknown := sorted({*self.skip} - places):
+        combinations = {f"{format_size(size)} {protocol}" for size in self.sizes for protocol in self.protocols}
+        if unknown := sorted({*self.skip} - combinations):
             raise ValueError(
-                f"skip names {unknown[0]!r}, which is no size and protocol of this evaluation, as '192x192 canvas'"
+                f"skip names {unknown[0]!r}, but takes a size and a protocol of this evaluation, such as '192x192 canvas'"
             )
-        self._several("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
-        self._several("translations", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
+        self._set_numbers("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
+        self._set_numbers("translations", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
 
     def _check_device(self) -> None:
         try:
@@ -92,33 +94,35 @@ class Sweep:
             raise ValueError(f"device is auto, cpu, cuda, cuda:1, ..., got {self.device!r}") from error
         if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
             shared = int(os.environ.get("WORLD_SIZE", 1)) > 1 and self.device in ("auto", "cuda")
-            way_out = f"start at most {count} processes, or use cpu" if shared else "use auto or cpu"
-            raise ValueError(f"there is no device {device} here: {count} GPUs are seen; {way_out}")
+            hint = f"start at most {count} processes, or use cpu" if shared else "use auto or cpu"
+            raise ValueError(f"there is no device {device} on this machine: {count} GPUs are visible; {hint}")
         if device.type not in ("cpu", "cuda"):
             try:
                 torch.ones(1, device=device).item()
             except (RuntimeError, AssertionError, ImportError) as error:
                 reason = str(error).partition("\n")[0]
-                raise ValueError(f"there is no device {device} here ({reason:.200}); use auto or cpu") from error
+                raise ValueError(f"there is no device {device} on this machine ({reason:.200}); use auto or cpu") from error
 
-    def _several(self, name: str, kind: type, holds: Any, what: str) -> None:
-        """One number or several of a configuration as a tuple; ValueError for anything else."""
-        given = getattr(self, name)
-        if given is None:
+    def _set_numbers(self, name: str, kind: type, is_valid: Any, description: str) -> None:
+        """Set the field `name` to a tuple of distinct numbers; ValueError, with the description, for an invalid one."""
+        values = getattr(self, name)
+        if values is None:
             return
-        given = (given,) if isinstance(given, (int, float)) else tuple(given)
-        allowed = (int, float) if kind is float else int
-        if wrong := [value for value in given if isinstance(value, bool) or not isinstance(value, allowed) or not holds(value)]:
-            raise ValueError(f"{name} takes {what}, got {wrong[0]!r}")
-        object.__setattr__(self, name, tuple(dict.fromkeys(map(kind, given))))
+        values = (values,) if isinstance(values, (int, float)) else tuple(values)
+        types = (int, float) if kind is float else int
+        wrong = [value for value in values if isinstance(value, bool) or not isinstance(value, types) or not is_valid(value)]
+        if wrong:
+            raise ValueError(f"{name} takes {description}, got {wrong[0]!r}")
+        object.__setattr__(self, name, tuple(dict.fromkeys(map(kind, values))))
 
     @property
     def torch_device(self) -> torch.device:
-        return own_device(self.device)
+        """The device of this process; see `local_device`."""
+        return local_device(self.device)
 
 
-def own_device(name: str) -> torch.device:
-    """The device `name`; of "auto" and "cuda" the GPU of this process, by its number on the machine."""
+def local_device(name: str) -> torch.device:
+    """The torch.device `name`; "cuda" (and "auto", where there is a GPU) is the GPU numbered LOCAL_RANK."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device(name)

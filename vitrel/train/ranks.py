@@ -17,7 +17,7 @@ class Ranks(Callback):
     """Watches the processes of the other ranks on this machine; if one dies, reports it once and ends all ranks with status 1.
 
     The effect of a rank's death in PyTorch depends on the moment and the backend: an error in the next collective operation, or
-    an endless wait. Therefore a thread checks the processes by their ids. Without /proc nothing is watched.
+    an endless wait. Therefore a thread checks the processes by their ids. Without /proc no process is checked.
 
     Args:
         left: returns what is saved and how to resume, the end of the message.

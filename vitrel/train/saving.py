@@ -140,7 +140,7 @@ class Saving(Checkpoint):
         go_on: how to resume a stopped run, the end of a sentence.
     """
 
-    def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0, go_on: str = "go on with --ckpt_path auto") -> None:
+    def __init__(self, folder: str | Path, csv: CSVLog, every: int = 0, go_on: str = "resume with --ckpt_path auto") -> None:
         self.path, self.csv, self.every = Path(folder) / "last.ckpt", csv, every
         self.go_on = go_on
         self.update: int | None = None  # number of updates in `last.ckpt`

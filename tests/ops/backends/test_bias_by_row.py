@@ -207,7 +207,7 @@ def test_checkpointing(reentrant):
 
 
 def test_second_derivatives_are_refused():
-    """Aloud: autograd would leave out what a part without them adds to the second derivative."""
+    """With an error: autograd would leave out what a part without them adds to the second derivative."""
     grid = Grid(3, 4)
     bias, (q, k, v) = table(grid), inputs(grid)
     out = bias_by_row.attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)

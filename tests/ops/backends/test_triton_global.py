@@ -1,6 +1,6 @@
 """The Triton kernels of global attention against the reference in float64, and what they compile to.
 
-Run natively where a GPU is to hand; elsewhere in Triton's interpreter, which must be chosen before triton is imported, so in a
+Run natively where there is a GPU, otherwise in Triton's interpreter, which must be chosen before triton is imported, so in a
 process of its own: `test_in_the_interpreter` runs this file there. The interpreter cannot do bfloat16.
 """
 

@@ -1,16 +1,15 @@
-"""The results of an evaluation in words: the answer for every model, Markdown tables, and the judgement of claims.
+"""The results of an evaluation as text: answers for every model, Markdown tables, and the judgement of claims.
 
-The answers come first, see `vitrel.evaluate.report.answers`. Claims are written down before an evaluation runs; by its
-rows they hold, are not shown, or do not hold.
+Answers are described in `vitrel.evaluate.report.answers`. A claim is a comparison of models that is written down before the
+evaluation; the rows then decide whether it holds, does not hold, or is not shown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.report.answers import answer_list
+from vitrel.evaluate.report.answers import Answer, answer_list, answers_of
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
@@ -37,13 +36,13 @@ DETAILS = {
     "window": "windows",
     "pad_fraction": "padding",
     "gflops": "10^9 multiply-adds",
-    "attention_span": "attended tokens",
-    "attention_distance": "attended patches away",
+    "attention_span": "attention span",
+    "attention_distance": "attention distance",
     "border_leak": "border leak",
-    "resized": "rule",
+    "resized": "resizing rule",
     "resized_params": "values resampled",
-    "unseen": "offsets not trained",
-    "saturated": "of them read at an edge",
+    "unseen": "unseen offsets",
+    "saturated": "of these saturated",
     "unchanged": "weights unchanged",
     "infer_samples_per_sec": "images/s",
     "peak_memory_mb": "peak MiB",
@@ -52,19 +51,22 @@ DETAILS = {
 }
 
 
-def summary(rows: Sequence[Row], folder: Path | None = None) -> str:
-    """The answer for every model, then the accuracy tables, as Markdown for a terminal too; folder: of the evaluation."""
-    return f"{answer_list(rows, folder)}\n{accuracy_tables(aggregate(rows))}"
+def summary(rows: Sequence[Row], answers: Sequence[Answer] | None = None) -> str:
+    """Return the answers and the accuracy tables as Markdown, for table.md and the terminal. answers: default `answers_of`."""
+    return f"{answer_list(answers_of(rows) if answers is None else answers)}\n{accuracy_tables(aggregate(rows))}"
 
 
-def table_page(rows: Sequence[Row], title: str, folder: Path | None = None) -> str:
-    """table.md: the answers, the accuracy tables, the curves and every aggregated row."""
+def table_page(rows: Sequence[Row], title: str, answers: Sequence[Answer] | None = None) -> str:
+    """Return the text of table.md: answers, accuracy tables, the table of curves, and every aggregated row."""
     table = aggregate(rows)
-    return f"# {title}\n\n{summary(rows, folder)}\n{curves_table(table)}\n{details_table(table)}"
+    return f"# {title}\n\n{summary(rows, answers)}\n{curves_table(table)}\n{details_table(table)}"
 
 
 def accuracy_tables(table: pd.DataFrame) -> str:
-    """Per protocol, top-1 of every model and policy against size, with half the width of the 95 % interval."""
+    """Return a Markdown table per protocol: top-1 of every model and policy by size, ± half its 95 % interval.
+
+    table: of `aggregate`.
+    """
     sizes = sorted(table["img_size"].unique(), key=by_area)
     parts = []
     for protocol in table["protocol"].unique():
@@ -80,7 +82,7 @@ def accuracy_tables(table: pd.DataFrame) -> str:
 
 
 def details_table(table: pd.DataFrame) -> str:
-    """Every aggregated row with its main columns, those of which anything is known."""
+    """Return a Markdown table of every aggregated row with the columns DETAILS, except columns without any value."""
     digits = {
         "nll": 3,
         "retention": 3,
@@ -93,7 +95,7 @@ def details_table(table: pd.DataFrame) -> str:
     }
 
     def text(name: str, value: object) -> str:
-        if value != value:  # not known, or of an earlier version
+        if value != value:  # NaN: unknown, or the column is missing in an older file
             return "-"
         if isinstance(value, (bool, str)):
             return {True: "yes", False: "NO"}.get(value, str(value))
@@ -108,18 +110,18 @@ def details_table(table: pd.DataFrame) -> str:
 
 
 def curves_table(table: pd.DataFrame) -> str:
-    """Per model, protocol and policy of an aggregated table: the best size and the area under top-1."""
+    """Return a Markdown table of every model, protocol and policy: the size of the highest top-1, and mean top-1 over sizes."""
     lines = []
     for protocol in table["protocol"].unique():
         for label, policy, curve in curves(table[table["protocol"] == protocol]):
-            found = curve_summary(curve)
-            area = "-" if found["top1_area"] != found["top1_area"] else f"{found['top1_area']:.1f}"
-            lines.append([label, protocol, policy, found["best_size"], area])
+            values = curve_summary(curve)
+            area = "-" if values["top1_area"] != values["top1_area"] else f"{values['top1_area']:.1f}"
+            lines.append([label, protocol, policy, values["best_size"], area])
     return markdown(["model", "protocol", "policy", "best size", "mean top-1 over log2 size"], lines)
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with padded columns, readable as plain text too; numbers are aligned right."""
+    """Format a Markdown table with padded columns, readable as plain text too; columns of numbers are right-aligned."""
     cells = [[str(cell).replace("|", "\\|") for cell in line] for line in [header, *lines]]
     widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(header))]
     right = [
@@ -133,11 +135,12 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """Each of `better` has a higher top-1 than each of `than` at `img_size` ("128" or "64x96", pixels) and `protocol`.
+    """A claim that each model of `better` has a higher top-1 than each of `than`, at `img_size` and `protocol`.
 
-    better, than: labels, with a policy "label/policy", or "label" for the first in the rows; `than` may be a number, percent.
-    translation: with the images' content translated by so many pixels (translation.csv) instead of as they are.
-    learned: labels below this top-1 at the training size are left out, and said so: what was not learned cannot transfer.
+    text: the claim in words. better, than: "label/policy", or "label" for the first policy in the rows; `than` may be a top-1
+    in percent. img_size: such as "128x128", pixels. translation: with the images' content translated by this number of pixels
+    (translation.csv); None: without. learned: models with less top-1 than this at the training size, percent, are left out and
+    listed.
     """
 
     text: str
@@ -149,37 +152,36 @@ class Claim:
     learned: float = 0.0
 
     def labels(self) -> set[str]:
-        """The labels it names, without policies."""
+        """Return the labels that the claim names, without policies."""
         return {name.split("/")[0] for name in (*self.better, *(self.than if isinstance(self.than, tuple) else ()))}
 
 
-def read_claim(given: Any) -> Claim:
-    """A claim from a mapping of a configuration; ValueError for what is unknown, missing or no claim."""
-    known = [field.name for field in fields(Claim)]
-    if not isinstance(given, Mapping) or not {"text", "better", "than", "img_size"} <= given.keys() <= {*known}:
+def read_claim(item: Any) -> Claim:
+    """Return the Claim of a configuration's mapping; ValueError for unknown, missing or invalid keys."""
+    names = [field.name for field in fields(Claim)]
+    if not isinstance(item, Mapping) or not {"text", "better", "than", "img_size"} <= item.keys() <= {*names}:
         raise ValueError(
-            f"a claim has text, better, than and img_size, and may have protocol, translation and learned, got {given!r:.80}"
+            f"a claim has text, better, than and img_size, and may have protocol, translation and learned, got {item!r:.80}"
         )
-    given = dict(given) | {"img_size": format_size(parse_size(given["img_size"]))}
+    values = dict(item) | {"img_size": format_size(parse_size(item["img_size"]))}
     for side in ("better", "than"):
-        value = given[side]
+        value = values[side]
         if not (side == "than" and isinstance(value, (int, float)) and not isinstance(value, bool)):
-            given[side] = (value,) if isinstance(value, str) else tuple(value)
-    return Claim(**given)
+            values[side] = (value,) if isinstance(value, str) else tuple(value)
+    return Claim(**values)
 
 
 def judge(claims: Sequence[Claim], rows: Sequence[Row], translated: Sequence[Row] = ()) -> list[str]:
-    """One Markdown paragraph per claim: its verdict and, for every pair, the mean difference in points with its 95 % interval.
+    """Return a Markdown paragraph per claim: the verdict, and the mean difference in points of every pair, ± half its interval.
 
-    Differences are taken seed by seed. The interval is Student's over seeds, and never narrower than that over images of two
-    independent samples (Agresti and Caffo 2000: normal, with one hit and one miss more in each, so that it has a width at 0 and
-    100 % too): conservative, since both models saw the same. ValueError for a label without such rows.
+    Differences and 95 % intervals are those of `difference_interval`, which counts the two models as independent samples
+    although their images are the same: conservative. translated: lines of translation.csv. ValueError for a label without rows.
     """
     return [_judged(claim, rows, translated) for claim in claims]
 
 
 def _resampled(curve: pd.DataFrame) -> str:
-    """The most parameter values that are resampled, of how many, by which rules: "2,700 of 469,300 (table bicubic)"."""
+    """The largest number of values resampled, the number of parameters, and the rules: "2,700 of 469,300 (table bicubic)"."""
     rules = ", ".join(rule for rule in curve["resized"].unique() if rule != "nothing")
     most = curve.loc[curve["resized_params"].idxmax()]
     count = f"{most['resized_params']:,} of {most['params']:,}" if most["resized_params"] else "none"
@@ -187,42 +189,44 @@ def _resampled(curve: pd.DataFrame) -> str:
 
 
 def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row]) -> str:
-    known = {label: _top1_trained(rows, label) for label in claim.better}
-    kept = [label for label in claim.better if known[label] >= claim.learned]
+    top1 = {label: _top1_trained(rows, label) for label in claim.better}
+    kept = [label for label in claim.better if top1[label] >= claim.learned]
     others = claim.than if isinstance(claim.than, tuple) else (claim.than,)
     pairs = [(label, other, *_difference(claim, rows, translated, label, other)) for label in kept for other in others]
-    held = [pair for pair in pairs if pair[2] - pair[3] > 0]
-    against = [pair for pair in pairs if pair[2] + pair[3] < 0]
-    open_ = [pair for pair in pairs if pair not in held and pair not in against]
-    verdict = "holds" if pairs and len(held) == len(pairs) else "does not hold" if against else "is not shown"
-    lines = [f"- **{claim.text}** This {verdict} ({len(held)} of {len(pairs)} pairs; {_place(claim)})."]
-    for word, some in (("Ahead", held), ("No difference shown", open_), ("Behind", against)):
-        if some:
-            texts = [f"{a} {mean:+.1f} ±{half:.1f}" + (f" ({b})" if len(others) > 1 else "") for a, b, mean, half in some]
+    ahead = [pair for pair in pairs if pair[2] - pair[3] > 0]
+    behind = [pair for pair in pairs if pair[2] + pair[3] < 0]
+    undecided = [pair for pair in pairs if pair not in ahead and pair not in behind]
+    verdict = "holds" if pairs and len(ahead) == len(pairs) else "does not hold" if behind else "is not shown"
+    lines = [f"- **{claim.text}** This {verdict} ({len(ahead)} of {len(pairs)} pairs; {_place(claim)})."]
+    for word, group in (("Ahead", ahead), ("No significant difference", undecided), ("Behind", behind)):
+        if group:
+            texts = [f"{a} {mean:+.1f} ±{half:.1f}" + (f" ({b})" if len(others) > 1 else "") for a, b, mean, half in group]
             lines.append(f"  {word}: {', '.join(texts)}.")
-    if left := [f"{label} ({known[label]:.1f} %)" for label in claim.better if label not in kept]:
-        lines.append(f"  Left out, below {claim.learned:g} % at the training size: {', '.join(left)}.")
+    if left_out := [f"{label} ({top1[label]:.1f} %)" for label in claim.better if label not in kept]:
+        lines.append(f"  Left out, below {claim.learned:g} % at the training size: {', '.join(left_out)}.")
     return "\n".join(lines)
 
 
 def _place(claim: Claim) -> str:
+    """The size, protocol and comparison of a claim in words."""
     translated = "" if claim.translation is None else f", translated by {claim.translation} px"
     than = f"against {', '.join(claim.than)}" if isinstance(claim.than, tuple) else f"against {claim.than:g} %"
     return f"{claim.img_size} {claim.protocol}{translated}, points of top-1 {than}"
 
 
 def _top1_trained(rows: Sequence[Row], label: str) -> float:
-    own = [row["top1"] for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
-    if not own:
-        known = ", ".join(dict.fromkeys(row["label"] for row in rows))
-        raise ValueError(f"a claim names {label!r}, of which there are no rows; labels are {known}")
-    return sum(own) / len(own)
+    """Mean top-1 of a label at its training size, percent."""
+    top1 = [row["top1"] for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
+    if not top1:
+        labels = ", ".join(dict.fromkeys(row["label"] for row in rows))
+        raise ValueError(f"a claim names {label!r}, which has no rows at its training size; the labels are {labels}")
+    return sum(top1) / len(top1)
 
 
 def _difference(
     claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str, other: str | float
 ) -> tuple[float, float]:
-    """(mean, half width of the 95 % interval) of the difference in top-1, points."""
+    """Mean difference in top-1, points, and half its 95 % interval."""
     ours = _accuracies(claim, rows, translated, label)
     if isinstance(other, str):
         theirs = _accuracies(claim, rows, translated, other)
@@ -235,13 +239,13 @@ def _difference(
 
 
 def _accuracies(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
-    """{seed: (top-1, number of images)} of one label at the claim's place."""
+    """{seed: (top-1, number of images)} of a label at the claim's size, protocol and translation."""
     name, _, policy = label.partition("/")
-    at: Row = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
-    at |= {} if claim.translation is None else {"translation": claim.translation}
-    found = rows if claim.translation is None else translated
-    own = [row for row in found if all(row[key] == value for key, value in at.items())]
-    own = [row for row in own if row["policy"] == (policy or own[0]["policy"])]
-    if not own:
-        raise ValueError(f"no rows of {label} at {_place(claim)}")
-    return {row["seed"]: (row["top1"], int(row["n"])) for row in own}
+    columns: Row = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
+    columns |= {} if claim.translation is None else {"translation": claim.translation}
+    candidates = rows if claim.translation is None else translated
+    matching = [row for row in candidates if all(row[key] == value for key, value in columns.items())]
+    matching = [row for row in matching if row["policy"] == (policy or matching[0]["policy"])]
+    if not matching:
+        raise ValueError(f"there are no rows of {label} at {_place(claim)}")
+    return {row["seed"]: (row["top1"], int(row["n"])) for row in matching}

@@ -1,4 +1,4 @@
-"""report.json: the numbers of the figures in report.html, one object per figure with its axes, units and series."""
+"""report.json, the numbers of the figures in report.html: one object per figure with its axes, units and series."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,26 +8,27 @@ from vitrel.sizes import parse_size
 
 Item = dict[str, Any]
 SIDE = {"name": "image side, sqrt(height * width)", "unit": "px", "scale": "log"}
-# of the figures whose numbers are bytes in pictures.json.gz
+# figures whose numbers are stored in pictures.json.gz: title, axes, unit
 RECORDED = {
-    "lattices": ("What position adds to the logits, by offset", "head, offset down, offset right, in tokens", "logit"),
-    "similar": ("Similarity of the embeddings added to tokens", "query patch, patch, row by row", "cosine"),
-    "maps": ("Where a patch attends", "query, head, key, in tokens", "attention weight"),
+    "lattices": ("Position bias of the logits, by offset", "head, offset down, offset right, in tokens", "logit"),
+    "similar": ("Cosine similarity of the position embeddings added to tokens", "query patch, patch, row by row", "cosine"),
+    "maps": ("Attention of a patch", "query, head, key, in tokens", "attention weight"),
 }
 
 
 def figures(data: Mapping[str, Any]) -> list[Item]:
-    """The figures of `vitrel.evaluate.report.html.contents`.
+    """Return the figures of a report as JSON values; data: of `vitrel.evaluate.report.html.contents`.
 
-    Each has id, title, x and y ({name, unit, scale}) and series ({name, x, y, and what else belongs to a point}); missing
-    numbers are None. Those drawn from pictures.json.gz have `source`, `entries` (a part of that file) and `axes` instead.
+    A figure has id, title, x and y ({name, unit, scale}) and series ({name, x, y, and further values of each point, such as
+    img_size, low and high}); missing numbers are None. Figures drawn from pictures.json.gz have `source`, `entries` (their part
+    of that file) and `axes` instead.
     """
-    found = []
+    by_protocol = []
     for protocol in data["protocols"]:
         for metric in data["metrics"]:
-            found.append(_against_resolution(data, protocol, metric))
-        found.append(_against_throughput(data, protocol))
-    return [*found, *_translated(data), *_classes(data), *_confusions(data), *_recorded()]
+            by_protocol.append(_against_resolution(data, protocol, metric))
+        by_protocol.append(_against_throughput(data, protocol))
+    return [*by_protocol, *_translated(data), *_classes(data), *_confusions(data), *_recorded()]
 
 
 def _recorded() -> Iterator[Item]:
@@ -45,11 +46,11 @@ def _axis(name: str, unit: str, log: bool = False) -> Item:
 
 
 def _curves(data: Mapping[str, Any], protocol: str) -> Iterator[tuple[Item, list[Item]]]:
-    """(curve, its rows of a protocol)."""
+    """(curve, its rows in a protocol), for curves that have any."""
     for curve in data["curves"]:
-        rows = [data["rows"][at] for at in curve["rows"]]
-        if own := [row for row in rows if row["protocol"] == protocol]:
-            yield {"name": curve["name"], "label": curve["label"], "policy": curve["policy"]}, own
+        rows = [data["rows"][index] for index in curve["rows"]]
+        if in_protocol := [row for row in rows if row["protocol"] == protocol]:
+            yield {"name": curve["name"], "label": curve["label"], "policy": curve["policy"]}, in_protocol
 
 
 def _against_resolution(data: Mapping[str, Any], protocol: str, metric: Mapping[str, Any]) -> Item:
@@ -74,12 +75,12 @@ def _against_throughput(data: Mapping[str, Any], protocol: str) -> Item:
 
 def _translated(data: Mapping[str, Any]) -> Iterator[Item]:
     for size, protocol in dict.fromkeys((line["img_size"], line["protocol"]) for line in data["translation"]):
-        own = [line for line in data["translation"] if (line["img_size"], line["protocol"]) == (size, protocol)]
+        here = [line for line in data["translation"] if (line["img_size"], line["protocol"]) == (size, protocol)]
         series = []
-        for label, policy in dict.fromkeys((line["label"], line["policy"]) for line in own):
-            lines = sorted((one for one in own if (one["label"], one["policy"]) == (label, policy)), key=_translation)
-            points = {"x": [_translation(one) for one in lines], "y": [one["top1"] for one in lines]}
-            points |= {"low": [one["low"] for one in lines], "high": [one["high"] for one in lines]}
+        for label, policy in dict.fromkeys((line["label"], line["policy"]) for line in here):
+            lines = sorted((line for line in here if (line["label"], line["policy"]) == (label, policy)), key=_translation)
+            points = {"x": [_translation(line) for line in lines], "y": [line["top1"] for line in lines]}
+            points |= {"low": [line["low"] for line in lines], "high": [line["high"] for line in lines]}
             series.append({"name": f"{label}, {policy}", "label": label, "policy": policy} | points)
         x, y = _axis("translated down and right", "px"), _axis("top-1", "%")
         title = f"top-1 with the content translated, {size}, {protocol} protocol"
@@ -98,19 +99,20 @@ def _classes(data: Mapping[str, Any]) -> Iterator[Item]:
     n: list[int] = []
     for row in data["classes"]["rows"]:
         n = row["n"] or n
-        top1 = [round(100 * hits / of, 4) if of else None for hits, of in zip(row["hits"], n, strict=True)]
-        about = {key: row[key] for key in ("label", "policy", "protocol", "img_size")}
-        series.append({"name": " ".join(about.values())} | about | {"x": names, "y": top1, "n": n})
+        top1 = [round(100 * hits / count, 4) if count else None for hits, count in zip(row["hits"], n, strict=True)]
+        keys = {key: row[key] for key in ("label", "policy", "protocol", "img_size")}
+        series.append({"name": " ".join(keys.values())} | keys | {"x": names, "y": top1, "n": n})
     yield _figure("classes", "top-1 of every class", _axis("class", ""), _axis("top-1", "%"), series, data)
 
 
 def _confusions(data: Mapping[str, Any]) -> Iterator[Item]:
-    for one in data["confusions"]:
-        points = {"x": [[data["predicted"][place] for place in pair] for pair in one["pairs"]], "of": one["of"]}
-        series = [points | {"name": f"{row['img_size']} {row['policy']}", "y": row["counts"]} for row in one["rows"]]
-        title = f"Classes taken for another: {one['label']}, {one['protocol']} protocol"
+    """The most frequent confusions of classes of every model and protocol."""
+    for item in data["confusions"]:
+        points = {"x": [[data["predicted"][index] for index in pair] for pair in item["pairs"]], "of": item["of"]}
+        series = [points | {"name": f"{row['img_size']} {row['policy']}", "y": row["counts"]} for row in item["rows"]]
+        title = f"Most frequent confusions of classes: {item['label']}, {item['protocol']} protocol"
         x, y = _axis("class, predicted class", ""), _axis("images", "")
-        yield _figure(f"confusions {one['label']} {one['protocol']}", title, x, y, series, data)
+        yield _figure(f"confusions {item['label']} {item['protocol']}", title, x, y, series, data)
 
 
 def _side(size: str) -> float:

@@ -1,7 +1,6 @@
-"""report.html: the results of an evaluation folder as one file that needs no network, no server and no other file.
+"""report.html, the report of an evaluation folder as one file that works offline, and report.json with its figures' numbers.
 
-Its maps come from pictures.json.gz (vitrel.evaluate.report.pictures), its confusions from predictions.npz. Beside it lies
-report.json, the numbers of its figures.
+Maps of position and attention come from pictures.json.gz (`vitrel.evaluate.report.pictures`), confusions from predictions.npz.
 """
 
 import base64
@@ -22,7 +21,7 @@ from timm.data import ImageNetInfo
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.predictions import Predictions, read_predictions
 from vitrel.evaluate.report import DETAILS
-from vitrel.evaluate.report.answers import answers_of, stretches
+from vitrel.evaluate.report.answers import Answer, answers_of, stretches
 from vitrel.evaluate.report.figures import figures
 from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, has_crops, place_of
 from vitrel.evaluate.report.pictures import read_pictures, without_images
@@ -40,7 +39,7 @@ SCRIPTS = ("base", "rows", "protocols", "curves", "mistakes", "lattices", "simil
 
 
 class Metric(NamedTuple):
-    """What may be drawn against resolution."""
+    """A column that may be drawn against resolution: name and unit of its axis, and whether that is logarithmic."""
 
     name: str
     unit: str
@@ -58,41 +57,41 @@ METRICS = {
     "gflops": Metric("multiply-adds", "GFLOPs", True),
     "attention_entropy": Metric("attention entropy", "nats"),
     "attention_span": Metric("attention span", "tokens", True),
-    "attention_distance": Metric("attended distance", "patches", True),
-    "attention_distance_share": Metric("attended distance", "% of diagonal"),
-    "unseen": Metric("offsets never trained", "%"),
+    "attention_distance": Metric("attention distance", "patches", True),
+    "attention_distance_share": Metric("attention distance", "% of diagonal"),
+    "unseen": Metric("unseen offsets", "%"),
     "resized_params": Metric("values resampled", "values"),
 }
-# shares, which the page shows as percentages; of pad_fraction one for every stage, as text
+# columns of shares, which the page shows as percentages (pad_fraction too, which is text with a share per stage)
 SHARES = ("retention", "attention_distance_share", "unseen", "saturated", "border_leak", "crop_pct")
-# of one seed, or said otherwise in the table
+# columns that the page does not show: they are of one seed, or repeat others
 _LEFT_OUT = {"seed", "top1_err", "top5_err", "top1_low", "top1_high", "state_hash_before", "state_hash_after"}
 _ABOUT = {
     "low": "lower end of the 95 % interval of top1",
     "high": "upper end of the 95 % interval of top1",
-    "seeds": "trainings averaged over",
-    "interval": "how the 95 % interval is made",
+    "seeds": "number of seeds averaged over",
+    "interval": "method of the 95 % interval",
 }
 
 
-def write_html(folder: Path, title: str = "", images: bool = True) -> Path:
-    """Writes `folder`/report.html, and report.json with the numbers of its figures, from results.csv, and from claims.md,
-    predictions.npz, translation.csv and pictures.json.gz if there.
+def write_html(folder: Path, title: str = "", images: bool = True, answers: Sequence[Answer] | None = None) -> Path:
+    """Write report.html and report.json into an evaluation folder, and return the path of report.html.
 
-    images: without, no photograph of the data is in the page. Returns its path. FileNotFoundError where there is no
-    results.csv, ValueError where it holds no row or lacks columns.
+    They are made from results.csv, and from claims.md, predictions.npz, translation.csv and pictures.json.gz where these exist.
+    title: default the folder's name. images: whether the page may contain photographs of the data. answers: default
+    `answers_of` the folder. FileNotFoundError without results.csv, ValueError where it has no rows or lacks columns.
     """
     folder = Path(folder)
     if not (folder / "results.csv").is_file():
         raise FileNotFoundError(f"no results.csv in {folder}: give the folder of an evaluation, such as runs/quickstart")
     rows = read_csv(folder / "results.csv")
     if not rows:
-        raise ValueError(f"{folder / 'results.csv'} holds no rows: evaluate first")
+        raise ValueError(f"{folder / 'results.csv'} has no rows: evaluate first")
     title = shown(title or folder.resolve().name)
     pictures = read_pictures(folder / "pictures.json.gz")
     if pictures is not None and not images:
         pictures = without_images(pictures)
-    data = contents(rows, folder, title, {} if pictures is None else pictures["words"])
+    data = contents(rows, folder, title, {} if pictures is None else pictures["words"], answers)
     packed = b"" if pictures is None else gzip.compress(json.dumps(pictures, separators=(",", ":")).encode(), mtime=0)
     text = one_page(
         "vitrel.evaluate.report",
@@ -109,40 +108,48 @@ def write_html(folder: Path, title: str = "", images: bool = True) -> Path:
     return folder / "report.html"
 
 
-def contents(rows: Sequence[Row], folder: Path, title: str, described: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Everything the page shows but the pictures, as plain JSON values: numbers that are missing are None, shares percentages.
+def contents(
+    rows: Sequence[Row],
+    folder: Path,
+    title: str,
+    described: Mapping[str, str] | None = None,
+    answers: Sequence[Answer] | None = None,
+) -> dict[str, Any]:
+    """Return the data of the page, except pictures, as JSON values; missing numbers are None, shares are percentages.
 
-    described: {class of the data: its name in words}, where a model knows it.
+    rows, folder: of the evaluation. described: {class of the data: its name in words}, where a model knows it. answers: default
+    `answers_of` the folder.
     """
     table, crops = aggregate(rows).reset_index(drop=True), has_crops(rows)
     warnings = [_warning(row, table) for row in table.to_dict("records")]
     table = _in_percent(table)
-    seen = [column for column in table if column not in _LEFT_OUT and table[column].notna().any()]
-    varying = [column for column in seen if column in DETAILS or table[column].astype(str).nunique() > 1]
+    present = [column for column in table if column not in _LEFT_OUT and table[column].notna().any()]
+    varying = [column for column in present if column in DETAILS or table[column].astype(str).nunique() > 1]
     varying.sort(key=lambda column: list(DETAILS).index(column) if column in DETAILS else len(DETAILS))
     records = json.loads(table.to_json(orient="records", double_precision=8))
     for record, intervals, warning in zip(records, _intervals(rows, table), warnings, strict=True):
         record |= {"intervals": intervals, "warning": warning}
-    known = {key: value for key, value in METRICS.items() if key in seen and pd.to_numeric(table[key], "coerce").any()}
+    metrics = {key: metric for key, metric in METRICS.items() if key in present and pd.to_numeric(table[key], "coerce").any()}
     sizes = sorted(table["img_size"].unique(), key=by_area)
     predictions = read_predictions(folder)
+    answers = answers_of(rows, folder) if answers is None else answers
     classes = _classes(rows, predictions, crops)
     changed = [] if predictions is None else changed_images(rows, predictions)
-    found = {
+    data = {
         "title": title,
         "data": ", ".join(dict.fromkeys(Path(str(name)).name or str(name) for name in table["data"])),
         "sizes": [{"name": size, "h": parse_size(size)[0], "w": parse_size(size)[1]} for size in sizes],
         "protocols": list(table["protocol"].unique()),
         "columns": [{"key": key, "name": _column_name(key), "about": _about(key), "main": key in DETAILS} for key in varying],
-        "common": [[key, _about(key), str(table[key].iloc[0])] for key in seen if key not in varying],
+        "common": [[key, _about(key), str(table[key].iloc[0])] for key in present if key not in varying],
         "about": [[key, text] for key, text in COLUMNS.items()],
-        "metrics": [metric._asdict() | {"key": key} for key, metric in known.items()],
+        "metrics": [metric._asdict() | {"key": key} for key, metric in metrics.items()],
         "rows": records,
         "curves": [
             {"label": label, "policy": policy, "name": curve_name(label, policy), "rows": part.index.tolist()}
             for label, policy, part in curves(table)
         ],
-        "answers": [{"label": one.label, "line": one.line, "details": one.details} for one in answers_of(rows, folder)],
+        "answers": [{"label": answer.label, "line": answer.line, "details": answer.details} for answer in answers],
         "claims": _claims(folder),
         "classes": classes,
         "confusions": [] if predictions is None else confusions(rows, predictions),
@@ -151,20 +158,22 @@ def contents(rows: Sequence[Row], folder: Path, title: str, described: Mapping[s
         "predicted": [] if predictions is None else list(predictions.classes),
         "translation": _translation(read_lines(folder, "translation"), crops),
     }
-    raw = dict.fromkeys([*(classes or {"names": []})["names"], *found["predicted"], *(described or {})])
-    return found | {"words": class_words(raw, described or {})}
+    raw = dict.fromkeys([*(classes or {"names": []})["names"], *data["predicted"], *(described or {})])
+    return data | {"words": class_words(raw, described or {})}
 
 
 def curve_name(label: str, policy: str) -> str:
-    """The name of a curve: the model's, with its policy where there is one."""
+    """Return the name of a curve: the label, and the policy unless it is "none"."""
     return label if policy == "none" else f"{label}, {policy}"
 
 
 def class_words(names: Iterable[str], described: Mapping[str, str]) -> dict[str, str]:
-    """{name of a class: the same in words}, of those where that is another text: "011_snapdragon" is snapdragon, and WordNet's
-    n01440764 tench. Where two classes would get the same words, both keep their names.
+    """Return {class name: readable name}, such as 011_snapdragon: snapdragon, or the WordNet ID n01440764: tench.
+
+    described: readable names that are known. Classes whose readable name is the same as their own, or another class's, are left
+    out.
     """
-    found = {}
+    readable = {}
     info = None
     for name in names:
         words = described.get(name, "")
@@ -173,13 +182,13 @@ def class_words(names: Iterable[str], described: Mapping[str, str]) -> dict[str,
             with suppress(KeyError):
                 words = info.label_name_to_description(name)
         words = words.split(",")[0] or re.sub(r"^\d+[\s._-]+(?=.)", "", name)
-        found[name] = words.replace("_", " ").strip() or name
-    times = Counter(found.values())
-    return {name: words for name, words in found.items() if words != name and times[words] == 1}
+        readable[name] = words.replace("_", " ").strip() or name
+    times = Counter(readable.values())
+    return {name: words for name, words in readable.items() if words != name and times[words] == 1}
 
 
 def _in_percent(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with its shares as percentages."""
+    """A copy of the table with SHARES and pad_fraction as percentages."""
     table = table.copy()
     for name in (name for name in SHARES if name in table):
         table[name] = pd.to_numeric(table[name], "coerce") * 100
@@ -195,76 +204,81 @@ def _column_name(key: str) -> str:
 
 
 def _about(key: str) -> str:
+    """The description of a column for the page."""
     text = _ABOUT.get(key) or COLUMNS.get(key, "")
     return f"{text}; in percent here, as a share in results.csv" if key in SHARES or key == "pad_fraction" else text
 
 
 def _warning(row: Row, table: pd.DataFrame) -> str:
-    """What is known to cost at this row: offsets never trained, or a changed state dict, with a drop of top-1 beyond the
-    intervals; or a state dict that changed without cause. "" for all else: interpolation is how resolution is changed.
+    """The warning of a row, "" for none.
+
+    It is given for a state dict that changed although nothing is resampled; and for a top-1 below that of the training size,
+    with intervals that do not overlap, together with unseen offsets or a changed state dict. Interpolation alone is no warning.
     """
     if not (row["unchanged"] or row["resized_params"]):
-        return "the state dict changed, and nothing that is resampled explains it"
-    home = table[(table["label"] == row["label"]) & (table["protocol"] == row["protocol"])]
-    home = home[home["img_size"] == row["train_size"]]
-    if not len(home) or row["high"] >= home["low"].min():
+        return "the state dict changed although nothing is resampled"
+    at_training = table[(table["label"] == row["label"]) & (table["protocol"] == row["protocol"])]
+    at_training = at_training[at_training["img_size"] == row["train_size"]]
+    if not len(at_training) or row["high"] >= at_training["low"].min():
         return ""
-    why = f"{100 * row['unseen']:.0f} % of the offsets never trained" if _reads_untrained(row) else ""
-    why = why if row["unchanged"] else "the state dict changed"
-    return f"{home['top1'].iloc[0] - row['top1']:.1f} points lower, {why}" if why else ""
+    cause = f"{100 * row['unseen']:.0f} % of the offsets did not occur in training" if _uses_untrained(row) else ""
+    cause = cause if row["unchanged"] else "the state dict changed"
+    return f"{at_training['top1'].iloc[0] - row['top1']:.1f} points lower, {cause}" if cause else ""
 
 
-def _reads_untrained(row: Row) -> bool:
-    """Whether offsets that were never trained are read as they are: interpolation gives each a value from trained ones."""
+def _uses_untrained(row: Row) -> bool:
+    """Whether a row has unseen offsets whose values are not interpolated from trained ones."""
     return row["unseen"] > 0 and (row["saturated"] > 0 or not stretches(row["resized"]))
 
 
 def _image_labels(changed: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Sequence[int]) -> dict[str, list[Any]]:
-    """{index: [name, label]} of the images that `changed_images` names."""
-    places = dict.fromkeys(item["image"] for one in changed for item in one["images"])
-    return {str(place): [names[place], labels[place]] for place in places}
+    """{index: [name, label]} of the images in items of `changed_images`."""
+    indices = dict.fromkeys(image["image"] for item in changed for image in item["images"])
+    return {str(index): [names[index], labels[index]] for index in indices}
 
 
 def _claims(folder: Path) -> list[dict[str, str]]:
-    """The claims of claims.md: what is claimed, and what the rows say."""
+    """The claims in claims.md as {claim, verdict}; [] without the file."""
     path = folder / "claims.md"
     text = path.read_text("utf-8") if path.exists() else ""
-    found = re.findall(r"^- \*\*(.+?)\*\* (This .+?)(?=\n- \*\*|\Z)", text, re.M | re.S)
-    return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in found]
+    matches = re.findall(r"^- \*\*(.+?)\*\* (This .+?)(?=\n- \*\*|\Z)", text, re.M | re.S)
+    return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in matches]
 
 
 def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[float]]]:
-    """Per aggregated row the 95 % interval of every metric: that of top1, of others Student's where there are two seeds."""
+    """{metric: its 95 % interval} of every aggregated row: top1 as in the table, others Student's over two or more seeds."""
     groups: dict[Place, list[Row]] = defaultdict(list)
     crops = has_crops(rows)
     for row in rows:
         groups[place_of(row, crops)].append(row)
-    found = []
+    by_row = []
     for row in table.to_dict("records"):
-        own = groups[row["label"], row["protocol"], row["policy"], row["img_size"]]
+        seeds = groups[row["label"], row["protocol"], row["policy"], row["img_size"]]
         intervals = {"top1": [row["low"], row["high"]]}
         for key in METRICS:
             factor = 100 if key in SHARES else 1
-            values = [factor * one[key] for one in own if pd.notna(one.get(key))]
+            values = [factor * seed[key] for seed in seeds if pd.notna(seed.get(key))]
             if key != "top1" and len(values) > 1:
                 intervals[key] = [round(end, 6) for end in t_interval(values)]
-        found.append(intervals)
-    return found
+        by_row.append(intervals)
+    return by_row
 
 
 def _classes(rows: Sequence[Row], predictions: Predictions | None, crops: bool) -> dict[str, Any] | None:
-    """Images and hits of every class, seeds added up: class names, and lists in their order for every evaluation.
+    """Class names, and for every aggregated row the lists n (images of each class) and hits, sums over seeds.
 
-    Counts of images that are those of the row before are None there: as a rule all rows see the same.
+    n is None where it equals that of the row before, to save space.
     """
     if predictions is None:
         return None
-    found: dict[Place, np.ndarray] = {}
+    by_place: dict[Place, np.ndarray] = {}
     for row in rows:
         if line_key(row) in predictions.rows:
             place, counts = place_of(row, crops), np.stack(predictions.rows[line_key(row)].class_counts())
-            found[place] = found.get(place, 0) + counts
-    counted: list[dict[str, Any]] = [_named(key) | {"n": n.tolist(), "hits": hits.tolist()} for key, (n, hits) in found.items()]
+            by_place[place] = by_place.get(place, 0) + counts
+    counted: list[dict[str, Any]] = [
+        _named(place) | {"n": n.tolist(), "hits": hits.tolist()} for place, (n, hits) in by_place.items()
+    ]
     same = [before["n"] == row["n"] for before, row in pairwise(counted)]
     for row, is_same in zip(counted[1:], same, strict=True):
         row["n"] = None if is_same else row["n"]
@@ -272,19 +286,20 @@ def _classes(rows: Sequence[Row], predictions: Predictions | None, crops: bool) 
 
 
 def _translation(lines: Sequence[Row], crops: bool) -> list[Row]:
-    """Top-1 by translation, averaged over seeds, with its interval as `aggregate` makes it."""
+    """Lines of translation.csv aggregated over seeds: mean top-1 with the interval of `aggregate`."""
     groups: dict[tuple[Place, int], list[Row]] = defaultdict(list)
     for line in lines:
         groups[place_of(line, crops), int(line["translation"])].append(line)
-    found = []
-    for (place, by), own in groups.items():
-        top1, n = sum(line["top1"] for line in own) / len(own), int(own[0]["n"])
-        low, high, _ = top1_interval([line["top1"] for line in own], n)
-        found.append(
-            _named(place) | {"translation": by, "n": n, "seeds": len(own), "top1": round(top1, 4), "low": low, "high": high}
+    merged = []
+    for (place, by), seeds in groups.items():
+        top1, n = sum(line["top1"] for line in seeds) / len(seeds), int(seeds[0]["n"])
+        low, high, _ = top1_interval([line["top1"] for line in seeds], n)
+        merged.append(
+            _named(place) | {"translation": by, "n": n, "seeds": len(seeds), "top1": round(top1, 4), "low": low, "high": high}
         )
-    return found
+    return merged
 
 
 def _named(place: Place) -> Row:
+    """A place as {column: value}."""
     return dict(zip(PLACE, place, strict=True))

@@ -1,4 +1,4 @@
-"""What models get wrong, from predictions.npz: pairs of classes taken for each other, and images whose prediction changes."""
+"""Mistakes of models, from predictions.npz: the most frequent confusions of classes, and images whose prediction changes."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,31 +10,35 @@ from vitrel.evaluate.predictions import LEFT_OUT, NO_CLASS, Predictions
 from vitrel.evaluate.results import aggregate, by_area, curves, line_key
 from vitrel.evaluate.settings import Row
 
-PAIRS = 12  # of classes, of a model and protocol
-CHANGED = 12  # images, of a curve and protocol
+PAIRS = 12  # maximum number of confused pairs of classes for a model and protocol
+CHANGED = 12  # maximum number of images with changing predictions for a curve and protocol
 Place = tuple[str, str, str, str]
 PLACE = ("label", "protocol", "policy", "img_size")
 
 
 def place_of(line: Row, crops: bool) -> Place:
-    """Where a row or a line of one stands in the table of `aggregate`, by PLACE. crops: models were evaluated with several."""
+    """Return the columns PLACE of a row, or line of translation.csv, as the table of `aggregate` has them.
+
+    crops: the result of `has_crops`; the protocol then names the crop.
+    """
     protocol = f"{line['protocol']}, crop {line['crop_pct']:g}" if crops else line["protocol"]
     return line["label"], protocol, line["policy"], line["img_size"]
 
 
 def has_crops(rows: Sequence[Row]) -> bool:
-    """Whether a model was evaluated with several crops."""
-    found = defaultdict(set)
+    """Whether any model was evaluated with several crops."""
+    by_label = defaultdict(set)
     for row in rows:
-        found[row["label"]].add(row["crop_pct"])
-    return any(len(crops) > 1 for crops in found.values())
+        by_label[row["label"]].add(row["crop_pct"])
+    return any(len(crops) > 1 for crops in by_label.values())
 
 
 def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, Any]]:
-    """Of every label and protocol the PAIRS most frequent pairs (class, predicted class), and how often at each size.
+    """Return the PAIRS most frequent confusions (class, predicted class) of every label and protocol, with counts by size.
 
-    Seeds are added up. pairs: indices of classes; of: images of the class; rows: policy, img_size, n (images), wrong, and
-    counts in the order of the pairs. Labels without a mistake are left out.
+    Items have label, protocol, pairs (indices of classes), of (number of images of each pair's class) and rows: {policy,
+    img_size, n (images), wrong, counts (in the order of the pairs)}. Counts are sums over seeds. Labels without mistakes are
+    left out.
     """
     counted: dict[Place, Counter[tuple[int, int]]] = {}
     seen: Counter[Place] = Counter()
@@ -49,16 +53,16 @@ def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, 
         images[place].update(predictions.labels[read].tolist())
         seen[place] += int(read.sum())
         wrong[place] += int(missed.sum())
-    found = []
+    items = []
     for label, protocol in dict.fromkeys(place[:2] for place in counted):
-        own = {place: pairs for place, pairs in counted.items() if place[:2] == (label, protocol)}
+        by_place = {place: pairs for place, pairs in counted.items() if place[:2] == (label, protocol)}
         most: Counter[tuple[int, int]] = Counter()
-        for pairs in own.values():
+        for pairs in by_place.values():
             most |= pairs  # the largest count at any size
         chosen = [pair for pair, _ in sorted(most.items(), key=lambda item: (-item[1], item[0]))[:PAIRS]]
         if chosen:
-            first = next(iter(own))
-            found.append(
+            first = next(iter(by_place))
+            items.append(
                 {
                     "label": label,
                     "protocol": protocol,
@@ -72,30 +76,30 @@ def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, 
                             "wrong": wrong[place],
                             "counts": [pairs[pair] for pair in chosen],
                         }
-                        for place, pairs in own.items()
+                        for place, pairs in by_place.items()
                     ],
                 }
             )
-    return found
+    return items
 
 
 def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, Any]]:
-    """Of every curve and protocol, by the first seed, the images whose prediction is not the same at all sizes.
+    """Return the images whose prediction differs between sizes, for every curve and protocol; of the first seed.
 
-    label, policy, protocol, sizes (by area), changed (how many), of (images), and images: at most CHANGED of them, those first
-    that are right at the training size and wrong at most others, each with its index and the class predicted at every size
-    (NO_CLASS: none of the data's).
+    Items have label, policy, protocol, sizes (by area), changed (number of these images), of (number of images read at all
+    sizes) and images: at most CHANGED, each with its index and the class predicted at every size (NO_CLASS: none of the
+    data's). Images that are right at the training size and wrong at most other sizes come first.
     """
     predicted: dict[Place, np.ndarray] = {}
     trained = {}
-    for place, row, own in _predicted(rows, predictions):
-        predicted.setdefault(place, own)
+    for place, row, classes in _predicted(rows, predictions):
+        predicted.setdefault(place, classes)
         trained[place[0]] = row["train_size"]
-    found = []
+    items = []
     for label, policy, table in curves(aggregate(rows).reset_index(drop=True)):
         for protocol in table["protocol"].unique():
-            here = table[table["protocol"] == protocol].to_dict("records")
-            places = {row["img_size"]: (label, protocol, row["policy"], row["img_size"]) for row in here}
+            records = table[table["protocol"] == protocol].to_dict("records")
+            places = {row["img_size"]: (label, protocol, row["policy"], row["img_size"]) for row in records}
             sizes = sorted((size for size, place in places.items() if place in predicted), key=by_area)
             if len(sizes) < 2:
                 continue
@@ -103,10 +107,10 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
             read = (classes != LEFT_OUT).all(0)
             changes = read & (classes != classes[0]).any(0)
             right = classes == predictions.labels
-            home = right[sizes.index(trained[label])] if trained[label] in sizes else right.any(0)
-            order = np.lexsort((right.sum(0), ~home))  # right at home first, then right at few sizes
+            at_training = right[sizes.index(trained[label])] if trained[label] in sizes else right.any(0)
+            order = np.lexsort((right.sum(0), ~at_training))  # right at the training size first, then right at few sizes
             chosen = [int(image) for image in order if changes[image]][:CHANGED]
-            found.append(
+            items.append(
                 {
                     "label": label,
                     "policy": policy,
@@ -117,13 +121,13 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
                     "images": [{"image": image, "predicted": classes[:, image].tolist()} for image in chosen],
                 }
             )
-    return found
+    return items
 
 
 def _predicted(rows: Sequence[Row], predictions: Predictions) -> Iterator[tuple[Place, Row, np.ndarray]]:
-    """(place, row, classes predicted [n]) of every row that has predictions."""
+    """(place, row, predicted classes [n]) of every row with predictions."""
     crops = has_crops(rows)
     for row in rows:
-        own = predictions.rows.get(line_key(row))
-        if own is not None:
-            yield place_of(row, crops), row, own.predicted
+        of_row = predictions.rows.get(line_key(row))
+        if of_row is not None:
+            yield place_of(row, crops), row, of_row.predicted

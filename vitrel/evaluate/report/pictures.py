@@ -1,8 +1,8 @@
-"""Pictures of a report, recorded by running the models: pictures.json.gz.
+"""pictures.json.gz: maps of position and attention, and images, that a report draws; recorded by running the models.
 
-What position adds by offset, how alike the embeddings added to tokens are, where patches attend, what the model saw at every
-size and protocol, and thumbnails of images whose prediction changes. All has to fit into a budget of bytes: layers are left
-out, or recorded with fewer queries and the mean of all heads, and what is left out is named in the file.
+It holds the mean position bias by offset, the similarity of position embeddings, attention maps of sample images, a sample
+image as preprocessed for every size and protocol, and thumbnails of images whose prediction changes. Its size is limited: where
+bytes run out, layers are left out or recorded with fewer queries and the mean of all heads, and the file lists what is missing.
 """
 
 import base64
@@ -37,16 +37,16 @@ from vitrel.models.backbone import Backbone
 from vitrel.sizes import Size, format_size
 
 BUDGET = 1_150_000  # bytes of the compressed file; as text in the page a third more
-REACH = 31  # offsets along one axis that are shown, in tokens
-QUERIES = 256  # patches of an image whose attention is kept, where there is room
-SIMILAR = 36  # patches whose similarity to all others is kept
-LARGEST = 4096  # tokens, above which attention is not recorded
-IMAGES = 2
+REACH = 31  # largest offset along an axis in the maps by offset, in tokens
+QUERIES = 256  # maximum number of query patches of an attention map
+SIMILAR = 36  # number of patches whose similarity to all others is recorded, about
+LARGEST = 4096  # number of tokens above which attention is not recorded
+IMAGES = 2  # sample images with attention maps
 SIDE = 192  # pixels of the longer side of a picture
-THUMBNAIL = 72  # the same of an image whose prediction changes
-THUMBNAILS = 48  # how many of these there are at most
+THUMBNAIL = 72  # pixels of the longer side of a thumbnail
+THUMBNAILS = 48  # maximum number of thumbnails
 QUALITY = 72  # of WebP
-PART = 0.3  # of the room of a size that one map or the offsets of one layer may take
+PART = 0.3  # largest share of the bytes of a size for one attention map, or the map by offset of one layer
 Item = dict[str, Any]
 
 
@@ -58,37 +58,36 @@ def collect_pictures(
     rows: Sequence[Row] = (),
     images: bool = True,
 ) -> Path:
-    """Writes `folder`/pictures.json.gz, at most about `budget` bytes, and returns its path.
+    """Record the pictures of a report into `folder`/pictures.json.gz, of about `budget` bytes at most, and return its path.
 
     For the first model of every label, at every size of the sweep: the mean logit that position adds by offset, the cosine
-    similarity of the embeddings added to tokens, and the attention of sample images. A model whose attention cannot be seen has
-    the reason instead. Each is recorded at the policies that the sweep evaluates, attention at the first of them alone. Of the
-    first model also a sample image at every size and protocol, and thumbnails of images whose prediction changes with size
-    (predictions in `folder`).
+    similarity of the embeddings added to tokens, and the attention of sample images; or the reason why attention cannot be
+    recorded. Each is recorded for every policy of the sweep, attention only for the first. For the first model also a sample
+    image at every size and protocol, and thumbnails of images whose prediction changes with size (by predictions.npz).
 
-    rows: those of the folder; what the file holds of any that are not recorded now stays in it, and leaves at least a quarter
-    of the budget. images: without, no photograph is written.
+    rows: the rows of the folder. An existing file keeps its pictures of rows that are not recorded now; at least a quarter of
+    the budget is for new ones. images: whether photographs of the data may be written.
     """
     firsts = list({trained.label: trained for trained in reversed(models)}.values())[::-1]
-    asked = tasks_of(firsts, sweep)
-    tasks = _recorded_tasks(asked, sweep)
+    all_tasks = tasks_of(firsts, sweep)
+    tasks = _recorded_tasks(all_tasks, sweep)
     former = _former_pictures(folder, rows, {(task.trained.label, format_size(task.size), task.policy) for task in tasks})
     budget = max(budget - len(zlib.compress(json.dumps(former).encode())), budget // 4)
     samples, blobs = Images(sweep), dict[str, str]()
-    seen = _what_is_seen([task for task in asked if task.trained is firsts[0]], samples, blobs) if images else []
+    seen = _preprocessed([task for task in all_tasks if task.trained is firsts[0]], samples, blobs) if images else []
     thumbnails = _thumbnails(tasks[0], samples, folder, rows) if images else {}
-    budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # base64 compresses to what it encodes
-    found = []
-    for place, trained in enumerate(firsts):
-        own = [task for task in tasks if task.trained is trained]
-        one, spent = _record_model(own, sweep, samples, blobs, budget // (len(firsts) - place), images)
-        found.append(one)
+    budget -= len("".join([*blobs.values(), *thumbnails.values()])) * 3 // 4  # gzip undoes the overhead of base64
+    recorded = []
+    for index, trained in enumerate(firsts):
+        of_model = [task for task in tasks if task.trained is trained]
+        entry, spent = _record_model(of_model, sweep, samples, blobs, budget // (len(firsts) - index), images)
+        recorded.append(entry)
         budget -= spent
-    made = [(item["size"], item["protocol"]) for item in seen]
+    replaced = [(item["size"], item["protocol"]) for item in seen]
     stored = {
         "format": 2,
-        "models": _merged_models(former["models"], found),
-        "seen": [item for item in former["seen"] if (item["size"], item["protocol"]) not in made] + seen,
+        "models": _merged_models(former["models"], recorded),
+        "seen": [item for item in former["seen"] if (item["size"], item["protocol"]) not in replaced] + seen,
         "thumbnails": former["thumbnails"] | thumbnails,
         "words": former["words"] | _described_classes(firsts, tasks[0], samples),
         "blobs": former["blobs"] | blobs,
@@ -99,23 +98,26 @@ def collect_pictures(
 
 
 def read_pictures(path: Path) -> Item | None:
-    """What `collect_pictures` wrote; None where there is no such file, or it is damaged or of another version."""
+    """Read a file of `collect_pictures`; None where it is missing, damaged or of another version."""
     try:
         stored = json.loads(gzip.decompress(path.read_bytes()))
         return stored if stored["format"] == 2 else None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):  # pictures can be made again
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):  # no error: pictures can be recorded again
         return None
 
 
 def without_images(stored: Item) -> Item:
-    """The same without photographs: what the models saw, thumbnails, and the pictures below maps of attention."""
+    """Return the pictures without photographs: sample images, thumbnails, and images below attention maps."""
     models = [model | {"maps": [item | {"pictures": []} for item in model["maps"]]} for model in stored["models"]]
     blobs = {key: text for key, text in stored["blobs"].items() if not text.startswith("data:")}
     return stored | {"models": models, "seen": [], "thumbnails": {}, "blobs": blobs}
 
 
 def encode_lattice(values: Tensor, reach: int = REACH) -> Item:
-    """[H, 2h-1, 2w-1] as bytes, a scale per head; NaN is -128, offsets beyond `reach` are cut off."""
+    """Encode a map by offset [H, 2h-1, 2w-1], for `reach` tokens along an axis at most: shapes, scale per head, base64 int8.
+
+    A value is (byte / 127) * scale of its head; NaN is -128.
+    """
     rows, columns = values.shape[1:]
     down, right = max(0, rows // 2 - reach), max(0, columns // 2 - reach)
     shown = values[:, down : rows - down, right : columns - right].float().cpu()
@@ -130,11 +132,11 @@ def encode_lattice(values: Tensor, reach: int = REACH) -> Item:
 
 
 def encode_map(layer: Layer, image: int, mean: bool = False, queries: int = QUERIES) -> Item:
-    """The attention of image number `image` of a layer, the mean over heads if `mean`: rows of at most about `queries` patches.
+    """Encode the attention of one image in a layer, for at most about `queries` query patches; mean: averaged over heads.
 
-    For query q, head g and slot k of its window, weights[q, g, k] / 255 * scale[q, g] is the weight of token
-    tokens[windows[q], k], prefix tokens first, -1 for padding; global layers have no `tokens`, slot k being token k. `content`
-    is the same without position, None where position does not act in this layer.
+    For query q, head g and slot k of its window, weights[q, g, k] / 255 * scale[q, g] is the attention weight of token
+    tokens[windows[q], k]: prefix tokens come first, -1 is padding. Global layers have no `tokens`; slot k is token k. `content`
+    has the weights without position, or None where position adds nothing in this layer.
     """
     grid = layer.grid
     slots = layer.tokens.cpu().flatten()
@@ -142,10 +144,10 @@ def encode_map(layer: Layer, image: int, mean: bool = False, queries: int = QUER
     patch = slots - grid.prefix
     y, x = patch // grid.w, patch % grid.w
     kept = ((slots >= 0) & ((patch < 0) | ((y % step == step // 2) & (x % step == step // 2)))).nonzero().flatten()
-    acts = _acts(layer)
-    both = [_attention_rows(what[image], kept, mean) for what in ((layer.weights, layer.content) if acts else (layer.weights,))]
+    sources = (layer.weights, layer.content) if _acts(layer) else (layer.weights,)
+    both = [_attention_rows(weights[image], kept, mean) for weights in sources]
     scale = torch.stack(both).amax((0, -1))  # [Q, H]
-    levels = [(what / scale.clamp(min=1e-12)[..., None] * 255).round().to(torch.uint8) for what in both]
+    levels = [(rows / scale.clamp(min=1e-12)[..., None] * 255).round().to(torch.uint8) for rows in both]
     return {
         "grid": list(grid),
         "shape": list(both[0].shape),
@@ -161,7 +163,7 @@ def encode_map(layer: Layer, image: int, mean: bool = False, queries: int = QUER
 
 
 def encode_similarity(embedding: Tensor) -> Item:
-    """Cosine similarity, in steps of 1/127, of about SIMILAR rows of [h, w, C] to all of them: int8 [Q, h*w]."""
+    """Encode the cosine similarity of about SIMILAR patches of an embedding [h, w, C] to all patches: int8 [Q, h*w] / 127."""
     h, w = embedding.shape[:2]
     step = _step(Grid(h, w), SIMILAR)
     index = torch.arange(h * w).view(h, w)[step // 2 :: step, step // 2 :: step].flatten()
@@ -172,9 +174,9 @@ def encode_similarity(embedding: Tensor) -> Item:
 
 @torch.no_grad()
 def token_embedding(model: nn.Module, size: Size) -> Tensor | None:
-    """[h, w, C] of what a model adds to the patches of an image of `size` (h, w) pixels; None where it adds nothing.
+    """Return the position embedding [h, w, C] that a model adds to the patches at `size` (h, w) pixels; None without one.
 
-    Of timm's models `pos_embed`, resampled as timm does where it is stored for another grid.
+    For timm's models this is `pos_embed`, resampled as timm does where it is stored for another grid.
     """
     stored = getattr(model, "pos_embed", None)
     if stored is None:
@@ -193,26 +195,26 @@ def token_embedding(model: nn.Module, size: Size) -> Tensor | None:
 
 
 class _Recorded(NamedTuple):
-    """What was taken of one task."""
+    """The maps recorded for one task."""
 
-    layers: list[str]  # names of all
+    layers: list[str]  # names of all layers
     acts: bool  # whether position adds to the logits of any layer
-    items: list[tuple[int, str, Item]]  # (place among what is wanted, "lattices" or "maps", what it is)
+    items: list[tuple[int, str, Item]]  # (priority, lowest first; "lattices" or "maps"; encoded map)
 
 
-def _former_pictures(folder: Path, rows: Sequence[Row], made: set[tuple[str, str, str]]) -> Item:
-    """What the file in `folder` holds of places (label, size, policy) that rows have and that are not made now."""
+def _former_pictures(folder: Path, rows: Sequence[Row], recorded: set[tuple[str, str, str]]) -> Item:
+    """The pictures in `folder` of those (label, size, policy) that `rows` have and that are not `recorded` now."""
     nothing: Item = {"models": [], "seen": [], "thumbnails": {}, "words": {}, "blobs": {}}
-    places = {(row["label"], row["img_size"], row["policy"]) for row in rows} - made
+    places = {(row["label"], row["img_size"], row["policy"]) for row in rows} - recorded
     stored = read_pictures(Path(folder) / "pictures.json.gz") if places else None
     if stored is None:
         return nothing
     kept = stored | {"models": []}
     for model in stored["models"]:
-        own = {place[1:] for place in places if place[0] == model["label"]}
+        of_model = {place[1:] for place in places if place[0] == model["label"]}
         for kind in ("lattices", "maps", "similar"):
-            model[kind] = [item for item in model[kind] if (item["size"], item["policy"]) in own]
-        kept["models"] += [model] if own else []
+            model[kind] = [item for item in model[kind] if (item["size"], item["policy"]) in of_model]
+        kept["models"] += [model] if of_model else []
     used = {key for model in kept["models"] for item in model["maps"] for key in item["pictures"]}
     used |= {item["values"] for model in kept["models"] for item in model["lattices"] + model["similar"]}
     used |= {item["picture"] for item in kept["seen"]}
@@ -220,129 +222,134 @@ def _former_pictures(folder: Path, rows: Sequence[Row], made: set[tuple[str, str
     return kept
 
 
-def _merged_models(former: Sequence[Item], found: Sequence[Item]) -> list[Item]:
-    """Entries of the same label as one."""
-    merged = {one["label"]: one for one in former}
-    for one in found:
-        before = merged.get(one["label"], {"layers": [], "lattices": [], "maps": [], "similar": [], "images": []})
-        both = {kind: before[kind] + one[kind] for kind in ("lattices", "maps", "similar")}
-        merged[one["label"]] = one | both | {kind: one[kind] or before[kind] for kind in ("layers", "images")}
+def _merged_models(former: Sequence[Item], new: Sequence[Item]) -> list[Item]:
+    """Former and new entries of models; those of the same label are merged."""
+    merged = {entry["label"]: entry for entry in former}
+    for entry in new:
+        before = merged.get(entry["label"], {"layers": [], "lattices": [], "maps": [], "similar": [], "images": []})
+        both = {kind: before[kind] + entry[kind] for kind in ("lattices", "maps", "similar")}
+        merged[entry["label"]] = entry | both | {kind: entry[kind] or before[kind] for kind in ("layers", "images")}
     return [*merged.values()]
 
 
-def _recorded_tasks(asked: Sequence[Task], sweep: Sweep) -> list[Task]:
-    """One per model, size and policy, in the scale protocol where it is evaluated, and at the first crop."""
+def _recorded_tasks(tasks: Sequence[Task], sweep: Sweep) -> list[Task]:
+    """One task per model, size and policy: of the scale protocol (else the first), and the first crop."""
     protocol = "scale" if "scale" in sweep.protocols else sweep.protocols[0]
-    found: dict[tuple, Task] = {}
-    for task in asked:
+    first: dict[tuple, Task] = {}
+    for task in tasks:
         if task.protocol == protocol:
-            found.setdefault((id(task.trained), task.size, task.policy), task)
-    return list(found.values())
+            first.setdefault((id(task.trained), task.size, task.policy), task)
+    return list(first.values())
 
 
-def _what_is_seen(tasks: Sequence[Task], samples: Images, blobs: dict[str, str]) -> list[Item]:
-    """The first sample image at every size and protocol as the model of these tasks saw it."""
-    found: dict[tuple[str, str], Item] = {}
+def _preprocessed(tasks: Sequence[Task], samples: Images, blobs: dict[str, str]) -> list[Item]:
+    """The first sample image, preprocessed for every size and protocol of the tasks, which are of one model."""
+    items: dict[tuple[str, str], Item] = {}
     for task in tasks:
         place = format_size(task.size), task.protocol
-        if place in found:
+        if place in items:
             continue
-        pixels = samples.first(task.preprocessing, 1)  # at native shape the image's own
+        pixels = samples.first(task.preprocessing, 1)  # in the native protocol with a shape of its own
         _, names = _samples(task, samples, 1)
         if len(pixels) and names:
             key = _picture(task, 0, pixels[0], blobs)
-            about = {"label": task.trained.label, "size": place[0], "protocol": place[1], "class": names[0]}
-            found[place] = about | {"shape": list(pixels[0].shape[-2:]), "picture": key}
-    return list(found.values())
+            item = {"label": task.trained.label, "size": place[0], "protocol": place[1], "class": names[0]}
+            items[place] = item | {"shape": list(pixels[0].shape[-2:]), "picture": key}
+    return list(items.values())
 
 
 def _thumbnails(task: Task, samples: Images, folder: Path, rows: Sequence[Row]) -> dict[str, str]:
-    """{name of the image: picture} of at most THUMBNAILS images whose prediction changes with size, those of most curves first.
+    """{name of the image: picture} of at most THUMBNAILS images whose prediction changes with size, on most curves first.
 
-    Empty where `folder` holds no predictions, or they are of other images than the data that is read now.
+    Empty where `folder` has no predictions, or has predictions of other images than the current data.
     """
     predictions, dataset = read_predictions(folder), samples.dataset(task.preprocessing)
     if predictions is None or len(predictions.names) != len(dataset):
         return {}
     times = Counter(item["image"] for curve in changed_images(rows, predictions) for item in curve["images"])
-    found = {}
-    for place, _ in times.most_common(THUMBNAILS):
-        pixels, label = dataset[place]
-        if label == predictions.labels[place]:
-            found[predictions.names[place]] = _data_url(task.trained, pixels, THUMBNAIL)
-    return found
+    thumbnails = {}
+    for index, _ in times.most_common(THUMBNAILS):
+        pixels, label = dataset[index]
+        if label == predictions.labels[index]:
+            thumbnails[predictions.names[index]] = _data_url(task.trained, pixels, THUMBNAIL)
+    return thumbnails
 
 
 def _described_classes(models: Sequence[Trained], task: Task, samples: Images) -> dict[str, str]:
-    """{class of the data: what a model's `pretrained_cfg` calls it}, of classes that are numbers or described there."""
+    """{class of the data: its name or description in a model's `pretrained_cfg`}, for classes where these differ."""
     classes = getattr(samples.dataset(task.preprocessing), "classes", None) or []
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for trained in models:
-        known = getattr(trained.model, "pretrained_cfg", None) or {}
-        names, described = known.get("label_names") or (), known.get("label_descriptions") or {}
-        numbered = {str(place): name for place, name in enumerate(names)} if len(names) == len(classes) else {}
+        config = getattr(trained.model, "pretrained_cfg", None) or {}
+        names, described = config.get("label_names") or (), config.get("label_descriptions") or {}
+        numbered = {str(index): name for index, name in enumerate(names)} if len(names) == len(classes) else {}
         for raw in map(str, classes):
             name = numbered.get(raw, raw)
             if name != raw or name in described:
-                found.setdefault(raw, str(described.get(name, name)))
-    return found
+                words.setdefault(raw, str(described.get(name, name)))
+    return words
 
 
 def _record_model(
     tasks: Sequence[Task], sweep: Sweep, samples: Images, blobs: dict[str, str], budget: int, images: bool
 ) -> tuple[Item, int]:
-    """The entry of one model, and the bytes that it takes."""
-    trained, spent, lost = tasks[0].trained, 0, set()
-    one: Item = {"label": trained.label, "seed": trained.seed, "train_size": format_size(trained.img_size), "error": None}
-    one |= {"acts": False, "layers": [], "lattices": [], "maps": [], "similar": [], "images": [], "left_out": []}
-    for place, task in enumerate(tasks):
-        room, size = (budget - spent) // (len(tasks) - place), format_size(task.size)
-        before, about = room, {"size": size, "policy": task.policy}
-        first = all(other.size != task.size for other in tasks[:place])
+    """Record the pictures of one model; return its entry in the file, and the bytes that this takes."""
+    trained, spent, incomplete = tasks[0].trained, 0, set()
+    entry: Item = {"label": trained.label, "seed": trained.seed, "train_size": format_size(trained.img_size), "error": None}
+    entry |= {"acts": False, "layers": [], "lattices": [], "maps": [], "similar": [], "images": [], "left_out": []}
+    for index, task in enumerate(tasks):
+        room, size = (budget - spent) // (len(tasks) - index), format_size(task.size)
+        before, keys = room, {"size": size, "policy": task.policy}
+        first = all(other.size != task.size for other in tasks[:index])
         pixels, names = _samples(task, samples, IMAGES)
         if not names:
-            one["error"] = "none of the sample images can be read"
+            entry["error"] = "none of the sample images can be read"
             break
-        one["images"] = names
+        entry["images"] = names
         try:
-            found, embedding = _record_task(task, sweep, pixels, first, room)
+            recorded, embedding = _record_task(task, sweep, pixels, first, room)
         except ValueError as error:
-            one["error"] = str(error)
-            found, embedding = None, _embedding_at(task)
+            entry["error"] = str(error)
+            recorded, embedding = None, _embedding_at(task)
         if embedding is not None and first:
-            room -= _append(one["similar"], about | encode_similarity(embedding), room, blobs)
-        if found is None:
-            if one["error"] is None:
-                one["left_out"].append(f"{trained.label} at {size}: more than {LARGEST:,} tokens")
+            room -= _append(entry["similar"], keys | encode_similarity(embedding), room, blobs)
+        if recorded is None:
+            if entry["error"] is None:
+                entry["left_out"].append(f"{trained.label} at {size}: more than {LARGEST:,} tokens")
         else:
-            one["layers"], one["acts"] = found.layers, one["acts"] or found.acts
-            drawn = [_picture(task, image, pixels[image], blobs) for image in range(len(names))] if images and first else []
-            more = {"lattices": about, "maps": about | {"pictures": drawn}}
-            for _, kind, item in sorted(found.items, key=lambda item: item[0]):
-                took = _append(one[kind], more[kind] | item, room, blobs)
-                room -= took
-                lost |= set() if took else {size}
+            entry["layers"], entry["acts"] = recorded.layers, entry["acts"] or recorded.acts
+            pictures = [_picture(task, image, pixels[image], blobs) for image in range(len(names))] if images and first else []
+            columns = {"lattices": keys, "maps": keys | {"pictures": pictures}}
+            for _, kind, item in sorted(recorded.items, key=lambda item: item[0]):
+                taken = _append(entry[kind], columns[kind] | item, room, blobs)
+                room -= taken
+                incomplete |= set() if taken else {size}
         spent += before - room
-    if lost:
-        one["left_out"].append(f"{trained.label}: some layers and images at {', '.join(sorted(lost))}, for lack of room")
-    return one, spent
+    if incomplete:
+        entry["left_out"].append(
+            f"{trained.label}: some layers and images at {', '.join(sorted(incomplete))}, to limit the size of the page"
+        )
+    return entry, spent
 
 
 def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int) -> tuple[_Recorded | None, Tensor | None]:
-    """What was taken of the layers, maps only if `maps`, None where there are too many tokens; and the embedding of tokens."""
-    found: list[tuple[str, Item]] = []
+    """Run a task's model on sample images; return maps of its layers (None above LARGEST tokens) and its position embedding.
+
+    maps: record attention maps too, not only maps by offset. room: bytes for this task.
+    """
+    encoded: list[tuple[str, Item]] = []
     names, acts = [], []
     device, part = sweep.torch_device, int(PART * room)
 
     def use(layer: Layer) -> None:
         names.append(layer.name)
         acts.append(_acts(layer))
-        at = {"layer": len(names) - 1}
+        keys = {"layer": len(names) - 1}
         if acts[-1]:
             lattice = _fitting_lattice(offset_mean(layer, layer.position), part)
-            found.append(("lattices", at | {"window": list(layer.window or layer.grid[:2])} | lattice))
+            encoded.append(("lattices", keys | {"window": list(layer.window or layer.grid[:2])} | lattice))
         for image in range(len(pixels) if maps else 0):
-            found.append(("maps", at | {"image": image} | _fitting_map(layer, image, part)))
+            encoded.append(("maps", keys | {"image": image} | _fitting_map(layer, image, part)))
 
     try:
         with at_size_with(task.trained.model.to(device), task.size, task.policy) as ready:
@@ -352,12 +359,12 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
             for_each_layer(ready.model.to(device), pixels.to(device), use)
     finally:
         task.trained.model.cpu()
-    wanted = {len(names) - 1, 0, len(names) // 2}  # the last first, then in the order of layers
+    preferred = {len(names) - 1, 0, len(names) // 2}  # the first, middle and last layer
 
-    def place(kind: str, item: Item) -> int:
-        return 2 * (item["layer"] not in wanted) + 4 * item.get("image", 0) + (kind == "maps")
+    def priority(kind: str, item: Item) -> int:
+        return 2 * (item["layer"] not in preferred) + 4 * item.get("image", 0) + (kind == "maps")
 
-    return _Recorded(names, any(acts), [(place(kind, item), kind, item) for kind, item in found]), embedding
+    return _Recorded(names, any(acts), [(priority(kind, item), kind, item) for kind, item in encoded]), embedding
 
 
 def _embedding_at(task: Task) -> Tensor | None:
@@ -366,12 +373,12 @@ def _embedding_at(task: Task) -> Tensor | None:
 
 
 def _acts(layer: Layer) -> bool:
-    """Whether position adds anything to the logits of a layer."""
+    """Whether position adds to the logits of a layer."""
     return layer.position is not None and bool(layer.position.any())
 
 
 def _fitting_lattice(values: Tensor, room: int) -> Item:
-    """`encode_lattice` with as many offsets as fit into `room` bytes, at least 7 along an axis."""
+    """`encode_lattice` with as many offsets as fit into `room` bytes, but at least some 7 along an axis."""
     reach = REACH
     while (item := encode_lattice(values, reach)) and reach > 7 and _bytes(item) > room:
         reach = reach * 3 // 4
@@ -379,7 +386,7 @@ def _fitting_lattice(values: Tensor, room: int) -> Item:
 
 
 def _fitting_map(layer: Layer, image: int, room: int) -> Item:
-    """`encode_map` with the heads and queries that fit into `room` bytes, at least the mean of 16 queries."""
+    """`encode_map` with as many queries and heads as fit into `room` bytes, but at least 16 queries averaged over heads."""
     for queries, mean in ((QUERIES, False), (QUERIES, True), (64, True)):
         item = encode_map(layer, image, mean, queries)
         if _bytes(item) <= room:
@@ -388,26 +395,26 @@ def _fitting_map(layer: Layer, image: int, room: int) -> Item:
 
 
 def _samples(task: Task, samples: Images, most: int) -> tuple[Tensor, list[str]]:
-    """The first image and others evenly from the data, [n, 3, H, W], and the names of their classes."""
+    """At most `most` images at equal distances in the data, from the first, [n, 3, H, W], and the names of their classes."""
     dataset = samples.dataset(task.preprocessing)
-    places = sorted({round(i * len(dataset) / most) for i in range(most)})
-    items = [item for item in (dataset[place] for place in places if place < len(dataset)) if item[1] >= 0]
+    indices = sorted({round(i * len(dataset) / most) for i in range(most)})
+    items = [item for item in (dataset[index] for index in indices if index < len(dataset)) if item[1] >= 0]
     classes = getattr(dataset, "classes", None)
     names = [str(classes[label]) if classes else str(label) for _, label in items]
     return (torch.stack([image for image, _ in items]) if items else torch.zeros(0, 3, *task.size)), names
 
 
 def _picture(task: Task, image: int, pixels: Tensor, blobs: dict[str, str]) -> str:
-    """The key under which an image as the model saw it lies in `blobs`, of at most SIDE pixels."""
-    how = task.protocol, f"{task.crop_pct:g}", task.trained.interpolation, format_size(task.trained.img_size)
-    key = " ".join((str(image), format_size(task.size), *how))
+    """Add a preprocessed image to `blobs` as a picture of at most SIDE pixels, and return its key."""
+    preprocessing = task.protocol, f"{task.crop_pct:g}", task.trained.interpolation, format_size(task.trained.img_size)
+    key = " ".join((str(image), format_size(task.size), *preprocessing))
     if key not in blobs:
         blobs[key] = _data_url(task.trained, pixels, SIDE)
     return key
 
 
 def _data_url(trained: Trained, pixels: Tensor, side: int) -> str:
-    """Normalised pixels [3, H, W] as a WebP picture of at most `side` pixels."""
+    """A data URL of normalised pixels [3, H, W] as a WebP picture of at most `side` pixels."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (trained.mean, trained.std))
     picture = to_pil_image((pixels * std + mean).clamp(0, 1))
     picture.thumbnail((side, side))
@@ -417,9 +424,9 @@ def _data_url(trained: Trained, pixels: Tensor, side: int) -> str:
 
 
 def _append(kept: list[Item], item: Item, room: int, blobs: dict[str, str]) -> int:
-    """Appends an item that takes at most `room` bytes; the bytes it takes, 0 where it does not fit.
+    """Append an item if it takes at most `room` bytes; return its bytes, 0 where it does not fit.
 
-    `values` are moved to `blobs`, under a key that equal ones share: the offsets of a window are the same at every size.
+    Its `values` are moved to `blobs` under a hash, because many are equal: the offsets of a window are the same at every size.
     """
     values: dict[str, str] = {}
     if "values" in item:
@@ -434,20 +441,21 @@ def _append(kept: list[Item], item: Item, room: int, blobs: dict[str, str]) -> i
 
 
 def _bytes(item: Item | str) -> int:
+    """The compressed size of an item."""
     return len(zlib.compress(json.dumps(item).encode(), 1))
 
 
 def _step(grid: Grid, queries: int) -> int:
-    """Every how many rows and columns a patch is kept, so that there are at most so many."""
+    """The smallest step between rows and columns with which at most `queries` patches of a grid remain."""
     step = 1
     while -(-grid.h // step) * -(-grid.w // step) > queries:
         step += 1
     return step
 
 
-def _attention_rows(what: Tensor, kept: Tensor, mean: bool) -> Tensor:
-    """[W, H, N, N] -> rows [Q, H, N] of the kept slots, [Q, 1, N] if mean."""
-    rows = what.cpu().transpose(1, 2).flatten(0, 1)[kept]  # [Q, H, N]
+def _attention_rows(weights: Tensor, kept: Tensor, mean: bool) -> Tensor:
+    """Rows [Q, H, N] of attention weights [W, H, N, N], of the kept slots; averaged over heads, [Q, 1, N], if mean."""
+    rows = weights.cpu().transpose(1, 2).flatten(0, 1)[kept]  # [Q, H, N]
     return rows.mean(1, keepdim=True) if mean else rows
 
 

@@ -1,4 +1,4 @@
-"""Accuracy and throughput against resolution, and one against the other, as PNG."""
+"""Plots of an evaluation as PNG: accuracy and throughput against image size, and accuracy against throughput."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ with optional_import():
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter, ScalarFormatter
 
-# Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes say the same without colour.
+# Okabe and Ito's palette, safe for colour-blind readers; markers and dashes distinguish the curves without colour
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 DASHES = ("-", "--", ":", "-.")
@@ -24,25 +24,26 @@ FILLS = {"wide": {"markerfacecolor": "white"}, "tall": {"fillstyle": "left", "ma
 
 
 def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
-    """Writes accuracy.png, throughput.png and tradeoff.png into `folder`, made if need be, and returns their paths."""
+    """Write accuracy.png, throughput.png and tradeoff.png into `folder`, which is created, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     table = aggregate(rows)
     accuracy = _figure(table, "top1", "top-1 accuracy (%)", title)
-    one = table[table["protocol"] == table["protocol"].iloc[0]]
-    throughput = _figure(one, "infer_samples_per_sec", f"throughput (images/s, {one['device'].iloc[0]})", title)
+    first = table[table["protocol"] == table["protocol"].iloc[0]]
+    throughput = _figure(first, "infer_samples_per_sec", f"throughput (images/s, {first['device'].iloc[0]})", title)
     paths = [folder / f"{name}.png" for name in ("accuracy", "throughput", "tradeoff")]
-    for figure, path in zip((accuracy, throughput, _tradeoff(one, title)), paths, strict=True):
+    for figure, path in zip((accuracy, throughput, _tradeoff(first, title)), paths, strict=True):
         with atomic_write(path) as part:
             figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
     return paths
 
 
 def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure:
+    """A panel per protocol of a column against image side, with a common legend."""
     protocols = list(table["protocol"].unique())
-    one = table[table["protocol"] == protocols[0]]
+    first = table[table["protocol"] == protocols[0]]
     # not through pyplot, which would open windows or choose a backend for the whole program
-    rows = -(-sum(1 for _ in curves(one)) // 4)  # of the legend
-    height = 4.4 + 0.2 * max(0, rows - 3)  # which else takes the room of the panels
+    legend_rows = -(-sum(1 for _ in curves(first)) // 4)
+    height = 4.4 + 0.2 * max(0, legend_rows - 3)  # a long legend would otherwise shrink the panels
     figure = Figure(figsize=(1.5 + 5.2 * len(protocols), height), layout="constrained")
     panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
     for axes, protocol in zip(panels[0], protocols, strict=True):
@@ -63,19 +64,19 @@ def _figure(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure
 
 
 def _tradeoff(table: pd.DataFrame, title: str) -> Figure:
-    """Top-1 against throughput: one point per row of a protocol, its size beside it."""
+    """Top-1 against throughput: a point per row of one protocol, annotated with its size."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     drawn = list(curves(table))
-    for place, (label, policy, rows) in enumerate(drawn):
+    for index, (label, policy, rows) in enumerate(drawn):
         rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
-        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
         name = label if policy == "none" else f"{label}, {policy}"
         speed, top1 = rows["infer_samples_per_sec"], rows["top1"]
         axes.plot(speed, top1, color=colour, marker=marker, markersize=5, linewidth=0.8, label=name)
         for at, size in zip(zip(speed, top1, strict=True), rows["img_size"], strict=True):
             text = size.split("x")[0] if _shape(size) == "square" else size
-            offset = (0, 5) if place % 2 == 0 else (0, -12)
+            offset = (0, 5) if index % 2 == 0 else (0, -12)
             axes.annotate(text, at, offset, textcoords="offset points", ha="center", fontsize=7, color=colour)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -92,18 +93,18 @@ def _tradeoff(table: pd.DataFrame, title: str) -> Figure:
 
 
 def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
-    """Draws the curves of an aggregated table of one protocol into `axes`, against image side."""
+    """Draw a column of an aggregated table of one protocol against image side: a curve per model and policy."""
     drawn = list(curves(table))
     labels = list(dict.fromkeys(label for label, _, _ in drawn))
-    for place, (label, policy, rows) in enumerate(drawn):
-        which = labels.index(label)
+    for index, (label, policy, rows) in enumerate(drawn):
+        label_index = labels.index(label)
         dash = DASHES[[other for name, other, _ in drawn if name == label].index(policy) % len(DASHES)]
-        style = {"color": COLOURS[which % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 5}
+        style = {"color": COLOURS[label_index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
         line = {"linestyle": dash, "linewidth": 1.5, "capsize": 2}
         name = label if policy == "none" else f"{label}, {policy}"
-        # intervals at one size stay apart, and those of two sizes do not mix
+        # error bars of different curves are drawn side by side, close enough to tell sizes apart
         step = min(0.012, 0.15 / len(drawn))
-        dodge = 2 ** (step * (place - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
+        dodge = 2 ** (step * (index - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
         _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, dodge, {**style, **line, "label": name})
         for shape, fill in FILLS.items():
             _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, dodge, {**style, "linestyle": "none", **fill})
@@ -139,6 +140,7 @@ def _sizes_axis(axes: Axes, sizes: list[str]) -> None:
 
 
 def _side(size: str) -> float:
+    """Side in pixels of the square with the area of a size."""
     return math.sqrt(math.prod(parse_size(size)))
 
 

@@ -1,12 +1,12 @@
-// Where one query attends on a sample image: with position, without, and the difference.
+// Attention of one query on a sample image: with position, without, and the difference.
 const VIEWS = [["image", "query"], ["with", "attention, with position"], ["without", "without position"], ["difference", "difference"]];
 const views = new Map();
-let queryAt = null, mapCache = null; // row and column of the query; the decoded map
+let queryAt = null, mapCache = null; // [row, column, grid height, grid width] of the query; the decoded map
 
 const attentionModel = () => PICTURES.models[$("attention-model").value];
 
 function currentMap() {
-  const model = attentionModel(), size = tellSize("attention-size", "attention-at");
+  const model = attentionModel(), size = showSize("attention-size", "attention-at");
   return model.maps.find((item) => item.size === size && item.layer === Number($("attention-layer").value) && item.image === Number($("attention-image").value));
 }
 
@@ -33,7 +33,7 @@ function changeAttentionLayer() {
 
 function changeAttentionSize() {
   const item = currentMap(), [h, w, prefix] = item.grid, heads = item.shape[1];
-  const mean = [["mean", item.mean ? "mean of all (heads do not fit)" : "mean of all"]];
+  const mean = [["mean", item.mean ? "mean of all (single heads exceed the size limit)" : "mean of all"]];
   options($("attention-head"), item.mean ? mean : [...mean, ...Array.from({ length: heads }, (_, head) => [head, String(head)])], $("attention-head").value);
   const own = Array.from({ length: prefix }, (_, i) => [i, prefix > 1 ? `prefix token ${i + 1}` : "class token"]);
   options($("attention-query"), [["patch", "a patch"], ...own], $("attention-query").value);
@@ -43,7 +43,7 @@ function changeAttentionSize() {
   drawAttention();
 }
 
-// To the nearest query that the file holds, or the next one in a direction.
+// Move to the nearest recorded query, or to the next one in a direction.
 function snap(item, down, right) {
   const { step, grid: [h, w] } = item, first = step >> 1;
   const near = (value, n, move) => {
@@ -130,21 +130,22 @@ function drawAttention() {
     view.plot.listening = true;
     view.plot.on("plotly_click", ({ points }) => moveTo(points[0].y, points[0].x));
   }
-  tellAttention(now);
+  noteAttention(now);
 }
 
-function tellAttention({ item, with: withIt, without }) {
+// The note below the maps: query, largest weight, prefix tokens, padding, policy.
+function noteAttention({ item, with: withIt, without }) {
   const model = attentionModel(), flat = withIt.grid.flatMap((row, y) => row.map((value, x) => [value, y, x])).filter(([value]) => value !== null);
   const [value, y, x] = flat.reduce((best, one) => (one[0] > best[0] ? one : best));
   const percent = (share) => `${number(100 * share)} %`, query = $("attention-query");
   const words = [query.value === "patch" ? `Query: row ${queryAt[0]}, column ${queryAt[1]} of ${item.grid[0]} × ${item.grid[1]}.` : `Query: ${query.selectedOptions[0].textContent}.`];
   words.push(`Most attention, ${percent(value)}, goes to row ${y}, column ${x}.`);
   if (item.grid[2]) words.push(`${percent(withIt.prefix)} goes to prefix tokens${without ? ` (${percent(without.prefix)} without position)` : ""}.`);
-  if (item.tokens !== null) words.push("Outside its window the query sees nothing.");
+  if (item.tokens !== null) words.push("The query attends only inside its window.");
   if (withIt.padding > 0) words.push(`${percent(withIt.padding)} goes to padding.`);
   if (item.step > 1) words.push(`Every ${item.step}th row and column can be the query.`);
-  words.push(without ? "Without position: the softmax of the same queries and keys under the same mask, without what position adds to the logits."
-    : model.acts ? "Position adds nothing to the logits of this layer." : `Position adds nothing to the attention of ${model.label}${model.similar.length ? ": it is added to the tokens, as shown above" : ""}.`);
+  words.push(without ? "Without position: softmax of the same queries and keys with the same mask, without the position bias."
+    : model.acts ? "Position adds nothing to the logits of this layer." : `Position adds nothing to the attention logits of ${model.label}${model.similar.length ? ": its embedding is added to the tokens, see above" : ""}.`);
   if (item.policy !== "none") words.push(`Policy: ${item.policy}.`);
   $("attention-note").textContent = words.join(" ");
 }
@@ -181,7 +182,7 @@ function startAttention() {
     views.set(name, view);
   }
   options($("attention-model"), shown.map(([at, model]) => [at, model.label]), (shown.find(([, model]) => model.acts) || shown[0])[0]);
-  others("attention-others", "maps", () => "no layer fitted into the size of this page");
+  others("attention-others", "maps", () => "its layers exceed the size limit of this page");
   const changes = { model: changeAttentionModel, image: changeAttentionImage, layer: changeAttentionLayer, head: drawAttention, query: drawAttention };
   for (const [id, change] of Object.entries(changes)) $(`attention-${id}`).addEventListener("change", change);
   $("attention-size").addEventListener("input", changeAttentionSize);

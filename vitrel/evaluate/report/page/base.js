@@ -1,9 +1,9 @@
-// What every section uses: the data, colours, numbers as text, figures with their downloads.
+// Shared by all sections: the data, colours, formatting of numbers, figures with downloads.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const SIZES = new Set(DATA.sizes.map((size) => size.name));
 const OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
-const redraws = []; // what to do when the colours or the width change
+const redraws = []; // functions to call when the colours or the width change
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -21,7 +21,7 @@ function options(select, entries, chosen) {
   if (entries.some(([value]) => String(value) === String(chosen))) select.value = chosen;
 }
 
-// Plotly reads a few tags in texts.
+// Plotly interprets some HTML tags in texts.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
 function number(value) {
@@ -74,12 +74,12 @@ function layout(more = {}) {
   return { ...base, ...rest, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis } };
 }
 
-// A figure with a caption and its two downloads; csv() gives [header, ...lines]. title(text) names it, on paper too.
+// A figure with a caption and downloads as CSV and PNG; csv() returns [header, ...lines], title(text) sets the caption.
 function figure(parent, id, csv, more = {}) {
   const caption = make("b"), plot = make("div", { class: "plot", id, role: "img", ...more });
   const name = () => `${DATA.title} ${caption.textContent || id}`.replace(/[^\p{L}\p{N}.+-]+/gu, "_");
-  const says = (kind) => ({ type: "button", textContent: kind, "aria-label": `${kind} of ${id.replace(/-/g, " ")}` });
-  const asCsv = make("button", says("CSV")), asPng = make("button", says("PNG"));
+  const download = (kind) => ({ type: "button", textContent: kind, "aria-label": `${kind} of ${id.replace(/-/g, " ")}` });
+  const asCsv = make("button", download("CSV")), asPng = make("button", download("PNG"));
   asCsv.addEventListener("click", () => save(`${name()}.csv`, csv()));
   asPng.addEventListener("click", () => Plotly.downloadImage(onPaper(plot, caption.textContent), { format: "png", scale: 3, filename: name() }));
   const whole = make("figure", { class: "figure" }, make("figcaption", {}, caption, asCsv, asPng), plot);
@@ -91,7 +91,7 @@ function figure(parent, id, csv, more = {}) {
   return { whole, caption, plot, title };
 }
 
-// The figure as a picture of its own: with its title, and a legend of the curves in colour.
+// The figure for download as PNG: with its title, and a legend of the coloured curves.
 function onPaper(plot, title) {
   const seen = new Set(), grey = colours().line;
   const data = plot.data.map((trace) => {
@@ -108,7 +108,7 @@ function onPaper(plot, title) {
   return { data, layout: how };
 }
 
-// As `guarded` of vitrel/files.py: ' before text that a spreadsheet would run as a formula; numbers stay.
+// As `guarded` of vitrel/files.py: puts ' before text that a spreadsheet would run as a formula, but not before numbers.
 function csvText(lines) {
   const cell = (value) => {
     let text = value === null || value === undefined || Number.isNaN(value) ? "" : String(value);
@@ -124,7 +124,7 @@ function save(name, lines) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// Widths are those of the page, told and not found out by plotly, so that paper gets its own.
+// The width is set here instead of by plotly's autosize, because printing needs another width.
 function draw(plot, traces, how) {
   return Plotly.react(plot, traces, { ...how, width: plot.clientWidth || 600 }, { displayModeBar: false });
 }
@@ -142,8 +142,8 @@ function hide(id) {
   $(id).hidden = true;
 }
 
-// The head of a table whose columns from `numbers` on are numbers.
+// The head of a table; columns from index `numbers` on are right-aligned.
 const heads = (names, numbers = Infinity) => make("thead", {}, make("tr", {}, ...names.map((name, i) => make("th", { scope: "col", class: i < numbers ? "" : "number", textContent: name }))));
 
-// A class in words, its raw name as the tooltip.
+// A class's readable name, with its name in the data as the tooltip.
 const classText = (name, kind = "") => make("span", { class: kind, textContent: word(name), ...(word(name) === name ? {} : { title: name }) });

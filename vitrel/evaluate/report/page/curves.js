@@ -1,14 +1,14 @@
-// Curves against resolution, and the choice of curves that other sections follow.
-// The markers that plotly and text both have.
+// Curves against resolution, and the choice of curves, which other sections use too.
+// Markers that exist both in plotly and as text.
 const MARKS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["triangle-down", "▼"], ["star", "★"], ["cross", "✚"], ["x", "✖"]];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
-const chosen = new Map(); // curve -> its place among the styles, which it keeps while it is shown
-const followers = [];
+const chosen = new Map(); // curve -> index of its style, which stays the same while the curve is shown
+const followers = []; // functions to call when the choice of curves changes
 
 function style(place) {
   const round = Math.floor(place / OKABE_ITO.length);
   const [symbol, glyph] = MARKS[(place + round) % MARKS.length];
-  // the first is too dark on a dark page
+  // the first colour of the palette is too dark on a dark page
   const colour = dark() && place % OKABE_ITO.length === 0 ? "#8FA6FF" : OKABE_ITO[place % OKABE_ITO.length];
   return { colour, symbol, glyph, dash: DASHES[round % DASHES.length] };
 }
@@ -61,10 +61,11 @@ function legend() {
     paint();
     return [make("li", {}, make("label", {}, box, key, make("span", { textContent: curve.name })))];
   });
-  $("legend").replaceChildren(...(items.length ? items : [make("li", { textContent: "No curve has such a name." })]));
+  $("legend").replaceChildren(...(items.length ? items : [make("li", { textContent: "No curve matches." })]));
 }
 
-function says(row, curve, metric) {
+// The hover text of a point.
+function hoverText(row, curve, metric) {
   const interval = row.intervals[metric.key];
   const seeds = `n = ${number(row.n)}, ${row.seeds} seed${row.seeds > 1 ? "s" : ""}`;
   return [
@@ -73,7 +74,7 @@ function says(row, curve, metric) {
     interval ? `95 %: ${number(interval[0])} to ${number(interval[1])}` : "no interval: one seed",
     seeds,
     `policy: ${plain(row.policy)}`,
-    `resized: ${plain(row.resized)}${row.resized_params ? `, ${number(row.resized_params)} values` : ""}`,
+    `resampled: ${plain(row.resized)}${row.resized_params ? `, ${number(row.resized_params)} values` : ""}`,
     row.warning ? `! ${plain(row.warning)}` : "",
   ].filter(Boolean).join("<br>");
 }
@@ -85,7 +86,7 @@ function curveTraces(at, protocol, metric, dodge) {
     const bars = part.map((row) => row.intervals[metric.key] || [row[metric.key], row[metric.key]]);
     const base = {
       type: "scatter", name: curve.name, x: part.map((row) => side(row.img_size) * (look ? dodge : 1)), y: part.map((row) => row[metric.key]),
-      hovertext: part.map((row) => says(row, curve, metric)), hoverinfo: "text", meta: { curve: at, protocol, kind },
+      hovertext: part.map((row) => hoverText(row, curve, metric)), hoverinfo: "text", meta: { curve: at, protocol, kind },
     };
     if (!look) return { ...base, mode: kind === "square" ? "lines" : "markers", line: { color: colours().line, width: 1 }, marker: { color: colours().line, size: 4 } };
     const symbol = { square: look.symbol, wide: `${look.symbol}-open`, tall: `${look.symbol}-open-dot` }[kind];
@@ -185,8 +186,8 @@ function startCurves() {
     const names = other.filter((size) => shape(size.name) === kind).map((size) => size.name);
     return names.length ? [`${word}: ${names.join(", ")}`] : [];
   });
-  const shapes = kinds.length ? `Lines join square sizes; markers alone are other shapes (${kinds.join("; ")}). ` : "";
-  $("curves-note").textContent = `${shapes}Bars are 95 % intervals; the hover text gives n, seeds, policy and what was resized. Markers of different curves are set apart sideways.`;
+  const shapes = kinds.length ? `Lines connect square sizes; single markers are other shapes (${kinds.join("; ")}). ` : "";
+  $("curves-note").textContent = `${shapes}Bars are 95 % intervals; the hover text has n, seeds, policy and resampling. Curves are shifted sideways a little so that bars do not overlap.`;
   $("protocol-choice").hidden = DATA.protocols.length < 2;
   redraws.push(drawCurves);
 }
@@ -223,6 +224,6 @@ function startThroughput() {
   $("throughput-protocol").closest(".controls").hidden = DATA.protocols.length < 2;
   $("throughput-protocol").addEventListener("change", drawThroughput);
   const devices = [...new Set(DATA.rows.map((row) => row.device))].join(", ");
-  $("throughput-note").textContent = `Forward passes alone, on ${devices}; a line joins the sizes of one curve, the smallest first.`;
+  $("throughput-note").textContent = `Throughput of forward passes, without loading, on ${devices}. A line connects the sizes of a curve in ascending order.`;
   followers.push(drawThroughput);
 }

@@ -1,5 +1,5 @@
-// Heat maps of what position adds to the logits by offset, one per head, with a slider over sizes.
-let PICTURES = null; // what `collect_pictures` wrote
+// Heat maps of the position bias by offset, one per head, with a slider over sizes.
+let PICTURES = null; // pictures.json.gz, see `collect_pictures`
 
 async function readPictures() {
   const text = $("pictures").textContent.trim();
@@ -12,17 +12,18 @@ async function readPictures() {
 const bytesOf = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 const bySize = (names) => [...new Set(names)].sort((a, b) => sizeOf(a).h * sizeOf(a).w - sizeOf(b).h * sizeOf(b).w || sizeOf(a).h - sizeOf(b).h);
 
-// A slider over named sizes; it keeps the size where the new list has it.
+// Fill a slider over named sizes, keeping the current size if the new list has it; returns the size.
 function sizeSlider(id, output, names, fallback) {
   const before = $(id).dataset.names ? JSON.parse($(id).dataset.names)[$(id).value] : fallback;
   $(id).dataset.names = JSON.stringify(names);
   $(id).max = Math.max(0, names.length - 1);
   $(id).value = Math.max(0, names.indexOf(names.includes(before) ? before : fallback));
   $(id).disabled = names.length < 2;
-  return tellSize(id, output);
+  return showSize(id, output);
 }
 
-function tellSize(id, output) {
+// Show the size of a slider beside it; returns the size.
+function showSize(id, output) {
   const name = JSON.parse($(id).dataset.names)[$(id).value] || "";
   $(output).value = name ? `${name} px` : "";
   $(id).setAttribute("aria-valuetext", name ? `${name} pixels` : "none");
@@ -41,7 +42,7 @@ function latticeValues(item) {
 const latticeModel = () => PICTURES.models[$("lattice-model").value];
 const latticePolicies = (model) => [...new Set(model.lattices.map((item) => item.policy))];
 
-// A size at which policies make no difference belongs to all of them.
+// A map with policy "none" is of a size at which policies do not differ, and belongs to all policies.
 function latticeAt(model, policy, layer, size) {
   const here = model.lattices.filter((item) => item.layer === layer && item.size === size);
   return here.find((item) => item.policy === policy) || here.find((item) => item.policy === "none") || here[0];
@@ -70,20 +71,20 @@ function changeLattice() {
 
 function drawLattice() {
   const model = latticeModel();
-  const size = tellSize("lattice-size", "lattice-at"), policy = $("lattice-policy").value, layer = Number($("lattice-layer").value);
+  const size = showSize("lattice-size", "lattice-at"), policy = $("lattice-policy").value, layer = Number($("lattice-layer").value);
   const item = latticeAt(model, policy, layer, size), trained = latticeAt(model, policy, layer, model.train_size);
   const top = Math.max(1e-9, ...model.lattices.filter((other) => other.layer === layer).flatMap((other) => other.scale));
   const values = latticeValues(item), [heads, rows, columns] = item.shape;
   latticeDrawn = { item, values };
-  latticeFigure.title(`What position adds, by offset: ${model.label}, ${model.layers[layer]}, ${size} px${item.policy === "none" ? "" : `, ${item.policy}`}, ${DATA.data}`);
-  if (latticeFigure.narrow !== narrow()) Plotly.purge(latticeFigure.plot); // which else keeps the labels of the other colour bar
+  latticeFigure.title(`Position bias by offset: ${model.label}, ${model.layers[layer]}, ${size} px${item.policy === "none" ? "" : `, ${item.policy}`}, ${DATA.data}`);
+  if (latticeFigure.narrow !== narrow()) Plotly.purge(latticeFigure.plot); // otherwise the other colour bar's labels stay
   latticeFigure.narrow = narrow();
   draw(latticeFigure.plot, values.map((z, head) => heatMap(z, head, rows, columns, top)), latticeLayout(heads, rows, columns, item, trained));
   const words = [`${heads} heads of ${model.layers[layer]} at ${size}: offsets within ±${(rows - 1) / 2} × ±${(columns - 1) / 2} tokens.`];
   if (top <= 1e-9) words.push("Position adds nothing to the logits of this layer.");
   if (item.full[0] > rows || item.full[1] > columns) words.push(`Larger offsets, up to ±${(item.full[0] - 1) / 2} × ±${(item.full[1] - 1) / 2}, are not drawn.`);
-  if (trained && (item.window[0] > trained.window[0] || item.window[1] > trained.window[1])) words.push(`The outline is what ${model.train_size} had: everything beyond it was never trained.`);
-  words.push("Averaged over the sample images; kept in steps of 1/127 of each head's largest value.");
+  if (trained && (item.window[0] > trained.window[0] || item.window[1] > trained.window[1])) words.push(`The outline encloses the offsets at ${model.train_size}; offsets outside it did not occur in training.`);
+  words.push("Values are means over the sample images, stored in steps of 1/127 of each head's largest value.");
   $("lattice-note").textContent = words.join(" ");
 }
 
@@ -153,7 +154,7 @@ function startLattices() {
   if (!shown.length) return hide("lattices");
   latticeFigure = figure($("lattice"), "lattice-plot", latticeCsv);
   options($("lattice-model"), shown.map(([at, model]) => [at, model.label]));
-  others("lattice-others", "lattices", (model) => (model.acts ? "no layer fitted into the size of this page" : "position adds nothing to its attention"));
+  others("lattice-others", "lattices", (model) => (model.acts ? "its layers exceed the size limit of this page" : "position adds nothing to its attention logits"));
   $("lattice-model").addEventListener("change", changeLatticeModel);
   $("lattice-policy").addEventListener("change", changeLattice);
   $("lattice-layer").addEventListener("change", changeLattice);

@@ -1,14 +1,14 @@
-// What predictions.npz holds by class, and translation.csv.
+// Accuracy by class (predictions.npz), and top-1 with translated content (translation.csv).
 const SHOWN_CLASSES = 30;
 let classFigure = null, classesDrawn = [], translationFigure = null;
 
-// The line of a curve at a size: its own policy's, or that of the row the curve shares with others.
+// The line of a curve at a size, found by the policy of the curve's row there.
 function lineOf(lines, curve, protocol, size) {
   const row = rowsOf(curve, protocol).find((one) => one.img_size === size);
   return row && lines.find((line) => line.label === row.label && line.policy === row.policy && line.protocol === protocol && line.img_size === size);
 }
 
-// Rows whose images are those of the row before hold no counts of their own.
+// Rows with n null have the same images by class as the row before.
 function classLines() {
   DATA.classes.rows.forEach((row, i) => (row.n ??= DATA.classes.rows[i - 1].n));
   return DATA.classes.rows;
@@ -16,7 +16,7 @@ function classLines() {
 
 function classChange() {
   const curve = Number($("class-curve").value), protocol = $("class-protocol").value;
-  const home = DATA.curves[curve].rows.map((at) => DATA.rows[at].train_size)[0];
+  const home = DATA.curves[curve].rows.map((at) => DATA.rows[at].train_size)[0]; // the training size
   const lines = classLines(), before = lineOf(lines, curve, protocol, home), after = lineOf(lines, curve, protocol, $("class-size").value);
   if (!before || !after) return { home, changes: [] };
   const share = (line, at) => (line.n[at] ? (100 * line.hits[at]) / line.n[at] : null);
@@ -36,7 +36,7 @@ function drawClasses() {
     hovertext: shown.map((one) => `<b>${plain(word(one.name))}</b>${word(one.name) === one.name ? "" : ` (${plain(one.name)})`}<br>${number(one.before)} % at ${home}<br>${number(one.after)} % at ${size}<br>n = ${number(one.n)}, all seeds`),
     marker: { color: shown.map((one) => (one.change < 0 ? "#D55E00" : "#0072B2")) },
   };
-  const cut = changes.length > SHOWN_CLASSES ? ` The ${half} that lose most and the ${half} that gain most of ${changes.length}; the CSV has all.` : "";
+  const cut = changes.length > SHOWN_CLASSES ? ` Shown are the ${half} that lose most and the ${half} that gain most, of ${changes.length}; the CSV has all.` : "";
   const lose = changes.filter((one) => one.change < 0).length;
   $("class-note").textContent = all.length ? `${lose} of ${all.length} classes lose, ${changes.length - lose} gain, ${all.length - changes.length} stay the same.${cut}` : "There are no counts for this choice.";
   classFigure.whole.hidden = !changes.length;

@@ -1,5 +1,5 @@
-// Classes taken for one another, and images whose prediction changes with size, of one curve and protocol.
-const className = (at) => (at < 0 ? "a class that the data lacks" : DATA.predicted[at]);
+// Most frequent confusions of classes, and images whose prediction changes with size, for one curve and protocol.
+const className = (at) => (at < 0 ? "a class not in the data" : DATA.predicted[at]);
 
 function drawMistakes() {
   const curve = DATA.curves[$("mistake-curve").value], protocol = $("mistake-protocol").value;
@@ -11,7 +11,7 @@ function drawConfusions(at, protocol, found) {
   const lines = found ? found.rows.map((row) => ({ ...row, label: found.label, protocol })) : [];
   const own = DATA.sizes.map(({ name }) => lineOf(lines, at, protocol, name)).filter(Boolean);
   const name = DATA.curves[at].name;
-  $("confusions-title").textContent = own.length ? `Classes most often taken for another: ${name}, ${protocol} protocol, ${DATA.data}` : `${name} takes no class for another in the ${protocol} protocol.`;
+  $("confusions-title").textContent = own.length ? `Most frequent confusions of classes: ${name}, ${protocol} protocol, ${DATA.data}` : `${name} makes no mistakes in the ${protocol} protocol.`;
   $("confusions").closest(".scroll").hidden = !own.length;
   if (!own.length) return;
   const percent = (count, of) => (of ? ` (${((100 * count) / of).toFixed(0)} %)` : "");
@@ -36,7 +36,7 @@ function drawChanged(found, curve, protocol) {
   });
   $("changed").replaceChildren(heads([...(pictured ? ["image"] : []), "name", "class", ...found.sizes.map((size) => `${size} px`)]), make("tbody", {}, ...body));
   const share = ((100 * found.changed) / found.of).toFixed(1), shown = found.images.length;
-  $("changed-note").textContent = `${number(found.changed)} of ${number(found.of)} images (${share} %) change${shown < found.changed ? `; ${shown} of them, those first that are right at the training size and wrong at most others` : ""}. ✓ is right, ✗ wrong.`;
+  $("changed-note").textContent = `${number(found.changed)} of ${number(found.of)} images (${share} %) change${shown < found.changed ? `; shown are ${shown}, first those that are right at the training size and wrong at most others` : ""}. ✓: right, ✗: wrong.`;
 }
 
 function startMistakes() {

@@ -1,4 +1,4 @@
-// On paper: light colours, the width of the sheet, everything unfolded.
+// Printing: light colours, the width of the sheet, all details unfolded.
 const PAPER = 700; // pixels between the margins of A4
 let beforePaper = null;
 

@@ -3,15 +3,15 @@ function badge(text, kind) {
   return make("span", { class: `badge ${kind}`, textContent: text });
 }
 
-// Interpolation is how resolution is changed: no alarm.
+// What is resampled, in words; resampling alone is no warning.
 function resizedText(rows) {
   const rules = [...new Set(rows.filter((row) => row.resized !== "nothing").map((row) => row.resized))];
-  if (!rules.length) return "nothing resized";
+  if (!rules.length) return "nothing resampled";
   const most = Math.max(...rows.map((row) => row.resized_params));
-  return most ? `interpolated: ${rules.join(", ")}` : `nothing interpolated; read by ${rules.join(", ")}`;
+  return most ? `resampled: ${rules.join(", ")}` : `nothing resampled (${rules.join(", ")})`;
 }
 
-// A row's top-1 in the table by size; the highest of its size is bold, one that is known to cost is marked.
+// A row's top-1 in the table by size; the highest of its size is bold, a row with a warning is marked.
 function accuracyCell(row, best, size) {
   const trained = trainSizes.includes(size) ? " trained" : "";
   if (!row) return make("td", { class: `number${trained}`, textContent: "–" });
@@ -38,7 +38,7 @@ function startAnswers() {
   $("answer-list").replaceChildren(...DATA.answers.map(({ label, line, details }) => make("li", {}, make("b", { textContent: `${label}: ` }), line, ...details.map((textContent) => make("span", { class: "more", textContent })))));
   $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
-  $("by-size-note").textContent = `Bold: the highest at its size. ± is half the 95 % interval; where intervals overlap the order is open. Shaded: a training size.${same}`;
+  $("by-size-note").textContent = `Bold: the highest top-1 at a size. ± is half the 95 % interval; where intervals overlap, the order is uncertain. Shaded: training size. !: a warning, listed below.${same}`;
   const warnings = new Map();
   for (const row of DATA.rows.filter((one) => one.warning)) {
     const name = `${curveName(row)} (${row.protocol})`;

@@ -1,4 +1,4 @@
-// How alike the embeddings added to patches are: one map for every size, of the cosine with the embedding of one patch.
+// Similarity of position embeddings: for every size, a map of the cosine with the embedding of one patch.
 let similarityFigure = null, similarityPlace = [0.5, 0.5]; // of the patch, as shares of height and width
 
 const similarityItems = () => {
@@ -6,7 +6,7 @@ const similarityItems = () => {
   return bySize(model.similar.map((item) => item.size)).map((size) => model.similar.find((item) => item.size === size));
 };
 
-// Row and column of the nearest patch that the file holds, and its place among them.
+// Row and column of the nearest recorded patch, and its index among the recorded patches.
 function similarityQuery(item) {
   const { step, grid } = item, first = step >> 1;
   const [y, x] = grid.map((n, axis) => first + step * Math.max(0, Math.min(Math.floor((n - 1 - first) / step), Math.round((similarityPlace[axis] * n - 0.5 - first) / step))));
@@ -21,7 +21,7 @@ function similarityMap(item) {
 function drawSimilarity() {
   const items = similarityItems(), plot = similarityFigure.plot, small = plot.clientWidth < 560;
   const across = Math.min(items.length, small ? 2 : 4), [h, w] = items[0].grid;
-  similarityFigure.title(`Cosine similarity of embeddings: ${PICTURES.models[$("similarity-model").value].label}, ${DATA.data}`);
+  similarityFigure.title(`Cosine similarity of position embeddings: ${PICTURES.models[$("similarity-model").value].label}, ${DATA.data}`);
   const how = cells(items.map((item) => `${item.size} px, ${item.grid[0]} × ${item.grid[1]} patches`), across, h / w, plot, ["row (patches)", "column (patches)"], { r: 84 });
   if (small) how.annotations.forEach((text, i) => (text.text = `${items[i].size} px`));
   how.shapes = items.map((item, i) => {
@@ -41,7 +41,7 @@ function drawSimilarity() {
     });
   }
   const { y, x } = similarityQuery(items[0]), model = PICTURES.models[$("similarity-model").value];
-  $("similarity-note").textContent = `Outlined: row ${y}, column ${x} of ${h} × ${w} at ${items[0].size}, and the nearest patch that was kept at other sizes. Trained at ${model.train_size}; elsewhere the embedding is interpolated.`;
+  $("similarity-note").textContent = `Outlined: row ${y}, column ${x} of ${h} × ${w} at ${items[0].size}, and the nearest recorded patch at other sizes. Trained at ${model.train_size}; at other sizes the embedding is interpolated.`;
 }
 
 function moveSimilarity(y, x) {

@@ -30,9 +30,9 @@ function startClaims() {
 function leftOut() {
   const missing = [];
   if (PICTURES) missing.push(...PICTURES.models.flatMap((model) => [...(model.error ? [`maps of ${model.label}: ${model.error}`] : []), ...model.left_out]));
-  else missing.push("the maps by offset and the attention on images: this folder has no pictures.json.gz");
-  if (!DATA.predicted.length) missing.push("mistakes, images whose prediction changes, and classes: this folder has no predictions.npz");
-  if (!DATA.translation.length) missing.push("the curve over translated content: this folder has no translation.csv");
+  else missing.push("maps of position and attention: this folder has no pictures.json.gz");
+  if (!DATA.predicted.length) missing.push("mistakes, predictions that change with size, accuracy by class: this folder has no predictions.npz");
+  if (!DATA.translation.length) missing.push("translated content: this folder has no translation.csv");
   $("left-out").replaceChildren(...missing.map((text) => make("li", { textContent: text })));
   $("left-out-part").hidden = !missing.length;
 }
