@@ -52,7 +52,8 @@ def test_make_check_sees_a_changed_number_and_a_missing_file(run_make, tmp_path)
 
 
 DEFAULTS = {
-    "clipped": {"radius": None},
+    "table": {"per_head": True},
+    "clipped": {"radius": None, "per_head": True},
     "t5": {"num_buckets": None, "max_distance": None, "mode": "product", "bidirectional": True},
     "cpb": {"hidden": 512, "resize": "keep", "pretrained_window": None},
     "alibi": {"distance": "euclidean", "learnable": False, "directional": False, "resize": "keep"},

@@ -132,8 +132,12 @@ def test_doctor_names_the_extras_that_are_missing(monkeypatch, capsys):
 
 
 def test_explain_an_encoding_and_a_model(capsys):
-    cli.main(["explain", "log_decay", "--grid", "1x3", "--query", "0", "--options", "{decay: 0.3}"])
-    assert "attention on a 1x3 grid, position: log_decay" in capsys.readouterr().out
+    command = ["explain", "log_decay", "--grid", "1x3", "--query", "0", "--options", "{decay: 0.3}"]
+    cli.main(command)
+    first = capsys.readouterr().out
+    assert "attention on a 1x3 grid, position: log_decay" in first and "query minus key" in first
+    cli.main([*command, "--offset", "key-query"])
+    assert "key minus query" in capsys.readouterr().out
     cli.main(["explain", "vitrel_vit_n8_table", "--grid", "2x2", "--query", "1", "--layer", "-1"])
     assert "attention on a 2x2 grid" in capsys.readouterr().out
     for arguments, message in (

@@ -71,8 +71,13 @@ INPUTS = {  # name: (phase, amplitude)
 }
 SMALL = {"cpb": {"hidden": 5}, "pape": {"parabolas": 3}}  # in every case of these keys
 OPTIONS = {  # one more case for each, built for TRAINED and evaluated at OTHER, or at the grids given
-    "clipped": [{"radius": 2}, {"radius": [0, 1]}],
-    "t5": [{"mode": "sum"}, {"num_buckets": 8, "max_distance": 4}, {"bidirectional": False}],
+    "clipped": [{"radius": 2}, {"radius": [0, 1]}, {"per_head": False}],
+    "t5": [
+        {"mode": "sum"},
+        {"num_buckets": 8, "max_distance": 4},
+        {"bidirectional": False},
+        {"num_buckets": [1, 6], "max_distance": [2, 5]},
+    ],
     "cpb": [{"resize": "renormalise"}, {"pretrained_window": [4, 6]}],
     "alibi": [
         {"distance": "l1", "learnable": True},
@@ -89,6 +94,7 @@ OPTIONS = {  # one more case for each, built for TRAINED and evaluated at OTHER,
     "xpos": [{"base": 10.0, "gamma": 1.0, "scale_base": 3.0}],
 }
 ELSEWHERE = {  # further cases: (trained, grid, options)
+    "t5": [((1, 6), (1, 9, 1), {"num_buckets": 8, "max_distance": 12})],  # one dimension: 8 rows
     "lookhere": [(TRAINED, (2, 3, 0), {"fov": 180, "slope": 0.5}), (TRAINED, (2, 3, 0), {"fov": 45})],
     # an axis long enough for a band to turn once within it, where yarn begins to keep the frequency
     "rope_axial": [((8, 1), (10, 1, 0), {"scaling": "yarn"})],
@@ -110,11 +116,11 @@ def table_shapes(key, trained, extra, heads, options):
         lengths = [2 * R + 1 for R in oracles.radii(options.get("radius"), trained)]
     if key == "t5":
         chosen = {name: options[name] for name in ("num_buckets", "max_distance", "bidirectional") if name in options}
-        lengths = [oracles.t5_axis(n, **chosen)[0] for n in trained]
+        lengths = [count for count, _ in oracles.t5_axes(trained, **chosen)]
     if key == "factorised" or options.get("mode") == "sum":
         return {"table_h": (lengths[0] + extra, heads), "table_w": (lengths[1], heads)}
     name = "relative_attention_bias" if key == "t5" else "relative_position_bias_table"
-    return {name: (math.prod(lengths) + extra, heads)}
+    return {name: (math.prod(lengths) + extra, heads if options.get("per_head", True) else 1)}
 
 
 def bias_shapes(key, prefix, heads, options):

@@ -23,11 +23,12 @@ WAYS = ["table", "factorised", "cpb", "decomposed", "deberta", "shaw", "transfor
 MODELS = [f"vitrel_vit_n8_{key}" for key in (*KEYS, "absolute_rope_mixed")]
 MODELS += [f"vitrel_swin_n_{key}" for key in (*WAYS, "absolute_rope_mixed")] + ["vitrel_swin_n", "vitrel_swinv2_n"]
 VARIANTS = [(key, {}) for key in KEYS] + [
+    ("table", {"per_head": False}),
     ("clipped", {"radius": 1}),
-    ("clipped", {"radius": (0, 2)}),
+    ("clipped", {"radius": (0, 2), "per_head": False}),
     ("t5", {"mode": "sum"}),
     ("t5", {"num_buckets": 8, "max_distance": 4}),
-    ("t5", {"num_buckets": 2}),
+    ("t5", {"num_buckets": (1, 2)}),
     ("t5", {"bidirectional": False}),
     ("cpb", {"resize": "renormalise"}),
     ("cpb", {"pretrained_window": (2, 6)}),

@@ -169,9 +169,9 @@ def test_the_size_of_a_change():
     ("name", "sizes", "kinds", "words"),
     [
         ("test_vit", [160, (160, 224)], {"interpolated"}, "global"),
-        ("test_convnext", [160, 96], set(), "no attention can be seen in it"),
+        ("test_convnext", [160, 96], set(), "no layer of attention was recognised"),
         ("test_resnet", [160, 96], set(), "found nothing"),
-        ("test_maxvit", [160, 192], {"interpolated", "bias"}, "not asked: strided windows"),
+        ("test_maxvit", [160, 192], {"interpolated", "bias"}, "not examined: strided windows"),
         pytest.param("vit_small_patch16_dinov3", [320], {"bias"}, "another rotation", marks=pytest.mark.slow),
         pytest.param("tiny_vit_5m_224", [256], {"padding"}, "attend to padding at 256x256", marks=pytest.mark.slow),
         pytest.param("pvt_v2_b0", [256], set(), "global", marks=pytest.mark.slow),
@@ -313,7 +313,7 @@ def test_a_vit_in_all_its_ways():
     found = vitrel.diagnose(timm_vit, [(230, 224), 320])
     assert (
         found.findings["set_input_size()"]["unread"]
-        == "pixels that no patch holds at 1 of 2 sizes: 6 rows and 0 columns of 230x224"
+        == "pixels that no patch contains at 1 of 2 sizes: 6 rows and 0 columns of 230x224"
     )
     found = vitrel.diagnose(timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **model), [(230, 224), 320])
     assert "refused at 1 of 2 sizes: vit_tiny_patch16_224 does not take 230x224 pixels" in found.findings["as built"]["refused"]

@@ -1,6 +1,7 @@
 """`vitrel.explain`: steps that are attention, for every encoding, and a text one can check by hand."""
 
 import doctest
+import math
 import re
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from vitrel.ops.reference import masked_logits
 
 CASES = golden("founding_documents")["cases"]
 FIVE = CASES["five_tokens_log_decay"]
-NAMES = ["The", "t1", "t2", "t3", "t4"]
+NAMES = ["The", "cat", "sat", "on", "mat"]
 HEADS, WIDTH = 4, 16
 COMPOSED = (
     "absolute+rope_mixed",
@@ -65,17 +66,17 @@ def test_the_steps_are_attention(key, prefix, logit_scale):
     for name, mask in masks(grid.tokens).items():
         seen = explain(q, k, v, encoding, grid, mask=mask)
         assert not any(t.requires_grad for t in tensors((*vars(seen).values(), *seen.added.values())))
-        turned = with_tokens(q, k, v, terms)
-        close(seen.output, attention(*turned, terms, grid, mask, backend="reference").detach())
+        with_position = with_tokens(q, k, v, terms)
+        close(seen.output, attention(*with_position, terms, grid, mask, backend="reference").detach())
         eye = torch.eye(grid.tokens, dtype=torch.float64).expand(HEADS, -1, -1)
         bare = terms._replace(tables=tuple(table._replace(value=None) for table in terms.tables))
-        close(seen.weights, attention(*turned[:2], eye, bare, grid, mask, backend="reference").detach())
+        close(seen.weights, attention(*with_position[:2], eye, bare, grid, mask, backend="reference").detach())
         close(seen.raw, q @ k.mT)
         close(seen.biased, sum(seen.added.values(), seen.scaled))
-        close(seen.masked, masked_logits(*turned[:2], terms, grid, mask).detach())
+        close(seen.masked, masked_logits(*with_position[:2], terms, grid, mask).detach())
         assert (name == "none") == torch.equal(seen.biased, seen.masked)
         close(seen.weights, seen.exponentials / seen.total.clamp(min=1e-300)[..., None])
-        close(seen.output, seen.weights @ turned[2] + seen.output_from_tables)
+        close(seen.output, seen.weights @ with_position[2] + seen.output_from_tables)
         close(seen.difference, seen.weights - seen.weights_without)
         close(seen.scaled, seen.raw * WIDTH**-0.5 * terms.scale)
         plain = Terms(scale=terms.scale)
@@ -91,13 +92,15 @@ def test_the_steps_are_attention(key, prefix, logit_scale):
     ("key", "names"),
     [
         ("none", []),
-        ("sincos", ["tokens"]),
+        ("sincos", ["content-position", "position-content", "position-position"]),
         ("table", ["bias[dy, dx]"]),
         ("factorised", ["bias[dy]", "bias[dx]"]),
         ("t5+log_decay", ["bias[dy, dx]", "bias[dy, dx] 2"]),
-        ("transformer_xl", ["query bias", "query row[dy]", "key row[dy]", "query row[dx]"]),
-        ("deberta", ["query row[dy]", "key row[dy]", "query row[dx]", "key row[dx]"]),
-        ("pape", ["gated row[dy, dx]", "query row[dy]", "query row[dx]"]),
+        ("transformer_xl", ["content-position", "global content bias", "global position bias"]),
+        ("deberta", ["content-position", "position-content"]),
+        ("shaw", ["content-position"]),
+        ("absolute+shaw", ["content-position", "position-content", "position-position", "content-position 2"]),
+        ("pape", ["content-position", "gated row[dy, dx]"]),
         ("rope_mixed+table", ["rotation", "bias[dy, dx]"]),
     ],
 )
@@ -108,6 +111,32 @@ def test_every_term_has_its_name(key, names):
     assert list(seen.added) == names
     text = str(seen)
     assert all(f"\n  {name} " in text and text.count(name) >= 2 for name in seen.added)
+    assert ("content-content" in text) == any("content" in name for name in names)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_the_four_terms_of_transformer_xl(prefix):
+    """Each from u, v and W_R as the paper defines it; a prefix pair has the content terms alone."""
+    grid = Grid(2, 3, prefix)
+    q, k, v = inputs(grid)
+    xl = perturbed(create_position("transformer_xl", grid, HEADS, WIDTH, dtype=torch.float64))
+    added = explain(q, k, v, xl, grid).added
+    place = [None] * prefix + [(y, x) for y in range(2) for x in range(3)]
+    half = WIDTH * HEADS // 4
+
+    def sinusoid(offset):
+        angle = offset * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        return torch.cat((angle.sin(), angle.cos()))
+
+    for i, j in ((0, 1), (1, 5), (4, 2), (grid.tokens - 1, 0)):
+        r = torch.zeros(HEADS, WIDTH, dtype=torch.float64)
+        if place[i] and place[j]:
+            r = xl.w_r @ torch.cat([sinusoid(a - b) for a, b in zip(place[i], place[j], strict=True)])
+        expected = {"content-position": q[:, i] * r, "global content bias": xl.u * k[:, j]}
+        expected["global position bias"] = xl.v_bias * r
+        assert added.keys() == expected.keys()
+        for name, products in expected.items():
+            torch.testing.assert_close(added[name][:, i, j], products.sum(-1).detach() * WIDTH**-0.5, atol=1e-5, rtol=0)
 
 
 def test_each_term_alone():
@@ -120,11 +149,11 @@ def test_each_term_alone():
     seen = explain(q, k, v, terms, grid)
     index = grid.index("w")
     close(seen.added["bias[dy, dx]"], bias[:, grid.index()])
-    close(seen.added["key row[dx]"], 0.5 * WIDTH**-0.5 * (k[:, None] * rows.double()[0, index]).sum(-1))
+    close(seen.added["position-content"], 0.5 * WIDTH**-0.5 * (k[:, None] * rows.double()[0, index]).sum(-1))
     rope = create_position("rope_axial", grid, HEADS, WIDTH)
-    turned = explain(q, k, v, rope, grid)
-    close(turned.scaled + turned.added["rotation"], masked_logits(q, k, rope(grid), grid))
-    assert turned.added["rotation"].diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6  # at its own place nothing turns
+    rope_steps = explain(q, k, v, rope, grid)
+    close(rope_steps.scaled + rope_steps.added["rotation"], masked_logits(q, k, rope(grid), grid))
+    assert rope_steps.added["rotation"].diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6  # offset 0 rotates nothing
 
 
 def test_five_tokens_as_golden():
@@ -147,11 +176,13 @@ def test_the_text_has_the_golden_numbers():
         lines = block.split("\n")
         assert lines[1].split("  ")[-1].strip() == "change"
         rows = [re.findall(r"-?\d+\.\d{4}", line) for line in lines[2:7]]
-        assert [f"{w:.4f}" for w in FIVE["expected"]["weights"][i]] == [row[5] for row in rows]
+        assert [f"{w:.4f}" for w in FIVE["expected"]["weights"][i]] == [row[7] for row in rows]
         for j, row in enumerate(rows):
-            raw, scaled, bias, biased, exp, weight, without, change = map(float, row)
+            raw, scaled, log, bias, biased, shifted, exp, weight, without, change = map(float, row)
             assert scaled == raw / 2 and biased == pytest.approx(scaled + bias, abs=1.1e-4)
-            assert bias == pytest.approx(-0.3 * torch.tensor(1.0 + abs(i - j)).log().item(), abs=6e-5)
+            assert log == pytest.approx(math.log(1.0 + abs(i - j)), abs=6e-5) and bias == pytest.approx(-0.3 * log, abs=6e-5)
+            assert shifted == pytest.approx(biased - float(re.search(r"maximum (\S+),", block)[1]), abs=1.1e-4)
+            assert exp == pytest.approx(math.exp(shifted), abs=1.1e-4) and lines[2 + j].endswith(f" |{'#' * int(50 * weight)}|")
             total = float(re.search(r"sum of exp (\S+)", block)[1])
             assert weight == pytest.approx(exp / total, abs=1e-4) and change == pytest.approx(weight - without, abs=1.1e-4)
         outputs = {line[:18].strip(): line[18:].split() for line in lines[8:]}
@@ -174,11 +205,11 @@ def test_columns_are_aligned_and_zero_has_no_sign():
     assert "-0.0000" not in text and "hidden" in text and "nan" not in text
     for block in text.split("\n\n")[1:]:
         title, *rows = block.split("\n")[1:5]
-        ends = [match.end() for match in re.finditer(r"(?:bias\[dy, dx\]|\(dy, dx\)|[\w.]+)(?=  |$)", title)]
-        assert len(ends) == 11
+        ends = [match.end() for match in re.finditer(r"(?:bias\[dy, dx\]|\(dy, dx\)|log\(1 \+ d\)|[\w.]+)(?=  |$)", title)]
+        assert len(ends) == 13
         for row in rows:
             assert {match.end() for match in re.finditer(r"\S(?=  |$)", row)} >= set(ends[1:])
-    assert text.split("\n")[1].startswith("(dy, dx) is the offset, query minus key")
+    assert "query minus key" in text.split("\n")[1]
     assert not any(line.endswith(" ") for line in text.split("\n"))
 
 
@@ -196,6 +227,10 @@ def test_offsets_are_query_minus_key():
         (y, x), (down, right) = (tuple(map(int, re.findall(r"-?\d+", cell))) for cell in (name, offset))
         assert (down, right) == (2 - y, 1 - x) and float(added) == 10 * down + right
     assert re.search(r"\n  prefix 0 +-  .* 8\.0000", str(seen))  # token query, prefix key
+    swapped = str(explain(q, q, q, Terms(tables=(Table("hw", bias=bias),)), grid, query=(2, 1), offset="key-query"))
+    assert "key minus query" in swapped.split("\n")[1]
+    opposite = {m[1]: m[2] for m in re.finditer(r"\n  (\(\d, \d\)) +(\(-?\d, -?\d\))", swapped)}
+    assert opposite["(0, 0)"] == "(-2, -1)" and opposite["(1, 3)"] == "(-1, 2)" and len(opposite) == 12
     assert "query (2, 1)\n" in str(seen) and "after 1 prefix tokens" in str(seen)
 
 
@@ -237,7 +272,7 @@ def test_many_keys():
     q, k, v = inputs(grid)
     seen = explain(q, k, v, "alibi", grid, query=(4, 5), head=1)
     text = str(seen)
-    shown = [float(line.split()[-3]) for line in text.split("\n") if re.match(r"  \(\d, \d\) ", line)]
+    shown = [float(line.split()[-4]) for line in text.split("\n") if re.match(r"  \(\d, \d\) ", line)]
     assert len(shown) == 64 and min(shown) >= seen.weights.flatten().sort(descending=True)[0][64].item() - 1e-4
     left = float(re.search(r"and 26 keys of less weight, together (\S+) of the weight", text)[1])
     assert left == pytest.approx(1 - sum(shown), abs=5e-3)
@@ -263,6 +298,7 @@ def test_a_wide_head_is_cut_in_the_text_only():
     [
         ({"query": 5}, "there is no query 5: the 1x5 grid with 0 prefix tokens has queries 0 to 4"),
         ({"query": (1, 0)}, r"there is no query \(1, 0\)"),
+        ({"offset": "key - query"}, "offset='key - query' is unknown; choose one of query-key, key-query"),
         ({"head": 1}, "there is no head 1: q has 1, counted from 0"),
         ({"tokens": ["a"]}, "1 names for 5 tokens, prefix tokens included"),
         ({"grid": (2, 3)}, "5 keys and 5 values do not fit the 2x3 grid"),
@@ -270,7 +306,7 @@ def test_a_wide_head_is_cut_in_the_text_only():
         ({"mask": torch.ones(2, 1, 5, 5).bool()}, "which does not broadcast"),
         ({"mask": [[1, 0, 0, 0, 0]]}, "a mask is bool"),
         ({"position": "tabel", "decay": 1.0}, "unknown"),
-        ({"position": Terms(tokens=torch.zeros(5, 8))}, r"has shape \(5, 8\), 1 heads of width 4 need \(5, 4\)"),
+        ({"position": Terms(tokens=torch.zeros(5, 8))}, r"has shape \(5, 8\), but 1 heads of width 4 need \(5, 4\)"),
         ({"q": torch.zeros(2, 5, 4)}, r"the same number of heads and the same width, not q \[2, 5, 4\], k \[5, 4\]"),
         ({"q": torch.zeros(1, 2, 5, 4)}, r"of one image, not q \[1, 2, 5, 4\]"),
     ],
@@ -286,7 +322,7 @@ def test_errors(options, error):
     [
         ({"grid": "1x5"}, r"grid is \(h, w\) or \(h, w, prefix\) of the keys, in tokens, not '1x5'"),
         ({"grid": 5}, "grid is .* not 5"),
-        ({"query": "1"}, r"query is the number of a token or \(row, column\) of a patch, not '1'"),
+        ({"query": "1"}, r"query is the index of a token or \(row, column\) of a patch, not '1'"),
         ({"query": (0, 1.5)}, r"query is .* not \(0, 1.5\)"),
         ({"query": (0, 1, 2)}, r"query is .* not \(0, 1, 2\)"),
         ({"position": torch.nn.Identity()}, "position is a key, an encoding .* not Identity"),
@@ -317,16 +353,3 @@ def test_options_need_a_key():
         five_tokens(position=encoding)
     with pytest.raises(TypeError, match="has no option 'slope'"):
         five_tokens(slope=1)
-
-
-def test_the_clipped_offsets_of_the_documents():
-    """Rows that hold their own offset, read back as the term of position."""
-    case = CASES["clip"]
-    n, reach = case["inputs"]["length"], case["inputs"]["reach"]
-    encoding = create_position("clipped", Grid(1, n), 1, 4, radius=(0, reach))
-    with torch.no_grad():
-        encoding.relative_position_bias_table.copy_(torch.arange(-float(reach), reach + 1)[:, None])
-    zeros = torch.zeros(n, 4)
-    offsets = explain(zeros, zeros, zeros, encoding).added["bias[dy, dx]"][0]
-    for row, values in case["expected"]["rows"].items():
-        assert offsets[int(row)].tolist() == values

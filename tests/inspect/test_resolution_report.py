@@ -1,4 +1,4 @@
-"""The transfer report against what a forward pass does: hooks on the blocks, the layout of the windows, counted offsets."""
+"""The resolution report against what a forward pass does: hooks on the blocks, the layout of the windows, counted offsets."""
 
 import itertools
 import json

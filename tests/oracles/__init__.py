@@ -10,7 +10,7 @@ has no such argument. Parameters have the names and shapes of the state dict; na
 
 from oracles.algebra import attention, log_n, relative_shift, window_canvas
 from oracles.bias import alibi, clipped, cpb, factorised, fire, log_decay, table
-from oracles.buckets import t5, t5_axis, t5_bucket
+from oracles.buckets import t5, t5_axes, t5_axis, t5_bucket
 from oracles.common import (
     attend,
     biased,
@@ -91,6 +91,7 @@ __all__ = [
     "softmax",
     "split_heads",
     "t5",
+    "t5_axes",
     "t5_axis",
     "t5_bucket",
     "table",

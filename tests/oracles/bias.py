@@ -7,10 +7,19 @@ import numpy as np
 from oracles.common import biased, clip, pair, radii
 
 
-def table(q, k, v, h, w, prefix=0, *, relative_position_bias_table):
-    """Swin (2103.14030, eq. 4): + B[dy, dx], B [(2h-1)(2w-1) (+3), H], dy-major from the most negative; prefix rows last."""
-    B, rows = relative_position_bias_table, (2 * h - 1) * (2 * w - 1)
+def table(q, k, v, h, w, prefix=0, *, per_head=True, relative_position_bias_table):
+    """Swin (2103.14030, eq. 4): + B[dy, dx], B [(2h-1)(2w-1) (+3), H], dy-major from the most negative; prefix rows last.
+
+    per_head False: B has one column, for all heads.
+    """
+    B, rows = columns_of(relative_position_bias_table, per_head, q), (2 * h - 1) * (2 * w - 1)
     return biased(q, k, v, h, w, prefix, lambda n, dy, dx: B[(dy + h - 1) * (2 * w - 1) + dx + w - 1, n], B[rows:])
+
+
+def columns_of(table, per_head, q):
+    """Table [R, H], from [R, 1] if not per_head."""
+    assert table.shape[1] == (len(q) if per_head else 1)
+    return table if per_head else np.repeat(table, len(q), axis=1)
 
 
 def factorised(q, k, v, h, w, prefix=0, *, table_h, table_w):
@@ -19,12 +28,12 @@ def factorised(q, k, v, h, w, prefix=0, *, table_h, table_w):
     return biased(q, k, v, h, w, prefix, lambda n, dy, dx: table_h[dy + h - 1, n] + table_w[dx + w - 1, n], table_h[rows:])
 
 
-def clipped(q, k, v, h, w, prefix=0, *, trained=None, radius=None, relative_position_bias_table):
+def clipped(q, k, v, h, w, prefix=0, *, trained=None, radius=None, per_head=True, relative_position_bias_table):
     """Shaw et al.'s clipping (1803.02155, section 3.2) of Swin's table: + B[clip(dy, Rh), clip(dx, Rw)].
 
-    B [(2Rh+1)(2Rw+1) (+3), H], dy-major from the most negative, prefix rows last.
+    B [(2Rh+1)(2Rw+1) (+3), H], dy-major from the most negative, prefix rows last; one column for all heads if not per_head.
     """
-    B, (Rh, Rw) = relative_position_bias_table, radii(radius, trained or (h, w))
+    B, (Rh, Rw) = columns_of(relative_position_bias_table, per_head, q), radii(radius, trained or (h, w))
     rows = (2 * Rh + 1) * (2 * Rw + 1)
     assert len(B) == rows + (3 if prefix else 0)
 

@@ -1,6 +1,6 @@
 """T5's logarithmic buckets, per axis."""
 
-from oracles.common import biased
+from oracles.common import biased, pair
 
 
 def t5_bucket(delta, num_buckets=32, max_distance=128, bidirectional=True):
@@ -20,22 +20,32 @@ def t5_bucket(delta, num_buckets=32, max_distance=128, bidirectional=True):
 
 
 def t5_axis(length, num_buckets=None, max_distance=None, bidirectional=True):
-    """(num_buckets, max_distance) of an axis of `length` patches in training; given values are kept.
+    """(num_buckets, max_distance) of an axis of `length` patches in training; given values are kept, but an axis of one patch
+    has one bucket.
 
     By default the farthest training offset, and the most buckets per sign, but no more than 16 and half the length (plus one,
     so that distances are exact below a quarter of it), that the training distances reach without a gap.
     """
     farthest = length - 1 if max_distance is None else max_distance
-    if num_buckets is not None:
-        return num_buckets, farthest
     if length == 1:
         return 1, farthest
+    if num_buckets is not None:
+        return num_buckets, farthest
     reached = [
         count
         for count in range(1, min(16, length // 2 + 1) + 1)
         if {t5_bucket(distance, count, farthest, False) for distance in range(length)} == set(range(count))
     ]
     return (2 if bidirectional else 1) * max(reached), farthest
+
+
+def t5_axes(trained, num_buckets=None, max_distance=None, bidirectional=True):
+    """`t5_axis` of the rows and columns of a training grid; num_buckets, max_distance: one number, or one of each axis."""
+    reaches = pair(max_distance) if max_distance is not None else (None, None)
+    if isinstance(num_buckets, int | None):
+        return [t5_axis(n, num_buckets, reach, bidirectional) for n, reach in zip(trained, reaches, strict=True)]
+    lengths = zip(trained, num_buckets, reaches, strict=True)
+    return [(count, t5_axis(n, None, reach)[1]) for n, count, reach in lengths]
 
 
 def t5(
@@ -60,7 +70,7 @@ def t5(
     product: relative_attention_bias [n_h * n_w (+3), H], row bucket_h * n_w + bucket_w; sum: table_h [n_h (+3), H] and
     table_w [n_w, H]. An axis of one bucket has row 0 for every offset.
     """
-    axes = [t5_axis(length, num_buckets, max_distance, bidirectional) for length in trained or (h, w)]
+    axes = t5_axes(trained or (h, w), num_buckets, max_distance, bidirectional)
     (n_h, _), (n_w, _) = axes
     extra = 3 if prefix else 0
 

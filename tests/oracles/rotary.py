@@ -37,16 +37,23 @@ def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="no
 
     At a larger grid: "none", "linear" (position interpolation, 2306.15595), "ntk", "yarn" (2309.00071), per axis.
     reference (EVA-02): position y counts as y / h * reference rows, x likewise.
+    A d that 4 does not divide needs training on one row or column: all d/2 pairs turn along it, theta_t = base^(-2t/d).
     """
     trained, D = trained or (h, w), q.shape[-1]
+    bands = D // 4 if D % 4 == 0 else D // 2
+    assert D % 4 == 0 or (D % 2 == 0 and 1 in trained)
     per_row, per_column = (1, 1) if reference is None else (reference[0] / h, reference[1] / w)
     along = [
-        [rescaled(base ** (-4 * t / D), t, D // 4, stretch, length, scaling) for t in range(D // 4)]
+        [rescaled(base ** (-t / bands), t, bands, stretch, length, scaling) for t in range(bands)]
         for stretch, length in zip(stretches(h, w, trained), trained, strict=True)
     ]
 
     def angles(n, y, x):
-        return [y * per_row * theta for theta in along[0]] + [x * per_column * theta for theta in along[1]]
+        of_rows = [y * per_row * theta for theta in along[0]]
+        of_columns = [x * per_column * theta for theta in along[1]]
+        if D % 4:
+            return of_rows if trained[1] == 1 else of_columns
+        return of_rows + of_columns
 
     return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
 
@@ -56,7 +63,7 @@ def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="non
 
     Scaling as `rope_axial`, fy by the stretch of y and fx by that of x; pair p has band p mod D/4.
     """
-    trained, bands = trained or (h, w), max(q.shape[-1] // 4, 1)
+    trained, bands = trained or (h, w), math.ceil(q.shape[-1] / 4)
     at_grid = np.array(freqs, float)
     for axis, n, p in np.ndindex(*at_grid.shape):
         stretch = stretches(h, w, trained)[axis]

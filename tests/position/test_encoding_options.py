@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import oracles
-from helpers.variants import KEYS, attend, make, perturbed, qkv, tensors
+from helpers.variants import KEYS, attend, make, oracle_logits, perturbed, qkv, tensors
 from vitrel import Grid, create_position
+from vitrel.ops.reference import masked_logits
 
 
 @pytest.mark.parametrize("base", [None, 10.0, 50.0])
@@ -270,3 +271,57 @@ def test_transformer_xl_under_a_temperature():
     a, b = (attend(e, q, k, eye, grid).log() for e in (plain, scaled))
     factor = oracles.log_n(21, 10)
     torch.testing.assert_close(b - b[..., :1], (a - a[..., :1]) * factor, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("trained", "grid"), [((1, 5), (1, 8, 1)), ((5, 1), (8, 1, 1))])
+@pytest.mark.parametrize("key", ["rope_axial", "rope_mixed"])
+def test_rotation_of_a_sequence_needs_an_even_width_alone(key, trained, grid):
+    """On a grid of one row or column 4 need not divide the width, also where the sequence grows by a rule."""
+    for width, scaling in ((2, "none"), (6, "ntk"), (10, "yarn")):
+        encoding = make(key, Grid(*trained), 2, width, scaling=scaling, dtype=torch.float64)
+        q, k = torch.randn(2, 2, Grid(*grid).tokens, width, dtype=torch.float64)
+        logits = masked_logits(q, k, encoding(Grid(*grid)), Grid(*grid)).detach()
+        options = {"scaling": scaling}
+        expected = torch.as_tensor(oracle_logits(key, encoding, q, k, Grid(*grid), trained, options))
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0, check_dtype=False)
+    with pytest.raises(ValueError, match="divisible by 4"):
+        make(key, Grid(*trained), 2, 3)
+
+
+def test_one_bias_for_all_heads():
+    for key, options, rows in (("table", {}, 5 * 7), ("clipped", {"radius": (1, 2)}, 3 * 5)):
+        encoding = make(key, Grid(3, 4), 3, 8, per_head=False, **options)
+        assert encoding.relative_position_bias_table.shape == (rows, 1)
+        (table,) = encoding(Grid(6, 4)).tables
+        assert table.bias.shape[0] == 3 and (table.bias == table.bias[:1]).all()
+
+
+def test_biases_by_offset_in_either_convention():
+    table = make("table", Grid(2, 3, 1), 3, 8).set_biases({(1, -2): 0.5, (0, 1): -0.2})
+    bias, offsets = table(Grid(2, 3, 1)).tables[0].bias, Grid(2, 3, 1).offsets().tolist()
+    found = {tuple(offsets[r]): bias[2, r].item() for r in bias[2].nonzero()[:, 0]}
+    assert found == pytest.approx({(1, -2): 0.5, (0, 1): -0.2})
+    other = make("table", Grid(2, 3, 1), 3, 8).set_biases({(-1, 2): 0.5, (0, -1): -0.2}, offset="key-query")
+    assert torch.equal(table.relative_position_bias_table, other.relative_position_bias_table)
+    with pytest.raises(ValueError, match=r"table has no offset \(2, 0\) on a 2x3 grid"):
+        table.set_biases({(2, 0): 1.0})
+    with pytest.raises(ValueError, match="offset='i-j' is unknown; choose one of query-key, key-query"):
+        table.set_biases({}, offset="i-j")
+
+
+def test_buckets_of_each_axis():
+    """One number is for axes that have offsets; a pair is taken as it is, 1 for an axis without buckets."""
+
+    def rows(grid, **options):
+        return make("t5", Grid(*grid), 2, 8, **options).relative_attention_bias.shape[0]
+
+    assert rows((1, 512), num_buckets=32, max_distance=128) == rows((512, 1), num_buckets=32, max_distance=128) == 32
+    assert rows((7, 9), num_buckets=(1, 8)) == 8 and rows((7, 9), num_buckets=(4, 8), max_distance=(5, 8)) == 32
+    assert rows((1, 9), num_buckets=(4, 8), max_distance=8) == 32
+    with pytest.raises(ValueError, match=r"t5 option num_buckets is one whole number or \(rows, columns\), not \(8,\)"):
+        rows((7, 9), num_buckets=(8,))
+
+
+def test_no_decay_is_a_decay():
+    (table,) = make("log_decay", Grid(2, 3), decay=0)(Grid(4, 3)).tables
+    assert not table.bias.any()

@@ -105,11 +105,9 @@ def live_rows(key, options, grid, name, count):
     extra = 3 if grid.prefix else 0
     if key == "t5":
         used = []
-        for n in grid[:2]:
-            buckets, farthest = oracles.t5_axis(
-                n, options.get("num_buckets"), options.get("max_distance"), options.get("bidirectional", True)
-            )
-            sign = options.get("bidirectional", True)
+        sign = options.get("bidirectional", True)
+        axes = oracles.t5_axes(grid[:2], options.get("num_buckets"), options.get("max_distance"), sign)
+        for n, (buckets, farthest) in zip(grid[:2], axes, strict=True):
             hit = {0 if buckets == 1 else oracles.t5_bucket(d, buckets, farthest, sign) for d in range(1 - n, n)}
             used.append([b in hit for b in range(buckets)])
         rows = {"table_h": used[0], "table_w": used[1]}.get(name, [a and b for a in used[0] for b in used[1]])

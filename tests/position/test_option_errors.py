@@ -50,7 +50,7 @@ from vitrel import Grid, create_position
         ("rope_axial", dict(base=float("nan")), "option base=nan of position 'rope_axial' must be greater than 0"),
         ("rope_mixed", dict(yarn_turns=(2, 1)), r"rope_mixed needs yarn_turns=\(slow, fast\) with slow < fast, not \(2, 1\)"),
         ("xpos", dict(gamma=-0.5), "option gamma=-0.5 of position 'xpos' must be greater than 0"),
-        ("log_decay", dict(decay=-1.0), "option decay=-1.0 of position 'log_decay' must be greater than 0"),
+        ("log_decay", dict(decay=-1.0), "log_decay option decay=-1.0 must be 0 or more"),
         ("cpb", dict(pretrained_window=(8, 0)), r"option pretrained_window=\(8, 0\) of position 'cpb' must be greater than 0"),
         ("t5", dict(max_distance=-1), "option max_distance=-1 of position 't5' must be greater than 0"),
         ("shaw", dict(radius=1.5), "shaw needs a radius of 0 or more patches, .* not 1.5"),

@@ -224,5 +224,5 @@ def test_impossible_strengths(key, options, text):
 
 
 def test_encodings_without_coordinates_refuse_them():
-    with pytest.raises(TypeError, match="position 'table' has no option 'shift'; it takes init_std, logit_scale, resize"):
+    with pytest.raises(TypeError, match="'table' has no option 'shift'; it takes init_std, logit_scale, per_head, resize"):
         create_position("table", (4, 4), 2, 8, shift=0.5)

@@ -1,7 +1,7 @@
-"""Inspection of what a model, ours or timm's, does with position; the model itself stays unchanged.
+"""Inspection of position in a model, vitrel's or timm's, without changing the model.
 
-`vitrel.diagnose`, `vitrel.explain` and `vitrel.resolution_report`, recorded attention and gradient footprints of blocks, and in
-`vitrel.inspect.plot` the pictures.
+Here are `vitrel.diagnose`, `vitrel.explain` and `vitrel.resolution_report`, recorded attention, gradient footprints of blocks,
+and, in `vitrel.inspect.plot`, figures.
 """
 
 import importlib

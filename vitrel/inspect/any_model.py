@@ -1,7 +1,7 @@
-"""Any model of ours or of timm, at any image size: what its forward pass meets there, and `at_size`, which brings it to a size.
+"""A trace of any model's forward pass at any image size (`trace`), and a model adapted to an image size (`at_size`).
 
-`trace` runs forward on the meta device, so it costs next to nothing at any size and needs no memory. Our models take every
-size. Of timm's some do, some resample an embedding inside forward (`dynamic_img_size`), some are changed for the size
+`trace` runs forward on the meta device, so it computes no values and needs no memory. vitrel's models take every size. Some
+of timm's models take every size, some resample an embedding inside forward (`dynamic_img_size`), some are changed for the size
 (`set_input_size`), and some take only the size they were built for.
 """
 
@@ -28,15 +28,15 @@ from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
 from vitrel.sizes import Size, format_size
 
-REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # as timm's models refuse a size
-MOST_PREFIX = 32  # tokens before the patches: more than any model has
+REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # errors by which timm's models refuse a size
+MOST_PREFIX = 32  # maximum number of prefix tokens assumed when a sequence is matched to a grid
 _INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "linear", "grid_sampler")
-_RULES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # by which timm resamples them
+_RULES = {"pos_embed": "bicubic", "relative_position_bias_table": "geometric"}  # how timm resamples each
 _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 2], the input of an MLP that gives the bias
 
 
 class StageWindows(NamedTuple):
-    """The blocks on one grid with one window; all pairs (h, w) in tokens."""
+    """The blocks that share a grid and a window size; all pairs are (h, w) in tokens."""
 
     blocks: int
     grid: Size
@@ -53,7 +53,7 @@ class StageWindows(NamedTuple):
 
 
 class TracedBlock(NamedTuple):
-    """A block with attention and its input in one forward pass."""
+    """A block with attention, and the shape of its input in one forward pass."""
 
     name: str
     module: nn.Module
@@ -61,52 +61,52 @@ class TracedBlock(NamedTuple):
     shape: tuple[int, ...]  # of its input: [B, h, w, C], [B, C, h, w] or [B, N, C]
     layout: str  # "NHWC" | "NCHW" | "NLC"
     window: Size | None  # None: global
-    shift: Size | None  # None: this kind of block has none at any size
-    arguments: tuple | None  # those after the input; None where there are tensors among them
+    shift: Size | None  # None: blocks of this class never shift
+    arguments: tuple | None  # positional arguments after the input; None if one is a tensor
 
     @property
     def strided(self) -> bool:
-        """Whether its windows hold tokens at equal distances over the whole grid (MaxViT's grid attention)."""
+        """True if each window holds tokens at equal distances over the whole grid (MaxViT's grid attention)."""
         return not getattr(self.module, "partition_block", True)
 
 
 class Trace(NamedTuple):
-    """One forward pass at one size."""
+    """What one forward pass at one image size contains."""
 
     blocks: tuple[TracedBlock, ...]
-    encodings: tuple[tuple[PositionEncoding, Grid], ...]  # ours, also in other models, with the grid given to each
-    resampled: dict[str, int]  # {rule: parameter values}, by our encodings or by interpolation inside forward
+    encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
+    resampled: dict[str, int]  # {rule: number of parameter values resampled inside forward}
 
 
 class ModelAtSize(NamedTuple):
-    """A model at one image size."""
+    """A model adapted to one image size."""
 
-    model: nn.Module  # takes images of that size: the very model where nothing had to change, else a changed copy
-    resized: dict[str, int]  # {what and rule: values of parameters, or of buffers that act as such, which it replaces}
-    windows: tuple[StageWindows, ...]  # empty where no attention is found
+    model: nn.Module  # the model itself if nothing had to change, else a changed copy
+    resized: dict[str, int]  # {name and rule: number of values of parameters and coordinate buffers that were replaced}
+    windows: tuple[StageWindows, ...]  # empty if no attention is found
 
 
 def model_name(model: nn.Module) -> str:
-    """The name timm has for a model, or its class."""
+    """timm's name of a model, or the name of its class."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return cfg.get("architecture") or type(model).__name__
 
 
 def trained_size(model: nn.Module) -> Size:
-    """Pixels (h, w) a model was built for, or its weights were trained at."""
-    known = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
+    """The image size (h, w) in pixels that a model was built for, or that its weights were trained at."""
+    built_for = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    return tuple(to_2tuple(known or cfg.get("input_size", (3, 224, 224))[-2:]))
+    return tuple(to_2tuple(built_for or cfg.get("input_size", (3, 224, 224))[-2:]))
 
 
 def patch_grid(model: nn.Module, size: Size) -> Size | None:
-    """Patches (h, w) of an image of `size` (h, w) pixels, where the model has timm's patch embedding."""
+    """Patches (h, w) of an image of `size` (h, w) pixels; None if the model lacks timm's patch embedding."""
     embed = getattr(model, "patch_embed", None)
     return tuple(embed.dynamic_feat_size(size)) if hasattr(embed, "dynamic_feat_size") else None
 
 
 def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
-    """vitrel's encodings in any model, by name; compositions without their parts."""
+    """{name: encoding} of vitrel's encodings in any model; a composition counts as one, without its parts."""
     found: dict[str, PositionEncoding] = {}
     for name, module in model.named_modules():
         if isinstance(module, PositionEncoding) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -116,7 +116,7 @@ def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context with `model` in evaluation mode; afterwards every part is in the mode it was in, also after an error."""
+    """A context with `model` in evaluation mode; afterwards every module's training flag is restored, also after an error."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
@@ -127,7 +127,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def trace(model: nn.Module, size: Size) -> Trace:
-    """Forward of one image of `size` (h, w) pixels on the meta device. Raises what forward raises for a size it refuses."""
+    """Run one image of `size` (h, w) pixels through the model on the meta device. Raises what forward raises for the size."""
     named = _values(model)
     blank = {id(v): torch.empty_like(v, dtype=float32(v), device="meta") for v in named.values()}
     meta = {name: blank[id(v)] for name, v in named.items()}
@@ -143,11 +143,11 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
         return module.register_forward_pre_hook(record, with_kwargs=True)
 
-    own = own_encodings(model)
+    encoding_modules = own_encodings(model)
     parts = {name: module for name, module in model.named_modules() if isinstance(getattr(module, "attn", None), nn.Module)}
     parts.pop("", None)  # the model itself
-    hooks = [hook(name, module) for name, module in (own | parts).items()]
-    others = {name: value for name, value in meta.items() if not any(name.startswith(f"{part}.") for part in own)}
+    hooks = [hook(name, module) for name, module in (encoding_modules | parts).items()]
+    others = {name: value for name, value in meta.items() if not any(name.startswith(f"{part}.") for part in encoding_modules)}
     recorder = _InterpolationRecorder(image, others)
     try:
         with torch.no_grad(), evaluating(model), recorder:
@@ -160,11 +160,11 @@ def trace(model: nn.Module, size: Size) -> Trace:
 
 
 def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
-    """`model` ready for images of `size` pixels, an int or (h, w), by what timm itself would do; the given one stays as it is.
+    """`model` adapted to images of `size` pixels, an int or (h, w), as timm does it; the argument itself is not changed.
 
-    Ours, and models whose forward takes the size, come back unchanged (what forward resamples is counted); models with
-    `set_input_size` come back as a copy on which it was called. Raises ValueError for a model that cannot take the size.
-    share_weights: a copy holds the very parameters of the model where they do not change: for use without training, or moving.
+    vitrel's models, and models whose forward takes the size, are returned as they are (what forward resamples is counted); a
+    model with `set_input_size` is returned as a copy on which it was called. Raises ValueError for a model that cannot take
+    the size. share_weights: the copy shares the parameters that do not change, so it must not be trained or moved.
     """
     size = to_2tuple(size)
     if isinstance(model, Backbone):
@@ -177,10 +177,10 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
 
 
 def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
-    """The model of `at_size`, whose arguments it takes. What is no copy may still refuse the size in its forward pass."""
+    """`at_size` without its check: the model may still refuse the size in forward, where it is not a copy."""
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
         return model
-    changed = copy.deepcopy(model, {id(own): own for own in model.parameters()} if share_weights else None)
+    changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
     try:
         changed.set_input_size(img_size=size)
     except REFUSALS as error:
@@ -189,11 +189,11 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 
 
 def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
-    """Number of values of `before` that are replaced in `after`, the same model at another size: {what and rule: number}.
+    """{name and rule: number of values} of `before` that are replaced in `after`, the same model at another size.
 
-    Counted are parameters that are resampled, and coordinates that give another bias at one and the same offset. Index tables,
-    masks and rotations (which a grid determines) are not counted, nor the rows of prefix tokens in a resampled parameter.
-    values False: `after` was built with weights of its own, so that only shapes are compared.
+    Counted are resampled parameters, and coordinates that give another bias at the same offset. Index tables, masks and
+    rotations, which follow from the grid, are not counted, nor the rows of prefix tokens in a resampled parameter. values
+    False: `after` was built with new weights, so only shapes are compared.
     """
     found: dict[str, int] = {}
     theirs, parameters = dict(after.named_buffers()), dict(before.named_parameters())
@@ -213,7 +213,7 @@ def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) ->
 
 
 def replaced_parameters(before: nn.Module, after: nn.Module, values: bool = True) -> set[str]:
-    """Names of the parameters of `before` that have another shape in `after`, or, with `values`, other values."""
+    """Names of the parameters of `before` whose shape differs in `after`, or, with `values`, whose values differ."""
     theirs = dict(after.named_parameters())
     return {
         name
@@ -224,7 +224,7 @@ def replaced_parameters(before: nn.Module, after: nn.Module, values: bool = True
 
 
 def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
-    """The middle of two tables [..., 2h-1, 2w-1, D] of different sizes: the offsets that both have."""
+    """The parts of two tables [..., 2h-1, 2w-1, D] of different sizes at the offsets that both have."""
     tables = [old, new]
     for axis in (-3, -2):
         n = min(old.shape[axis], new.shape[axis])
@@ -233,7 +233,7 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
 
 
 def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
-    """Values of prefix tokens in a parameter that is otherwise resampled."""
+    """Number of values that belong to prefix tokens in a parameter whose other rows are resampled."""
     if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(model, "patch_embed", None), "grid_size"):
         h, w = to_2tuple(model.patch_embed.grid_size)
         return (old.shape[1] - h * w) * old.shape[2]
@@ -249,8 +249,8 @@ def stage_windows(blocks: Iterable[TracedBlock]) -> tuple[StageWindows, ...]:
     for block in blocks:
         padding = (0, 0) if block.window is None else tuple(-n % m for n, m in zip(block.grid, block.window, strict=True))
         kind = block.grid, block.window, block.strided
-        known = lines.get(kind) or StageWindows(0, block.grid, block.window, (0, 0), padding, block.strided)
-        lines[kind] = known._replace(blocks=known.blocks + 1, shift=max(known.shift, block.shift or (0, 0)))
+        line = lines.get(kind) or StageWindows(0, block.grid, block.window, (0, 0), padding, block.strided)
+        lines[kind] = line._replace(blocks=line.blocks + 1, shift=max(line.shift, block.shift or (0, 0)))
     return tuple(lines.values())
 
 
@@ -261,17 +261,17 @@ def blank_image(model: nn.Module, size: Size) -> Tensor:
 
 
 def float32(value: Tensor) -> torch.dtype:
-    """float32 for floating-point values of any precision, so that a float32 image fits; the own dtype of others."""
+    """float32 for floating-point values of any precision, to fit a float32 image; for other values their dtype."""
     return torch.float32 if value.is_floating_point() else value.dtype
 
 
 def interpolates(name: str) -> bool:
-    """Whether the operation of this name resamples a map of values."""
+    """True if the ATen operator of this name resamples a map of values."""
     return "upsample" in name or "grid_sampler" in name
 
 
 def _accepted(model: nn.Module, size: Size) -> Trace:
-    """`trace`, with one ValueError for all the ways in which forward refuses a size."""
+    """`trace`, with every error by which forward refuses a size turned into one ValueError."""
     try:
         return trace(model, size)
     except REFUSALS as error:
@@ -279,7 +279,7 @@ def _accepted(model: nn.Module, size: Size) -> Trace:
 
 
 def refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
-    """The ValueError for a `model` whose forward has raised `error` at images of `size` (h, w) pixels."""
+    """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels."""
     return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_hint(model, size)}")
 
 
@@ -292,7 +292,7 @@ def _takes(model: nn.Module, size: Size) -> bool:
 
 
 def _differs(a: nn.Module, b: nn.Module) -> bool:
-    """Whether any parameter or buffer differs, masks and index tables included."""
+    """True if any parameter or buffer differs, masks and index tables included."""
     first, second = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
     return first.keys() != second.keys() or any(
         value.shape != second[name].shape or not (value.is_meta or torch.equal(value, second[name]))
@@ -309,14 +309,14 @@ def _hint(model: nn.Module, size: Size) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name: a tied one under several names, but those of a module at several paths once.
+    """{name: parameter or buffer}; tied tensors under each name, but a module that occurs at several paths only once.
 
-    functional_call, given a module's tensor under two paths, would not restore it.
+    functional_call does not restore a module's tensor that it is given under two paths.
     """
     return {
         f"{name}.{leaf}".removeprefix("."): value
@@ -342,7 +342,7 @@ def _window_and_shift(block: nn.Module, grid: Size) -> tuple[Size | None, Size |
 def _traced_block(
     name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], size: Size, patches: Size | None
 ) -> TracedBlock | None:
-    """None for a module whose input is no map of tokens."""
+    """The block of one forward call, or None if its input is no map or sequence of tokens."""
     x = args[0] if args else None
     if not isinstance(x, Tensor) or x.dim() not in (3, 4):
         return None
@@ -352,8 +352,8 @@ def _traced_block(
         grid = shape[1:3] if layout == "NHWC" else shape[2:]
     else:
         layout = "NLC"
-        given = (tuple(a)[:2] for a in args[1:] if isinstance(a, tuple | list) and _is_grid(a[:2], shape[1]))
-        grid = next(given, patches if patches and 0 <= shape[1] - patches[0] * patches[1] <= MOST_PREFIX else None)
+        passed = (tuple(a)[:2] for a in args[1:] if isinstance(a, tuple | list) and _is_grid(a[:2], shape[1]))
+        grid = next(passed, patches if patches and 0 <= shape[1] - patches[0] * patches[1] <= MOST_PREFIX else None)
     if grid is None:
         return None
     tensors = any(isinstance(value, Tensor) for value in tree_leaves((args[1:], kwargs)))
@@ -361,7 +361,7 @@ def _traced_block(
 
 
 def _layout(block: nn.Module, shape: tuple[int, ...], size: Size) -> str:
-    """Layout of a 4-D input: by the channels of the block's first weights, else by which grid has the image's aspect ratio."""
+    """Layout of a 4-D input, from the channels of the block's first weight, or else from the image's aspect ratio."""
     first = next((module for module in block.modules() if isinstance(getattr(module, "weight", None), Tensor)), None)
     channels = getattr(first, "in_features", None) or getattr(first, "in_channels", None) or len(getattr(first, "weight", ()))
     if channels in (shape[1], shape[-1]) and shape[1] != shape[-1]:
@@ -375,7 +375,7 @@ def _is_grid(pair: Any, tokens: int) -> bool:
 
 
 class _InterpolationRecorder(TorchDispatchMode):
-    """Counts the values of every interpolation whose input does not depend on the image: {leaf name and rule: values}."""
+    """Counts the values of every interpolation of parameters or buffers: {leaf name and rule: number of values}."""
 
     def __init__(self, image: Tensor, named: dict[str, Tensor]):
         super().__init__()

@@ -1,12 +1,12 @@
-"""Attention as a model computes it, layer by layer: `record`, and statistics of what it gives.
+"""Recorded attention: the weights of every layer of a model for a batch of images (`record`), and their statistics.
 
-Nothing of the model is changed: it runs in evaluation mode with its layers replaced by ones that also record, and all of that
-is undone afterwards, also after an error. Our layers record through a backend of their own, timm's through the softmax of their
-own code with fused kernels off.
+The model runs in evaluation mode, with layers that also record; everything is restored afterwards, also after an error.
+vitrel's layers record through a special backend, timm's through the softmax in their code, with fused kernels off.
 
-Covered of timm, by exact class: timm.layers.Attention (ViT, DeiT, FlexiViT, hybrids), AttentionRope and EvaAttention (EVA,
-RoPE-ViT, DINOv3, PE), BEiT's Attention, RelPosAttention, ParallelScalingBlock, WindowAttention of Swin V1 and V2. Content and
-position are told apart in all of them: biases are read from the module, a rotated layer runs once more without its rotation.
+Classes of timm that are covered, each without its subclasses: timm.layers.Attention (ViT, DeiT, FlexiViT, hybrids),
+AttentionRope and EvaAttention (EVA, RoPE-ViT, DINOv3, PE), BEiT's Attention, RelPosAttention, ParallelScalingBlock, and
+WindowAttention of Swin V1 and V2. The logits of all of them are split into content and position: biases are
+read from the module, and a layer with a rotation runs a second time without it.
 """
 
 import math
@@ -44,12 +44,13 @@ _WINDOWED = (SwinTransformerBlock, SwinTransformerV2Block)
 
 
 class Layer(NamedTuple):
-    """What one layer of attention did with a batch of images. W windows of N slots each; one where attention is global.
+    """Attention of one layer for a batch of images, in W windows of N slots each (W = 1 where attention is global).
 
-    `content` is the same layer without position: the softmax of the same q and k under the same mask, without tables, rotation
-    and query bias. A field of view (xpos, lookhere) is a table, so `content` sees what it hides. A scale that depends on the
-    grid (log_n, yarn: `Terms.temperature`) is 1 there; a constant one (deberta) stays, as does the learned scale of
-    cosine attention. What position adds to tokens is in q and k, and stays too. `position` is what it adds to the logits.
+    `weights` are those of the model. `content` are the weights without position: the softmax of the same q and k under the same
+    mask, without tables, rotation and query bias. A field of view (xpos, lookhere) is a table, so `content` includes the keys
+    it hides. A factor that depends on the grid (log_n, yarn: `Terms.temperature`) is 1 in `content`; a constant factor
+    (deberta) and the learned scale of cosine attention remain, and so does what position adds to tokens. `position` is what
+    position adds to the logits inside attention.
     """
 
     name: str  # path of the module
@@ -58,15 +59,15 @@ class Layer(NamedTuple):
     shift: Size
     tokens: Tensor  # [W, N] index of the token (row-major, prefix first) in every slot of every window, -1 for padding
     weights: Tensor  # [B, W, H, N, N] float32, those the model used; rows of padding are 0
-    content: Tensor | None  # [B, W, H, N, N] float32; None where only weights were asked for
-    position: Tensor | None  # [B, W, H, N, N] float32, 0 where not visible; None likewise
+    content: Tensor | None  # [B, W, H, N, N] float32; None if only weights were recorded
+    position: Tensor | None  # [B, W, H, N, N] float32, 0 where not visible; None if only weights were recorded
     visible: Tensor | None = None  # [B, W, H, N, N] bool: both tokens real, hidden by neither mask nor encoding; None: all
     stride: tuple[float, float] = (1.0, 1.0)  # pixels between the centres of neighbouring tokens, (h, w)
     image: Size | None = None  # pixels (h, w); None: the grid times the stride
 
     @property
     def patches(self) -> Tensor:
-        """Which slots hold a patch of the image, neither padding nor a prefix token, [W, N] bool."""
+        """[W, N] bool: slots that hold a patch of the image, neither padding nor a prefix token."""
         return self.tokens >= self.grid.prefix
 
     def cpu(self) -> "Layer":
@@ -75,11 +76,11 @@ class Layer(NamedTuple):
 
 
 def record(model: nn.Module, images: Tensor) -> list[Layer]:
-    """Every layer of attention of `model` for a batch of images [B, C, height, width], in the order they run, on the CPU.
+    """Run images [B, C, height, width] through `model` and return its attention layers in the order they run, on the CPU.
 
-    model: any of ours, any model with our layers inside, any of timm's with the layers listed at the top of this file. images:
-    of a size that the model takes. Memory: 13 bytes for every pair of tokens of a window, head and image of every layer.
-    Raises ValueError naming the model where none of its attention can be recorded, or its tokens have no place on the image.
+    model: one of vitrel, any model with vitrel's layers, or one of timm with the layers listed at the top of this file. images:
+    of a size that the model takes. Memory: 13 bytes for each pair of tokens of each window, head, image and layer. Raises
+    ValueError naming the model if none of its attention can be recorded, or if its tokens cannot be located in the image.
     """
     layers = []
     for_each_layer(model, images, lambda layer: layers.append(layer.cpu()))
@@ -87,9 +88,9 @@ def record(model: nn.Module, images: Tensor) -> list[Layer]:
 
 
 def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None], position: bool = True) -> None:
-    """As `record`, but use(layer) is called when each layer has run, on the model's device, and no layer is stored.
+    """Call use(layer) after each attention layer has run, on the model's device; otherwise as `record`, but storing nothing.
 
-    position False: without `content` and `position`, which saves time and memory.
+    position False: leave out `content` and `position`, which saves time and memory.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     size = images.shape[-2], images.shape[-1]
@@ -102,33 +103,33 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
             stack.enter_context(_replaced(module, training=False, _compiled_call_impl=None))
         if not _record_own(model, use_placed, position, stack) + _record_timm(model, size, use_placed, position, stack):
             raise ValueError(
-                f"no attention that can be seen in {model_name(model)}: its layers are neither ours nor of those of timm "
-                "that vitrel.inspect.attention lists"
+                f"no attention that can be seen in {model_name(model)}: its layers are neither vitrel's nor among those of "
+                "timm that vitrel.inspect.attention lists"
             )
-        # Not inference mode: a model may cache a tensor it made here, and could then not be trained any more.
+        # Not inference mode: a tensor that a model caches here could not be used in training afterwards.
         stack.enter_context(torch.no_grad())
         model(images)
 
 
 def attention_statistics(layers: Sequence[Layer]) -> dict[str, float]:
-    """`layer_statistics` of a model: the mean over its layers, and attention_span the exp of the mean entropy."""
+    """Mean of `layer_statistics` over recorded layers; attention_span is the exp of the mean entropy."""
     return _mean([layer_statistics(layer) for layer in layers])
 
 
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """`attention_statistics` of `model` for images [B, C, height, width], one layer in memory at a time; see `record`."""
-    found = []
-    for_each_layer(model, images, lambda layer: found.append(layer_statistics(layer)), position=False)
-    return _mean(found)
+    """`attention_statistics` of `model` for images [B, C, height, width], with one layer in memory at a time; see `record`."""
+    statistics: list[dict[str, float]] = []
+    for_each_layer(model, images, lambda layer: statistics.append(layer_statistics(layer)), position=False)
+    return _mean(statistics)
 
 
 def layer_statistics(layer: Layer) -> dict[str, float]:
-    """Means over images, heads and the queries that are patches of the image.
+    """Entropy, span and distance of a layer's attention, averaged over images, heads and queries that are patches.
 
-    attention_entropy: -sum p log p over all keys, prefix tokens and padding that is attended to included, in nats.
-    attention_span: its exp, a number of tokens. attention_distance: sum p d, d between the centres of query and key in patches
-    of this layer, over the keys that are patches, whose weights are made to sum to 1 (a query that gives them none is left
-    out). attention_distance_share: the same in pixels, as a share of the image's diagonal.
+    attention_entropy: -sum p log p over all keys, prefix tokens and attended padding included, in nats. attention_span: exp of
+    the entropy, a number of tokens. attention_distance: mean distance between the centres of query and key in patches of this
+    layer, over keys that are patches, with their weights rescaled to sum to 1 (queries without weight on patches are left out).
+    attention_distance_share: the same distance in pixels, as a share of the image's diagonal.
     """
     grid, patches, weights = layer.grid, layer.patches, layer.weights
     queries = patches[None, :, None].expand(weights.shape[:-1])  # [B, W, H, N]
@@ -155,8 +156,8 @@ def layer_statistics(layer: Layer) -> dict[str, float]:
 def offset_mean(layer: Layer, what: Tensor) -> Tensor:
     """Mean of `what` [B, W, H, N, N] over images, windows and visible pairs of patches with the same offset.
 
-    Returns [H, 2h-1, 2w-1], h and w of the window or of the grid: the signed offset (dy, dx), query minus key, in slots of the
-    window, stands at [:, dy + h-1, dx + w-1]; NaN where no visible pair has it.
+    Returns [H, 2h-1, 2w-1] for an h x w window (or grid): the offset (dy, dx), query minus key, at [:, dy + h-1, dx + w-1], NaN
+    where no visible pair has it.
     """
     h, w = layer.window or layer.grid[:2]
     pairs = (layer.patches[:, :, None] & layer.patches[:, None])[None, :, None]
@@ -178,7 +179,7 @@ def _attended(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def _mean(statistics: list[dict[str, float]]) -> dict[str, float]:
-    mean = {name: sum(found[name] for found in statistics) / len(statistics) for name in statistics[0]}
+    mean = {name: sum(layer[name] for layer in statistics) / len(statistics) for name in statistics[0]}
     return mean | {"attention_span": math.exp(mean["attention_entropy"])}
 
 
@@ -196,10 +197,10 @@ _Where = tuple[str, Grid, Size | None, Size, Tensor]  # the fields of Layer from
 
 
 def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible: Tensor | None = None) -> Layer:
-    """The layer at `where` from its logits [B, W, H, N, N] as the model had them, masked.
+    """A Layer from the model's masked logits [B, W, H, N, N].
 
-    content: logits without position, masked alike, or None to leave content and position out. visible: broadcastable to the
-    logits, padding apart; None for all.
+    content: logits without position under the same mask, or None to leave out content and position. visible: bool,
+    broadcastable to the logits, without regard to padding; None if every pair is visible.
     """
     real = where[-1] >= 0  # [W, N]
     if not bool(real.all()):
@@ -215,7 +216,7 @@ def _from_logits(where: _Where, logits: Tensor, content: Tensor | None, visible:
 
 
 def _softmax(logits: Tensor, real: Tensor) -> Tensor:
-    """Rows of padding are 0, and those of a query that sees no key, as in `vitrel.ops.attention`."""
+    """Softmax over keys; 0 in rows of padding and of fully masked queries, as in `vitrel.ops.attention`."""
     logits = logits.float()
     zero = (logits == float("-inf")).all(-1, keepdim=True) | ~real[None, :, None, :, None]
     return logits.masked_fill(zero, 0.0).softmax(-1).masked_fill(zero, 0.0)
@@ -223,7 +224,7 @@ def _softmax(logits: Tensor, real: Tensor) -> Tensor:
 
 @contextmanager
 def _replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """A context in which `module` has these attributes; afterwards it has those it had, also after an error."""
+    """A context in which `module` has these instance attributes; the old ones are restored afterwards, also after an error."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     module.__dict__.update(attributes)
     try:
@@ -235,28 +236,28 @@ def _replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def _record_own(model: nn.Module, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """Until `stack` closes, use(layer) is called for every `Attention` inside `model` when it runs; returns their number.
+    """Make every `Attention` inside `model` call use(layer) when it runs, until `stack` closes; return their number.
 
-    position: with `content` and `position`. Every layer gets a backend of its own, under a name that "auto" never takes.
+    position: record `content` and `position` too. Each layer gets its own backend, under a name that "auto" never chooses.
     """
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
-    for name, module in found:
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+    for name, module in modules:
         key = f"record {name} {id(module)}"
         backend = _RecordingBackend(name, module.backend, use, position)
-        BACKENDS[key] = backend  # type: ignore[assignment]  # an object with what a backend's module has
+        BACKENDS[key] = backend  # type: ignore[assignment]  # an object with the functions of a backend module
         stack.callback(BACKENDS.pop, key)
         stack.enter_context(_replaced(module, backend=key))
-    return len(found)
+    return len(modules)
 
 
 class _RecordingBackend:
-    """A backend of `vitrel.ops` that records each layer and leaves its computation to `backend`."""
+    """A backend of `vitrel.ops` that records a layer and then calls the backend `backend` to compute it."""
 
     def __init__(self, name: str, backend: str, use: Callable[[Layer], None], position: bool):
         self.name, self.backend, self.use, self.position = name, backend, use, position
 
     def refuses(self, call: Call) -> str:
-        return ""  # `backend` refuses what it must
+        return ""  # `backend` itself refuses what it cannot compute
 
     def pays(self, call: Call) -> bool:
         return False
@@ -301,19 +302,19 @@ class _RecordingBackend:
 
 
 def _record_timm(model: nn.Module, size: Size, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """As `_record_own`, for timm's layers. size: of the images, (h, w) in pixels.
+    """`_record_own` for timm's layers. size: image size (h, w) in pixels.
 
-    Raises ValueError where a model has layers whose tokens cannot be placed on the image.
+    Raises ValueError for layers whose tokens cannot be located in the image.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
-    for name, module in found:
+    modules = [(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
+    for name, module in modules:
         if type(module) in _WINDOWED:
             attn, read = module.attn, partial(_window, f"{name}.attn", module)
         else:
             attn, read = module, partial(_global, name, module, _grid(model, size))
         stack.enter_context(_replaced(attn, fused_attn=False))
         stack.enter_context(_replaced(module, forward=partial(_recording_forward, module.forward, read, use, position)))
-    return len(found)
+    return len(modules)
 
 
 def _recording_forward(
@@ -321,7 +322,7 @@ def _recording_forward(
 ) -> Tensor:
     with _SoftmaxRecorder() as softmax:
         out = forward(*args, **kwargs)
-    extra = next((given for given in (*args[1:], *kwargs.values()) if isinstance(given, Tensor)), None)
+    extra = next((value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)), None)
     use(read(forward, softmax.logits, position, args[0], extra))
     return out
 
@@ -329,10 +330,10 @@ def _recording_forward(
 def _global(
     name: str, module: nn.Module, grid: Grid, forward: Callable, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None
 ) -> Layer:
-    """extra: what blocks pass beside x, a rotation or a bias that all layers share."""
+    """A Layer of global attention. extra: a rotation or bias shared by all layers, which blocks pass beside x."""
     if logits.shape[-1] != grid.tokens:
-        own = f"{grid.h}x{grid.w} patches and {grid.prefix} prefix tokens"
-        raise ValueError(f"the {logits.shape[-1]} tokens of {name} cannot be placed on the image, which has {own}")
+        expected = f"{grid.h}x{grid.w} patches and {grid.prefix} prefix tokens"
+        raise ValueError(f"the {logits.shape[-1]} tokens of {name} cannot be placed on the image, which has {expected}")
     tokens = torch.arange(grid.tokens, device=logits.device)[None]
     content = _without_position(module, forward, logits, x, extra)[:, None] if position else None
     return _from_logits((name, grid, None, (0, 0), tokens), logits[:, None], content)
@@ -354,7 +355,7 @@ def _without_position(module: nn.Module, forward: Callable, logits: Tensor, x: T
 def _window(
     name: str, block: nn.Module, forward: Callable, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None
 ) -> Layer:
-    """timm rolls the image and pads it then: rows and columns that wrap round end before the padding."""
+    """A Layer of Swin's windows. timm rolls the image before it pads: wrapped rows and columns come before the padding."""
     (batch, h, w), window, shift = x.shape[:3], tuple(block.window_size), tuple(block.shift_size)
     at = torch.arange(h * w, device=x.device).view(h, w).roll([-s for s in shift], (0, 1))
     at = F.pad(at, (0, -w % window[1], 0, -h % window[0]), value=-1)
@@ -367,7 +368,7 @@ def _window(
 
 
 def _window_bias(attn: nn.Module) -> Tensor:
-    """[H, N, N]; V2's from its MLP (arXiv 2111.09883, eq. 3 and its code)."""
+    """Bias [H, N, N] of a Swin layer; in V2 computed by its MLP (arXiv 2111.09883, eq. 3 and its code)."""
     if hasattr(attn, "relative_position_bias_table"):
         return attn._get_rel_pos_bias()[0]
     rows = attn.cpb_mlp(attn.relative_coords_table).flatten(0, -2)  # [R, H]
@@ -377,16 +378,16 @@ def _window_bias(attn: nn.Module) -> Tensor:
 def _grid(model: nn.Module, size: Size) -> Grid:
     patches = patch_grid(model, size)
     if patches is None or not hasattr(model, "num_prefix_tokens"):
-        raise ValueError(f"the tokens of {model_name(model)} cannot be placed on the image: it has no patch_embed of timm's")
+        raise ValueError(f"the tokens of {model_name(model)} cannot be placed on the image: it has no patch_embed of timm")
     return Grid(*patches, model.num_prefix_tokens)
 
 
 class _EnoughError(Exception):
-    """Ends a forward pass whose logits are recorded."""
+    """Raised to stop a forward pass once its logits are recorded."""
 
 
 class _SoftmaxRecorder(TorchFunctionMode):
-    """Records the input of the last softmax; with `stop`, nothing is computed beyond it."""
+    """Records the input of the last softmax; with `stop`, the forward pass ends at the first one."""
 
     logits: Tensor | None = None
 

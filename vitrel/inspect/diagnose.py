@@ -1,4 +1,4 @@
-"""`diagnose`: what happens to position in any model at other image sizes, without training it and without data."""
+"""`diagnose`: the effects of other image sizes on position in any model, found without training and without data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,53 +46,53 @@ from vitrel.sizes import Size, format_size
 
 @dataclass(frozen=True)
 class StageDiagnosis:
-    """The blocks on one grid with one window, `block` the one that leaks or the first.
+    """Leaks and padding in the blocks that share a grid and a window size; `block` is the one that leaks most, or the first.
 
-    `rows` and `columns` are those whose tokens see the opposite border; `row_pairs` and `column_pairs` count the pairs, query
-    and key, that see each other only across it.
+    `rows` and `columns` are those whose tokens see the opposite border; `row_pairs` and `column_pairs` count the (query, key)
+    pairs of rows and columns that see each other only across a border.
     """
 
     block: str
     windows: StageWindows
-    examined: bool  # False: the blocks could not run alone, so that nothing below is known
+    examined: bool  # False: the blocks could not run alone, and the fields below have no meaning
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
     row_pairs: int = 0
     column_pairs: int = 0
-    leaking: float = 0.0  # share of the tokens that see across a border, 0 to 1
-    padded: float = 0.0  # share of the tokens that attend to padding, in the block where it is largest
-    frozen: bool = False  # several windows, and no block shifts them, although elsewhere in the model blocks do
+    leaking: float = 0.0  # share of tokens that see across a border, 0 to 1
+    padded: float = 0.0  # share of tokens that attend to padding, 0 to 1, in the block where it is largest
+    frozen: bool = False  # several windows that no block shifts, although other blocks of the model do shift
     map: np.ndarray | None = field(default=None, compare=False, repr=False)  # [h, w]: 1 sees across, 2 padding, 3 both
-    token: tuple[int, int] = (0, 0)  # (row, column) of one that sees most across a border
-    sees: np.ndarray | None = field(default=None, compare=False, repr=False)  # [h, w]: 1 that token sees, 2 across a border
+    token: tuple[int, int] = (0, 0)  # (row, column) of the token that sees most across a border
+    sees: np.ndarray | None = field(default=None, compare=False, repr=False)  # [h, w]: 1 seen by it, 2 across a border
 
 
 @dataclass(frozen=True)
 class SizeDiagnosis:
-    """A model at images of `size` (h, w) pixels."""
+    """Effects of images of `size` (h, w) pixels on position in a model."""
 
     size: Size
-    refusal: str  # why the model does not take the size, else ""
+    refusal: str  # why the model does not take the size, or ""
     resized: dict[str, int] = field(default_factory=dict)
     changes: tuple[BiasChange, ...] = ()
     stages: tuple[StageDiagnosis, ...] = ()
-    unread: Size = (0, 0)  # rows below and columns right of the image that no patch holds
+    unread: Size = (0, 0)  # rows below and columns at the right of the image that no patch contains
     positions: tuple[PositionChange, ...] = ()
-    unexamined: tuple[str, ...] = ()  # what meets the image and could not be compared with the trained size
+    unexamined: tuple[str, ...] = ()  # names of values that could not be compared with the trained size
 
 
 @dataclass(frozen=True)
 class WayDiagnosis:
-    """A model brought to every size in one way: "as built", "dynamic_img_size=True", "set_input_size()", "img_size="."""
+    """Results for one way to adapt a model to a size: "as built", "dynamic_img_size=True", "set_input_size()", "img_size="."""
 
     way: str
     sizes: tuple[SizeDiagnosis, ...]
-    graphs: int | str | None = None  # torch.compile's for all sizes, or why it failed; None: not counted
+    graphs: int | str | None = None  # number of graphs of torch.compile for all sizes, or why it failed; None: not counted
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What happens to position in `model` at other sizes than the `trained` one, (h, w) pixels. Print it."""
+    """Effects of other image sizes than `trained`, (h, w) pixels, on position in `model`; `print` shows them as a table."""
 
     model: str
     trained: Size
@@ -101,25 +101,25 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, dict[str, str]]:
-        """{way: {kind: sentence}}, without ways in which nothing was found. The kinds are the keys of `_SENTENCES`."""
-        found = {way.way: {kind: sentence(way.sizes) for kind, sentence in _SENTENCES.items()} for way in self.ways}
-        found = {way: {kind: text for kind, text in kinds.items() if text} for way, kinds in found.items()}
-        return {way: kinds for way, kinds in found.items() if kinds}
+        """{way: {kind: sentence}}, without ways that have no finding. The kinds are the keys of `_SENTENCES`."""
+        sentences = {way.way: {kind: sentence(way.sizes) for kind, sentence in _SENTENCES.items()} for way in self.ways}
+        sentences = {way: {kind: text for kind, text in kinds.items() if text} for way, kinds in sentences.items()}
+        return {way: kinds for way, kinds in sentences.items() if kinds}
 
     @property
     def unexamined(self) -> dict[str, str]:
-        """{way: sentence} on what could not be examined, and may change although no finding says so."""
+        """{way: sentence} naming the values that could not be examined; they may change although no finding says so."""
         return {way.way: text for way in self.ways if (text := _not_examined(way.sizes))}
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as numbers, strings, lists and dictionaries, without the maps of tokens, and the findings."""
         plain = asdict(self, dict_factory=lambda items: {k: v for k, v in items if k not in ("map", "sees")})
-        for way, own in zip(plain["ways"], self.ways, strict=True):
-            for line, size in zip(way["sizes"], own.sizes, strict=True):
+        for way, diagnosis in zip(plain["ways"], self.ways, strict=True):
+            for line, size in zip(way["sizes"], diagnosis.sizes, strict=True):
                 line["changes"] = [change._asdict() for change in size.changes]
                 line["positions"] = [change._asdict() for change in size.positions]
-                for stage, of in zip(line["stages"], size.stages, strict=True):
-                    stage["windows"] = of.windows._asdict() | {"padded_share": of.windows.padded_share}
+                for stage, result in zip(line["stages"], size.stages, strict=True):
+                    stage["windows"] = result.windows._asdict() | {"padded_share": result.windows.padded_share}
         return _plain(plain) | {"findings": self.findings, "unexamined": self.unexamined}
 
     def __str__(self) -> str:
@@ -130,9 +130,9 @@ class Diagnosis:
         lines += ["", *self._found()]
         windowed = [stage for way in self.ways for line in way.sizes for stage in line.stages if stage.windows.window]
         if not any(line.stages or line.refusal for way in self.ways for line in way.sizes):
-            lines.append("no attention can be seen in it")
+            lines.append("no layer of attention was recognised")
         elif any(not stage.examined for stage in windowed):
-            lines.append("? not asked: strided windows (/), or blocks that cannot run alone")
+            lines.append("? not examined: strided windows (/), or blocks that cannot run alone")
         elif windowed and not any({"borders", "padding"} & kinds.keys() for kinds in self.findings.values()):
             lines.append("no token sees across a border or attends to padding")
         return "\n".join(lines)
@@ -140,12 +140,12 @@ class Diagnosis:
     def _found(self) -> Iterator[str]:
         if not self.findings and not self.unexamined:
             yield "found nothing: no value is replaced, no bias changes"
-        for title, found in (
+        for title, sentences in (
             ("found", {way: kinds.values() for way, kinds in self.findings.items()}),
             ("not examined", {way: [text] for way, text in self.unexamined.items()}),
         ):
-            yield from [title] if found else []
-            for way, texts in found.items():
+            yield from [title] if sentences else []
+            for way, texts in sentences.items():
                 yield f"  {way}"
                 yield from (f"    {text}" for text in texts)
 
@@ -156,23 +156,23 @@ def diagnose(
     compile: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """What position in `model` does at images of `size` pixels: what is interpolated, which tokens see which, what changes.
+    """Diagnose position in `model` at images of `size` pixels: interpolated values, changed biases, leaks and padding.
 
-    model: a name for timm.create_model (random weights; every way in which timm can bring it to a size), or any model (in the
-    way it takes sizes itself, see `vitrel.inspect.any_model.at_size`), which stays as it is. size: an int, (h, w), or a list.
-    compile: count the graphs of torch.compile over the sizes too, which takes seconds a size and clears what it has cached.
-    progress: called with a line before every step that can take seconds, such as "test_vit at 160x160, as built: forward".
-    What cannot be examined is named in the result. Raises ValueError for an unknown name or an impossible size.
+    model: a name for timm.create_model (with random weights, in every way in which timm can adapt it to a size), or a model (in
+    the way of `vitrel.inspect.any_model.at_size`), which is not changed. size: an int, (h, w), or a list of them. compile:
+    count the graphs of torch.compile over the sizes too, which takes seconds per size and clears the cache of torch.compile.
+    progress: called with a line before each step that can take seconds, for example "test_vit at 160x160, as built: forward".
+    Values that cannot be examined are named in the result. Raises ValueError for an unknown name or an impossible size.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"{model_name(model)} is on the meta device and has no values to look at; give its name instead")
+        raise ValueError(f"{model_name(model)} is on the meta device and has no values to examine; pass its name instead")
     name = model if isinstance(model, str) else model_name(model)
 
-    def step(what: str) -> None:
+    def step(text: str) -> None:
         if progress is not None:
-            progress(f"{name}{what}")
+            progress(f"{name}{text}")
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -187,12 +187,12 @@ def diagnose(
 
 
 def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Size], None] = lambda size: None) -> int | str:
-    """Graphs of torch.compile(dynamic=True) for images [2, C, h, w] of every (model, size in pixels) in turn.
+    """Count the graphs of torch.compile(dynamic=True) for images [2, C, h, w] of each (model, size in pixels) in turn.
 
-    The same model object is compiled once and then meets its sizes; no code is generated. A text, the reason, where a model
-    cannot be compiled. Clears what torch.compile has cached, before and after. before: called with each size in turn.
+    A model object that occurs several times is compiled once. No code is generated. Returns the reason as a text if a model
+    cannot be compiled. Clears the cache of torch.compile before and after. before: called with each size before its run.
     """
-    from torch._dynamo.testing import CompileCounter  # imports what only compilation needs
+    from torch._dynamo.testing import CompileCounter  # here, because importing torch._dynamo is slow
 
     counter = CompileCounter()
     compiled: dict[int, tuple[Callable, nn.Module]] = {}
@@ -204,7 +204,7 @@ def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Siz
                 run = compiled.setdefault(id(model), (torch.compile(model.eval(), backend=counter, dynamic=True), model))[0]
                 with torch.no_grad():
                     run(torch.zeros(2, getattr(model, "in_chans", 3), *size, device=next(model.parameters()).device))
-            except Exception as error:  # whatever a model's forward or the compiler raises
+            except Exception as error:  # forward and the compiler may raise anything
                 return f"failed: {type(error).__name__}"
     finally:
         torch._dynamo.reset()
@@ -215,16 +215,16 @@ class _Way(NamedTuple):
     name: str
     base: nn.Module
     at: Callable[[Size], nn.Module]  # the model for a size
-    same_weights: bool  # the weights of the model for a size are those of `base`, resampled or not
+    same_weights: bool  # True: the models for other sizes have the weights of `base`, resampled where needed
 
 
-_Step = Callable[[str], None]  # reports the step that begins
-_Positions = tuple[tuple[PositionChange, ...], tuple[str, ...]]  # what changes, and what cannot be examined
-_Reference = Callable[[nn.Module], IndependentValues]  # those at the size a model was made for
+_Step = Callable[[str], None]  # reports the next step
+_Positions = tuple[tuple[PositionChange, ...], tuple[str, ...]]  # changes, and names of values that cannot be examined
+_Reference = Callable[[nn.Module], IndependentValues]  # a model's values at the size it was made for
 
 
 def _ways(model: str | nn.Module, base: nn.Module, step: _Step) -> Iterator[_Way]:
-    """The ways in which timm brings this model to a size; of a model that is given, the one it takes by itself."""
+    """The ways in which timm can adapt a model to a size: all of a name, the model's own of a model object."""
     if getattr(base, "dynamic_img_size", False) or not hasattr(base, "set_input_size") or isinstance(base, Backbone):
         yield _Way("as built", base, lambda size: at_size(base, size).model, True)
     else:
@@ -242,7 +242,7 @@ def _created(name: str, **keywords: bool) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1 and not parameter.any():
-                parameter.normal_(std=0.02)  # a table of zeros would not change by resampling
+                parameter.normal_(std=0.02)  # resampling does not change a table of zeros
     return model
 
 
@@ -278,7 +278,7 @@ def _way_diagnosis(
 
 
 def _positions(way: _Way, model: nn.Module, trained: Size, size: Size, reference: _Reference) -> _Positions:
-    """What changes for one and the same token, and what cannot be examined. Raises ValueError where a table is too short."""
+    """Changes of values at the same token, and names that cannot be examined. ValueError if a table is too short."""
     if isinstance(model, Backbone) or size == trained:
         return (), ()
     replaced = replaced_parameters(way.base, model, way.same_weights)
@@ -290,7 +290,7 @@ def _positions(way: _Way, model: nn.Module, trained: Size, size: Size, reference
         return (), (f"forward at {format_size(trained)} ({reason(error)})",)
     try:
         after = independent_values(model, size, reported, instead)
-    except IndexError as error:  # a table that ends before the grid, which a trace without values does not meet
+    except IndexError as error:  # a table shorter than the grid; a trace on the meta device does not notice
         raise refusal(model, size, error) from error
     except REFUSALS as error:
         return (), (f"forward ({reason(error)})",)
@@ -330,7 +330,7 @@ def _stage_diagnosis(
     frozen = shifts and len(blocks) > 1 and blocks[0].shift is not None and any(never)
     if not found:
         return StageDiagnosis(blocks[0].name, line, examined=False, frozen=frozen)
-    name: str = max(reversed(found), key=lambda name: int(found[name].across.sum()))  # where none leaks, the last: shifted
+    name: str = max(reversed(found), key=lambda name: int(found[name].across.sum()))  # if none leaks, the last: shifted
     leaks = found[name]
     return StageDiagnosis(
         name,
@@ -350,7 +350,7 @@ def _stage_diagnosis(
 
 
 def _merged(ways: Sequence[WayDiagnosis]) -> Iterator[WayDiagnosis]:
-    """One for ways with equal results, named after all of them."""
+    """The ways, with those of equal results joined under a common name."""
     equal: dict[tuple, list[WayDiagnosis]] = {}
     for way in ways:
         equal.setdefault((repr(way.sizes), way.graphs), []).append(way)
@@ -376,7 +376,7 @@ def _compiled(way: WayDiagnosis) -> str:
 
 
 def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
-    position = any(line.positions or line.unexamined for line in sizes)  # no column where there is nothing to say
+    position = any(line.positions or line.unexamined for line in sizes)  # no column if every cell would be empty
     lines = [["size", "replaced", "bias", *["position"] * position]]
     lines[0] += ["tokens", "windows", "shift", "see across", "attend to padding"]
     for line in sizes:
@@ -386,7 +386,7 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
         replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
         cells = [format_size(line.size), replaced, "changes" if line.changes else "-"]
         cells += ["changes" if line.positions else "?" if line.unexamined else "-"] * position
-        columns = [(_short(s.windows.grid), *_stage_cells(s)) for s in line.stages] or [("no attention seen",) + ("-",) * 4]
+        columns = [(_short(s.windows.grid), *_stage_cells(s)) for s in line.stages] or [("no attention found",) + ("-",) * 4]
         lines.append([*cells, *(" ".join(cells) for cells in zip(*columns, strict=True))])
     plain = [line for line in lines if not line[1].startswith("refused")]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
@@ -394,7 +394,7 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
 
 
 def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str]:
-    """Window, shift, share that sees across, share that attends to padding."""
+    """Cells of a stage: window, shift, share of tokens that see across a border, share that attend to padding."""
     windows = stage.windows
     if windows.window is None:
         return "global", "-", "-", "-"
@@ -407,50 +407,50 @@ def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str]:
 
 
 def _refused(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if line.refusal]
-    return "" if not there else f"refused {_at(there, sizes)}: {there[0].refusal} ({format_size(there[0].size)})"
+    affected = [line for line in sizes if line.refusal]
+    return "" if not affected else f"refused {_at(affected, sizes)}: {affected[0].refusal} ({format_size(affected[0].size)})"
 
 
 def _interpolated(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if line.resized]
-    rules = dict.fromkeys(f"{rule}, {n:,} values" for line in there for rule, n in line.resized.items())
-    return "" if not there else f"replaced {_at(there, sizes)}: {'; '.join(rules)}"
+    affected = [line for line in sizes if line.resized]
+    rules = dict.fromkeys(f"{rule}, {n:,} values" for line in affected for rule, n in line.resized.items())
+    return "" if not affected else f"replaced {_at(affected, sizes)}: {'; '.join(rules)}"
 
 
 def _other_bias(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if line.changes]
-    if not there:
+    affected = [line for line in sizes if line.changes]
+    if not affected:
         return ""
-    worst = max((change for line in there for change in line.changes), key=lambda change: change.largest)
-    size = next(line.size for line in there if worst in line.changes)
+    worst = max((change for line in affected for change in line.changes), key=lambda change: change.largest)
+    size = next(line.size for line in affected if worst in line.changes)
     amount = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
     where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({format_size(size)})"
-    return f"another {worst.what} at one and the same offset {_at(there, sizes)}: {where}"
+    return f"another {worst.what} at the same offset {_at(affected, sizes)}: {where}"
 
 
 def _other_position(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if line.positions]
-    if not there:
+    affected = [line for line in sizes if line.positions]
+    if not affected:
         return ""
-    line, worst = max(((line, change) for line in there for change in line.positions), key=lambda found: found[1].largest)
+    line, worst = max(((line, change) for line in affected for change in line.positions), key=lambda found: found[1].largest)
     names = len({change.name for change in line.positions})
     more = f" and {names - 1} more" if names > 1 else ""
     where = f"up to {worst.largest:.2g} of {worst.of:.2g} in {worst.name}{more} ({format_size(line.size)})"
-    return f"other values at one and the same token {_at(there, sizes)}: {where}"
+    return f"other values at the same token {_at(affected, sizes)}: {where}"
 
 
 def _not_examined(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if line.unexamined]
-    names = list(dict.fromkeys(name for line in there for name in line.unexamined))
+    affected = [line for line in sizes if line.unexamined]
+    names = list(dict.fromkeys(name for line in affected for name in line.unexamined))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"whether tokens keep their position {_at(there, sizes)}: {', '.join(names[:3])}{more}" if there else ""
+    return f"whether tokens keep their position {_at(affected, sizes)}: {', '.join(names[:3])}{more}" if affected else ""
 
 
 def _across(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if any(stage.leaking for stage in line.stages)]
-    if not there:
+    affected = [line for line in sizes if any(stage.leaking for stage in line.stages)]
+    if not affected:
         return ""
-    line, number, stage = max(_numbered(there), key=lambda found: found[2].leaking)
+    line, number, stage = max(_numbered(affected), key=lambda found: found[2].leaking)
     (h, w), lines = stage.windows.grid, []
     for name, leaking, n, pairs in (
         ("rows", stage.rows, h, stage.row_pairs),
@@ -458,28 +458,28 @@ def _across(sizes: Sequence[SizeDiagnosis]) -> str:
     ):
         lines += [f"{name} {_runs(leaking)} of {n}, {pairs} pairs"] if leaking else []
     where = f"{format_size(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
-    return f"tokens see across opposite borders {_at(there, sizes)}: up to {_percent(stage.leaking)} of a stage ({where})"
+    return f"tokens see across opposite borders {_at(affected, sizes)}: up to {_percent(stage.leaking)} of a stage ({where})"
 
 
 def _padded(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if any(stage.padded for stage in line.stages)]
-    if not there:
+    affected = [line for line in sizes if any(stage.padded for stage in line.stages)]
+    if not affected:
         return ""
-    line, number, stage = max(_numbered(there), key=lambda found: found[2].padded)
+    line, number, stage = max(_numbered(affected), key=lambda found: found[2].padded)
     where = f"{_percent(stage.padded)} of a stage ({format_size(line.size)}, stage {number})"
-    return f"tokens attend to padding {_at(there, sizes)}: up to {where}"
+    return f"tokens attend to padding {_at(affected, sizes)}: up to {where}"
 
 
 def _frozen(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if any(stage.frozen for stage in line.stages)]
-    stages = dict.fromkeys(f"stage {number}" for _, number, stage in _numbered(there) if stage.frozen)
-    return "" if not there else f"windows that never shift {_at(there, sizes)}: {', '.join(stages)}"
+    affected = [line for line in sizes if any(stage.frozen for stage in line.stages)]
+    stages = dict.fromkeys(f"stage {number}" for _, number, stage in _numbered(affected) if stage.frozen)
+    return "" if not affected else f"windows that never shift {_at(affected, sizes)}: {', '.join(stages)}"
 
 
 def _unread(sizes: Sequence[SizeDiagnosis]) -> str:
-    there = [line for line in sizes if any(line.unread)]
-    texts = [f"{down} rows and {right} columns of {format_size(line.size)}" for line in there for down, right in [line.unread]]
-    return "" if not there else f"pixels that no patch holds {_at(there, sizes)}: {'; '.join(texts)}"
+    affected = [line for line in sizes if any(line.unread)]
+    texts = [f"{line.unread[0]} rows and {line.unread[1]} columns of {format_size(line.size)}" for line in affected]
+    return "" if not affected else f"pixels that no patch contains {_at(affected, sizes)}: {'; '.join(texts)}"
 
 
 _SENTENCES = {
@@ -498,12 +498,12 @@ def _numbered(sizes: Sequence[SizeDiagnosis]) -> Iterator[tuple[SizeDiagnosis, i
     return ((line, number, stage) for line in sizes for number, stage in enumerate(line.stages, 1))
 
 
-def _at(there: Sequence[SizeDiagnosis], sizes: Sequence[SizeDiagnosis]) -> str:
-    return f"at {len(there)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {format_size(there[0].size)}"
+def _at(affected: Sequence[SizeDiagnosis], sizes: Sequence[SizeDiagnosis]) -> str:
+    return f"at {len(affected)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {format_size(affected[0].size)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """0, 5, 6, 7 -> "0, 5-7"."""
+    """Sorted numbers with runs shortened: 0, 5, 6, 7 -> "0, 5-7"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

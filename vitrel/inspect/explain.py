@@ -1,4 +1,4 @@
-"""`explain`: attention with position taken apart into its steps, for a few tokens of a small grid."""
+"""`explain`: every step of attention with position, as tensors and as a text, for a few tokens of a small grid."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -11,64 +11,74 @@ from torch import Tensor
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluating
 from vitrel.ops import attention
-from vitrel.ops.reference import masked_logits, rotated, table_logits
+from vitrel.ops.reference import gather_bias, masked_logits, rotated, table_logits
 from vitrel.position import PositionEncoding, Table, Terms, create_position, key_of
-from vitrel.position.terms import Composition
+from vitrel.position.log_decay import LogDecay
+from vitrel.position.terms import Composition, check_choice, pad_prefix, parts_of
 from vitrel.sizes import format_size
 
 Array = Tensor | np.ndarray | Sequence
 Position = str | PositionEncoding | Terms
-KEYS = 64  # shown for each query: of more keys those of the largest weights
-ROWS = 1024  # of keys in the text, at most
-_CHANNELS = 16
-_SIGN = "(dy, dx) is the offset, query minus key, in patches: dy > 0 where the query is below the key, dx > 0 right of it"
-_MEANING = {
-    "tokens": "s (q + P).(k + P) less s q.k, P what position adds to the tokens; they stand for q and k from here",
-    "query bias": "s u.k, the same vector u for every query; q + u stands for q from here",
-    "rotation": "s q.k with q and k rotated by their positions, less the same before",
-    "bias": "a number for the offset",
-    "query row": "s q.r, r a vector for the offset",
-    "key row": "s k.r, r a vector for the offset",
-    "gated row": "s g.r, g gates that q opens, r numbers for the offset",
-    "temperature": "what the factor {:.4f} on all terms with s changes",
+KEYS = 64  # maximum number of keys printed for each query; of more keys, those of the largest weights
+ROWS = 1024  # maximum number of rows in the text
+_CHANNELS = 16  # of an output, printed
+OFFSETS = {
+    "query-key": "(dy, dx) is the offset, query minus key, in patches: dy > 0: the query is below the key, dx > 0: right of it",
+    "key-query": "(dy, dx) is the offset, key minus query, in patches: dy > 0: the key is below the query, dx > 0: right of it",
 }
+_MEANING = {
+    "content-position": "s q.r, r a vector for the position of the key or for the offset",
+    "position-content": "s r.k, r a vector for the position of the query or for the offset",
+    "position-position": "s p.r, p and r the vectors added to both tokens; q and k include them in the columns after this one",
+    "global content bias": "s u.k, the same vector u for every query",
+    "global position bias": "s v.r, the same vector v for every query, r a vector for the offset",
+    "rotation": "s q.k with q and k rotated by their positions, less s q.k before the rotation",
+    "bias": "a number for the offset",
+    "gated row": "s g.r, g gates that q opens, r numbers for the offset",
+    "temperature": "the change by the factor {:.4f} on all terms with s",
+}
+_CONTENT_TERMS = {"content-position", "position-content", "global content bias"}
 _AXES = {"hw": "dy, dx", "h": "dy", "w": "dx"}
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The steps of attention of the chosen heads and queries, H and M of them, over all N keys; float64. Print it.
+    """The steps of attention for the chosen H heads and M queries over all N keys, float64; `print` shows them as a text.
 
-    scaled + the sum of `added` = biased; `masked` is biased with the mask; weights = exponentials / total, exponentials =
-    exp(masked - maximum); output = weights @ v + output_from_tables (with tokens added, v + their rows). Without position
-    the logits are `scaled`, under the same mask. A hidden key has -inf, a query that sees no key weights and output of 0.
+    scaled + the sum of `added` = biased; `masked` is biased with the mask; shifted = masked - maximum; exponentials =
+    exp(shifted); weights = exponentials / total; output = weights @ v + output_from_tables (where position adds to tokens, v
+    includes what it adds). Without position the logits are `scaled`, under the same mask. A hidden key has the logit -inf; a
+    query that sees no key has weights and an output of 0.
     """
 
     position: str
     grid: Grid  # of the keys
     names: tuple[str, ...]  # of the N tokens
     heads: tuple[int, ...]
-    queries: tuple[int, ...]  # numbers of tokens, prefix tokens first
+    queries: tuple[int, ...]  # indices of tokens, prefix tokens first
+    offset: str  # a key of OFFSETS: the sign of (dy, dx) in the text
     width: int  # D
     scale: float  # Terms.scale, part of `scaled`
     temperature: Tensor | None  # Terms.temperature, a term in `added`
     raw: Tensor  # [H, M, N] q.k
-    scaled: Tensor  # [H, M, N]
-    added: dict[str, Tensor]  # {term of position: [H, M, N] what it adds to the logits}
+    scaled: Tensor  # [H, M, N] the content-content term
+    log_distance: Tensor | None  # [H, M, N] log(1 + distance) of log_decay, with its b where learned
+    added: dict[str, Tensor]  # {term of position: [H, M, N], what it adds to the logits}
     biased: Tensor  # [H, M, N]
     masked: Tensor  # [H, M, N]
     maximum: Tensor  # [H, M] of masked
+    shifted: Tensor  # [H, M, N]
     exponentials: Tensor  # [H, M, N]
     total: Tensor  # [H, M] sum of exponentials
     weights: Tensor  # [H, M, N]
     weights_without: Tensor  # [H, M, N] without position
     output: Tensor  # [H, M, D]
-    output_from_tables: Tensor  # [H, M, D] the part of output that value tables add
+    output_from_tables: Tensor  # [H, M, D] the part of the output that value tables add
     output_without: Tensor  # [H, M, D] without position
 
     @property
     def difference(self) -> Tensor:
-        """What position changes in the weights, [H, M, N]."""
+        """The weights less the weights without position, [H, M, N]."""
         return self.weights - self.weights_without
 
     def __repr__(self) -> str:
@@ -79,31 +89,38 @@ class Explanation:
         return "\n".join(lines)
 
     def _columns(self) -> dict[str, tuple[str, Tensor]]:
-        """{title: (what it is, [H, M, N])} in the order of the steps."""
+        """{title: (its meaning, [H, M, N])} in the order of the steps."""
         factor = f"s q.k, s = {self.width}^-1/2"
         if self.scale != 1:
             factor += f" times {self.scale:.4f}"
-        columns = {"q.k": (f"raw score of query and key, {self.width} channels", self.raw), "scaled": (factor, self.scaled)}
+        scaled = "content-content" if _CONTENT_TERMS & self.added.keys() else "scaled"
+        columns = {"q.k": (f"raw score of query and key, {self.width} channels", self.raw), scaled: (factor, self.scaled)}
+        if self.log_distance is not None:
+            columns["log(1 + d)"] = (
+                "logarithm of 1 + the distance in patches (times b, where b is learned)",
+                self.log_distance,
+            )
         for name, part in self.added.items():
             number = 1.0 if self.temperature is None else float(self.temperature)
-            columns[name] = "+ " + _MEANING[name.split("[")[0]].format(number), part
+            columns[name] = "+ " + _MEANING[name.split("[")[0].rstrip(" 2345678")].format(number), part
         if self.added:
-            columns["biased"] = "scaled and all that position adds", self.biased
-        logits = "biased" if self.added else "scaled"
+            columns["biased"] = f"{scaled} and all that position adds", self.biased
+        logits = "biased" if self.added else scaled
         masked = ""
-        if not torch.equal(self.biased.nan_to_num(), self.masked.nan_to_num()):  # of NaN too
+        if not torch.equal(self.biased.nan_to_num(), self.masked.nan_to_num()):  # NaN differs from itself
             columns["masked"], logits, masked = (f"{logits}, with the mask", self.masked), "masked", ", with the same mask"
-        columns["exp"] = f"exp({logits} - maximum), so that the largest is 1 and nothing overflows", self.exponentials
-        columns["weight"] = "exp / sum of exp", self.weights
+        columns["shifted"] = f"{logits} - maximum of the row, so that exp does not overflow", self.shifted
+        columns["exp"] = "exp(shifted)", self.exponentials
+        columns["weight"] = "exp / sum of exp; one # for every 0.02 of it at the end of the line", self.weights
         if self.added:
-            columns["without"] = f"the weight without position: the same from scaled{masked}", self.weights_without
+            columns["without"] = f"the weight without position: the same from {scaled}{masked}", self.weights_without
             columns["change"] = "weight - without", self.difference
         return columns
 
     def _legend(self) -> Iterator[str]:
         prefix = f" after {self.grid.prefix} prefix tokens" if self.grid.prefix else ""
         yield f"attention on a {format_size(self.grid)} grid{prefix}, position: {self.position}"
-        yield _SIGN
+        yield OFFSETS[self.offset]
         columns = self._columns()
         width = max(map(len, columns))
         yield from (f"  {title.ljust(width)}  {meaning}" for title, (meaning, _) in columns.items())
@@ -111,14 +128,15 @@ class Explanation:
     def _trace(self, h: int, m: int) -> Iterator[str]:
         query, columns = self.queries[m], self._columns()
         head = f", head {self.heads[h]}" if self.raw.shape[0] > 1 or self.heads[h] else ""
-        yield f"query {self.names[query]}{self._place(query)}{head}"
+        yield f"query {self.names[query]}{self._coordinates(query)}{head}"
         keys = self._shown(h, m)
         cells = [["key", *(self.names[j] for j in keys)], ["(dy, dx)", *(self._offset(query, j) for j in keys)]]
         cells += [[title, *_numbers(part[h, m, keys])] for title, (_, part) in columns.items()]
         widths = [max(map(len, column)) for column in cells]
-        for line in zip(*cells, strict=True):
+        bars = ["", *(f"  |{'#' * int(weight * 50 + 1e-9)}|" for weight in self.weights[h, m, keys].nan_to_num().tolist())]
+        for line, bar in zip(zip(*cells, strict=True), bars, strict=True):
             name, *rest = (cell.rjust(n) for cell, n in zip(line, widths, strict=True))
-            yield "  " + "  ".join([name.strip().ljust(widths[0]), *rest])
+            yield "  " + "  ".join([name.strip().ljust(widths[0]), *rest]) + bar
         if len(keys) < self.grid.tokens:
             left = self.weights[h, m].sum() - self.weights[h, m, keys].sum()
             yield f"  and {self.grid.tokens - len(keys)} keys of less weight, together {left:z.4f} of the weight"
@@ -131,7 +149,7 @@ class Explanation:
     def _outputs(self, h: int, m: int) -> Iterator[str]:
         rows = {"output": self.output[h, m]}
         if self.output_from_tables.any():
-            rows["of which value rows of the offsets"] = self.output_from_tables[h, m]
+            rows["of which value vectors of the offsets"] = self.output_from_tables[h, m]
         if self.added or self.output_from_tables.any():
             rows["without position"] = self.output_without[h, m]
         cells = [_numbers(row[:_CHANNELS]) for row in rows.values()]
@@ -141,21 +159,23 @@ class Explanation:
             yield f"  {title.ljust(width)}  {' '.join(cell.rjust(number) for cell in row)}{more}"
 
     def _shown(self, h: int, m: int) -> list[int]:
-        """The keys of one query: all, or of too many those of the largest weights, in reading order."""
+        """Keys printed for one query, in reading order: all, or the KEYS of the largest weights."""
         if self.grid.tokens <= KEYS:
             return list(range(self.grid.tokens))
         return sorted(self.weights[h, m].topk(KEYS).indices.tolist())
 
-    def _place(self, token: int) -> str:
-        """Text after the name of a patch: its place, unless the name says it."""
+    def _coordinates(self, token: int) -> str:
+        """ " at (row, column)" of a patch, "" where its name is that already."""
         patch = token - self.grid.prefix
-        place = f"({patch // self.grid.w}, {patch % self.grid.w})"
-        return f" at {place}" if patch >= 0 and self.names[token] != place else ""
+        at = f"({patch // self.grid.w}, {patch % self.grid.w})"
+        return f" at {at}" if patch >= 0 and self.names[token] != at else ""
 
     def _offset(self, query: int, key: int) -> str:
         i, j = query - self.grid.prefix, key - self.grid.prefix
         if min(i, j) < 0:
             return "-"
+        if self.offset == "key-query":
+            i, j = j, i
         return f"({i // self.grid.w - j // self.grid.w}, {i % self.grid.w - j % self.grid.w})"
 
 
@@ -169,9 +189,10 @@ def explain(
     mask: Array | None = None,
     head: int | None = None,
     tokens: Sequence[str] | None = None,
+    offset: str = "query-key",
     **options,
 ) -> Explanation:
-    """Every step of attention with position, as tensors (the fields of the result) and as a text to follow: print it.
+    """Explain attention with position step by step: an Explanation, whose fields are tensors and which prints as a table.
 
     >>> q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
     >>> k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
@@ -181,51 +202,78 @@ def explain(
     tensor([0.1473, 0.3253, 0.1747, 0.1603, 0.1924], dtype=torch.float64)
     tensor([0.2435, 0.4215, 0.2709, 0.2565], dtype=torch.float64)
 
-    q [M, D] or [H, M, D], k and v [N, D] or [H, N, D]: as attention takes them, in float64 here. position: a key of POSITIONS
-    with its `options`, learned values as initialised; an encoding; or Terms. What it adds to tokens is added to q, k and v,
-    as with identity projections. grid: (h, w) or (h, w, prefix) of the keys, a row of N tokens unless given; the queries are
-    its last M tokens. query: one of them, a number counted as the keys are or (row, column) of a patch; None for all. mask:
-    broadcastable to [H, M, N], bool with True = attend, or additive. head: one of H, None for all. tokens: N names.
-    Raises TypeError for what is of another kind, ValueError for what does not fit together and for more rows of text than one
-    can read, naming the way out.
+    q [M, D] or [H, M, D], k and v [N, D] or [H, N, D], as attention takes them; computed in float64. position: a key of
+    POSITIONS, built with its `options` and learned values as initialised; an encoding; or Terms. What it adds to tokens is
+    added to q, k and v. grid: (h, w) or (h, w, prefix) of the keys, a row of N tokens by default; the queries are its last M
+    tokens. query: the index of one token or (row, column) of one patch; default all. mask: broadcastable to [H, M, N], bool
+    with True = attend, or additive. head: the index of one head; default all. tokens: N names. offset: "query-key" or
+    "key-query", the sign of the offsets in the text; no number depends on it.
+
+    Raises TypeError for an argument of another kind, ValueError for shapes that do not fit together and for a text of more
+    than 1,024 rows.
     """
-    q, k, v = _of_heads(q=q, k=k, v=v)
+    check_choice("explain", "offset", offset, tuple(OFFSETS))
+    q, k, v = _with_heads(q=q, k=k, v=v)
     grid = Grid(1, k.shape[-2]) if grid is None else _checked_grid(grid)
     queries = _chosen_queries(query, grid, q.shape[-2])
     heads = _chosen_heads(head, len(q))
     if (rows := len(heads) * len(queries) * min(grid.tokens, KEYS)) > ROWS:
-        way_out = "choose query=(row, column) or a number, and head=" if len(heads) > 1 else "choose query=(row, column)"
-        raise ValueError(f"{rows} rows are too many to read, at most {ROWS}: {way_out}")
+        remedy = "choose query=(row, column) or an index, and head=" if len(heads) > 1 else "choose query=(row, column)"
+        raise ValueError(f"{rows} rows are too many to read, at most {ROWS}: {remedy}")
     names = _names(tokens, grid)
     with torch.no_grad():
-        terms = _terms(position, grid, q, options)
+        encoding = _built(position, grid, q, options)
+        terms = encoding if isinstance(encoding, Terms) else _evaluated(encoding, grid)
         steps = _steps(q, k, v, terms, grid, _checked_mask(mask, q, k))
-    at = [i - (grid.tokens - q.shape[-2]) for i in queries]
-    added = {name: _part(t, heads, at) for name, t in steps.pop("added").items()}
-    tensors = {name: _part(t, heads, at) for name, t in steps.items()}
-    about = _title(position, options), grid, names, tuple(heads), tuple(queries), q.shape[-1], terms.scale, terms.temperature
-    return Explanation(*about, added=added, **tensors)
+        log_distance = _log_distance(encoding, grid, steps["raw"])
+    rows_of_q = [i - (grid.tokens - q.shape[-2]) for i in queries]
+
+    def part(x: Tensor) -> Tensor:
+        return x[heads][:, rows_of_q]
+
+    return Explanation(
+        _title(position, options),
+        grid,
+        names,
+        tuple(heads),
+        tuple(queries),
+        offset,
+        width=q.shape[-1],
+        scale=terms.scale,
+        temperature=terms.temperature,
+        log_distance=None if log_distance is None else part(log_distance),
+        added={name: part(x) for name, x in steps.pop("added").items()},
+        **{name: part(x) for name, x in steps.items()},
+    )
 
 
 def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> dict:
-    """The tensors of an Explanation, of all heads and queries."""
+    """The tensors of an Explanation, for all heads and queries."""
     bare = Terms(scale=terms.scale)
+    scale = bare.scale * q.shape[-1] ** -0.5
     output_without = attention(q, k, v, bare, grid, mask, backend="reference")
     raw, scaled, unbiased = q @ k.mT, masked_logits(q, k, bare, grid), masked_logits(q, k, bare, grid, mask)
-    added, (q, k, v) = {}, _with_tokens(q, k, v, terms)
+    added, content_q, content_k = {}, q, k
+    q, k, v = _with_tokens(q, k, v, terms)
     if terms.tokens is not None:
-        added["tokens"] = masked_logits(q, k, bare, grid) - scaled
+        of_query, of_key = q - content_q, k - content_k
+        added["content-position"] = content_q @ of_key.mT * scale
+        added["position-content"] = of_query @ content_k.mT * scale
+        added["position-position"] = of_query @ of_key.mT * scale
     output = attention(q, k, v, terms, grid, mask, backend="reference")
-    added |= _added(q, k, terms, grid, bare.scale * q.shape[-1] ** -0.5)
+    for name, logits in _attention_terms(q, k, terms, grid, scale):
+        same = sum(title.startswith(name) for title in added)
+        added[f"{name} {same + 1}" if same else name] = logits
     masked = masked_logits(q, k, terms, grid, mask)
-    maximum, exponentials, total, weights = _softmax(masked)
+    maximum, shifted, exponentials, total, weights = _softmax(masked)
     return {
         "raw": raw,
         "scaled": scaled,
-        "added": {name: t.expand_as(raw) for name, t in added.items()},
+        "added": {name: x.expand_as(raw) for name, x in added.items()},
         "biased": masked_logits(q, k, terms, grid),
         "masked": masked,
         "maximum": maximum,
+        "shifted": shifted,
         "exponentials": exponentials,
         "total": total,
         "weights": weights,
@@ -236,87 +284,109 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tens
     }
 
 
-def _added(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> dict[str, Tensor]:
-    """What each term adds to the logits, broadcastable to [H, M, N]; scaled q.k plus their sum are the logits."""
-    added: dict[str, Tensor] = {}
-    with_bias = q
+def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> Iterator[tuple[str, Tensor]]:
+    """(name, logits broadcastable to [H, M, N]) of each term inside attention; scaled q.k plus their sum are the logits."""
+
+    def product(q: Tensor, field: str, tables: Sequence[Table]) -> Tensor | None:
+        parts = tuple(Table(t.axis, **{field: getattr(t, field)}) for t in tables if getattr(t, field) is not None)
+        return table_logits(q, k, parts, grid, scale)
+
+    bias = torch.zeros_like(q) if terms.query_bias is None else terms.query_bias[:, None].to(q.dtype).expand_as(q)
+    # Transformer-XL has a bias u of content and a bias v of position; in Terms, v is the query bias and u - v one key vector.
+    constant = [
+        t for t in terms.tables if t.key is not None and terms.query_bias is not None and bool((t.key == t.key[:, :1]).all())
+    ]
+    named = {
+        "content-position": product(q, "query", terms.tables),
+        "position-content": product(q, "key", [t for t in terms.tables if not any(t is other for other in constant)]),
+    }
     if terms.query_bias is not None:
-        bias = terms.query_bias[:, None].to(q.dtype)  # [H, 1, D]
-        added["query bias"] = bias @ k.mT * scale
-        with_bias = q + bias
+        global_content = product(q, "key", constant)
+        content = bias @ k.mT * scale
+        named["global content bias"] = content if global_content is None else content + global_content
+        named["global position bias"] = product(bias, "query", terms.tables)
+    yield from ((name, logits) for name, logits in named.items() if logits is not None)
     if terms.rotary is not None:
-        rotated_q, rotated_k = rotated(with_bias, k, terms)
-        added["rotation"] = (rotated_q @ rotated_k.mT - with_bias @ k.mT) * scale
+        rotated_q, rotated_k = rotated(q + bias, k, terms)
+        yield "rotation", (rotated_q @ rotated_k.mT - (q + bias) @ k.mT) * scale
     for table in terms.tables:
-        for field, label in (("bias", "bias"), ("query", "query row"), ("key", "key row"), ("gated", "gated row")):
-            if getattr(table, field) is not None:
-                one = Table(table.axis, **{field: getattr(table, field)})
-                name = f"{label}[{_AXES[table.axis]}]"
-                same = sum(known.startswith(name) for known in added)
-                logits = table_logits(with_bias, k, (one,), grid, scale)
-                added[f"{name} {same + 1}" if same else name] = logits  # type: ignore[assignment]  # `one` has rows
+        for field, label in (("bias", "bias"), ("gated", "gated row")):
+            logits = product(q + bias, field, [table])
+            if logits is not None:
+                yield f"{label}[{_AXES[table.axis]}]", logits
     if terms.temperature is not None:
-        content = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
-        without = content._replace(temperature=None)
-        added["temperature"] = masked_logits(q, k, content, grid) - masked_logits(q, k, without, grid)
-    return added
+        with_factor = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
+        without = with_factor._replace(temperature=None)
+        yield "temperature", masked_logits(q, k, with_factor, grid) - masked_logits(q, k, without, grid)
 
 
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row maximum [H, M], exponentials [H, M, N], their sum [H, M], weights [H, M, N]; 0 where a query sees no key."""
+def _log_distance(encoding: PositionEncoding | Terms, grid: Grid, like: Tensor) -> Tensor | None:
+    """log(1 + b distance) of every pair, [H, M, N], 0 for pairs with a prefix token; None without log_decay."""
+    parts = () if isinstance(encoding, Terms) else parts_of(encoding)
+    found = [part.log_distances(grid) for part in parts if isinstance(part, LogDecay)]
+    if not found:
+        return None
+    index = grid.index("hw", like.device)[-like.shape[-2] :]
+    return gather_bias(pad_prefix(found[0], grid), index).to(like.dtype).expand_as(like)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Row maximum [H, M], logits less it, exponentials [H, M, N], their sum [H, M], weights; 0 where a query sees no key."""
     maximum = logits.amax(-1)
-    shift = torch.where(maximum == float("-inf"), 0.0, maximum)
-    exponentials = (logits - shift[..., None]).exp()
+    shifted = logits - torch.where(maximum == float("-inf"), 0.0, maximum)[..., None]
+    exponentials = shifted.exp()
     total = exponentials.sum(-1)
-    return maximum, exponentials, total, exponentials / torch.where(total == 0, 1.0, total)[..., None]
+    return maximum, shifted, exponentials, total, exponentials / torch.where(total == 0, 1.0, total)[..., None]
 
 
 def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v with what position adds to the tokens; queries are the last tokens."""
+    """q, k, v plus what position adds to the tokens; the queries are the last tokens."""
     if terms.tokens is None:
         return q, k, v
     heads, width = q.shape[0], q.shape[-1]
     if tuple(terms.tokens.shape) != (k.shape[-2], heads * width):
-        shape = tuple(terms.tokens.shape)
-        needed = k.shape[-2], heads * width
-        raise ValueError(f"what position adds to tokens has shape {shape}, {heads} heads of width {width} need {needed}")
+        shape, needed = tuple(terms.tokens.shape), (k.shape[-2], heads * width)
+        raise ValueError(f"Terms.tokens has shape {shape}, but {heads} heads of width {width} need {needed}")
     rows = terms.tokens.to(q.dtype).unflatten(-1, (heads, width)).transpose(0, 1)  # [H, N, D]
     return q + rows[:, -q.shape[-2] :], k + rows, v + rows
 
 
-def _terms(position: Position, grid: Grid, q: Tensor, options: dict) -> Terms:
+def _built(position: Position, grid: Grid, q: Tensor, options: dict) -> PositionEncoding | Terms:
+    """The encoding of a key, built for q's heads; encodings and Terms as they are. TypeError for anything else."""
     if isinstance(position, str):
-        position = create_position(position, grid, q.shape[0], q.shape[-1], device=q.device, **options).eval()
-    elif options:
+        return create_position(position, grid, q.shape[0], q.shape[-1], device=q.device, **options)
+    if options:
         raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
-    if isinstance(position, Terms):
-        return position
-    if not isinstance(position, PositionEncoding):
+    if not isinstance(position, PositionEncoding | Terms):
         kind = type(position).__name__
         raise TypeError(f"position is a key, an encoding (of a model: model.blocks[0].position) or Terms, not {kind}")
-    with evaluating(position):  # which in training may shift positions at random
-        return position(grid)
+    return position
+
+
+def _evaluated(encoding: PositionEncoding, grid: Grid) -> Terms:
+    with evaluating(encoding):  # an encoding in training may shift positions at random
+        return encoding(grid)
 
 
 def _title(position: Position, options: dict) -> str:
     if isinstance(position, Terms):
-        return "given terms"
+        return "Terms"
     if isinstance(position, Composition):
         return "+".join(position.parts)
     key = position if isinstance(position, str) else key_of(position)
     return " ".join([key, *(f"{name}={value}" for name, value in options.items())])
 
 
-def _of_heads(**arrays: Array) -> list[Tensor]:
-    """Each as [H, N, D] in float64."""
-    found = [torch.as_tensor(x).detach().double() for x in arrays.values()]
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(arrays, found, strict=True))
-    if any(x.dim() not in (2, 3) for x in found):
+def _with_heads(**arrays: Array) -> list[Tensor]:
+    """Each array as a tensor [H, N, D] in float64; ValueError where heads or widths differ."""
+    tensors = [torch.as_tensor(x).detach().double() for x in arrays.values()]
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(arrays, tensors, strict=True))
+    if any(x.dim() not in (2, 3) for x in tensors):
         raise ValueError(f"q, k and v are [N, D] or [H, N, D], of one image, not {shapes}")
-    found = [x if x.dim() == 3 else x[None] for x in found]
-    if len({(len(x), x.shape[-1]) for x in found}) > 1:
+    tensors = [x if x.dim() == 3 else x[None] for x in tensors]
+    if len({(len(x), x.shape[-1]) for x in tensors}) > 1:
         raise ValueError(f"q, k and v need the same number of heads and the same width, not {shapes}")
-    return found
+    return tensors
 
 
 def _checked_mask(mask: Array | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -344,7 +414,7 @@ def _chosen_queries(query: int | tuple[int, int] | None, grid: Grid, count: int)
         else:
             index = operator.index(query)
     except (TypeError, ValueError):
-        raise TypeError(f"query is the number of a token or (row, column) of a patch, not {query!r}") from None
+        raise TypeError(f"query is the index of a token or (row, column) of a patch, not {query!r}") from None
     if not max(first, 0) <= index < grid.tokens:
         has = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens has queries {first} to {grid.tokens - 1}"
         raise ValueError(f"there is no query {query}: {has}, or (row, column)")
@@ -370,10 +440,6 @@ def _names(tokens: Sequence[str] | None, grid: Grid) -> tuple[str, ...]:
     if len(tokens) != grid.tokens:
         raise ValueError(f"{len(tokens)} names for {grid.tokens} tokens, prefix tokens included")
     return tuple(map(str, tokens))
-
-
-def _part(x: Tensor, heads: list[int], rows: list[int]) -> Tensor:
-    return x[heads][:, rows]
 
 
 def _numbers(values: Tensor) -> Sequence[str]:

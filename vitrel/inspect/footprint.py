@@ -1,11 +1,11 @@
-"""Which tokens of one block see which, by gradients: what its output at one token depends on in its input.
+"""Gradient footprints: the input tokens that the output of a block at one token depends on, and leaks found by them.
 
-A window is a run of neighbouring rows and columns. So whatever a token sees along an axis must be one run that holds the token
-itself; where there is a gap, the border has been crossed: the token sees the opposite border of the image. No knowledge of how
-a block makes its windows is needed.
+A window is a run of neighbouring rows and columns, so the rows (columns) that a token sees must be one run that includes its
+own. Where there is a gap, the token sees the opposite border of the image. This needs no knowledge of how a block forms its
+windows.
 
-Which tokens see which does not depend on the weights, so a copy of the block with random weights of moderate size is run: there
-the weakest gradients of Swin, Swin V2 and DaViT were 5e-4 of a token's largest, and masks of -100 left less than 1e-42 of it.
+Which tokens see which does not depend on the weights, so a copy of the block with random weights of moderate size is run. With
+these, the weakest gradients of Swin, Swin V2 and DaViT were 5e-4 of a token's largest, and masks of -100 left less than 1e-42.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from vitrel.layers import Attention, Block
 from vitrel.ops.window import windows
 from vitrel.sizes import Size
 
-_WEAKEST = 1e-15  # gradient, of the largest of a token
+_WEAKEST = 1e-15  # smallest gradient that counts as seen, as a share of the largest of a query
 
 
 class Leaks(NamedTuple):
-    """What the tokens of a block in windows see on its grid [h, w] that is not of their window."""
+    """Tokens and padding outside its window that a token of a windowed block sees, on the block's grid [h, w]."""
 
-    rows: tuple[int, ...]  # whose tokens see rows of the opposite border
+    rows: tuple[int, ...]  # rows whose tokens see the opposite border
     columns: tuple[int, ...]
-    row_pairs: int  # pairs of rows, query and key, that see each other only across the border
+    row_pairs: int  # (query, key) pairs of rows that see each other only across the border
     column_pairs: int
     padding: Tensor  # [h, w] bool: tokens that attend to padding
-    token: tuple[int, int]  # (row, column) of the examined token that sees most across a border, the first where none does
-    sees: Tensor  # [h, w]: 0 what that token does not see, 1 what it sees, 2 across a border
+    token: tuple[int, int]  # (row, column) of the examined token that sees most across a border, or the first if none does
+    sees: Tensor  # [h, w]: 0 not seen by that token, 1 seen, 2 seen across a border
 
     @property
     def across(self) -> Tensor:
@@ -49,38 +49,39 @@ class Leaks(NamedTuple):
 
 
 def border_leak(model: nn.Module, size: Size) -> float | None:
-    """Largest share, over the stages, of tokens that see across a border at images of `size` (h, w) pixels, which it must take.
+    """Share of tokens that see across a border at images of `size` (h, w) pixels, in the stage where it is largest.
 
-    None where no block with windows can run alone. It depends on the geometry alone, not on the weights.
+    None if no block with windows can run alone. The share depends on the geometry alone, not on the weights. Raises what
+    forward raises if the model does not take the size.
     """
-    found = leaks_by_block(trace(model, size).blocks)
-    return max((float(leaks.across.float().mean()) for leaks in found.values()), default=None)
+    blocks = leaks_by_block(trace(model, size).blocks)
+    return max((float(leaks.across.float().mean()) for leaks in blocks.values()), default=None)
 
 
 def leaks_by_block(blocks: Iterable[TracedBlock]) -> dict[str, Leaks]:
-    """{name: leaks} of the first block of every kind (class, grid, window and shift), without those that cannot run alone."""
-    found, kinds = {}, set()
+    """{name: leaks} of the first block of each kind (class, grid, window and shift), without blocks that cannot run alone."""
+    leaks, kinds = {}, set()
     for block in filter(can_run_alone, blocks):
         kind = type(block.module), block.grid, block.window, block.shift
         if kind not in kinds:
             kinds.add(kind)
-            with contextlib.suppress(*REFUSALS):  # of blocks that need more than tokens
-                found[block.name] = find_leaks(block)
-    return found
+            with contextlib.suppress(*REFUSALS):  # the block needs more arguments than tokens
+                leaks[block.name] = find_leaks(block)
+    return leaks
 
 
 def can_run_alone(block: TracedBlock) -> bool:
-    """Whether `find_leaks` can run the block: it has windows, no strided attention, and needs no other tensors."""
+    """True if `find_leaks` can run the block: it has windows, they are not strided, and forward needs no other tensors."""
     return block.window is not None and not block.strided and (block.arguments is not None or isinstance(block.module, Block))
 
 
 def find_leaks(block: TracedBlock) -> Leaks:
-    """The tokens that see across a border or attend to padding, in a block for which `can_run_alone` holds.
+    """Find the tokens that see across a border or attend to padding, in a block for which `can_run_alone` is true.
 
-    Borders: gradient footprints of the tokens on the diagonal of the first and the last window and of some in the middle, or of
-    every row and column of a small grid. A window is a product of rows and columns, so these tell of all rows and columns.
-    Padding: its values are changed where the block appends zeros; a token whose output changes attends to it. Our layers
-    append nothing, for them the layout that their attention uses is read (vitrel.ops.window).
+    Borders: gradient footprints of tokens on the diagonals of the first and last window and of some in the middle, or of every
+    row and column of a small grid; a window is a product of rows and columns, so these determine all rows and columns.
+    Padding: the zeros that the block appends are replaced by noise, and a token whose output changes attends to padding.
+    vitrel's layers append nothing; for them the layout of their attention is read (vitrel.ops.window).
     """
     lines = [_examined(n, m) for n, m in zip(block.grid, block.window, strict=True)]
     count = max(map(len, lines))
@@ -90,41 +91,41 @@ def find_leaks(block: TracedBlock) -> Leaks:
         footprints = _footprints(block, module, queries)
         ours = isinstance(getattr(module, "attn", None), Attention)
         padding = _own_padding(block) if ours else _appended_padding(block, module)
-    rows, columns, found = {}, {}, []
+    rows, columns, tokens = {}, {}, []
     for (y, x), sees in zip(queries, footprints, strict=True):
         across = _beyond_gap(sees.any(1), y)[:, None] | _beyond_gap(sees.any(0), x)
         rows[y], columns[x] = (int(_beyond_gap(sees.any(axis), at).sum()) for axis, at in ((1, y), (0, x)))
-        found.append(((sees & across).sum(), (y, x), sees.int() + (sees & across)))
-    _, token, sees = max(found, key=lambda one: one[0])
+        tokens.append(((sees & across).sum(), (y, x), sees.int() + (sees & across)))
+    _, token, sees = max(tokens, key=lambda entry: entry[0])
     rows, columns = ({at: n for at, n in sorted(line.items()) if n} for line in (rows, columns))
     return Leaks(tuple(rows), tuple(columns), sum(rows.values()), sum(columns.values()), padding, token, sees)
 
 
 def footprint(block: TracedBlock, query: tuple[int, int]) -> Tensor:
-    """[h, w] bool: the tokens that the one at `query` (row, column) sees in this block."""
+    """[h, w] bool: the tokens that the token at `query` (row, column) sees in this block."""
     with torch.inference_mode(False), torch.enable_grad():
         return _footprints(block, _random(block.module), [query])[0]
 
 
 def _footprints(block: TracedBlock, module: nn.Module, queries: Sequence[tuple[int, int]]) -> list[Tensor]:
-    x, found = _tokens(block).requires_grad_(), []
+    x, footprints = _tokens(block).requires_grad_(), []
     out = _as_map(_run(block, module, x), block)
     for y, column in queries:
         (gradient,) = torch.autograd.grad(out[0, y, column].sum(), x, retain_graph=True)
         strength = _as_map(gradient, block)[0].abs().amax(-1)
-        found.append(strength > strength.max() * _WEAKEST)
-    return found
+        footprints.append(strength > strength.max() * _WEAKEST)
+    return footprints
 
 
 def _examined(n: int, window: int) -> list[int]:
-    """Rows (columns) to examine: all those that may see across a border, and the middle."""
+    """Rows (columns) to examine: all that may see across a border, and two in the middle."""
     if n <= 3 * window:
         return list(range(n))
     return [*range(window), n // 2 - 1, n // 2, *range(n - window, n)]
 
 
 def _beyond_gap(sees: Tensor, at: int) -> Tensor:
-    """[n] bool: the rows (columns) seen that are not in one run of seen ones with `at`."""
+    """[n] bool: seen rows (columns) separated from row `at` by one that is not seen."""
     unseen = (~sees).nonzero().flatten().tolist()
     first = max((i + 1 for i in unseen if i < at), default=0)
     last = min((i for i in unseen if i > at), default=len(sees))
@@ -151,7 +152,7 @@ def _own_padding(block: TracedBlock) -> Tensor:
 
 
 class _OtherPadding(TorchFunctionMode):
-    """Noise in place of the zeros that F.pad appends."""
+    """Replaces the zeros that F.pad appends by noise."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -163,7 +164,7 @@ class _OtherPadding(TorchFunctionMode):
 
 
 def _random(module: nn.Module) -> nn.Module:
-    """A copy with random weights: matrices preserve the scale of their input, vectors come near those of the module."""
+    """A copy with random weights: matrices that preserve the scale of their input, vectors near those of the module."""
     module, generator = copy.deepcopy(module).cpu().float().eval().requires_grad_(False), torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -172,7 +173,7 @@ def _random(module: nn.Module) -> nn.Module:
         else:
             parameter.add_(noise * 0.1)
     if isinstance(getattr(module, "mlp", None), Mlp):
-        module.mlp = nn.Identity()  # it acts on every token alone, and would take most of the time
+        module.mlp = nn.Identity()  # an MLP acts on each token alone, and takes most of the time
     return module
 
 
@@ -187,7 +188,7 @@ def _run(block: TracedBlock, module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _as_map(x: Tensor, block: TracedBlock) -> Tensor:
-    """The block's input or output as [B, h, w, C]."""
+    """A block's input or output as [B, h, w, C]."""
     if block.layout == "NCHW":
         return x.permute(0, 2, 3, 1)
     return x.unflatten(1, block.grid) if block.layout == "NLC" else x

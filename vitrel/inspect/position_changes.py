@@ -1,13 +1,12 @@
-"""What changes about position at another image size: the bias or rotation at an offset, the values that a token is given.
+"""Changes of position at another image size: of the bias or rotation at an offset, and of the values added at a token.
 
-Offsets: a table that was resampled, coordinates that are normalised by the window, or angles that are scaled to the grid give
-two tokens at the same distance another bias than in training, although no error says so (`own_bias_changes`,
-`timm_bias_changes`).
+Offsets: resampled tables, coordinates normalised by the window, and angles scaled to the grid give two tokens at the same
+distance another bias than in training, without an error (`own_bias_changes`, `timm_bias_changes`).
 
-Tokens: the image is on the meta device and has no values, so that what has values in forward comes from parameters, buffers and
-the size alone. Where it meets the image it is recorded: weights, biases, positions (`independent_values`). The records of two
-sizes are compared on the rows and columns that both grids have, counted from the first or from the middle (`token_changes`). An
-encoding that depends on the place keeps its values by one of these two counts; one that is normalised by the grid by neither.
+Tokens: forward runs with an image on the meta device, which has no values. Every tensor that does have values therefore comes
+from parameters, buffers and the size alone; it is recorded where it is combined with the image (`independent_values`). The
+records of two sizes are compared on the rows and columns that both grids have, counted from the first or from the middle
+(`token_changes`). Absolute encodings keep their values by one of these two counts, encodings normalised by the grid by neither.
 """
 
 import copy
@@ -30,33 +29,37 @@ from vitrel.position import PositionEncoding
 from vitrel.position.terms import Terms, parts_of
 from vitrel.sizes import Size
 
-_TABLES = ("relative_position_bias_table", "relative_coords_table", "rel_coords_log")  # what biases are made of
+_TABLES = ("relative_position_bias_table", "relative_coords_table", "rel_coords_log")  # biases, or an MLP's input
 _FILLED = {name for kind in ("zeros", "ones", "full", "empty") for name in (f"{kind}_like", f"new_{kind}")}
-_ROUNDING = 1e-4  # of the largest value
-_ONE_DEVICE = (F.scaled_dot_product_attention, torch._VF.lstm, torch._VF.gru)  # which ask for it before they compute
+_ROUNDING = 1e-4  # differences below this share of the largest value are rounding
+_ONE_DEVICE = (
+    F.scaled_dot_product_attention,
+    torch._VF.lstm,
+    torch._VF.gru,
+)  # they check devices first
 _CPU = torch.device("cpu")
-_Reading = tuple[Tensor, Tensor]  # of an axis: the indices of one and the same places at two sizes
+_Reading = tuple[Tensor, Tensor]  # indices along an axis that stand for the same positions at two sizes
 
 
 class BiasChange(NamedTuple):
-    """The layers in which position adds something else at an offset than at the trained size."""
+    """Layers in which the bias or rotation at an offset differs from that at the trained size."""
 
     what: str  # "bias" | "rotation"
     layers: int
-    largest: float  # of a bias: change over its standard deviation at the trained offsets; of a rotation: radians
+    largest: float  # largest change: of a bias in units of its standard deviation, of a rotation in radians
 
 
 class PositionChange(NamedTuple):
-    """Values given to one and the same token, or pair of tokens, that differ from those at the trained size."""
+    """Values at a token, or pair of tokens, that differ from those at the trained size."""
 
-    name: str  # of the module that makes them, of a parameter or buffer they come from, or of the module they are used in
-    largest: float  # change
+    name: str  # of the module that computes them, the parameter or buffer they come from, or the module that uses them
+    largest: float  # largest change
     of: float  # largest value at the trained size
 
 
 @torch.no_grad()
 def own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tuple[BiasChange, ...]:
-    """Changes in our encodings, each on the grid given with it (see `trace`), against the grid of its parameters."""
+    """Changes in vitrel's encodings between their training grid and the grid paired with each (see `Trace.encodings`)."""
     return _summed(
         change
         for encoding, grid in encodings
@@ -68,41 +71,41 @@ def own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tupl
 
 @torch.no_grad()
 def timm_bias_changes(before: nn.Module, after: nn.Module, old: Size, new: Size, tables: bool) -> tuple[BiasChange, ...]:
-    """Changes in timm's modules: `before` at its own size, `after` the same at another; their patch grids (h, w).
+    """Changes in timm's modules between `before` and `after`, one model at two sizes with patch grids `old` and `new` (h, w).
 
-    tables False: those of `after` are not made from those of `before`; what timm would make of them on loading is compared.
+    tables False: `after` was built anew; the tables of `before` are compared with their resampling by timm on loading.
     """
-    found = []
+    changes = []
     for name, module in before.named_modules():
         if isinstance(module, PositionEncoding):
             continue
         other = after.get_submodule(name)
         for pair in (_from_coordinates(module, other), _from_table(module, other, tables)):
             if pair is not None:
-                found.append(BiasChange("bias", 1, _relative_change(*pair)))
+                changes.append(BiasChange("bias", 1, _relative_change(*pair)))
         if hasattr(module, "get_embed") and old != new:
             angles = [_neighbours(_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
-            found.append(BiasChange("rotation", 1, _angle_change(*angles)))
-    return _summed(found)
+            changes.append(BiasChange("rotation", 1, _angle_change(*angles)))
+    return _summed(changes)
 
 
 def names_compared(model: nn.Module, old: Size, new: Size) -> set[str]:
-    """Names of the parameters and buffers whose effect `timm_bias_changes` compares on these patch grids (h, w)."""
-    found: set[str] = set()
+    """Names of the parameters and buffers that `timm_bias_changes` covers for these patch grids (h, w)."""
+    names: set[str] = set()
     for name, module in model.named_modules():
         leaves = [leaf for leaf in _TABLES if isinstance(getattr(module, leaf, None), Tensor)]
         if hasattr(module, "get_embed") and old != new:
             leaves += [leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())]
-        found.update(f"{name}.{leaf}".removeprefix(".") for leaf in leaves)
-    return found
+        names.update(f"{name}.{leaf}".removeprefix(".") for leaf in leaves)
+    return names
 
 
 class _Source(NamedTuple):
-    """Where values come from that do not come from the image."""
+    """Origin of values that do not depend on the image."""
 
     name: str = ""  # of a module, a parameter or a buffer; "" for none
-    stored: bool = False  # in parameters or buffers of the model, of which `trace` counts what is interpolated
-    reported: bool = False  # what happens to them at another size is reported elsewhere
+    stored: bool = False  # True: from parameters or buffers, whose interpolation `trace` counts
+    reported: bool = False  # True: their change at another size is reported elsewhere
 
 
 class IndependentValue(NamedTuple):
@@ -110,25 +113,26 @@ class IndependentValue(NamedTuple):
 
     name: str
     value: Tensor
-    reported: bool  # what happens to it at another size is reported elsewhere
+    reported: bool  # True: its change at another size is reported elsewhere
 
 
-IndependentValues = dict[tuple[str, str, int], IndependentValue]  # by the module they are used in, their name, and the time
+IndependentValues = dict[tuple[str, str, int], IndependentValue]  # by module of use, name, and number of the use
 
 
 def independent_values(
     model: nn.Module, size: Size, reported: Set[str] = frozenset(), instead: Mapping[str, Tensor] | None = None
 ) -> IndependentValues:
-    """All that is combined with the image in forward at `size` (h, w) pixels and does not depend on it, but masks and integers.
+    """Values that forward at `size` (h, w) pixels combines with the image but does not derive from it.
 
-    reported: names of parameters and buffers whose change is reported elsewhere; so is that of what forward interpolates from
-    them and of what our encodings make. instead: values to take for some parameters. `model` stays as it is, its copy shares
-    its values. Raises what forward raises, and RuntimeError where values of the image are written over others.
+    Masks and integers are left out. reported: names of parameters and buffers whose change is reported elsewhere, as are the
+    changes of their interpolations and of the outputs of vitrel's encodings. instead: values for some parameters. `model` is
+    not changed; a copy that shares its values runs. Raises what forward raises, and RuntimeError if forward writes values of
+    the image into a tensor that does not depend on it.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {name: _on_cpu((instead or {}).get(name, value)) for name, value in named.items()}
     model = copy.deepcopy(model, {id(value): values[name] for name, value in named.items()})
-    model.train()  # empties what timm's models have cached in evaluation, maybe on the meta device
+    model.train()  # clears caches that timm's models filled in evaluation mode, possibly on the meta device
     model.eval()
     recorder = _IndependentValueRecorder({values[name]: name for name in named}, reported)
     for name, module in model.named_modules():
@@ -143,7 +147,7 @@ def independent_values(
 def token_changes(
     old: IndependentValues, new: IndependentValues, grids: list[tuple[Size, Size]]
 ) -> tuple[tuple[PositionChange, ...], tuple[str, ...]]:
-    """Changes from one size to another, and the names of what cannot be compared. grids: see `common_grids`."""
+    """Changes of values from one size to another, and the names of values that cannot be compared; grids: `common_grids`."""
     changes, unknown = [], [key for key in old if key not in new]
     for key, (name, value, reported) in new.items():
         if reported:
@@ -164,16 +168,16 @@ def token_changes(
 
 
 def common_grids(model: nn.Module, old: Size, new: Size) -> list[tuple[Size, Size]]:
-    """Pairs of grids (h, w) that tokens of `model` may have at images of these two sizes (h, w): its patches, every stride."""
-    found: list[tuple[Size | None, Size | None]] = [(patch_grid(model, old), patch_grid(model, new))]
+    """Pairs of grids (h, w) that tokens of `model` may have at two image sizes (h, w): its patch grid, and every stride."""
+    pairs: list[tuple[Size | None, Size | None]] = [(patch_grid(model, old), patch_grid(model, new))]
     for stride in range(1, max(*old, *new) + 1):
-        found.append(tuple(tuple(-(-n // stride) for n in size) for size in (old, new)))
-        found.append(tuple(tuple(n // stride for n in size) for size in (old, new)))
-    return [(a, b) for a, b in dict.fromkeys(found) if a is not None and b is not None and min(*a, *b) > 0]
+        pairs.append(tuple(tuple(-(-n // stride) for n in size) for size in (old, new)))
+        pairs.append(tuple(tuple(n // stride for n in size) for size in (old, new)))
+    return [(a, b) for a, b in dict.fromkeys(pairs) if a is not None and b is not None and min(*a, *b) > 0]
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Rows [H, R, D] of a table over `axis` -> [H, 2h-1, 2w-1, D], one row or column along an axis that it does not have."""
+    """Rows [H, R, D] of a table over `axis` -> [H, 2h-1, 2w-1, D], with length 1 along an axis that the table does not have."""
     shape = (2 * grid.h - 1 if "h" in axis else 1, 2 * grid.w - 1 if "w" in axis else 1)
     return rows[:, : shape[0] * shape[1]].unflatten(1, shape)
 
@@ -194,7 +198,7 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
 
 
 def _from_coordinates(module: nn.Module, other: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The bias [..., 2h-1, 2w-1, H] that an MLP makes of both sizes' coordinates, with one and the same weights."""
+    """Biases [..., 2h-1, 2w-1, H] at both sizes from an MLP of coordinates, with the weights of `module`; None without MLP."""
     if hasattr(module, "cpb_mlp") and hasattr(module, "relative_coords_table"):  # Swin V2
         return tuple(16 * module.cpb_mlp(m.relative_coords_table).sigmoid() for m in (module, other))
     if hasattr(module, "rel_coords_log"):  # timm's RelPosMlp
@@ -202,19 +206,19 @@ def _from_coordinates(module: nn.Module, other: nn.Module) -> tuple[Tensor, Tens
     return None
 
 
-def _from_table(module: nn.Module, other: nn.Module, made: bool) -> tuple[Tensor, Tensor] | None:
-    """Both sizes' tables of bias, [2h-1, 2w-1, H] each. made: that of `other` is made from that of `module`."""
+def _from_table(module: nn.Module, other: nn.Module, resampled: bool) -> tuple[Tensor, Tensor] | None:
+    """Bias tables [2h-1, 2w-1, H] of both sizes, or None. resampled: the table of `other` was resampled from `module`'s."""
     old, new = (getattr(m, "relative_position_bias_table", None) for m in (module, other))
     if not isinstance(old, Tensor):
         return None
     windows = [to_2tuple(m.window_size) for m in (module, other)]
-    if not made:
+    if not resampled:
         new = resize_rel_pos_bias_table(old, windows[1], new.shape, windows[0])
     return _table_by_offset(old, windows[0]), _table_by_offset(new, windows[1])
 
 
 def _table_by_offset(table: Tensor, window: Size) -> Tensor:
-    """timm's table of bias as [2h-1, 2w-1, H]."""
+    """timm's bias table as [2h-1, 2w-1, H]."""
     if table.dim() == 3:
         return table.movedim(0, -1)
     h, w = window
@@ -224,18 +228,18 @@ def _table_by_offset(table: Tensor, window: Size) -> Tensor:
 def _rotation(rope: nn.Module, grid: Size) -> Tensor:
     """Sines and cosines [..., h*w, 2D] of timm's rotary embedding on a grid."""
     embed = rope.get_embed(shape=list(grid))
-    return embed if embed.shape[-2] == grid[0] * grid[1] else rope.get_embed()  # made for one grid, it ignores the shape
+    return embed if embed.shape[-2] == grid[0] * grid[1] else rope.get_embed()  # a module built for one grid ignores the shape
 
 
 def _relative_change(a: Tensor, b: Tensor) -> float:
-    """Largest difference at the offsets that both [..., 2h-1, 2w-1, D] have, over the standard deviation of `a`."""
+    """Largest difference of two tables [..., 2h-1, 2w-1, D] at shared offsets, over the standard deviation of `a`."""
     old, new = shared_offsets(a, b)
     change = (old - new).abs().max()
     return float(change / a.std(correction=0)) if change > 0 else 0.0
 
 
 def _neighbours(sin_and_cos: Sequence[Tensor], grid: Size) -> Tensor:
-    """Angles between the first token and its neighbours below and to the right, [2, ..., D] of sin, cos [..., h*w, D]."""
+    """Angles [2, ..., D] from the first token to its neighbours below and right, from sines and cosines [..., h*w, D]."""
     sin, cos = (part.unflatten(-2, grid) for part in sin_and_cos)
     first, below, right = ((..., y, x, slice(None)) for y, x in ((0, 0), (min(1, grid[0] - 1), 0), (0, min(1, grid[1] - 1))))
     return torch.stack(
@@ -253,19 +257,19 @@ def _angle_change(a: Tensor, b: Tensor) -> float:
 
 
 def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
-    """One line for each kind, of those that are more than rounding."""
+    """Changes merged by kind, without rounding errors."""
     lines: dict[str, BiasChange] = {}
     for change in changes:
         if change.largest > 1e-4:
-            known = lines.get(change.what, BiasChange(change.what, 0, 0.0))
-            lines[change.what] = BiasChange(change.what, known.layers + 1, max(known.largest, change.largest))
+            total = lines.get(change.what, BiasChange(change.what, 0, 0.0))
+            lines[change.what] = BiasChange(change.what, total.layers + 1, max(total.largest, change.largest))
     return tuple(lines.values())
 
 
 def _change(old: Tensor, new: Tensor, grids: list[tuple[Size, Size]]) -> float | None:
-    """Largest difference in one and the same row and column, counted from the first; 0 where there is none from the middle.
+    """Largest difference at the same row and column, counted from the first; 0 if there is none when counted from the middle.
 
-    None where the values cannot be placed on a grid.
+    None if the values cannot be matched to a grid.
     """
     first, middle = (
         min((_difference(old, new, readings) for readings in itertools.product(*axes)), default=None)
@@ -281,7 +285,7 @@ def _difference(old: Tensor, new: Tensor, readings: Sequence[_Reading]) -> float
 
 
 def _readings(n: int, m: int, grids: list[tuple[Size, Size]], middle: bool) -> Iterator[_Reading]:
-    """Ways to match an axis of n values at one size and m at the other: as no places, rows or columns, or tokens of a grid."""
+    """Ways to match an axis of n values at one size with m at the other: by index, as rows or columns, as tokens of a grid."""
     if n == m:
         yield torch.arange(n), torch.arange(n)
     elif any((n, m) in zip(*pair, strict=True) for pair in grids):
@@ -309,19 +313,19 @@ def _largest(values: Tensor) -> float:
 
 
 def _on_cpu(value: Tensor) -> Tensor:
-    """The values in float32 on the CPU; the very tensor where it is so already."""
-    there = value.detach().to(_CPU, float32(value))
-    if value.device == _CPU and there.dtype == value.dtype:
+    """The values in float32 on the CPU; the same tensor if nothing has to change."""
+    copied = value.detach().to(_CPU, float32(value))
+    if value.device == _CPU and copied.dtype == value.dtype:
         return value
-    return nn.Parameter(there, requires_grad=False) if isinstance(value, nn.Parameter) else there
+    return nn.Parameter(copied, requires_grad=False) if isinstance(value, nn.Parameter) else copied
 
 
 class _OnCPU(TorchFunctionMode):
-    """Makes forward believe that the image is on the CPU, so that it makes its positions there, with values."""
+    """Reports the CPU as the device of every tensor, so that forward creates its positions there, with values."""
 
     def __init__(self, nothing: Tensor):
         super().__init__()
-        self._nothing = nothing  # of the image: zero, without dimensions
+        self._nothing = nothing  # a zero on the image's device, without dimensions
 
     def _without_device(self, value: Any) -> Any:
         return value + self._nothing if isinstance(value, Tensor) and not value.is_meta else value
@@ -337,7 +341,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 class _IndependentValueRecorder(TorchDispatchMode):
-    """Computes what does not depend on the image, and records it where it is combined with the image."""
+    """Computes values that do not depend on the image, and records them where they are combined with the image."""
 
     def __init__(self, names: Mapping[Tensor, str], reported: Set[str]):
         super().__init__()
@@ -348,7 +352,7 @@ class _IndependentValueRecorder(TorchDispatchMode):
         self._times: dict[tuple[str, str], int] = {}
 
     def leave(self, name: str, module: nn.Module, out: Any) -> None:
-        """A module has run: its outputs that do not depend on the image are named after it."""
+        """Forward hook: name the outputs of a module that do not depend on the image after the module."""
         self.inside.pop()
         for value in _tensors(out):
             if not value.is_meta:
@@ -357,11 +361,11 @@ class _IndependentValueRecorder(TorchDispatchMode):
                 self._sources[value] = source._replace(name=name, reported=reported)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        with torch._C.DisableTorchFunction():  # torch's own code is to see the devices as they are
+        with torch._C.DisableTorchFunction():  # PyTorch's code needs the real devices
             return self._run(func, func.__name__.partition(".")[0], args, dict(kwargs or {}))
 
     def _run(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if name in _FILLED and args[0].is_meta:  # of the image they take the shape alone
+        if name in _FILLED and args[0].is_meta:  # they use only the shape of the image
             args = torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:]
         read = _tensors((args, kwargs))
         image = any(value.is_meta for value in read)
@@ -381,7 +385,7 @@ class _IndependentValueRecorder(TorchDispatchMode):
         sources = [self._sources[value] for value in read if value in self._sources]
         stored = any(source.stored for source in sources)
         reported = any(source.reported for source in sources) or (stored and interpolates(name))
-        if name == "_softmax":  # each value depends on all keys, however few there are: what it is taken of is compared
+        if name == "_softmax":  # its values depend on the number of keys, so its input is compared instead
             self._record(args[0])
             reported = True
         source = _Source(next((source.name for source in sources if source.name), ""), stored, reported)
@@ -396,13 +400,13 @@ class _IndependentValueRecorder(TorchDispatchMode):
             return
         place = self.inside[-1], name
         self._times[place] = time = self._times.get(place, 0) + 1
-        once = value[tuple(slice(None) if step else slice(1) for step in value.stride())]  # where an axis repeats it
+        once = value[tuple(slice(None) if step else slice(1) for step in value.stride())]  # without repeated values
         self.found[*place, time] = IndependentValue(name or self.inside[-1] or "forward", once, reported)
 
 
 def _is_mask(value: Tensor) -> bool:
-    """Several values, but of two kinds at most."""
-    first = value[(0,) * (value.dim() - 1)] if value.dim() else value  # tells of most values that they are no mask
+    """True for two or more entries with at most two different values."""
+    first = value[(0,) * (value.dim() - 1)] if value.dim() else value  # a quick check that rules out most tensors
     return value.numel() > 1 and len(first.unique()) <= 2 and len(value.unique()) <= 2
 
 

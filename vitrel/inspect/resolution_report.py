@@ -1,4 +1,4 @@
-"""`resolution_report`: what one of our models does at an image size, computed from sizes alone, without running it."""
+"""`resolution_report`: grids, windows and encodings of a vitrel model at an image size, computed without running the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,40 +20,40 @@ from vitrel.sizes import Size, format_size
 
 @dataclass(frozen=True)
 class StageReport:
-    """Blocks on one token grid; pairs are (h, w) in tokens. Under global attention there is one window, the grid itself."""
+    """The blocks on one token grid; pairs are (h, w) in tokens. Global attention has one window, the grid itself."""
 
     blocks: int
     grid: Size
-    merging_padding: Size  # rows below and columns right that are zeros in the merging before the stage
+    merging_padding: Size  # rows below and columns at the right of zeros in the patch merging before the stage
     window: Size | None  # None: global
     windows: Size  # number down and across
-    padding: Size  # rows below and columns right that fill the last windows and are masked
+    padding: Size  # rows below and columns at the right that fill the last windows and are masked
     padded_share: float  # of the padded grid, 0 to 1
-    shift: Size  # of the shifted blocks; 0 along an axis that one window holds
-    attended: tuple[int, float, int]  # keys per query, those an encoding hides included: fewest, mean, most
+    shift: Size  # of the shifted blocks; 0 along an axis that one window covers
+    attended: tuple[int, float, int]  # keys per query, keys hidden by an encoding included: minimum, mean, maximum
 
 
 @dataclass(frozen=True)
 class EncodingReport:
-    """One position encoding in all the layers that are alike; a composition is listed by its parts."""
+    """One position encoding, for all layers that use it alike; a composition has one entry for each part."""
 
     key: str
     site: str  # "tokens" | "attention"
     layers: int
     grid: Size  # at this image size
-    trained: Size  # that of its parameters
+    trained: Size  # training grid of its parameters
     behaviour: str  # at grids never trained on: "nothing changes" | "evaluated" | "resized" | "nothing"
-    policy: str  # in use, "" where there is no choice
+    policy: str  # policy in use, "" if there is no choice
     policies: tuple[str, ...]
     parameters: int
     resized: dict[str, int]  # {rule: parameter values resampled}
     unseen: float  # share of the offset cells that no training pair had, 0 to 1
-    saturated: float  # the part of these that reads a trained edge row or far bucket
-    temperature: float | None  # factor of the logits where log_n is on
+    saturated: float  # the part of `unseen` that reads a trained edge row or far bucket
+    temperature: float | None  # factor of the logits if log_n is on
 
     @property
     def effect(self) -> str:
-        """What happens to it at this size, in words."""
+        """The effect of this size on the encoding, in words."""
         rules = " + ".join(self.resized)
         if self.behaviour == "nothing":
             words = "no position"
@@ -65,16 +65,16 @@ class EncodingReport:
             words = "read as trained" if self.behaviour == "resized" else self.behaviour
         if not any(self.resized.values()):
             words += ", far offsets read a trained edge" if self.saturated else ""
-            words += ", at offsets never trained" if self.unseen > self.saturated + 1e-9 else ""  # sums of floats
+            words += ", at offsets never trained" if self.unseen > self.saturated + 1e-9 else ""  # tolerance for sums of floats
         return words + ("" if self.temperature is None else f", logits x {self.temperature:.3f} (log_n)")
 
 
 @dataclass(frozen=True)
 class ResolutionReport:
-    """A model at one image size. `size`, `trained_size`, `patch` and `image_padding` (below, right) are (h, w) in pixels.
+    """Grids, windows and encodings of a model at one image size; `print` shows them as tables, `to_dict` is for JSON.
 
-    `trained_size` is the size the model was built for, whose grids its position parameters have. `unseen` and `saturated` are
-    the largest of the encodings. `str` gives a table, `to_dict` plain values for JSON.
+    `size`, `trained_size`, `patch` and `image_padding` (below, right) are (h, w) in pixels. `trained_size` is the size that the
+    model was built for, whose grids its position parameters have. `unseen` and `saturated` are the maxima over the encodings.
     """
 
     size: Size
@@ -97,7 +97,7 @@ class ResolutionReport:
         return sum(self.resized.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as numbers, strings, lists and dictionaries, and what is derived from them."""
+        """All fields as numbers, strings, lists and dictionaries, with `resampled` and each encoding's `effect`."""
         plain = asdict(self, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items})
         for line, encoding in zip(plain["encodings"], self.encodings, strict=True):
             line["effect"] = encoding.effect
@@ -123,11 +123,14 @@ class ResolutionReport:
 
 
 def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
-    """What `model` does with an image of `size` pixels, an int or (h, w). ValueError for a size it cannot take."""
+    """Report grids, windows and encodings of `model` for images of `size` pixels, an int or (h, w).
+
+    Raises ValueError for a size that is not one or two whole numbers, or smaller than a patch.
+    """
     patch, trained_size = to_2tuple(model.patch_embed.patch_size), to_2tuple(model.patch_embed.img_size)
     size = _checked(size, patch)
     grid = model.token_grid(size)
-    with torch.device("cpu"):  # some encodings count with small tensors, which the meta device could not read
+    with torch.device("cpu"):  # some encodings compute counts from small tensors, which have no values on the meta device
         return ResolutionReport(
             size=size,
             trained_size=trained_size,
@@ -157,8 +160,8 @@ def _checked(size: int | Size, patch: Size) -> Size:
 
 
 def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Size]]:
-    """The blocks of every stage, their grid where patches make up `grid`, and what its merging pads."""
-    if model.window_size is None:  # a plain trunk: those blocks that have a window, and the global ones
+    """(blocks, token grid, padding of its patch merging) of each stage of a model whose patches form `grid`."""
+    if model.window_size is None:  # a plain ViT: one entry for the blocks of each window, one for the global blocks
         for window in dict.fromkeys(block.window for block in model.blocks):
             yield [block for block in model.blocks if block.window == window], grid, (0, 0)
         return
@@ -178,7 +181,7 @@ def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Size) -> StageReport:
     count = tuple(-(-n // m) for n, m in zip(grid[:2], window[:2], strict=True))
     padding = count[0] * window.h - grid.h, count[1] * window.w - grid.w
     axes = [zip(grid[:2], window[:2], block.attn.shift, strict=True) for block in blocks]
-    shifts = [tuple(axis_shift(*axis) for axis in own) for own in axes]
+    shifts = [tuple(axis_shift(*axis) for axis in sides) for sides in axes]
     share = 1 - grid.tokens / (count[0] * window.h * count[1] * window.w)
     seen = [_attended(grid, window, shift) for shift in shifts]
     attended = min(s[0] for s in seen), sum(s[1] for s in seen) / len(seen), max(s[2] for s in seen)
@@ -203,7 +206,7 @@ def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[Enco
                 site=part.site,
                 layers=1,
                 grid=grid[:2],
-                trained=(part.grid or trained)[:2],  # its own: a window policy may be in force
+                trained=(part.grid or trained)[:2],  # of the part itself, which a window policy does not change
                 behaviour=part.behaviour,
                 policy=part.resize if part.policies else "",
                 policies=part.policies,
@@ -216,14 +219,14 @@ def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[Enco
 
 
 def _alike(lines: Iterable[EncodingReport]) -> tuple[EncodingReport, ...]:
-    """Layers that differ in the number of values alone are added up; "none" is listed only where there is nothing else."""
+    """Merge layers that differ in numbers of values alone; list "none" only if there is no other encoding."""
     merged: dict[EncodingReport, EncodingReport] = {}
     for line in lines:
         kind = replace(line, parameters=0, resized=tuple(line.resized))  # a tuple, to be hashed
-        known = merged.get(kind)
-        if known is not None:
-            resized = sum_counts((known.resized, line.resized))
-            line = replace(line, layers=known.layers + 1, parameters=known.parameters + line.parameters, resized=resized)
+        total = merged.get(kind)
+        if total is not None:
+            resized = sum_counts((total.resized, line.resized))
+            line = replace(line, layers=total.layers + 1, parameters=total.parameters + line.parameters, resized=resized)
         merged[kind] = line
     return tuple(line for line in merged.values() if line.behaviour != "nothing") or tuple(merged.values())
 

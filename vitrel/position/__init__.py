@@ -73,7 +73,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
 
 _UNIVERSAL = {"logit_scale"}  # option of create_position, for any encoding
 _PERTURBED = {"absolute", "rope_axial", "rope_mixed", "rope_normalised"}  # encodings with the options STRENGTHS
-_POSITIVE = {"base", "scale_base", "gamma", "decay", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
+_POSITIVE = {"base", "scale_base", "gamma", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
 _POSITIVE |= {"pretrained_window", "yarn_turns", "scaling_strength", "reference"}
 
 

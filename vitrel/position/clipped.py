@@ -30,16 +30,18 @@ class Clipped(PositionEncoding):
         head_dim: int,
         *,
         radius: int | tuple[int, int] | None = None,
+        per_head: bool = True,
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: R in patches, one number or (rows, columns); None: half of the training grid. init_std: of the initial
-        values.
+        """radius: R in patches, one number or (rows, columns); None: half of the training grid. per_head: False for one bias
+        for all heads, a table of one column. init_std: of the initial values.
         """
         super().__init__()
         self.grid, self.radius, self.init_std = grid, clip_radius("clipped", radius, grid), init_std
         rows = (2 * self.radius[0] + 1) * (2 * self.radius[1] + 1) + (3 if grid.prefix else 0)
-        self.relative_position_bias_table = nn.Parameter(torch.empty(rows, num_heads, **factory))
+        self.num_heads = num_heads
+        self.relative_position_bias_table = nn.Parameter(torch.empty(rows, num_heads if per_head else 1, **factory))
         self.reset_parameters()
 
     def forward(self, grid: Grid) -> Terms:
@@ -48,4 +50,5 @@ class Clipped(PositionEncoding):
         rows, columns = (clipped_rows(n, r, device=table.device) for n, r in zip(grid[:2], self.radius, strict=True))
         index = (rows[:, None] * (2 * self.radius[1] + 1) + columns).flatten()  # [R]
         prefix = table[(2 * self.radius[0] + 1) * (2 * self.radius[1] + 1) :]
-        return Terms(tables=(Table("hw", bias=torch.cat((table.index_select(0, index), prefix)).mT),))
+        bias = torch.cat((table.index_select(0, index), prefix)).mT  # [H|1, R]
+        return Terms(tables=(Table("hw", bias=bias.expand(self.num_heads, -1)),))

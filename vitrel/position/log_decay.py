@@ -9,7 +9,7 @@ prefix token have no bias.
 from typing import Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES, distances, scaled_distances, scaled_offsets
@@ -37,10 +37,12 @@ class LogDecay(PositionEncoding):
         directional: bool = False,
         **factory: Unpack[Factory],
     ):
-        """decay: a fixed lambda for all heads instead of learned a and b. distance: "euclidean" or "l1", in patches.
-        directional: learn four factors per head, one for each direction.
+        """decay: a fixed lambda of 0 or more for all heads, instead of learned a and b. distance: "euclidean" or "l1", in
+        patches. directional: learn four factors per head, one for each direction.
         """
         super().__init__()
+        if decay is not None and not decay >= 0:
+            raise ValueError(f"log_decay option decay={decay!r} must be 0 or more: a negative decay rewards distance")
         self.grid, self.num_heads, self.decay = grid, num_heads, decay
         self.distance = check_choice("log_decay", "distance", distance, ("euclidean", "l1"))
         self.log_a = nn.Parameter(torch.empty(num_heads, **factory)) if decay is None else None
@@ -58,16 +60,19 @@ class LogDecay(PositionEncoding):
         if self.direction is not None:
             self.direction.zero_()
 
-    def forward(self, grid: Grid) -> Terms:
+    def log_distances(self, grid: Grid) -> Tensor:
+        """log(1 + b distance) of every offset class of `grid`, b = 1 with a fixed decay, [H, R]."""
         grids, device = (self.grid, grid, self.resize), self.device_marker.device
         if self.direction is None:
             distance = scaled_distances(*grids, self.distance, device)  # [R]
         else:
             distance = distances(scaled_offsets(*grids, device), self.distance, self.direction)  # [H, R]
         if self.decay is None:
-            a, b = (upcast(t).exp()[:, None] for t in (self.log_a, self.log_b))
-            bias = -a * torch.log1p(b * distance)  # [H, R]
-        else:
-            bias = -self.decay * torch.log1p(distance).expand(self.num_heads, -1)
+            distance = upcast(self.log_b).exp()[:, None] * distance
+        return torch.log1p(distance).expand(self.num_heads, -1)
+
+    def forward(self, grid: Grid) -> Terms:
+        factor = upcast(self.log_a).exp()[:, None] if self.decay is None else self.decay
+        bias = -factor * self.log_distances(grid)  # [H, R]
         bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
         return Terms(tables=(Table("hw", bias=pad_prefix(bias, grid)),))

@@ -4,8 +4,10 @@ angle = y theta_t or x theta_t (axial), f_y y + f_x x (mixed).
 Channels p and p + D/2 of q and k form a pair, rotated by an angle that is linear in the token's integer position (y, x), so the
 logit depends on the offset alone. rope_axial: half of the pairs rotate with the row, half with the column, theta_t =
 base^(-4t/D), t = 0..D/4-1, base 100. rope_mixed: the frequencies f_y and f_x of every pair are learned per head and layer,
-initialised with base 10 and one random direction per head. Published code stores pairs interleaved and the column first; the
-loaders of this package permute the weights. Prefix tokens are not rotated. Angles are computed in at least float32.
+initialised with base 10 and one random direction per head. D is a multiple of 4. On a training grid of one row or column (a
+sequence) any even D serves; where 4 does not divide D, rope_axial rotates all pairs along that axis, theta_t = base^(-2t/D).
+Published code stores pairs interleaved and the column first; the loaders of this package permute the weights. Prefix tokens are
+not rotated. Angles are computed in at least float32.
 
 A larger grid is evaluated at angles that were not trained, unless `scaling` lowers the frequencies
 (vitrel.position.rope_scaling). rope_axial can also count positions on a fixed `reference` grid, y h_ref / h instead of y, as
@@ -58,17 +60,18 @@ class RopeAxial(PositionEncoding):
         self.grid, self.base = grid, base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns, scaling_strength).checked()
-        self.bands = checked_bands("rope_axial", head_dim)
+        self.bands = checked_bands("rope_axial", head_dim, grid)
+        self.axes = "hw" if head_dim % 4 == 0 else "h" if grid.w == 1 else "w"
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         options = (self.bands, float(self.base), *self.scaling.constant_key, self.reference or (0, 0))
         device = self.device_marker.device
         if self.perturbs:
-            at = self._perturbed(grid.coordinates(device))[..., None]  # [h*w, 2, 1]
-            rotary = rotary_terms((at * _frequencies(*grid[:2], *options, device=device)).flatten(1)[None], grid)
+            theta = _frequencies(*grid[:2], *options, device=device)
+            rotary = _axial_angles(self._perturbed(grid.coordinates(device)), theta, self.axes, grid)
         else:
-            rotary = _axial_rotation(*grid, *options, device=device)
+            rotary = _axial_rotation(*grid, *options, self.axes, device=device)
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
@@ -100,7 +103,7 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Radians per patch along y and x on an h x w grid, [2, D/4]; reference (0, 0) means no reference grid."""
+    """Radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
     band = torch.arange(bands, device=device)
     scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast), strength)
     theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
@@ -113,11 +116,17 @@ def _frequencies(
 @constant
 def _axial_rotation(
     h: int, w: int, prefix: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
-    strength: float, reference: tuple[int, int], device: torch.device,
+    strength: float, reference: tuple[int, int], axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
     theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, strength, reference, device=device)
-    angle = Grid(h, w).coordinates(device)[..., None] * theta  # [h*w, 2, D/4]
-    return rotary_terms(angle.flatten(1)[None], Grid(h, w, prefix))
+    return _axial_angles(Grid(h, w).coordinates(device), theta, axes, Grid(h, w, prefix))
+
+
+def _axial_angles(coordinates: Tensor, theta: Tensor, axes: str, grid: Grid) -> Rotary:
+    """Rotation by coordinates [h*w, 2] times frequencies [2, bands], along the given axes."""
+    first, count = "hw".index(axes[0]), len(axes)
+    angle = (coordinates[..., None] * theta).narrow(1, first, count)  # [h*w, 1|2, bands]
+    return rotary_terms(angle.flatten(1)[None], grid)
 
 
 @constant
@@ -152,7 +161,7 @@ class RopeMixed(PositionEncoding):
         super().__init__()
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
-        checked_bands("rope_mixed", head_dim)
+        checked_bands("rope_mixed", head_dim, grid)
         self.freqs = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, **factory))
         self.reset_parameters()
 
@@ -162,15 +171,15 @@ class RopeMixed(PositionEncoding):
         half at right angles.
         """
         _, heads, pairs = self.freqs.shape
-        n = pairs // 2
+        n = math.ceil(pairs / 2)
         magnitude = self.base ** (-torch.arange(n, device=self.freqs.device).float() / n)
         angle = torch.rand(heads, 1, device=self.freqs.device) * 2 * math.pi
-        direction = torch.cat((angle.expand(heads, n), angle.expand(heads, n) + math.pi / 2), 1)  # [H, D/2]
-        self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2))
+        direction = torch.cat((angle.expand(heads, n), angle.expand(heads, n) + math.pi / 2), 1)[:, :pairs]  # [H, D/2]
+        self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2)[:pairs])
 
     def forward(self, grid: Grid) -> Terms:
         freqs = upcast(self.freqs)
-        freqs = self.scaling.frequencies(freqs, freqs.shape[-1] // 2, grid)
+        freqs = self.scaling.frequencies(freqs, math.ceil(freqs.shape[-1] / 2), grid)
         at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]
         if self.perturbs:
             at = torch.cat((at[: grid.prefix], self._perturbed(at[grid.prefix :])))
@@ -197,12 +206,17 @@ def rotary_terms(angle: Tensor, grid: Grid) -> Rotary:
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:
-    """Return base^(-4t/D) for the D/4 bands t of one axis; band: [D/4] integers t."""
+    """Return base^(-t/T) for the T bands t of one axis; band: [T] integers t."""
     return base ** (-band.float() / len(band))
 
 
-def checked_bands(key: str, head_dim: int) -> int:
-    """Return the number of bands per axis, D/4; ValueError, naming the encoding `key`, if D is not divisible by 4."""
+def checked_bands(key: str, head_dim: int, grid: Grid | None = None) -> int:
+    """Return the number of bands per axis, D/4; ValueError, naming the encoding `key`, if D is not divisible by 4.
+
+    grid: a training grid; with one row or column, any even D serves, and D/2 is returned where 4 does not divide D.
+    """
+    if head_dim % 4 == 2 and grid is not None and min(grid[:2]) == 1:
+        return head_dim // 2
     if head_dim % 4:
         raise ValueError(
             f"{key} needs a head width divisible by 4 (pairs of channels over two axes), not {head_dim}; "

@@ -73,7 +73,7 @@ class Scaling(NamedTuple):
         if self.rule == "linear":
             return freqs / growth
         if self.rule == "ntk":
-            band = torch.arange(bands, device=freqs.device).repeat(freqs.shape[-1] // bands)
+            band = torch.arange(freqs.shape[-1], device=freqs.device) % bands
             return freqs * growth ** (-band.to(freqs.dtype) / max(bands - 1, 1))
         turns = torch.stack((freqs[0] * self.trained.h, freqs[1] * self.trained.w)).abs() / (2 * math.pi)
         divided = 1 - ((turns - self.turns[0]) / (self.turns[1] - self.turns[0])).clamp(0, 1)

@@ -8,6 +8,7 @@ training offset, and count about half the training axis, at most 16, such that e
 buckets and max_distance 128 would leave 6 of 16 untrained on a 14 x 14 grid. Pairs with a prefix token read three rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -33,30 +34,28 @@ class T5(PositionEncoding):
         num_heads: int,
         head_dim: int,
         *,
-        num_buckets: int | None = None,
-        max_distance: int | None = None,
+        num_buckets: int | tuple[int, int] | None = None,
+        max_distance: int | tuple[int, int] | None = None,
         mode: str = "product",
         bidirectional: bool = True,
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """num_buckets: buckets per axis, both signs together, as in T5. max_distance: in patches, the end of the logarithmic
-        range; all larger distances share the last bucket. None: chosen for each axis of the training grid.
+        """num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch
+        has one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows.
+        max_distance: in patches, one number or (rows, columns), the end of the logarithmic range; all larger distances share
+        the last bucket. None: chosen for each axis of the training grid.
         mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
         bidirectional: False puts all offsets below 0 into bucket 0, for causal attention. init_std: of the initial values.
         """
         super().__init__()
         self.grid, self.init_std = grid, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
-        # An axis of one patch has offset 0 only, so one bucket: those of negative offsets would stay untrained.
-        self.rules = tuple(
-            Rule(
-                tuple(_first(n, num_buckets, max_distance, bidirectional)),
-                bidirectional,
-                bidirectional and (n > 1 or num_buckets is not None),
-            )
-            for n in grid[:2]
-        )
+        counts, reaches = _pair("num_buckets", num_buckets), _pair("max_distance", max_distance)
+        if not isinstance(num_buckets, tuple | list):  # an axis of one patch has offset 0 only: other buckets stay untrained
+            counts = [count if n > 1 else 1 for n, count in zip(grid[:2], counts, strict=True)]
+        axes = zip(grid[:2], counts, reaches, strict=True)
+        self.rules = tuple(_rule(n, count, reach, bidirectional) for n, count, reach in axes)
         (n_h, n_w), extra = (rule.count for rule in self.rules), 3 if grid.prefix else 0
         product = {"relative_attention_bias": n_h * n_w + extra}
         for name, rows in (product if mode == "product" else {"table_h": n_h + extra, "table_w": n_w}).items():
@@ -121,6 +120,21 @@ def _pairs(
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()
+
+
+def _pair(name: str, value: int | Sequence[int | None] | None) -> Sequence[int | None]:
+    """(rows, columns) of an option given as one number or two; ValueError naming the option for anything else."""
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2 or not all(n is None or isinstance(n, int) for n in pair):
+        raise ValueError(f"t5 option {name} is one whole number or (rows, columns), not {value!r}")
+    return pair
+
+
+def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> Rule:
+    """The buckets of a training axis of `length` patches."""
+    if num_buckets == 1:
+        return Rule((0,), bidirectional, False)
+    return Rule(tuple(_first(length, num_buckets, max_distance, bidirectional)), bidirectional, bidirectional)
 
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:

@@ -5,33 +5,62 @@ axis that shrinks reads the exact centre of the table, and an axis that grows is
 model the grid is the window; while the window stays the same, the table is read unchanged at any image size.
 """
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Self, Unpack
 
 import torch
 from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.resize import POLICIES, resize_table
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, check_prefix
 
 
 class OffsetTable(PositionEncoding):
-    """Bias table over all offsets, `relative_position_bias_table` [R, H], for the R offset classes of the training grid."""
+    """Bias table over all offsets, `relative_position_bias_table` [R, H], for the R offset classes of the training grid.
+
+    per_head: False for one bias for all heads, a table [R, 1].
+    """
 
     behaviour = "resized"
     policies = POLICIES
 
-    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        per_head: bool = True,
+        init_std: float = 0.02,
+        **factory: Unpack[Factory],
+    ):
         super().__init__()
-        self.grid, self.init_std = grid, init_std
-        table = torch.empty(grid.classes(), num_heads, **factory)
+        self.grid, self.num_heads, self.init_std = grid, num_heads, init_std
+        table = torch.empty(grid.classes(), num_heads if per_head else 1, **factory)
         self.relative_position_bias_table = nn.Parameter(table)
         self.reset_parameters()
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("table", self.grid, grid)
         table = resize_table(self.relative_position_bias_table, self.grid, grid, self.resize)
-        return Terms(tables=(Table("hw", bias=table.mT),))
+        return Terms(tables=(Table("hw", bias=table.mT.expand(self.num_heads, -1)),))
+
+    @torch.no_grad()
+    def set_biases(self, biases: Mapping[tuple[int, int], float], offset: str = "query-key") -> Self:
+        """Set the bias of the listed offsets (dy, dx), the same in all heads, and 0 for the others; return the encoding.
+
+        offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT count. Raises ValueError for an offset
+        that the training grid does not have.
+        """
+        sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1
+        h, w = self.grid.h, self.grid.w  # type: ignore[union-attr]
+        self.relative_position_bias_table.zero_()
+        for (dy, dx), bias in biases.items():
+            if abs(dy) >= h or abs(dx) >= w:
+                raise ValueError(f"table has no offset ({dy}, {dx}) on a {h}x{w} grid")
+            self.relative_position_bias_table[(sign * dy + h - 1) * (2 * w - 1) + sign * dx + w - 1] = bias
+        return self
 
     def resized(self, grid: Grid) -> dict[str, int]:
         if grid.h <= self.grid.h and grid.w <= self.grid.w:

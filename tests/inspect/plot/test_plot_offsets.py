@@ -12,7 +12,7 @@ import vitrel
 from helpers.variants import IN_ATTENTION, make, perturbed, small_model
 from vitrel.grid import Grid
 from vitrel.inspect.attention import record
-from vitrel.inspect.plot import directions, lattices, offset_maps, profiles
+from vitrel.inspect.plot import attention_span, directions, lattices, offset_maps, profiles, spans
 from vitrel.inspect.plot.offsets import attended_offset, bias_mean_offset
 from vitrel.ops.reference import masked_logits
 
@@ -98,8 +98,8 @@ def test_mixed_rotation_by_explicit_angles():
     for i in range(12):
         for j in range(12):
             (yi, xi), (yj, xj) = divmod(i, 4), divmod(j, 4)
-            turned = np.exp(1j * (fy * yi + fx * xi)) * np.exp(-1j * (fy * yj + fx * xj))
-            expected = turned.real.mean(-1)
+            rotation = np.exp(1j * (fy * yi + fx * xi)) * np.exp(-1j * (fy * yj + fx * xj))
+            expected = rotation.real.mean(-1)
             np.testing.assert_allclose(found.values[:, yi - yj + 2, xi - xj + 3], expected, atol=1e-5)
 
 
@@ -318,3 +318,29 @@ def test_what_has_no_direction():
         directions(make("rope_axial", Grid(3, 4)))
     with pytest.raises(ValueError, match="have a size of their own: leave size out"):
         directions(perturbed(vit("table")), size=32, images=torch.randn(1, 3, 32, 32))
+
+
+def test_arrows_fill_their_axes():
+    """Small biases draw arrows as long as large ones; none at all keep axes of one patch."""
+    table = make("table", (3, 3), heads=1)
+    for bias in (0.02, 20.0):
+        (panel,) = directions(table.set_biases({(0, 1): bias}, offset="key-query")).axes
+        ((x, y),) = ends(panel)
+        assert panel.get_xlim() == pytest.approx((-1.15 * abs(x), 1.15 * abs(x))) and x < 0 and y == pytest.approx(0)
+    (panel,) = directions(table.set_biases({})).axes
+    assert panel.get_xlim() == (-1, 1)
+
+
+def test_span_of_attention_by_plain_softmax():
+    for key, options, decay in (("log_decay", {"decay": 0.5}, 0.5), ("log_decay", {"decay": 0}, 0.0)):
+        for length, (entropy,), (above,) in spans(key, (4, 200), **options):
+            weights = [(1 + d) ** -decay for d in range(length)]
+            p = [weight / sum(weights) for weight in weights]
+            assert entropy == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-5) and above == sum(x > 0.01 for x in p)
+    curve, count = attention_span(make("alibi", (1, 9), heads=2), (9, 300)).axes
+    assert curve.lines[0].get_ydata() == pytest.approx([math.log(9), math.log(300)])
+    assert len(curve.lines) == 3 and len(count.lines) == 2
+    with pytest.raises(ValueError, match="rope_axial has no bias apart from content"):
+        spans("rope_axial")
+    with pytest.raises(ValueError, match="lengths are numbers of tokens, 1 or more"):
+        spans("alibi", (0,))

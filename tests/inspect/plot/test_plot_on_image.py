@@ -1,7 +1,5 @@
 """What is drawn on the image: the recorded weights, each at its patch."""
 
-import re
-
 import numpy as np
 import pytest
 import timm
@@ -138,7 +136,7 @@ def test_the_case_in_which_content_overrides_position(constant):
 
 def test_a_model_in_which_content_overrides_nothing():
     for model in (vit("none"), vit("absolute")):
-        with pytest.raises(ValueError, match=r"overrides no negative bias in ViT .* position takes at most 0 logits, and 0.1"):
+        with pytest.raises(ValueError, match=r"no negative bias in ViT .* position takes at most 0 logits, less than 0.1"):
             overruled(model, torch.randn(2, 3, 32, 32))
 
 
@@ -177,9 +175,9 @@ def test_what_does_not_fit_an_image():
     model, image = small_model("vitrel_vit_n8_alibi", img_size=(32, 48)), torch.rand(3, 32, 48)
     with pytest.raises(TypeError, match="float"):
         attention(model, image, (1.5, 0))  # which would be patch (1, 3)
-    with pytest.raises(ValueError, match=re.escape("a picture of 30x30 pixels for attention on 32x48: it is another image's")):
+    with pytest.raises(ValueError, match="a picture of 30x30 pixels for attention on 32x48: it belongs to"):
         attention(model, image, (0, 0), shown=torch.rand(3, 30, 30))
-    with pytest.raises(ValueError, match="heads names no head"):
+    with pytest.raises(ValueError, match="heads is empty"):
         attention(model, image, (0, 0), heads=[])
     with pytest.raises(ValueError, match="top is the number of attended patches to look among, at least 1, not 0"):
         overruled(model, image[None], top=0)

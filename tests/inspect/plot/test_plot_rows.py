@@ -64,7 +64,7 @@ def test_the_boundary_between_exact_and_shared_rows():
 
 
 def test_an_encoding_without_buckets():
-    with pytest.raises(ValueError, match="alibi has no buckets: t5 has, and what clips offsets"):
+    with pytest.raises(ValueError, match="alibi has no buckets: t5 and encodings that clip offsets"):
         bucket_map(make("alibi", (4, 6)))
 
 

@@ -1,21 +1,24 @@
-"""Pictures of position in a model: what it adds by offset, what attention does with it. Each call gives a matplotlib Figure.
+"""Figures of position in a model: what it adds at each offset, and its effect on attention. All return a matplotlib Figure.
 
 >>> vitrel.inspect.plot.offset_maps(timm.create_model("vitrel_vit_n8_alibi"), size=96).savefig("maps.png")
 
-Offsets are query minus key, in patches: dy > 0 means that the key lies above the query, dx > 0 that it lies to the left.
+Offsets are query minus key, in patches: dy > 0: the key is above the query, dx > 0: to its left.
 """
 
 from vitrel.extras import optional_import
 
 with optional_import():
     from vitrel.inspect.plot.leak import leak
+    from vitrel.inspect.plot.length import Span, attention_span, spans
     from vitrel.inspect.plot.offsets import Lattice, directions, lattices, offset_maps, profiles
     from vitrel.inspect.plot.on_image import attention, overruled
     from vitrel.inspect.plot.rows import bucket_map, similarity
 
 __all__ = [
     "Lattice",
+    "Span",
     "attention",
+    "attention_span",
     "bucket_map",
     "directions",
     "lattices",
@@ -24,4 +27,5 @@ __all__ = [
     "overruled",
     "profiles",
     "similarity",
+    "spans",
 ]

@@ -1,4 +1,4 @@
-"""What the pictures share: the encodings and layers of a source, colours for every common colour blindness, axes, sheets."""
+"""Helpers of the figures: the encodings and layers of a source, colours for common colour blindness, axes, legends."""
 
 import math
 import textwrap
@@ -23,7 +23,7 @@ from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.sizes import Size
 
-Source = nn.Module | Sequence[Layer]  # a model or an encoding, or what `vitrel.inspect.attention.record` gives
+Source = nn.Module | Sequence[Layer]  # a model, an encoding, or the layers that `vitrel.inspect.attention.record` returns
 
 HIDDEN = "0.62"
 DIVERGING = matplotlib.colormaps["RdBu_r"].with_extremes(bad=HIDDEN)
@@ -35,7 +35,7 @@ SIGN = "query minus key: dy > 0, key above; dx > 0, key to the left"
 
 
 def check_numbers(name: str, values: Tensor) -> Tensor:
-    """The values; ValueError where one is NaN, which a picture would show as something else."""
+    """Return the values; ValueError if one is NaN, which a figure would show as hidden."""
     if bool(values.isnan().any()):
         raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
     return values
@@ -51,7 +51,7 @@ def source_name(source: Source) -> str:
 
 
 def chosen(layers: Sequence, indices: Sequence[int] | None) -> list:
-    """Those of `layers` at `indices`, counted from the end where negative, all for None; ValueError for one there is not."""
+    """The `layers` at `indices` (negative ones count from the end), all for None; ValueError for an index out of range."""
     if indices is None:
         return list(layers)
     for index in indices:
@@ -61,28 +61,28 @@ def chosen(layers: Sequence, indices: Sequence[int] | None) -> list:
 
 
 def encodings_of(source: nn.Module, size: int | Size | None = None) -> list[tuple[str, PositionEncoding, Grid]]:
-    """(name, encoding, grid) of every encoding of a model, or of the encoding itself, at `size`; see `offsets.lattices`."""
+    """[(name, encoding, grid)] of every encoding of a model, or of an encoding itself, at `size`; see `offsets.lattices`."""
     if size is not None and min(to_2tuple(size)) < 1:
         raise ValueError(f"size is a side or (h, w), at least 1, not {size}")
     if isinstance(source, PositionEncoding):
         grids = (getattr(part, "grid", None) for part in source.modules())
-        own: Grid | None = next((grid for grid in grids if grid is not None), None)
-        if own is None:
+        trained: Grid | None = next((grid for grid in grids if grid is not None), None)
+        if trained is None:
             return []
-        h, w = own[:2] if size is None else to_2tuple(size)
-        return [("", source, Grid(h, w, own.prefix))]
-    found = own_encodings(source)
+        h, w = trained[:2] if size is None else to_2tuple(size)
+        return [("", source, Grid(h, w, trained.prefix))]
+    encodings = own_encodings(source)
     if isinstance(source, Backbone):
-        names = {encoding: name for name, encoding in found.items()}
+        names = {encoding: name for name, encoding in encodings.items()}
         pixels = source.img_size if size is None else to_2tuple(size)
         return [(_path(names[encoding]), encoding, grid) for encoding, grid in source.encodings(pixels)]
-    if found and size is not None:
+    if encodings and size is not None:
         raise ValueError(f"the encodings of {source_name(source)} are drawn on their own grids: leave size out")
-    return [(_path(name), encoding, grid) for name, encoding in found.items() for _, _, grid in encodings_of(encoding)]
+    return [(_path(name), encoding, grid) for name, encoding in encodings.items() for _, _, grid in encodings_of(encoding)]
 
 
 def sheet(rows: int, columns: int, width: float, height: float, title: str, **how: object) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with rows x columns panels of width x height inches and a title, whose lines are wrapped."""
+    """A figure and its rows x columns panels of width x height inches, under a title whose lines are wrapped."""
     across = columns * width + 1.1
     lines = [part for line in title.split("\n") for part in textwrap.wrap(line, int(across / 0.078))]
     figure = Figure(figsize=(across, rows * height + 0.3 + 0.18 * len(lines)), layout="constrained")
@@ -91,14 +91,14 @@ def sheet(rows: int, columns: int, width: float, height: float, title: str, **ho
 
 
 def head_name(head: int, heads: int) -> str:
-    """The name of a panel or line; a single one stands for all heads."""
+    """Label of a panel or line of a head; "all heads" if there is only one."""
     return "all heads" if heads == 1 else f"head {head}"
 
 
 def draw_offsets(axes: Axes, values: Tensor, trained: Size | None, signed: bool, reach: tuple[float, float]) -> AxesImage:
-    """values [2h-1, 2w-1] as cells at their offsets, dy downwards; the offsets of a smaller training grid are outlined.
+    """Draw values [2h-1, 2w-1] as cells at their offsets, dy downwards, and outline the offsets of a smaller training grid.
 
-    reach: colours from the first to the second value.
+    reach: the values of the first and last colour.
     """
     h, w = values.shape[0] / 2, values.shape[1] / 2  # half a cell beyond the largest offsets
     shown = values.masked_fill(~values.isfinite(), torch.nan).numpy()
@@ -114,31 +114,31 @@ def draw_offsets(axes: Axes, values: Tensor, trained: Size | None, signed: bool,
 
 
 def whole_numbers(*sides: Axis) -> None:
-    """Few ticks, at whole patches."""
+    """Set at most five ticks, at whole patches."""
     for axis in sides:
         axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
 
 
 def legend(figure: Figure, outlined: bool, hidden: bool) -> None:
-    """A legend below the panels for outlines and grey cells, where there are any."""
+    """Add a legend below the panels for outlines and grey cells, if there are any."""
     handles = [Patch(facecolor="none", edgecolor="black", label="offsets of the training grid")] if outlined else []
     handles += [Patch(facecolor=HIDDEN, label="hidden, or no pair has it")] if hidden else []
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
-def line_style(place: int) -> dict[str, object]:
-    """Colour and dashes of line number `place`."""
-    return {"color": LINES[place % len(LINES)], "linestyle": DASHES[place // len(LINES) % len(DASHES)], "linewidth": 1.4}
+def line_style(number: int) -> dict[str, object]:
+    """Colour, dashes and width of line `number`, from 0."""
+    return {"color": LINES[number % len(LINES)], "linestyle": DASHES[number // len(LINES) % len(DASHES)], "linewidth": 1.4}
 
 
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
-    """Height in inches of panels `width` wide that hold cells [.., rows, columns] of the tallest of `shapes`."""
+    """Height in inches of panels of this width that show arrays [.., rows, columns] of all `shapes` with square cells."""
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
 
 
 def columns_for(panels: int, most: int = 4) -> tuple[int, int]:
-    """(rows, columns) of a sheet of so many panels."""
+    """(rows, columns) of a sheet with this number of panels, at most `most` columns."""
     columns = min(panels, most)
     return math.ceil(panels / columns), columns
 

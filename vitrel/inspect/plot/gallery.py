@@ -1,4 +1,4 @@
-"""Many pictures on one sheet: of encodings that mean something before any training, and of trained models."""
+"""Two PNG files with many figures each: encodings before training (`gallery`), and trained models (`learned_gallery`)."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -15,38 +15,39 @@ from vitrel.inspect.plot.on_image import attention, overruled
 from vitrel.inspect.plot.rows import bucket_map, similarity
 from vitrel.position import PositionEncoding, create_position
 
-GRID, LARGER = (8, 12), (12, 16)  # patches: trained on, drawn on
+GRID, LARGER = (8, 12), (12, 16)  # patches: training grid, grid of the figures
 PIXELS = 100  # per inch
 
 
 def gallery(path: Path) -> Path:
-    """Writes one PNG of the encodings whose initialisation means something, seeded, and returns its path.
+    """Write one PNG of encodings at their seeded initialisation and return its path.
 
-    Tables are noise before training and are left out: see `learned_gallery`.
+    Tables are left out, since they are noise before training: see `learned_gallery`.
     """
 
-    def made(key: str, heads: int = 3, **options: object) -> PositionEncoding:
+    def built(key: str, heads: int = 3, **options: object) -> PositionEncoding:
         torch.manual_seed(0)
         return create_position(key, GRID, heads, 32, **options)
 
-    maps = {key: offset_maps(made(key), LARGER) for key in ("alibi", "log_decay", "fire", "cpb", "rope_mixed")}
-    maps |= {key: offset_maps(made(key), LARGER) for key in ("rope_axial", "rope_normalised")}
+    maps = {key: offset_maps(built(key), LARGER) for key in ("alibi", "log_decay", "fire", "cpb", "rope_mixed")}
+    maps |= {key: offset_maps(built(key), LARGER) for key in ("rope_axial", "rope_normalised")}
     return _sheet(
         path,
         [maps["alibi"], maps["log_decay"]],
         [maps["fire"], maps["cpb"]],
-        [offset_maps(made("lookhere", 6, fov=180), LARGER)],
-        [offset_maps(made("xpos", 4), LARGER), maps["rope_axial"], maps["rope_normalised"]],
-        [maps["rope_mixed"], similarity(made("sincos"), GRID, [(0, 0), (4, 6)])],
-        [bucket_map(made("t5"), GRID), profiles(made("alibi+log_decay"), LARGER)],
+        [offset_maps(built("lookhere", 6, fov=180), LARGER)],
+        [offset_maps(built("xpos", 4), LARGER), maps["rope_axial"], maps["rope_normalised"]],
+        [maps["rope_mixed"], similarity(built("sincos"), GRID, [(0, 0), (4, 6)])],
+        [bucket_map(built("t5"), GRID), profiles(built("alibi+log_decay"), LARGER)],
     )
 
 
 def learned_gallery(path: Path, models: Mapping[str, nn.Module], images: Tensor, shown: Tensor) -> Path:
-    """Writes one PNG of trained models, {caption: model}, on `images` [B, 3, height, width], and returns its path.
+    """Write one PNG of trained models, {caption: model}, on `images` [B, 3, height, width], and return its path.
 
-    For each: a layer by offset, content overriding a bias, where one patch attends (the layer, head, image and patch whose
-    attention position changes most), and the directions of the heads in the last two layers. shown: the images from 0 to 1.
+    For each model: a layer by offset, content that overrides a bias, the attention of one patch (at the layer, head, image and
+    patch where position changes attention most), and the mean offsets of the heads in the last two layers. shown: the images,
+    with values from 0 to 1.
     """
     rows = []
     for caption, model in models.items():
@@ -64,17 +65,17 @@ def learned_gallery(path: Path, models: Mapping[str, nn.Module], images: Tensor,
 
 
 def most_moved(layers: Sequence[Layer]) -> tuple[int, int, int, tuple[int, int]]:
-    """(layer, image, head, (row, column) of the query) where weights on patches differ most with and without position."""
-    best, found = -1.0, (0, 0, 0, (0, 0))
-    for place, layer in enumerate(layers):
+    """(layer, image, head, (row, column) of the query) whose weights on patches position changes most."""
+    best, where = -1.0, (0, 0, 0, (0, 0))
+    for number, layer in enumerate(layers):
         patches = layer.patches[:, None, None]  # [W, 1, 1, N]
         moved = ((layer.weights - layer.content).abs() * patches).sum(-1) * layer.patches[:, None]  # [B, W, H, N]
         at = int(moved.argmax())
         if float(moved.flatten()[at]) > best:
             best = float(moved.flatten()[at])
             image, window, head, slot = (int(i) for i in torch.unravel_index(torch.tensor(at), moved.shape))
-            found = place, image, head, divmod(int(layer.tokens[window, slot]) - layer.grid.prefix, layer.grid.w)
-    return found
+            where = number, image, head, divmod(int(layer.tokens[window, slot]) - layer.grid.prefix, layer.grid.w)
+    return where
 
 
 def _sheet(path: Path, *rows: Sequence[Figure], pixels: int = PIXELS) -> Path:
@@ -89,7 +90,7 @@ def _sheet(path: Path, *rows: Sequence[Figure], pixels: int = PIXELS) -> Path:
             left += picture.width
         top += max(picture.height for picture in row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # 64 levels of each colour take a quarter less room; a palette of 256 would lose the colours of thin lines
+    # 64 levels of each colour make the file a quarter smaller; a palette of 256 would lose the colours of thin lines
     sheet.point([min(255, (level + 2) // 4 * 4) for level in range(256)] * 3).save(path, optimize=True)
     return path
 

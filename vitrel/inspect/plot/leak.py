@@ -1,4 +1,4 @@
-"""The picture of a diagnosis: which tokens see across the border of the image, and what one of them sees."""
+"""`leak`: the figure of a diagnosis, with the tokens that see across a border and all that one of them sees."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,14 +12,14 @@ from vitrel.inspect.diagnose import Diagnosis, SizeDiagnosis, StageDiagnosis, Wa
 
 _COLOURS = ("#e8e8e8", "#d95f02", "#7570b3", "#8c1c3a")
 _MEANING = ("sees its window alone", "sees across the border", "attends to padding", "both")
-_SEEN = ("#ffffff", "#1b9e77", "#d95f02", "#1a1a1a")  # not seen, seen, seen across, the token itself
+_SEEN = ("#ffffff", "#1b9e77", "#d95f02", "#1a1a1a")  # not seen, seen, seen across a border, the token itself
 
 
 def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
-    """Leaks found by `vitrel.diagnose`: one row for each model, all at the size and stage where the first one's is largest.
+    """Draw leaks found by `vitrel.diagnose`, one row per model, at the size and stage where the first model's leak is largest.
 
-    Left: what every token of that stage sees beyond its window. Right: all that one token sees in one block. Models without
-    windows at that size are left out; ValueError where none is left.
+    Left: whether each token of that stage sees across a border or attends to padding. Right: all that one token sees in one
+    block. Models without windows at that size are left out; raises ValueError if none remains.
     """
     shown = list(_shown(diagnoses))
     if not shown:
@@ -43,15 +43,15 @@ def _shown(
 ) -> Iterator[tuple[Diagnosis, WayDiagnosis, SizeDiagnosis, int, StageDiagnosis]]:
     chosen = None
     for diagnosis in diagnoses:
-        found = [
+        candidates = [
             (diagnosis, way, line, number, stage)
             for way in diagnosis.ways
             for line in way.sizes
             for number, stage in enumerate(line.stages, 1)
             if stage.examined and chosen in (None, (line.size, number))
         ]
-        if found:
-            worst = max(found, key=lambda one: one[-1].leaking)
+        if candidates:
+            worst = max(candidates, key=lambda candidate: candidate[-1].leaking)
             chosen = chosen or (worst[2].size, worst[3])
             yield worst
 

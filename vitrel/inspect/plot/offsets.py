@@ -1,13 +1,13 @@
-"""Pictures over the offsets of query and key: what position adds there (maps, profiles), and where heads look on average.
+"""Figures over the offsets of query and key: what position adds (maps, profiles), and the mean offset of each head.
 
-An offset is query minus key, in patches. What position adds is read from the terms of encodings or from recorded layers. What
-depends on content has no single number at an offset, so there are three readings of `Terms`:
-bias, what the logit gains whatever the content: the tables' biases, and those parts of query and gated tables that remain
-where the projected query is zero (Transformer-XL's v . W r, PaPE's parabolas);
-rotation, the mean over frequencies of cos(angle of the query - angle of the key), what q . k becomes for q = k with equal
-energy in every frequency (xPos: times its decay);
-rows, the length of a query or key table's row (both axes added) times the scale of the logits: what a query or key of unit
-length gains at most.
+An offset is query minus key, in patches. What position adds is read from the terms of encodings or from recorded layers. Terms
+that depend on content have no single number at an offset, so three quantities are drawn:
+bias: the part of the logit that does not depend on content, from the tables' biases and the parts of query and gated tables
+that remain for a projected query of zero (Transformer-XL's v . W r, PaPE's parabolas);
+rotation: the mean over frequencies of cos(angle of the query - angle of the key), which is q . k for q = k with equal energy in
+every frequency (xPos: times its decay);
+rows: the length of a query or key table's row (summed over both axes) times the scale of the logits, which is the largest term
+that a query or key of unit length can give.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,31 +51,30 @@ from vitrel.sizes import Size
 class Lattice(NamedTuple):
     """Values over offsets, `values` [H, 2h-1, 2w-1]: offset (dy, dx) at [:, dy + h-1, dx + w-1].
 
-    H is 1 where all heads are alike. -inf where position hides the key, NaN where no pair with that offset was recorded.
-    signed: zero means that nothing is added.
+    H is 1 if all heads are equal. A value is -inf where position hides the key, NaN where no recorded pair has the offset.
     """
 
     layer: str  # path of the layer in the model, "" for an encoding alone
-    what: str  # what is drawn, in a few words
+    what: str  # the quantity, in a few words
     unit: str
     values: Tensor
-    trained: Size | None  # grid (h, w) of training, None where it is not known
-    signed: bool = True
+    trained: Size | None  # training grid (h, w), None if unknown
+    signed: bool = True  # True: the values may have both signs, and 0 adds nothing
 
 
 def lattices(source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None) -> list[Lattice]:
-    """All that can be drawn over offsets of a model or an encoding, layer by layer; a composition part by part.
+    """List every quantity over offsets of a model or an encoding, layer by layer; the parts of a composition separately.
 
-    source: any of our models or one with our encodings inside; an encoding; or layers recorded on images, whose mean logit
-    from position is taken, also where it depends on content. size: of our models, pixels; of an encoding, patches; one side or
-    (h, w), that of training unless given. layers: indices into the layers of attention that have an encoding.
-    Raises ValueError where there is nothing to draw, and why.
+    source: a model with vitrel's encodings; an encoding; or layers recorded on images, whose mean logit from position is taken,
+    including terms that depend on content. size: pixels for a model, patches for an encoding, one side or (h, w), by default
+    that of training. layers: indices into the attention layers that have an encoding. Raises ValueError, saying why, if there
+    is nothing to draw.
     """
     if not isinstance(source, nn.Module):
         if size is not None:
             raise ValueError("recorded layers have the size they were recorded at: leave size out")
         measured = [_measured(layer) for layer in chosen(source, layers)]
-        if not any(bool(one.values.nan_to_num().any()) for one in measured):
+        if not any(bool(lattice.values.nan_to_num().any()) for lattice in measured):
             raise ValueError("nothing to draw by offset: position adds nothing to the logits that were recorded")
         return measured
     found = [
@@ -90,12 +89,12 @@ def lattices(source: Source, size: int | Size | None = None, layers: Sequence[in
 def offset_maps(
     source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> Figure:
-    """What position adds at every offset, one row of pictures for each layer (and part of a composition), one for each head.
+    """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
 
-    Arguments and errors as of `lattices`, which says what is drawn of which encoding. Red adds, blue takes away,
-    white is 0, on one scale for each row; where zero lies outside a head's logits, every head's mean over the visible offsets
-    is taken off first (softmax does not see it) and the colour bar says so. The outline encloses the offsets of the training
-    grid where the grid is larger. heads: indices, all unless given; ValueError where no layer has them.
+    Arguments and errors as for `lattices`; the module lists the quantities. Red is positive, blue negative, white 0, on one
+    scale per row. If a head's logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax
+    does not depend on it), and the colour bar says so. An outline encloses the offsets of a smaller training grid. heads:
+    indices, by default all; ValueError if no layer has them.
     """
     drawn = lattices(source, size, layers)
     columns = [_heads(lattice, heads) for lattice in drawn]
@@ -104,15 +103,15 @@ def offset_maps(
     width, title = 1.75, f"{source_name(source)}: position by offset\n{SIGN}"
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
-    for row, lattice, own in zip(axes, drawn, columns, strict=True):
+    for row, lattice, shown in zip(axes, drawn, columns, strict=True):
         values, centred = _centred(lattice)
-        reach, image = _reach(values[own], lattice.signed), None
-        for place, panel in enumerate(row):
-            if place >= len(own):
+        reach, image = _reach(values[shown], lattice.signed), None
+        for column, panel in enumerate(row):
+            if column >= len(shown):
                 panel.set_axis_off()
                 continue
-            image = draw_offsets(panel, values[own[place]], lattice.trained, lattice.signed, reach)
-            panel.set_title(head_name(own[place], len(values)), fontsize=8)
+            image = draw_offsets(panel, values[shown[column]], lattice.trained, lattice.signed, reach)
+            panel.set_title(head_name(shown[column], len(values)), fontsize=8)
             panel.set_xlabel(DX, fontsize=7)
         if image is not None:
             row[0].set_ylabel(f"{lattice.layer}\n{DY}".strip(), fontsize=7)
@@ -128,9 +127,9 @@ def offset_maps(
 def profiles(
     source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> Figure:
-    """Sections of `offset_maps` (its arguments and errors): along dy at dx = 0 and along dx at dy = 0, one line for each head.
+    """Draw sections of `offset_maps` (same arguments and errors) along dy at dx = 0 and along dx at dy = 0, a line per head.
 
-    Hidden offsets are gaps. Dashed lines mark the largest offsets of the training grid where the grid is larger.
+    Hidden offsets are gaps. Dashed lines mark the largest offsets of a smaller training grid.
     """
     drawn = lattices(source, size, layers)
     figure, axes = sheet(len(drawn), 2, 3.2, 2.0, f"{source_name(source)}: profiles\n{SIGN}", sharey="row")
@@ -142,7 +141,7 @@ def profiles(
             along = values[:, :, middle[1]] if axis == 0 else values[:, middle[0]]  # [H, 2n-1]
             offsets = torch.arange(along.shape[1]) - middle[axis]
             for head in _heads(lattice, heads):
-                # a marker too, for a grid of one row leaves a single point
+                # a marker too, since a grid of one row has a single point along dy
                 style = line_style(head) | {"marker": ".", "markersize": 3}
                 (line,) = panel.plot(offsets.numpy(), along[head].numpy(), **style)
                 handles.setdefault(head_name(head, len(values)), line)
@@ -164,12 +163,12 @@ def profiles(
 def directions(
     source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, images: Tensor | None = None
 ) -> Figure:
-    """One arrow for each head, from no offset to its mean offset (query minus key), one picture for each layer.
+    """Draw an arrow from offset 0 to the mean offset (query minus key) of each head, a panel per layer, scaled to the longest.
 
-    With `images` [B, 3, height, width], or of recorded layers (`vitrel.inspect.attention.record`): the mean offset weighted by
-    attention, over images, queries and keys that are patches; every patch is a query, so uniform attention has mean zero.
-    Of a model or an encoding alone: weighted by the softmax of its bias over all offsets; size, layers: as of `lattices`.
-    Raises ValueError where there is no bias apart from content, or a size is given with images, which have their own.
+    With `images` [B, 3, height, width], or for recorded layers (`vitrel.inspect.attention.record`), offsets are weighted by
+    attention, over images and over queries and keys that are patches; uniform attention has a mean of zero. Without images they
+    are weighted by the softmax of the bias over all offsets. size, layers: as for `lattices`. Raises ValueError if there is no
+    bias that is independent of content, and if a size is given with images or recorded layers.
     """
     if images is not None and size is None and isinstance(source, nn.Module):
         means: list[tuple[str, Tensor]] = []
@@ -185,8 +184,9 @@ def directions(
         how = "weighted by attention"
     if not found:
         name = source_name(source)
-        raise ValueError(f"{name} has no bias apart from content: give images, whose attention tells")
-    reach = 1.15 * max(0.5, *(float(mean.abs().max()) for _, mean in found))
+        raise ValueError(f"{name} has no bias apart from content: give images, to weight offsets by attention")
+    largest = max(float(mean.abs().max()) for _, mean in found)
+    reach = 1.15 * largest if largest > 1e-6 else 1.0  # below, a rounding error
     rows, columns = columns_for(len(found))
     title = f"{source_name(source)}: mean offset of each head, {how}\n{SIGN}"
     figure, axes = sheet(rows, columns, 2.3, 2.5, title)
@@ -203,7 +203,7 @@ def directions(
 
 
 def bias_mean_offset(lattice: Lattice) -> Tensor:
-    """Mean (dy, dx) under the softmax of the values over the offsets, hidden ones left out, [H, 2]."""
+    """Mean offset (dy, dx) of each head under the softmax of its values, without hidden offsets, [H, 2]."""
     values = lattice.values.double().flatten(1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     h, w = (n // 2 for n in lattice.values.shape[1:])
     dy, dx = torch.meshgrid(torch.arange(-h, h + 1), torch.arange(-w, w + 1), indexing="ij")
@@ -211,7 +211,7 @@ def bias_mean_offset(lattice: Lattice) -> Tensor:
 
 
 def attended_offset(layer: Layer) -> Tensor:
-    """Mean (dy, dx), query minus key in patches, weighted by attention among patches, over images and queries, [H, 2]."""
+    """Mean offset (dy, dx), query minus key in patches, weighted by attention among patches, [H, 2]."""
     patches, grid = layer.patches, layer.grid
     at = (layer.tokens - grid.prefix).clamp(min=0)
     at = torch.stack((at // grid.w, at % grid.w), -1).double()  # [W, N, 2]
@@ -220,8 +220,8 @@ def attended_offset(layer: Layer) -> Tensor:
     )  # [B, W, H, N, N]
     mass = weights.sum(-1, keepdim=True)
     apart = at[None, :, None] - weights @ at[:, None] / mass  # [B, W, H, N, 2]
-    asked = (mass > 0).expand_as(apart)  # else a query that is padding, or gives patches nothing
-    return torch.where(asked, apart, 0.0).sum((0, 1, 3)) / asked.sum((0, 1, 3))
+    valid = (mass > 0).expand_as(apart)  # not for padding, and not for queries without weight on patches
+    return torch.where(valid, apart, 0.0).sum((0, 1, 3)) / valid.sum((0, 1, 3))
 
 
 def _in_attention(source: nn.Module, size: int | Size | None) -> list[tuple[str, list[PositionEncoding], Grid]]:
@@ -234,9 +234,9 @@ def _in_attention(source: nn.Module, size: int | Size | None) -> list[tuple[str,
 
 def _nothing(source: nn.Module) -> str:
     name = source_name(source)
-    own = {key_of(part) for _, encoding, _ in encodings_of(source) for part in parts_of(encoding) if part.site == "tokens"}
-    if own:
-        keys = " and ".join(sorted(own))
+    added = {key_of(part) for _, encoding, _ in encodings_of(source) for part in parts_of(encoding) if part.site == "tokens"}
+    if added:
+        keys = " and ".join(sorted(added))
         return f"nothing to draw by offset: {keys} of {name} adds to tokens; use vitrel.inspect.plot.similarity"
     if any(isinstance(module, PositionEncoding) for module in source.modules()):
         return f"nothing to draw by offset: {name} has no position in attention"
@@ -259,12 +259,12 @@ def _drawn(name: str, encoding: PositionEncoding, grid: Grid) -> list[Lattice]:
         Lattice(name, f"{key} {what}", unit, check_numbers(name, values.detach()), trained, signed)
         for what, unit, values, signed in _pictures(terms, grid)
     ]
-    return [one for one in found if _varies(one.values)] or found[:1]
+    return [lattice for lattice in found if _varies(lattice.values)] or found[:1]
 
 
 def _pictures(terms: Terms, grid: Grid) -> Iterator[tuple[str, str, Tensor, bool]]:
     """(what, unit, values, signed) of everything in the terms that has a number at each offset."""
-    bias, content = _bias(terms, grid), any(table.gated is not None for table in terms.tables)
+    bias, content = zero_query_bias(terms, grid), any(table.gated is not None for table in terms.tables)
     if terms.rotary is not None:
         kernel = _kernel(terms, grid)
         if bias is not None:  # a field of view
@@ -281,7 +281,7 @@ def _pictures(terms: Terms, grid: Grid) -> Iterator[tuple[str, str, Tensor, bool
 
 
 def _kernel(terms: Terms, grid: Grid) -> Tensor:
-    """Mean over frequencies of cos(angle of query - angle of key), scales of xpos included, [H|1, 2h-1, 2w-1]."""
+    """Mean over frequencies of cos(angle of query - angle of key), times xpos's decay, [H|1, 2h-1, 2w-1]."""
     y, x = grid.offsets(device=terms.rotary[0].device).unbind(-1)
     query, key = (grid.prefix + dy.clamp(min=0) * grid.w + dx.clamp(min=0) for dy, dx in ((y, x), (-y, -x)))
     cos_q, sin_q = (t[..., query, :] for t in terms.rotary)  # [H|1, R, D/2]
@@ -290,10 +290,10 @@ def _kernel(terms: Terms, grid: Grid) -> Tensor:
     return kernel.unflatten(1, (2 * grid.h - 1, 2 * grid.w - 1)).cpu()
 
 
-def _bias(terms: Terms, grid: Grid) -> Tensor | None:
-    """The logit that remains of the tables where the projected query and the key are zero, [H, 2h-1, 2w-1], or None."""
-    found = [part for table in terms.tables for part in _of_zero_query(table, terms, grid)]
-    return sum(found[1:], found[0]).cpu() if found else None
+def zero_query_bias(terms: Terms, grid: Grid) -> Tensor | None:
+    """Logits of all tables for a projected query and a key of zero, [H, 2h-1, 2w-1]; None if there are none."""
+    parts = [part for table in terms.tables for part in _of_zero_query(table, terms, grid)]
+    return sum(parts[1:], parts[0]).cpu() if parts else None
 
 
 def _of_zero_query(table: Table, terms: Terms, grid: Grid) -> Iterator[Tensor]:
@@ -322,13 +322,13 @@ def _varies(values: Tensor) -> bool:
 
 
 def _heads(lattice: Lattice, heads: Sequence[int] | None) -> list[int]:
-    """Those of `heads` that a layer has; a single row stands for every head."""
-    own = range(len(lattice.values))
-    return list(own) if heads is None or len(own) == 1 else [head for head in heads if head in own]
+    """The indices among `heads` that a layer has; [0] if one row of values stands for all heads."""
+    rows = range(len(lattice.values))
+    return list(rows) if heads is None or len(rows) == 1 else [head for head in heads if head in rows]
 
 
 def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
-    """The values, minus their mean over visible offsets where zero would lie outside what a head has."""
+    """(values, True if centred): logits of heads without 0 in their range, minus each head's mean over visible offsets."""
     seen = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
     low, high = (seen.nan_to_num(nan=fill).flatten(1) for fill in (float("inf"), float("-inf")))
     if lattice.unit != "logits" or not bool(((low.amin(1) > 0) | (high.amax(1) < 0)).any()):
@@ -337,7 +337,7 @@ def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
 
 
 def _reach(values: Tensor, signed: bool) -> tuple[float, float]:
-    """First and last value of the colours: symmetric for signed values, from zero for others."""
+    """Values of the first and last colour: symmetric about 0 for signed values, from 0 for others."""
     top = max(float(values.nan_to_num().abs().max()), 1e-9) if values.numel() else 1.0
     return (-top if signed else 0.0), top
 

@@ -1,4 +1,4 @@
-"""Attention on an image: where one patch attends, with position and without, and where content overrides a negative bias."""
+"""Figures of attention on an image: one patch's weights with and without position, and content that overrides a bias."""
 
 import operator
 from collections.abc import Sequence
@@ -25,28 +25,25 @@ from vitrel.inspect.plot.common import (
 )
 from vitrel.sizes import format_size
 
-LEAST = 0.1  # logits that position must take from a key
+LEAST = 0.1  # smallest reduction of a key's logit by position that counts
 BARS = 6
 CLEAR = (0.0, 0.0, 0.0, 0.0)
 _LABEL = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 
 
 class Overruled(NamedTuple):
-    """The attention of one query, and the patch among its keys that position lowers although it is attended.
+    """Attention of one query, and the attended key whose logit position lowers most."""
 
-    Content and position are logits less their mean over the keys the query sees, [N]; `weights`, `without` [N].
-    """
-
-    layer: Layer  # of the image alone
+    layer: Layer  # for this image, window, head and query alone
     image: int
     head: int
     window: int
-    query: int  # slots
-    key: int
-    content: Tensor
-    position: Tensor
-    weights: Tensor
-    without: Tensor
+    query: int  # slot in the window
+    key: int  # slot in the window
+    content: Tensor  # [N] logits minus their mean over the visible keys
+    position: Tensor  # [N] likewise
+    weights: Tensor  # [N]
+    without: Tensor  # [N] weights without position
 
 
 def attention(
@@ -57,13 +54,13 @@ def attention(
     heads: Sequence[int] | None = None,
     shown: Tensor | None = None,
 ) -> Figure:
-    """Where patch `query` (row, column in patches of the layer) attends: the image, weights with position, without, difference.
+    """Draw the image and the attention weights of patch `query` with position, without position, and their difference.
 
-    source: a model whose attention `vitrel.inspect.attention` sees, or what its `record` gave for this image as the first.
-    image: [3, height, width] as the model takes it. layer: its number in the order they run. heads: one row of pictures each;
-    the mean over heads unless given. shown: [3, height, width] from 0 to 1, drawn in place of the image; unless given it is
-    made from the model's mean and std. In windows only the query's window has weights; the rest is the image, faded.
-    Raises ValueError for a layer, head or patch that does not exist, or layers recorded without `content`.
+    source: a model that `vitrel.inspect.attention.record` supports, or the layers it recorded with this image first. image:
+    [3, height, width] as the model takes it. query: (row, column) in patches of the layer. layer: its index in the order in
+    which layers run. heads: indices, a row of panels each; by default their mean. shown: [3, height, width] from 0 to 1, drawn
+    in place of the image; by default the image with the model's normalisation undone. With windows, only the query's window has
+    weights. Raises ValueError for a layer, head or patch that does not exist, and for layers recorded without `content`.
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
     (seen,) = chosen(layers, [layer])
@@ -74,7 +71,7 @@ def attention(
     both = torch.stack((seen.weights[0, window, :, slot], seen.content[0, window, :, slot]))  # [2, H, N]
     count = both.shape[1]
     if heads is not None and not len(heads):
-        raise ValueError("heads names no head: leave it out for the mean of all")
+        raise ValueError("heads is empty: leave it out for the mean of all heads")
     if heads is not None and (missing := [head for head in heads if not 0 <= head < count]):
         raise ValueError(f"{seen.name} has heads 0 to {count - 1}, not {missing[0]}")
     both = both.mean(1, keepdim=True) if heads is None else both[:, list(heads)]
@@ -92,24 +89,24 @@ def attention(
 
 
 def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None = None) -> Figure:
-    """The clearest case of content overriding a negative bias in a model, on `images` [B, 3, height, width].
+    """Draw the clearest case in which content overrides a negative bias, for a model on `images` [B, 3, height, width].
 
-    Over all layers, heads, images and queries that are patches: the key among the `top` most attended patches of its query, one
-    that gets at least an even share of attention, whose logit position lowers most, against the mean of what position adds to
-    the keys that this query sees (softmax does not see a constant), by at least 0.1. Drawn: the image with query (blue) and key
-    (orange), the most attended patches by number; for each the logits of content, position and their sum, less the mean over
-    keys; and its weight with position and without. source, shown: as of `attention`, `shown` [B, 3, height, width].
-    Raises ValueError where there is no such key: position takes less than 0.1 from every one.
+    Among all layers, heads, images and queries that are patches, take the keys that are one of the `top` most attended patches
+    of their query and have at least a uniform share of its attention. Of these the figure shows the key whose logit position
+    lowers most, relative to the mean of what position adds to the keys that the query sees (softmax ignores a constant).
+    Panels: the image with query (blue), key (orange) and the most attended patches by rank; the logits of content, position
+    and their sum, each minus its mean over keys; the weights with and without position. source, shown: as for `attention`,
+    `shown` [B, 3, height, width]. Raises ValueError if position lowers no such key by 0.1 or more.
     """
     case = find_overruled(source, images, top)
     layer, picture = case.layer, picture_of(source, images[case.image]) if shown is None else shown[case.image]
     patches = layer.patches[case.window].nonzero().flatten()
     ranked = patches[case.weights[patches].argsort(descending=True)][:BARS].tolist()
     ranked = ranked if case.key in ranked else [*ranked[:-1], case.key]
-    place, lowered = ranked.index(case.key) + 1, -float(case.position[case.key])
+    rank, lowered = ranked.index(case.key) + 1, -float(case.position[case.key])
     query, key = (_patch(layer, case.window, slot) for slot in (case.query, case.key))
     where = f"{source_name(source)}, {layer.name}, head {case.head}: patch {query} attends to {key}"
-    title = f"{where} as no. {place}\nalthough position takes {lowered:.2f} logits from it, against the mean over the keys"
+    title = f"{where} as no. {rank}\nalthough position takes {lowered:.2f} logits from it, against the mean over the keys"
     figure, axes = sheet(1, 3, 2.7, 2.7, title, width_ratios=(1, 1.25, 1))
     draw_picture(axes[0][0], layer, picture)
     outline(axes[0][0], layer, query, LINES[0])
@@ -126,13 +123,13 @@ def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None
     _bars(axes[0][1], names, logits, "logit less its mean over the keys")
     shares = {"with position": (case.weights[ranked], "0.3"), "without": (case.without[ranked], LINES[5])}
     _bars(axes[0][2], names, shares, "weight")
-    for label in (axes[0][1].get_yticklabels()[place - 1], axes[0][2].get_yticklabels()[place - 1]):
+    for label in (axes[0][1].get_yticklabels()[rank - 1], axes[0][2].get_yticklabels()[rank - 1]):
         label.set(color=LINES[1], fontweight="bold")
     return figure
 
 
 def find_overruled(source: Source, images: Tensor, top: int = 1) -> Overruled:
-    """What `overruled` draws, with its arguments and errors."""
+    """The case that `overruled` draws; same arguments and errors."""
     if top < 1:
         raise ValueError(f"top is the number of attended patches to look among, at least 1, not {top}")
     best, lowest = None, 0.0
@@ -151,13 +148,13 @@ def find_overruled(source: Source, images: Tensor, top: int = 1) -> Overruled:
     if best is None or lowest > -LEAST:
         raise ValueError(
             f"content overrides no negative bias in {source_name(source)} on these images: from the {top} most attended of a "
-            f"query's patches position takes at most {abs(lowest):.2g} logits, and {LEAST} are asked for"
+            f"query's patches position takes at most {abs(lowest):.2g} logits, less than {LEAST}"
         )
     return best
 
 
 def slot_of(layer: Layer, query: tuple[int, int]) -> tuple[int, int]:
-    """(window, slot) of the patch `query` (row, column) in a recorded layer; ValueError for one outside its grid."""
+    """(window, slot) of the patch `query` (row, column) in a recorded layer; ValueError for a patch outside its grid."""
     (y, x), grid = map(operator.index, query), layer.grid
     if not (0 <= y < grid.h and 0 <= x < grid.w):
         raise ValueError(f"query ({y}, {x}) is outside the {grid.h}x{grid.w} patches of {layer.name}")
@@ -166,7 +163,7 @@ def slot_of(layer: Layer, query: tuple[int, int]) -> tuple[int, int]:
 
 
 def on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
-    """A value for every slot of a window [N] -> [h, w] at the patches that stand there, NaN elsewhere."""
+    """Values of a window's slots [N] -> map [h, w] of the patches in these slots, NaN at other patches."""
     values = torch.full((layer.grid.h * layer.grid.w,), torch.nan)
     patches = layer.patches[window]
     values[layer.tokens[window][patches] - layer.grid.prefix] = row[patches].float()
@@ -174,7 +171,7 @@ def on_grid(layer: Layer, window: int, row: Tensor) -> Tensor:
 
 
 def picture_of(source: Source, image: Tensor) -> Tensor:
-    """[3, height, width] from 0 to 1: the image before the model's normalisation, or stretched where that is not known."""
+    """The image [3, height, width] from 0 to 1, with the model's normalisation undone, or stretched if that is unknown."""
     image = image.detach().float().cpu()
     if len(image) not in (1, 3):
         raise ValueError(
@@ -188,12 +185,12 @@ def picture_of(source: Source, image: Tensor) -> Tensor:
 
 
 def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False) -> None:
-    """The image in pixels, and room for padding to whole patches."""
+    """Draw the image at its size in pixels, with room for padding to whole patches."""
     height, width = picture.shape[1:]
     if layer.image is not None and (height, width) != layer.image:
         raise ValueError(
             f"a picture of {format_size((height, width))} pixels for attention on {format_size(layer.image)}: "
-            "it is another image's"
+            "it belongs to another image"
         )
     axes.imshow(picture.permute(1, 2, 0).numpy(), extent=(0, width, height, 0), alpha=0.35 if faded else 1.0)
     h, w = _extent(layer)
@@ -201,7 +198,7 @@ def draw_picture(axes: Axes, layer: Layer, picture: Tensor, faded: bool = False)
 
 
 def outline(axes: Axes, layer: Layer, patch: tuple[int, int], colour: str) -> None:
-    """A frame around a patch (row, column), on a wider white one, so that it is visible on any image."""
+    """Draw a frame around a patch (row, column), with a white border that makes it visible on any image."""
     (y, x), (h, w) = patch, layer.stride
     for ink, width in (("white", 3.2), (colour, 1.8)):
         axes.add_patch(Rectangle((x * w, y * h), w, h, fill=False, color=ink, lw=width, clip_on=False))
@@ -218,7 +215,7 @@ def _row(
 ) -> None:
     window, query = at
     weights, content = both
-    seen = (weights > 0) | (content > 0)  # a window at the border also holds what belongs to the other side
+    seen = (weights > 0) | (content > 0)  # a window at the border may include patches of the opposite side
     maps = [on_grid(layer, window, values.masked_fill(~seen, torch.nan)) for values in (weights, content, weights - content)]
     top = max(float(values.nan_to_num().max()) for values in maps[:2])
     largest = max(float(maps[2].nan_to_num().abs().max()), 1e-9)
@@ -254,7 +251,7 @@ def _extent(layer: Layer) -> tuple[float, float]:
 
 
 def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
-    """The lowest relative position among the attended keys, and where: (image, window, head, query, key)."""
+    """Lowest position term, minus its mean over keys, among attended keys; its (image, window, head, query, key)."""
     if layer.position is None:
         raise ValueError(f"{layer.name} was recorded without position: use vitrel.inspect.attention.record")
     patches = layer.patches
@@ -262,15 +259,15 @@ def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
     weights, at = keys.topk(min(top, keys.shape[-1]), -1)  # [B, W, H, N, top]
     relative = _relative(layer.position, layer).gather(-1, at)
     seen = (layer.tokens >= 0).sum(-1)[:, None, None, None] if layer.visible is None else layer.visible.sum(-1, keepdim=True)
-    asked = patches[:, None, :, None] & (weights >= 1 / seen.clamp(min=1))
-    relative = relative.masked_fill(~asked, float("inf"))
-    place = int(relative.argmin())
-    image, window, head, query, rank = (int(i) for i in torch.unravel_index(torch.tensor(place), relative.shape))
-    return float(relative.flatten()[place]), (image, window, head, query, int(at[image, window, head, query, rank]))
+    attended = patches[:, None, :, None] & (weights >= 1 / seen.clamp(min=1))
+    relative = relative.masked_fill(~attended, float("inf"))
+    lowest = int(relative.argmin())
+    image, window, head, query, rank = (int(i) for i in torch.unravel_index(torch.tensor(lowest), relative.shape))
+    return float(relative.flatten()[lowest]), (image, window, head, query, int(at[image, window, head, query, rank]))
 
 
 def _relative(values: Tensor, layer: Layer) -> Tensor:
-    """[B, W, H, N, N] less the mean over the keys that each query sees."""
+    """Values [B, W, H, N, N] minus their mean over the keys that each query sees."""
     seen = torch.ones_like(values) if layer.visible is None else layer.visible.to(values.dtype)
     return values - (values * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
 

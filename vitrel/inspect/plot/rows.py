@@ -1,7 +1,7 @@
-"""Pictures of the rows that an encoding holds: which offsets share one (`bucket_map`), how alike they are (`similarity`).
+"""Figures of an encoding's learned rows: the offsets that share a row (`bucket_map`), the rows' similarity (`similarity`).
 
-Buckets are those of t5 (arXiv 1910.10683, sec. 2.1) and the edge rows of encodings that clip offsets. The similarity of the
-embeddings added to tokens is the usual picture of a ViT (arXiv 2010.11929).
+Buckets are those of t5 (arXiv 1910.10683, sec. 2.1) and the edge rows of encodings that clip offsets. The similarity of
+embeddings is the figure of the ViT paper (arXiv 2010.11929).
 """
 
 from collections.abc import Sequence
@@ -40,30 +40,30 @@ _MARK = "#D55E00"
 class Buckets(NamedTuple):
     """The buckets of all offsets along one axis of n patches."""
 
-    number: Tensor  # [2n-1] row of the table that each offset reads
-    ring: Tensor  # [2n-1] bucket of its length, whatever its sign
-    exact: tuple[int, int]  # first and last of the offsets that have a row of their own
+    number: Tensor  # [2n-1] index of the table row that each offset reads
+    ring: Tensor  # [2n-1] bucket of the offset's length, without its sign
+    exact: tuple[int, int]  # first and last offset that does not share its row
 
 
 def bucket_map(source: nn.Module, size: int | Size | None = None) -> Figure:
-    """The number of the learned row that every offset reads, coloured by distance.
+    """Draw the index of the learned row that each offset reads, coloured by distance.
 
-    Inside the outline every offset has a row of its own; beyond it t5 has logarithmic buckets, encodings that clip the edge
-    rows. source, size: as of `lattices`; the first encoding with buckets is drawn. Numbers are rows of the product's table
-    (t5, clipped), else "row,column" of the tables of both axes. Raises ValueError where nothing has buckets.
+    Inside the outline each offset has its own row; outside, t5 has logarithmic buckets, and encodings that clip read the edge
+    rows. source, size: as for `lattices`; the first encoding with buckets is drawn. Indices are rows of the table of both axes
+    (t5, clipped), or "row,column" of two tables of one axis each. Raises ValueError if no encoding has buckets.
     """
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
             if isinstance(part, T5) or part.radius is not None:
                 return _bucket_figure(source_name(source), part, grid)
-    raise ValueError(f"{source_name(source)} has no buckets: t5 has, and what clips offsets (clipped, shaw, deberta)")
+    raise ValueError(f"{source_name(source)} has no buckets: t5 and encodings that clip offsets (clipped, shaw, deberta) do")
 
 
 def similarity(source: nn.Module, size: int | Size | None = None, patches: Sequence[tuple[int, int]] | None = None) -> Figure:
-    """Cosine similarity of the embedding of every patch to those of `patches`, one picture for each, that patch outlined.
+    """Draw the cosine similarity of every patch's embedding to those of `patches`, one panel for each, that patch outlined.
 
-    source, size: as of `lattices`; of timm's ViTs the embedding as it is stored, without a size. patches: (row,
-    column), by default the middle one. Raises ValueError where nothing is added to tokens, or for a patch outside the grid.
+    source, size: as for `lattices`; for timm's ViTs the stored embedding, without a size. patches: (row, column) pairs, by
+    default the middle patch. Raises ValueError if no embedding is added to tokens, and for a patch outside the grid.
     """
     name, trained, rows = _embedding(source, size)  # [h, w, C]
     grid = Grid(*rows.shape[:2])
@@ -99,8 +99,8 @@ def axis_buckets(encoding: nn.Module, axis: str, grid: Grid) -> Buckets:
         rule = encoding.rules["hw".index(axis)]
         first, number = torch.tensor(rule.first), encoding.bucket(axis, grid).cpu()
         length = offsets.abs() if rule.bidirectional else offsets.clamp(min=0)
-        own = int((first[1:] - first[:-1] == 1).long().cumprod(0).sum()) - 1
-        return Buckets(number, (length[:, None] >= first).sum(1) - 1, (-own if rule.bidirectional else 0, own))
+        last = max(int((first[1:] - first[:-1] == 1).long().cumprod(0).sum()) - 1, 0)
+        return Buckets(number, (length[:, None] >= first).sum(1) - 1, (-last if rule.bidirectional else 0, last))
     radius = encoding.radius["hw".index(axis)]
     rows = clipped_rows(len(offsets) // 2 + 1, radius, device="cpu")
     return Buckets(rows, offsets.abs().clamp(max=radius), (-radius, radius))
@@ -152,12 +152,12 @@ def _numbers(encoding: nn.Module, rows: Tensor, columns: Tensor) -> list[list[st
 
 
 def _edges(exact: tuple[int, int], count: int) -> tuple[float, float]:
-    """Where cells `exact` begin and end among `count` that are centred on 0."""
+    """First and last edge of the cells of offsets `exact`, within `count` cells centred on 0."""
     return max(exact[0] - 0.5, -count / 2), min(exact[1] + 0.5, count / 2)
 
 
 def _borders(axes: Axes, rows: Tensor, columns: Tensor) -> None:
-    """A white line wherever one bucket ends and another begins."""
+    """Draw a white line between cells of different buckets."""
     for lines, numbers in ((axes.axhline, rows), (axes.axvline, columns)):
         for place in ((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist():
             lines(place - len(numbers) / 2, color="white", linewidth=0.8)
@@ -165,7 +165,7 @@ def _borders(axes: Axes, rows: Tensor, columns: Tensor) -> None:
 
 @torch.no_grad()
 def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, Tensor]:
-    """Name, training grid (h, w) and rows [h, w, C] of what is added to patches."""
+    """(name, training grid (h, w), rows [h, w, C]) of the embedding added to patches; ValueError if there is none."""
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
             if part.site == "tokens":
@@ -175,5 +175,5 @@ def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, T
     stored, patches = getattr(source, "pos_embed", None), getattr(getattr(source, "patch_embed", None), "grid_size", None)
     if isinstance(stored, nn.Parameter) and stored.dim() == 3 and patches is not None and size is None:
         return "pos_embed", patches, stored[0, -patches[0] * patches[1] :].detach().unflatten(0, patches).cpu()
-    instead = "vitrel.inspect.plot.offset_maps draws what attention gets"
-    raise ValueError(f"{source_name(source)} adds no embedding to tokens: {instead}")
+    hint = "vitrel.inspect.plot.offset_maps draws what position adds in attention"
+    raise ValueError(f"{source_name(source)} adds no embedding to tokens: {hint}")
