@@ -244,8 +244,8 @@ def test_segments_mixed_sizes_and_tiles():
             assert_near(model.forward_features(image), wanted)
 
 
-def test_attention_that_is_watched():
-    """The probes see each layer as of the plain model, before and after others are kept."""
+def test_attention_that_is_recorded():
+    """The recording sees each layer as in the plain model, whether or not other layers are recorded."""
     for trunk in ("vit", "swin", "swinv2"):
         plain, model = twins(small(trunk, position="table"))
         image = picture()

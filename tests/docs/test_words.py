@@ -46,3 +46,7 @@ def test_plain_text_passes_and_a_missing_path_is_an_error(tmp_path):
     assert main([str(tmp_path)]) == 0
     with pytest.raises(SystemExit, match="no such file"):
         main([str(tmp_path / "b.md")])
+
+
+def test_no_file_of_the_project_has_such_terms(capsys):
+    assert main([]) == 0, capsys.readouterr().out

@@ -59,7 +59,7 @@ INTRODUCTION = """# The founding documents' worked examples
 
 vitrel grew out of five documents that teach relative position by examples small enough to work through by hand: five tokens in
 a row, three tokens, a grid of four patches. Here are all of them: the inputs, the exact values, what the documents print, and
-whether it agrees. They check any implementation.
+whether it agrees. They check any implementation. Most can be played with in [the explorer](explorer.html).
 
 | document | about | its examples |
 |---|---|---|

@@ -44,7 +44,7 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
         raise ValueError("this build of torch has no oneDNN; use linears='auto' or 'torch'")
     restore(model)
     onednn = linears == "onednn" or (linears == "auto" and onednn_is_faster(model))
-    if linears == "auto" and not onednn:
+    if linears == "auto" and not onednn and any(type(module) is nn.Linear for module in model.modules()):
         warnings.warn(
             "oneDNN is no faster here than PyTorch, so linear layers stay as they are, and only batches of several images "
             "become faster; pass linears='torch' to silence this warning, or linears='onednn' to use oneDNN anyway",

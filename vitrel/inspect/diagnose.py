@@ -46,10 +46,11 @@ from vitrel.sizes import Size, format_size
 
 @dataclass(frozen=True)
 class StageDiagnosis:
-    """Leaks and padding in the blocks that share a grid and a window size; `block` is the one that leaks most, or the first.
+    """The blocks of one stage: those on one grid with one window.
 
-    `rows` and `columns` are those whose tokens see the opposite border; `row_pairs` and `column_pairs` count the (query, key)
-    pairs of rows and columns that see each other only across a border.
+    `block` names the block described: of those examined, the one whose tokens see most across a border, or the last if none
+    does; the first of all if none was examined. `rows` and `columns` are those whose tokens see the opposite border;
+    `row_pairs` and `column_pairs` count the pairs (query row, key row) and (query column, key column) across it.
     """
 
     block: str
@@ -187,10 +188,11 @@ def diagnose(
 
 
 def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Size], None] = lambda size: None) -> int | str:
-    """Count the graphs of torch.compile(dynamic=True) for images [2, C, h, w] of each (model, size in pixels) in turn.
+    """Number of graphs that torch.compile(dynamic=True) makes for images [2, C, h, w] of every (model, (h, w) in pixels).
 
-    A model object that occurs several times is compiled once. No code is generated. Returns the reason as a text if a model
-    cannot be compiled. Clears the cache of torch.compile before and after. before: called with each size before its run.
+    A model that occurs several times is compiled once and then called at its further sizes; no code is generated. If a call
+    fails, "failed: " and the class of the exception are returned instead. The models are left in eval mode, and what
+    torch.compile has cached is cleared before and after. before: called with each size in turn.
     """
     from torch._dynamo.testing import CompileCounter  # here, because importing torch._dynamo is slow
 
@@ -350,7 +352,7 @@ def _stage_diagnosis(
 
 
 def _merged(ways: Sequence[WayDiagnosis]) -> Iterator[WayDiagnosis]:
-    """The ways, with those of equal results joined under a common name."""
+    """Yield one diagnosis for all ways with equal sizes and graphs, with their names joined by "or"."""
     equal: dict[tuple, list[WayDiagnosis]] = {}
     for way in ways:
         equal.setdefault((repr(way.sizes), way.graphs), []).append(way)

@@ -118,14 +118,18 @@ def _footprints(block: TracedBlock, module: nn.Module, queries: Sequence[tuple[i
 
 
 def _examined(n: int, window: int) -> list[int]:
-    """Rows (columns) to examine: all that may see across a border, and two in the middle."""
+    """Indices of the rows (columns) to examine, of n in windows of `window`.
+
+    All up to three windows; above that those of the first and of the last window, which may see across a border, and the two
+    in the middle.
+    """
     if n <= 3 * window:
         return list(range(n))
     return [*range(window), n // 2 - 1, n // 2, *range(n - window, n)]
 
 
 def _beyond_gap(sees: Tensor, at: int) -> Tensor:
-    """[n] bool: seen rows (columns) separated from row `at` by one that is not seen."""
+    """[n] bool: the rows (columns) that are seen, but not joined to row (column) `at` by an unbroken run of seen ones."""
     unseen = (~sees).nonzero().flatten().tolist()
     first = max((i + 1 for i in unseen if i < at), default=0)
     last = min((i for i in unseen if i > at), default=len(sees))

@@ -122,12 +122,12 @@ IndependentValues = dict[tuple[str, str, int], IndependentValue]  # by module of
 def independent_values(
     model: nn.Module, size: Size, reported: Set[str] = frozenset(), instead: Mapping[str, Tensor] | None = None
 ) -> IndependentValues:
-    """Values that forward at `size` (h, w) pixels combines with the image but does not derive from it.
+    """Record every tensor that forward at `size` (h, w) pixels combines with the image and that does not depend on the image.
 
-    Masks and integers are left out. reported: names of parameters and buffers whose change is reported elsewhere, as are the
-    changes of their interpolations and of the outputs of vitrel's encodings. instead: values for some parameters. `model` is
-    not changed; a copy that shares its values runs. Raises what forward raises, and RuntimeError if forward writes values of
-    the image into a tensor that does not depend on it.
+    Masks and integers are left out. reported: names of parameters and buffers whose change is reported elsewhere; what forward
+    interpolates from them, and what vitrel's encodings return, is marked as reported too. instead: {name: values} to use for
+    some parameters. `model` is not changed: a copy that shares its values is run. Raises what forward raises, and RuntimeError
+    where values of the image are written into another tensor.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {name: _on_cpu((instead or {}).get(name, value)) for name, value in named.items()}
@@ -177,7 +177,10 @@ def common_grids(model: nn.Module, old: Size, new: Size) -> list[tuple[Size, Siz
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Rows [H, R, D] of a table over `axis` -> [H, 2h-1, 2w-1, D], with length 1 along an axis that the table does not have."""
+    """Arrange the rows [H, R, D] of a table by offset: [H, 2h-1, 2w-1, D], with length 1 for an axis not in `axis`.
+
+    axis: axes of the table, "h", "w" or "hw". Rows after those of the offsets (of prefix tokens) are dropped.
+    """
     shape = (2 * grid.h - 1 if "h" in axis else 1, 2 * grid.w - 1 if "w" in axis else 1)
     return rows[:, : shape[0] * shape[1]].unflatten(1, shape)
 
@@ -257,7 +260,10 @@ def _angle_change(a: Tensor, b: Tensor) -> float:
 
 
 def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
-    """Changes merged by kind, without rounding errors."""
+    """One change per kind ("bias", "rotation"): the number of changes as `layers`, and the largest of them.
+
+    Changes of at most 1e-4 are rounding and are left out.
+    """
     lines: dict[str, BiasChange] = {}
     for change in changes:
         if change.largest > 1e-4:
@@ -267,9 +273,10 @@ def _summed(changes: Iterable[BiasChange]) -> tuple[BiasChange, ...]:
 
 
 def _change(old: Tensor, new: Tensor, grids: list[tuple[Size, Size]]) -> float | None:
-    """Largest difference at the same row and column, counted from the first; 0 if there is none when counted from the middle.
+    """Largest difference between values of the same row and column at two sizes; None if they cannot be placed on a grid.
 
-    None if the values cannot be matched to a grid.
+    Rows and columns are counted from the first, or from the middle: 0 if the values agree, but for rounding, when counted from
+    the middle, otherwise the largest difference when counted from the first.
     """
     first, middle = (
         min((_difference(old, new, readings) for readings in itertools.product(*axes)), default=None)
