@@ -10,9 +10,16 @@ from numpy import ndarray
 
 from vitrel.inspect.diagnose import Diagnosis, SizeDiagnosis, StageDiagnosis, WayDiagnosis
 
-_COLOURS = ("#e8e8e8", "#d95f02", "#7570b3", "#8c1c3a")
-_MEANING = ("sees its window alone", "sees across the border", "attends to padding", "both")
-_SEEN = ("#ffffff", "#1b9e77", "#d95f02", "#1a1a1a")  # not seen, seen, seen across a border, the token itself
+# Okabe and Ito's colours, which remain distinct in common colour blindness
+_COLOURS = ("#e8e8e8", "#d55e00", "#56b4e9", "#000000")
+_MEANING = (
+    "attends within its window",
+    "attends across the image border",
+    "attends to padding",
+    "attends across the border and to padding",
+)
+_SEEN = ("#ffffff", "#009e73", "#d55e00", "#000000")
+_SEEN_MEANING = ("not attended", "attended", "attended across the image border", "the query token")
 
 
 def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
@@ -32,9 +39,12 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
         _draw(left, stage.map, _COLOURS, f"{diagnosis.model}, {way.way}\n{where}")
         seen = stage.sees.copy()
         seen[stage.token] = 3
-        _draw(right, seen, _SEEN, f"what the token at row {stage.token[0]}, column {stage.token[1]} sees\nin {stage.block}")
-    handles = [Patch(color=colour) for colour in (*_COLOURS, _SEEN[1])]
-    figure.legend(handles, (*_MEANING, "seen by the one token (black)"), loc="outside lower center", ncols=3, frameon=False)
+        _draw(
+            right, seen, _SEEN, f"tokens attended by the one at row {stage.token[0]}, column {stage.token[1]}\nin {stage.block}"
+        )
+    for panel, colours, meaning in zip(axes[-1], (_COLOURS, _SEEN), (_MEANING, _SEEN_MEANING), strict=True):
+        handles = [Patch(facecolor=colour, edgecolor="#999999") for colour in colours]
+        panel.legend(handles, meaning, loc="upper center", bbox_to_anchor=(0.5, -0.02), frameon=False, fontsize=9)
     return figure
 
 
