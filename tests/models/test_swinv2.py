@@ -209,5 +209,5 @@ def test_the_window_of_the_bias_is_that_of_each_stage():
     )  # it was trained at 192 px in windows of 12
     vitrel.load_pretrained(tuned, theirs.state_dict())
     torch.testing.assert_close(tuned(image), theirs(image), atol=2e-5, rtol=0)
-    with pytest.raises(ValueError, match="pretrained_window is one side or"):
+    with pytest.raises(ValueError, match="pretrained_window must be one side or"):
         timm.create_model("vitrel_swinv2_t", position_args=dict(pretrained_window=(12, 12, 6)), **small)

@@ -1,8 +1,8 @@
-"""Plots of measurements against size: a line per contender, labelled at its end instead of in a legend."""
+"""Plots of measurements against size: a line per contender."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vitrel.files import atomic_write
 
@@ -19,36 +19,6 @@ COLOURS = {  # vitrel warm, peers cold; distinguishable with common colour blind
 }
 _DASHES = {"ours": "-", "both": "-.", "peer": "--", "floor": ":"}
 _MARKERS = "osD^vPX*"
-_APART = 0.05  # distance of labels, as a share of the panel's height
-
-
-class LineEnd(NamedTuple):
-    """The last point of a line, in data coordinates."""
-
-    name: str
-    colour: str
-    x: float
-    y: float
-
-
-def label_ends(axes: "Axes", ends: Iterable[LineEnd]) -> None:
-    """Write names right of the panel without overlap, each connected to its line's end; set limits and scales before."""
-    transform = axes.transData + axes.transAxes.inverted()
-    ordered = sorted(((transform.transform((end.x, end.y))[1], end) for end in ends), key=lambda item: item[0])
-    height = -1.0
-    for position, end in ordered:
-        height = max(position, height + _APART)
-        axes.annotate(
-            end.name,
-            (end.x, end.y),
-            (1.03, height),
-            textcoords="axes fraction",
-            color=end.colour,
-            fontsize=8,
-            va="center",
-            arrowprops=dict(arrowstyle="-", color=end.colour, linewidth=0.5, alpha=0.6),
-            annotation_clip=False,
-        )
 
 
 def plot(
@@ -72,8 +42,10 @@ def plot(
     for axes, (ylabel, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
         _panel(axes, rows_of, place, value, slopes)
-    figure.suptitle(title)
-    figure.supxlabel(footer, fontsize=7, color="0.4")
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines() if line.get_label() in rows_of}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(f"{title}\n", fontsize=13)
+    figure.text(0.5, 0.945, footer, fontsize=8, color="0.4", ha="center")
     with atomic_write(path) as part:
         figure.savefig(part, dpi=130, format="png")
 
@@ -87,26 +59,23 @@ def _panel(
 ) -> None:
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
-    ends, used = [], dict.fromkeys(COLOURS, 0)
+    used = dict.fromkeys(COLOURS, 0)
     for number, (name, rows) in enumerate(rows_of.items()):
         kind = rows[0]["of"]
         colour, marker = COLOURS[kind][used[kind] % len(COLOURS[kind])], _MARKERS[number % len(_MARKERS)]
         used[kind] += 1
         points = sorted((place(row)[0], value(row)) for row in rows)
-        linewidth = 2 if kind == "ours" else 1.3
-        axes.plot(*zip(*points, strict=True), _DASHES[kind], marker=marker, markersize=4, color=colour, linewidth=linewidth)
-        ends.append(LineEnd(name, colour, *points[-1]))
+        style = dict(marker=marker, markersize=4, color=colour, linewidth=2 if kind == "ours" else 1.3, label=name)
+        axes.plot(*zip(*points, strict=True), _DASHES[kind], **style)
     ticks = dict(sorted(place(row) for rows in rows_of.values() for row in rows))
     axes.set_xticks(list(ticks), list(map(str, ticks.values())), rotation=45, fontsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     if slopes:
         _slopes(axes, [(place(row)[0], value(row)) for rows in rows_of.values() for row in rows])
-        axes.set_ylim(top=4 * axes.get_ylim()[1])  # space for the names
     else:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
-    label_ends(axes, ends)
 
 
 def _slopes(axes: "Axes", points: list[tuple[float, float]]) -> None:
