@@ -162,6 +162,7 @@ def dynamic_image(b, h, w, **keywords):
     return qkv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [(0, 0), (2, 1)])
 def test_a_graph_for_any_size_holds_one_operator(shift):
     torch._dynamo.reset()
@@ -208,6 +209,7 @@ def test_a_graph_of_one_size_reads_them():
     assert counter.frame_count == 3
 
 
+@pytest.mark.slow
 def test_compiled_attention_learns():
     """Outputs and gradients over sizes that one compiled graph serves."""
     torch._dynamo.reset()
@@ -250,6 +252,7 @@ def test_exported_programs_hold_pytorchs_own_operators():
             assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("global_attention", "strict"), [(False, True), (True, False)])
 def test_exported_attention_takes_any_batch(global_attention, strict):
     """Its bias has a batch of 1, which the program must not compare with the images'."""

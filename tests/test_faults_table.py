@@ -43,6 +43,7 @@ def test_no_lock_file_names_an_address():
     assert not locked
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_or_extracted():
     for name, tree in trees().items():
         assert "extractall" not in named(tree) and "extract" not in named(tree), name

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from PIL import Image
 
 HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib", "plotly")
@@ -18,6 +19,7 @@ def printed(code, *arguments):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_package_is_light_and_its_parts_bring_what_they_need(tmp_path):
     """Models run where only torch and timm are; settings of evaluations need no more; albumentations is imported only to
     augment, and without the network: at import it would ask for its newest version, and keep any error to itself.
@@ -51,6 +53,7 @@ print("evaluations", "pandas" in seen())
     ]
 
 
+@pytest.mark.slow
 def test_the_command_registers_the_models_when_it_needs_them():
     """It imports the package without them, for the sake of --help."""
     code = """

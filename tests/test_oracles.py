@@ -37,6 +37,7 @@ def test_stored_golden_numbers_are_the_oracles(run_make):
     assert run_make("--check") == ""
 
 
+@pytest.mark.slow
 def test_make_check_sees_a_changed_number_and_a_missing_file(run_make, tmp_path):
     for key in oracles.ORACLES.keys() - {"none"}:
         shutil.copy(GOLDEN / f"{key}.json", tmp_path)

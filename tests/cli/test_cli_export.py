@@ -66,6 +66,7 @@ def test_a_program_serves_any_size(tool, checkpoint, capsys):
     assert sorted(item.name for item in path.parent.iterdir()) == ["last.ckpt", "last.pt2"]
 
 
+@pytest.mark.slow
 def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
     """It takes any batch, and refuses another size instead of a wrong answer."""
     path, model = checkpoint

@@ -101,6 +101,7 @@ def test_the_folder_of_a_run_stands_for_its_last_checkpoint(tool, tmp_path):
         tool.main([str(tmp_path / "run"), "--out", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_model_of_timm_is_brought_to_the_size_first(tool, tmp_path, capsys):
     tool.main(["vit_tiny_patch16_224", "--size", "96x64", "--out", str(tmp_path)])
     assert str(tmp_path / "attention.png") in capsys.readouterr().out

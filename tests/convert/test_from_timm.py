@@ -165,6 +165,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{name}-{[*options]}"[:60] for name, options in OPTIONS])
 def test_options(name, options):
     theirs = peer(name, **options)

@@ -253,6 +253,7 @@ BARE = {  # (name of the file's model, its options, like)
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BARE)
 def test_bare_weights(case, tmp_path):
     """Where the file and the model named differ, the file's shapes win."""

@@ -181,6 +181,7 @@ def test_logits_of_every_tile():
     torch.testing.assert_close(model.forward_head(tokens), model(image))
 
 
+@pytest.mark.slow
 def test_compiled_without_a_break():
     model, image = model_of("rope_mixed", prefix=0).float(), strip((2, 2)).float()
     torch._dynamo.reset()

@@ -74,6 +74,7 @@ def test_set_input_size_resamples_and_changes_the_bias():
     assert state_hash(model) == before
 
 
+@pytest.mark.slow
 def test_the_bias_of_swin_v2_changes_silently():
     """Against its formula: coordinates are divided by the window, so that an offset of 1 means less in a larger one."""
     model = swin("swinv2_tiny_window8_256")
@@ -165,6 +166,7 @@ def test_the_size_of_a_change():
     assert change.what == "rotation" and change.largest == pytest.approx(0.5)  # the fastest of its frequencies is 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "kinds", "words"),
     [

@@ -150,6 +150,7 @@ def test_half_precision_perturbs_in_float32(key):
         assert same(under, read(restored, grid))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["absolute", "rope_mixed"])  # sampled rows, and coordinates, which all rotations share
 def test_compiled_without_a_graph_per_step(key):
     encoding, counter = make(key, Grid(4, 6, 1), dim=16, **ALL), CompileCounter()

@@ -93,6 +93,7 @@ def test_until_start_epoch_the_average_is_the_weights(tmp_path):
         assert int(second["averaging_state"]["n_averaged"]) == (6 if every == 1 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ema", "updates"), [(None, 9), (Ema(0.9, warmup=True), 2), *((Ema(0.9, start_epoch=1, every=2), n) for n in (2, 6, 9))]
 )

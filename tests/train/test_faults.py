@@ -28,6 +28,7 @@ def last_step(folder):
     return read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, shards):
     """One white image makes the loss NaN: it is among the images named, and the checkpoint before is kept."""

@@ -73,6 +73,7 @@ def test_sigterm_before_anything_was_trained(command, tmp_path, capfd):
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=SLOW), 2])
 def test_killed_while_streaming_shards(command, whole, folder, tmp_path, workers):
     pack(folder, tmp_path / "shards", images_per_shard=17)
@@ -180,6 +181,7 @@ def test_ctrl_c_before_anything_was_trained(command, tmp_path, capfd):
     assert "ctrl-c: nothing is saved yet" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_a_step_that_does_not(command, tmp_path, capfd):
     def wait():
         os.kill(os.getpid(), signal.SIGINT)

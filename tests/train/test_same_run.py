@@ -140,6 +140,7 @@ def test_other_shards_are_named(command, folder, data, tmp_path):
     assert "training files: 3 gone ('00000.tar', '00001.tar', '00002.tar'), 96 new ('blue/0.png', " in said
 
 
+@pytest.mark.slow
 def test_what_may_change_ends_in_the_same_weights(command, whole, data, tmp_path):
     """Where the data lies, how it is loaded, how it is computed and what else is written."""
     args = command("cut", *EVERYTHING, f"--data.data={data}", "--run.save_every=1", epochs=2)

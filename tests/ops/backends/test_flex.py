@@ -47,6 +47,7 @@ def agree(terms, grid, queries=None, mask=None, dtype=double, atol=1e-12):
 SIZES = [(Grid(2, 5), 10), (Grid(3, 2, 1), 7), (Grid(2, 4, 3), 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "size"), [*zip(KEYS, SIZES * 3, strict=True), ("table", SIZES[1]), ("table", SIZES[2])], ids=str
 )

@@ -138,6 +138,7 @@ def test_nan_and_small_errors_do_not_pass():
     assert "largest of output" in text(elsewhere, exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["table", "rope"])
 @pytest.mark.parametrize("grid", [Grid(6, 9), Grid(7, 5), Grid(2, 8), Grid(2, 3)], ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -158,6 +159,7 @@ def test_global_peers_are_right(encoding, prefix):
     assert text(gathered_sdpa) == text(global_softmax) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["table", "factorised", "rope"])
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

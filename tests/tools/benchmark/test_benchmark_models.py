@@ -91,6 +91,7 @@ def test_our_model_is_the_peers(model):
             assert (ours(image) - expected).abs().max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "transformers"])
 def test_weights_of_other_libraries(library):
     if library == "transformers":

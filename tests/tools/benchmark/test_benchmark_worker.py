@@ -92,6 +92,7 @@ def started(worker, build, **args):
     return worker._ask("start", *order(build, args), 1, "cpu")
 
 
+@pytest.mark.slow
 def test_worker_answers_until_it_dies_or_hangs():
     """Two at once, in turn; outcomes are of the last call, peaks do not begin at the parent's."""
     kept = torch.ones(300 * 2**18)
@@ -122,6 +123,7 @@ def test_worker_answers_until_it_dies_or_hangs():
     assert time.time() - start < 10 and other._process.returncode == -9
 
 
+@pytest.mark.slow
 def test_worker_tells_what_its_call_tells_compiles_and_raises():
     with worker("Telling") as one:
         one.start()

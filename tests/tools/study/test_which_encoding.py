@@ -33,6 +33,7 @@ def cells(table: str) -> dict[str, list[str]]:
     return {first.strip("`"): rest for first, *rest in lines}
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_results_give(monkeypatch, tmp_path):
     costs = cost_table(read_costs(ROOT / "results" / "encoding_cost" / "costs.csv"))  # builds every model
     monkeypatch.setattr(which_encoding, "cost_table", lambda rows: costs)
