@@ -397,19 +397,22 @@ def steps_by_vitrel(inputs):
     offsets, shift = row_offsets(inputs["length"] + inputs["shift"]), inputs["shift"]
     return {
         "steps": [offsets[i, j] for i, j in inputs["pairs"]],
-        "change": (offsets[shift:, shift:] - offsets[:-shift, :-shift]).abs().max(),
+        "change_of_offsets": (offsets[shift:, shift:] - offsets[:-shift, :-shift]).abs().max(),
     }
 
 
 def shifted_by_vitrel(inputs):
     (near, far), n = inputs["first"], len(inputs["tokens"])
-    x = torch.zeros(far + n, 2)
-    bias = vitrel.explain(x, x, x, "log_decay", decay=inputs["lambda"]).added["bias[dy, dx]"][0]
+    offsets, x = row_offsets(far + n), torch.zeros(far + n, 2)
 
-    def difference(values):
-        return (values[near : near + n, near : near + n] - values[far:, far:]).abs().max()
+    def bias(first):  # of n tokens from `first` on, the last of a row
+        e = vitrel.explain(x[:n], x[: first + n], x[: first + n], "log_decay", decay=inputs["lambda"])
+        return e.added["bias[dy, dx]"][0, :, first:]
 
-    return {"offset_difference": difference(row_offsets(far + n)), "bias_difference": difference(bias)}
+    return {
+        "offset_difference": (offsets[near : near + n, near : near + n] - offsets[far:, far:]).abs().max(),
+        "bias_difference": (bias(near) - bias(far)).abs().max(),
+    }
 
 
 def buckets_by_vitrel(inputs, length=4096):
@@ -703,6 +706,33 @@ def test_statements(statement):
         compare(STATEMENTS[statement["id"]](), statement["values"])
 
 
+def test_the_answers_have_the_numbers_of_their_examples():
+    answers = {name: case["answer"] for name, case in CASES.items() if "answer" in case}
+    assert answers.keys() == {"linear_decay", "asymmetric_exercise"}
+    for name, answer in answers.items():
+        numbers = re.findall(r"\d\.\d{4}", answer)
+        assert len(numbers) >= 2 and all(number in json.dumps(CASES[name]["expected"]) for number in numbers)
+
+
+def test_every_row_and_column_has_a_name():
+    for name, case in CASES.items():
+        for quantity, exact in case["expected"].items():
+            rows, columns = founding_documents.labels(name, case, quantity)
+            if rows:
+                assert len(rows) == len(exact)
+            inner = (list(exact.values()) if isinstance(exact, dict) else exact) if rows else [exact]
+            widths = {len(row) for row in inner if isinstance(row, list)}
+            assert quantity in ("ranges", "query_key", "key_query") or widths <= {len(columns)}, (name, quantity)
+
+
+def test_the_explorer_has_the_sections_that_the_page_names():
+    page = (Path(__file__).parents[2] / "tools" / "explorer" / "page" / "page.html").read_text("utf-8")
+    for anchor, section in founding_documents.SECTIONS.items():
+        assert f'<a href="#{anchor}">{section}</a>' in page
+    assert founding_documents.EXPLORER.keys() < CASES.keys()
+    assert {anchor for anchor, _ in founding_documents.EXPLORER.values()} == founding_documents.SECTIONS.keys()
+
+
 def test_the_page_gives_every_value():
     """Each example, each exact number, each printed number and each misprint stands in the page as it is stored."""
     text = founding_documents.PAGE.read_text()
@@ -711,12 +741,17 @@ def test_the_page_gives_every_value():
     for name, case in CASES.items():
         part = text.split(f"## {name.replace('_', ' ')}\n")[1].split("\n## ")[0]
         assert case["rule"] in part
-        values = json.dumps([case["expected"], founding_documents.printed_values(case)])
+        values = re.sub(r'"[^"]*": ', "", json.dumps([case["expected"], founding_documents.printed_values(case)]))
         assert not set(number.findall(values)) - set(number.findall(part)), name
         assert part.count("differ**") + part.count("**no**") == len(
-            {(m["of"], entry[0] if entry else 0) for m in case["misprints"] for entry in m["entries"]}
+            {
+                (m["of"], entry[0] if founding_documents.labels(name, case, m["of"])[0] else 0)
+                for m in case["misprints"]
+                for entry in m["entries"]
+            }
         )
         assert all(misprint["reason"] in text for misprint in case["misprints"])
-    assert "(0, 2) (2, 0) 0.259 / -0.2588" in text
+    assert "query 0 key 2 and query 2 key 0: 0.259 / -0.2588" in text
+    assert "bucket 9, to: 16 / 15" in text and "all 20 entries off the diagonal have the opposite sign" in text
     for mark in ("misprints", "statements", "contents", "examples"):
         assert text.count(f"<!-- {mark} -->") == text.count(f"<!-- /{mark} -->") == 1
