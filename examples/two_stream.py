@@ -6,7 +6,7 @@ Patches are predicted in a random order, each from the patches before it. The co
 query stream knows only its position, so it can predict them. Both streams read the keys and values of the content stream. The
 order changes only the attention mask: positions stay those of the grid.
 
-The command trains `PatchPredictor` on drawn shapes, one to two minutes of one CPU core's time per encoding, and prints the error
+The command trains `PatchPredictor` on drawn shapes, one to two minutes of one CPU core per encoding, and prints the error
 on images that it was not trained on (results/two_stream). Without position, every patch gets the same prediction from the
 same visible patches.
 """

@@ -37,7 +37,7 @@ ABOUT = {  # {example: (what it shows, how vitrel computes it)}
     "square_absolute_terms": ("absolute position taken apart", '`vitrel.explain` of `"absolute"`'),
     "square_relative": (
         "a bias for each offset (dy, dx), in both sign conventions",
-        '`"table"`, `set_biases(..., offset=...)`; `vitrel.inspect.plot.offset_maps` draws learned ones, as the picture after 7.5',
+        '`"table"`, `set_biases(..., offset=...)`; `vitrel.inspect.plot.offset_maps` draws it, as after 7.5 in 000',
     ),
     "square_listed": ("biases of single pairs of patches", "`set_biases(..., offset=...)` in both readings"),
     "content_outweighs_bias": (

@@ -29,7 +29,7 @@ OFFSETS = {
 _MEANING = {
     "content-position": "s q.r, r a vector for the position of the key or for the offset",
     "position-content": "s r.k, r a vector for the position of the query or for the offset",
-    "position-position": "s p.r: p was added to the query's token, r to the key's; q.k above is without them, later terms with them",
+    "position-position": "s p.r, p added to the query's token, r to the key's; q.k above is without, later terms with them",
     "global content bias": "s u.k, the same vector u for every query",
     "global position bias": "s v.r, the same vector v for every query, r a vector for the offset",
     "rotation": "s q.k with q and k rotated by their positions, less s q.k before the rotation",
