@@ -155,7 +155,7 @@ def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     assert trace["error_y"]["array"] == pytest.approx((square["high"] - square["top1"]).tolist(), abs=1e-6)
     assert all(
         word in trace["hovertext"][0]
-        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: fixed", "resized: nothing", "95 %", "top-1 (%)")
+        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: fixed", "resampled: nothing", "95 %", "top-1 (%)")
     )
     wide = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'wide')")
     assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")

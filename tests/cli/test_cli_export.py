@@ -62,7 +62,7 @@ def test_a_program_serves_any_size(tool, checkpoint, capsys):
     assert (about["model"], about["encoding"]) == ("vitrel_vit_n8_table", "table")
     assert about["img_size"] == about["size"] == [32, 48] and about["dynamic_size"] is True
     printed = capsys.readouterr().out
-    assert "1 of 32x48" in printed and f"written to {path.with_suffix('.pt2')}: any batch, any size" in printed
+    assert "1 of 32x48" in printed and f"written to {path.with_suffix('.pt2')}: any batch size, any image size" in printed
     assert sorted(item.name for item in path.parent.iterdir()) == ["last.ckpt", "last.pt2"]
 
 

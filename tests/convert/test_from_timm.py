@@ -310,3 +310,13 @@ def test_with_an_encoding_in_one_call():
     assert dropped.pos_embed is None and dropped.arguments["position"] == "cpb"
     with pytest.raises(ValueError, match="absolute needs an encoding to add in attention"):
         vitrel.from_timm(theirs, absolute="drop")
+
+
+def test_weights_that_cannot_be_fetched_may_be_given_as_a_file(monkeypatch):
+    def create_model(*args, **kwargs):
+        raise FileNotFoundError("not in the cache, and no network")
+
+    monkeypatch.setattr(timm, "create_model", create_model)
+    with pytest.raises(FileNotFoundError, match="no network") as caught:
+        vitrel.from_timm("vit_tiny_patch16_224", pretrained=True)
+    assert "--weights FILE" in caught.value.__notes__[0]

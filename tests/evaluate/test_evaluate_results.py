@@ -144,6 +144,7 @@ def test_the_area_is_a_mean_over_octaves():
     assert found == {"best_size": "64x128", "top1_area": pytest.approx((60 + 75 / 2) / 1.5, abs=1e-4)}
     # sizes of one area count once, in whatever order they come
     assert curve_summary(curve(_64x128=80.0, _128x64=60.0, _64x64=50.0))["top1_area"] == pytest.approx(60.0)
+    assert curve_summary(curve(_64x64=90.0, _96x96=90.0, _48x48=90.0))["best_size"] == "48x48"  # the smallest of equals
     one = curve_summary(curve(_64x64=50.0))
     assert one["best_size"] == "64x64" and one["top1_area"] != one["top1_area"]
 

@@ -38,7 +38,12 @@ def from_timm(
     """
     if isinstance(model, str):
         check_model_name(model, allow_sources=True)
-        model = timm.create_model(model, pretrained=pretrained, **arguments)
+        try:
+            model = timm.create_model(model, pretrained=pretrained, **arguments)
+        except OSError as error:
+            if pretrained:  # neither in the cache nor on a network that can be reached
+                error.add_note("give a file with the weights instead: vitrel train --weights FILE, or vitrel.load(FILE)")
+            raise
     elif pretrained or arguments:
         argument = "pretrained" if pretrained else next(iter(arguments))
         raise ValueError(

@@ -63,7 +63,7 @@ COLUMNS = {
     "majority": "share of the most frequent class, percent: top1 of always predicting that class",
     "left_out": "number of images that could not be read; bad_images.csv names them",
     "retention": "top1 / top1 at the training size, same protocol and crop",
-    "best_size": "size with the highest top1 for the same model, seed, protocol, crop and policy",
+    "best_size": "smallest size with the highest top1 for the same model, seed, protocol, crop and policy",
     "top1_area": "area under the curve of top1 over log2 sqrt(height x width), divided by its width: a mean in percent",
     "tokens": "patch tokens, without class tokens; native: mean over images",
     "window": "window of every stage in tokens, height x width; native: at img_size",
@@ -529,7 +529,7 @@ def with_curves(rows: Sequence[Row]) -> list[Row]:
 
 
 def curve_summary(curve: pd.DataFrame) -> Row:
-    """Return {best_size, top1_area} of a curve: the size of the highest top1, and the mean of top1 over log2 sqrt(h w).
+    """Return {best_size, top1_area} of a curve: the smallest size with the highest top1, and mean top1 over log2 sqrt(h w).
 
     The mean is the area by trapezoids divided by the width. Sizes of equal area count once, with their mean; NaN where all
     sizes have the same area.
@@ -540,7 +540,8 @@ def curve_summary(curve: pd.DataFrame) -> Row:
     pairs = zip(octaves, octaves[1:], top1, top1.iloc[1:], strict=False)
     under = sum((right - left) * (a + b) / 2 for left, right, a, b in pairs)
     mean = under / (octaves[-1] - octaves[0]) if len(octaves) > 1 else math.nan
-    return {"best_size": curve.loc[curve["top1"].idxmax(), "img_size"], "top1_area": round(mean, 4)}
+    best = curve.loc[area.sort_values(kind="stable").index]
+    return {"best_size": best.loc[best["top1"].idxmax(), "img_size"], "top1_area": round(mean, 4)}
 
 
 def _differences(row: Row, keys: Sequence[Row]) -> list[str]:

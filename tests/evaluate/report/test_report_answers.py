@@ -110,6 +110,8 @@ def test_the_best_is_the_smallest_of_equals():
     # too few images to call a size 8 points lower as good: the highest stands
     few = only(row("48x48", 82.0, n=100), row(n=100))
     assert few.best_size == "64x64" and "not significantly above that at 48 px" in few.text
+    equal = only(row(), row("48x48"), row("96x96"))
+    assert equal.best_size == "48x48" and "Top-1 is equal at 48, 64 and 96 px; 48 px is the smallest: 90.0 %" in equal.text
 
 
 def test_one_size_alone_and_a_missing_training_size():

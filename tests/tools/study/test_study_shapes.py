@@ -16,7 +16,7 @@ def cut(config):
     config["data"] = [data for data in config["data"] if data["data"] != "shapes-place"]
     config["train"]["data"] |= {"n_train": 320, "n_val": 64}
     config["train"]["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
-    config["evaluate"] |= {"n": 20, "device": "cpu", "attention_n": 2, "sizes": [64, 128]}
+    config["evaluate"] |= {"n": 20, "device": "cpu", "attention_n": 2, "sizes": [64, 96, 128]}
     for data in config["data"]:
         data.get("train", {}).get("data", {}).pop("n_train", None)
         if "only" in data:

@@ -398,6 +398,8 @@ def _best(curve: _Curve, cost: Mapping[str, Any]) -> str:
         return f"Top-1 is highest at {at}: {top1}."
     if curve.best != curve.highest:
         return f"The best size is {at}, the smallest with top-1 at most {curve.behind:.1f} points below the highest: {top1}."
+    if all(curve.used[size].row["top1"] == row["top1"] for size in others):
+        return f"Top-1 is equal at {pixels(curve.best, *others)}; {at} is the smallest: {top1}."
     return f"Top-1 is highest at {at}, not significantly above that at {pixels(*others)}: {top1}."
 
 

@@ -25,7 +25,7 @@ function bySizeTable(protocol) {
   const curves = DATA.curves.map((curve) => ({ curve, rows: curve.rows.map((at) => DATA.rows[at]).filter((row) => row.protocol === protocol) })).filter(({ rows }) => rows.length);
   const sizes = DATA.sizes.map(({ name }) => name).filter((size) => curves.some(({ rows }) => rows.some((row) => row.img_size === size)));
   const at = (rows, size) => rows.find((row) => row.img_size === size);
-  const best = new Map(sizes.map((size) => [size, Math.max(...curves.map(({ rows }) => at(rows, size)?.top1 ?? -1))]));
+  const best = new Map(sizes.map((size) => [size, Math.max(...curves.map(({ rows }) => (curves.length > 1 ? at(rows, size)?.top1 : null) ?? -1))]));
   const head = make("tr", {}, make("th", { scope: "col", textContent: "model" }), ...sizes.map((size) => make("th", { scope: "col", class: trainSizes.includes(size) ? "number trained" : "number", textContent: `${size}${trainSizes.includes(size) ? " (trained)" : ""}` })), make("th", { scope: "col", textContent: "at other sizes" }));
   const lines = curves.map(({ curve, rows }) => make("tr", {}, make("td", { textContent: curve.name }), ...sizes.map((size) => accuracyCell(at(rows, size), best.get(size), size)),
     make("td", {}, badge(resizedText(rows), "neutral"), ...(rows.every((row) => row.unchanged) ? [] : [" ", badge("state dict changed", rows.some((row) => !row.unchanged && row.warning) ? "warn" : "neutral")]))));
@@ -38,7 +38,8 @@ function startAnswers() {
   $("answer-list").replaceChildren(...DATA.answers.map(({ label, line, details }) => make("li", {}, make("b", { textContent: `${label}: ` }), line, ...details.map((textContent) => make("span", { class: "more", textContent })))));
   $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
-  $("by-size-note").textContent = `Bold: the highest top-1 at a size. ± is half the 95 % interval; where intervals overlap, the order is uncertain. Shaded: training size. !: a warning, listed below.${same}`;
+  const bold = DATA.curves.length > 1 ? "Bold: the highest top-1 at a size. " : "", mark = DATA.rows.some((row) => row.warning) ? " !: a warning, listed below." : "";
+  $("by-size-note").textContent = `${bold}± is half the 95 % interval; where intervals overlap, the order is uncertain. Shaded: training size.${mark}${same}`;
   const warnings = new Map();
   for (const row of DATA.rows.filter((one) => one.warning)) {
     const name = `${curveName(row)} (${row.protocol})`;

@@ -66,6 +66,7 @@ async function startPage() {
     width = innerWidth;
     for (const redraw of redraws) redraw();
   });
+  hide("drawing");
   document.documentElement.dataset.ready = "yes";
 }
 
