@@ -156,6 +156,7 @@ ROUTES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route(route, tmp_path):
     model = ROUTES[route]()

@@ -139,6 +139,7 @@ def step(model, image):
     return [out.detach(), image.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 @EVERY
 def test_gradients_against_float64(kind, train):

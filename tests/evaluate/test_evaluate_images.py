@@ -50,6 +50,7 @@ def collated(monkeypatch, noise, most, error):
 LACKS = [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_memory_that_runs_out_while_images_are_loaded_halves_the_batch(trained, noise, monkeypatch, rows_of, workers, error):

@@ -85,6 +85,7 @@ def test_a_strip_of_known_height_equals_the_whole(key, options, prefix):
     assert_same(found, whole(model, image, length=2), 1e-7 if key == "xpos" else 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1, 3])
 @pytest.mark.parametrize(("key", "options"), OFFSETS_ONLY, ids=lambda value: str(value))
 def test_encodings_that_read_offsets_need_no_height(key, options, length):

@@ -122,6 +122,7 @@ class MadeOnTheCPU(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_makes_nothing_on_the_cpu(name):
     few = {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}

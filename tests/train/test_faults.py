@@ -137,6 +137,7 @@ def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, 
     assert f"{own}/train/blue/3.png" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "hook"),
     [(9, "on_train_batch_start"), (3, "validation_step"), (2, "on_train_epoch_end"), (3, "on_train_epoch_start")],
@@ -149,6 +150,7 @@ def test_a_folder_that_is_removed_ends_the_run_with_its_name(command, tmp_path, 
     assert not gone.exists()  # a part of a run that looks whole would be worse
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_renamed_can_be_moved_back(command, whole, tmp_path, capfd):
     args, moved = command("run", "--run.save_every=1", epochs=2), tmp_path / "moved"
     assert status(in_child(args, at(9, lambda: (tmp_path / "run").rename(moved)))) == 1

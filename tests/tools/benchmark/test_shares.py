@@ -77,6 +77,7 @@ def more(found, before):
     return {kind: found[kind] - before[kind] for kind in KINDS if kind != DISPATCH and found[kind] != before[kind]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
