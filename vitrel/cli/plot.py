@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the plots and print their paths."""
+    """Write the position plots of one model, or with --gallery of all encodings or of checkpoints, and print their paths."""
     if len(args.models) != 1 and not args.gallery:
         args.usage_error(f"give one MODEL, or --gallery; got {len(args.models)} models")
     for path in _gallery(args) if args.gallery else _pictures(args):

@@ -53,7 +53,10 @@ class Policy:
 
     @property
     def levels(self) -> "dict[str, Level]":
-        """The operations of the policy: {name: function from (magnitude / 10, sign) to the operation's argument}."""
+        """The operations of a "rand" or "augmix" policy: {name: function from (magnitude / 10, sign) to its argument}.
+
+        sign: -1 or 1. Not for "3a" and "trivial", which have other operations.
+        """
         return AUGMIX if self.kind == "augmix" else RAND_INCREASING if self.increasing else RAND
 
     def draw(self, rng: random.Random | ModuleType) -> float:

@@ -90,7 +90,10 @@ class ShardBatches(IterableDataset):
         self.shards.set_epoch(epoch)
 
     def skip(self, batches: int) -> None:
-        """Skip the first `batches` batches of this epoch, without reading their images."""
+        """Start the next iteration of this epoch at batch number `batches`, without reading the images before it.
+
+        Call it after `set_epoch`, which resets it when the epoch changes.
+        """
         self._skip.fill_(batches)
 
     def __len__(self) -> int:

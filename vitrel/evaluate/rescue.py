@@ -107,7 +107,11 @@ class Setting(NamedTuple):
 
 
 class Rescued(NamedTuple):
-    """The results of a rescue: rows with the columns COLUMNS, and notes on models and sizes with nothing to try."""
+    """The results of `rescue`.
+
+    rows: one per model, size and protocol, with the columns COLUMNS: the chosen setting, and top-1 with and without it.
+    notes: sentences on models and sizes with nothing to try.
+    """
 
     rows: list[Row]
     notes: list[str]

@@ -199,7 +199,10 @@ def settings_columns(task: Task, sweep: Sweep) -> Row:
 
 
 def environment(data: str, custom: bool = False) -> Row:
-    """Return the columns of the software: decoder, resizing, versions. custom: data is a data set passed in Python."""
+    """Return the columns that describe the software: decoder, resizing, versions, and vitrel's commit.
+
+    data: path or built-in name of the data. custom: the data set is an object from Python, which reads its images itself.
+    """
     generated, by_user = data in SHAPES, "the data set's own" if custom else ""
     return {
         "decoder": by_user or ("drawn" if generated else Reading().decoder),

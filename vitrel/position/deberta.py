@@ -18,10 +18,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms
 
 
 class DeBERTa(PositionEncoding):
-    """Content-to-position and position-to-content terms over clipped offsets.
+    """Adds content-to-position and position-to-content terms to the logits, by clipped offset along each axis.
 
-    Parameters: `key_h`, `query_h` [H, 2R_h+1, D] and `key_w`, `query_w` [H, 2R_w+1, D]; row clip(offset) + R. `key_*` (K)
-    multiplies queries, `query_*` (Q) keys.
+    Parameters: `key_h`, `query_h` [H, 2R_h+1, D] and `key_w`, `query_w` [H, 2R_w+1, D]. At offset d (query minus key), the
+    query is multiplied by row clip(d) + R of `key_*` (K), and the key by row clip(-d) + R of `query_*` (Q). The content term
+    and these terms are divided by sqrt(3 D).
     """
 
     behaviour = "nothing changes"

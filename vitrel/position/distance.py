@@ -21,7 +21,10 @@ def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device,
 
 
 def scaled_distances(trained: Grid, grid: Grid, resize: str, kind: str, device: torch.device, axis: str = "hw") -> Tensor:
-    """Distance of every offset class, [R] float32: `distances` of `scaled_offsets`, without a learned direction."""
+    """Length of every offset of `scaled_offsets`, [R] float32 without prefix classes; kind: see `distances`.
+
+    The result is a shared constant: do not change it in place.
+    """
     return _scaled_distances(*grid[:2], trained[:2], resize, axis, kind, device=device)
 
 

@@ -83,7 +83,10 @@ class FiniteLoss(Callback):
             )
 
     def check(self, trainer: Trainer) -> None:
-        """Raise FloatingPointError on all ranks if any loss so far was not finite, naming epoch, batch, update and images."""
+        """Raise FloatingPointError on all ranks if any loss so far was not finite; must be called on all ranks.
+
+        The message names epoch and batch of the first such loss, the current update, and on its own rank the batch's images.
+        """
         first = self.bad.clone()
         if trainer.world_size > 1:  # if one rank stopped alone, the other ranks would wait for it
             torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN)

@@ -230,7 +230,7 @@ class _Curve:
         return size not in self.shaped and by_area(self.kept[0]) < by_area(size) < by_area(self.kept[-1])
 
     def _possible_loss(self, sizes: Iterable[str]) -> float:
-        """The largest loss that the intervals do not rule out at these sizes, points."""
+        """Largest loss against the training size, in points, that the intervals at these sizes do not rule out; at least 0."""
         return max((0.0, *(-self.differences[size][1] for size in sizes if size != self.train_size)))
 
     def _kept(self) -> list[str]:

@@ -46,7 +46,7 @@ def _axis(name: str, unit: str, log: bool = False) -> Item:
 
 
 def _curves(data: Mapping[str, Any], protocol: str) -> Iterator[tuple[Item, list[Item]]]:
-    """(curve, its rows in a protocol), for curves that have any."""
+    """Yield ({name, label, policy}, its rows in `protocol`) of every curve with such rows; data: see `figures`."""
     for curve in data["curves"]:
         rows = [data["rows"][index] for index in curve["rows"]]
         if in_protocol := [row for row in rows if row["protocol"] == protocol]:

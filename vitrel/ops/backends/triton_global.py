@@ -176,7 +176,11 @@ def _head_line(head, sizes, PREFIX: tl.constexpr):
 
 @triton.jit
 def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
-    """Line of queries i [BLOCK_M] in the tables [H, R], and True for prefix tokens; lanes beyond the last query repeat it."""
+    """Return the index of queries i [BLOCK_M] in the flat tables [H, R], and True where a query is a prefix token.
+
+    The index is that of the offset to the key at (0, 0); for a key at (y, x), subtract y * (2w-1) + x. Prefix tokens have the
+    index of patch 0, only to keep loads in range. Lanes beyond the last query repeat the last query.
+    """
     h, w = sizes.h, sizes.w
     patch = tl.minimum(i, sizes.queries - 1) + (h * w - sizes.queries)
     at = tl.maximum(patch, 0)
@@ -245,7 +249,11 @@ def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
 
 @triton.jit
 def _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED: tl.constexpr):
-    """Row scores [B*H, M, h] of queries i at the keys of a tile, divided by log 2."""
+    """Return the row scores of queries i at the keys of a tile, divided by log 2; `row` points to the scores [B*H, M, h].
+
+    PACKED (not 0): a tile holds several image rows, and the result is [BLOCK_M, keys], for the row y of each key. Otherwise the
+    tile lies in image row `group`, and the result is [BLOCK_M, 1].
+    """
     row += bh * sizes.queries * sizes.h
     if PACKED:
         score = tl.load(row + ((i * sizes.h)[:, None] + y[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
