@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def default_jobs(comparison: "Comparison") -> int:
-    """Return the number of jobs: that of training runs, at most PyTorch's threads; 1 if training or evaluation uses no CPU.
+    """Return the default of --jobs: the number of models times seeds, at most PyTorch's threads.
+
+    It is 1 where training or evaluation would not run on the CPU, or trainer.devices is neither "auto" nor 1.
 
     Small models gain little from several threads, so a thread per model is faster.
     """
@@ -109,7 +111,8 @@ def check_models(comparison: "Comparison") -> None:
 def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True, images: bool = True) -> None:
     """Train missing models, evaluate all, and write the results into `folder`; `run_sweep` prints answers and tables.
 
-    jobs: models trained at a time, and processes of the evaluation on a CPU. report: write report.html. images: whether it may
+    Where `folder` has rows that are not of this comparison, its files are first moved into a folder replaced-N in it. jobs:
+    models trained at a time, and processes of the evaluation on a CPU. report: write report.html. images: whether it may
     contain photographs of the data.
     """
     from vitrel.evaluate.compare import evaluate_share, trained_models

@@ -62,7 +62,8 @@ class Entry:
 class Comparison:
     """A checked configuration of a comparison on one data set.
 
-    train: training configuration without model, data, seed and folder. checkpoint: which checkpoint of a run is evaluated,
+    data: path or built-in name of the data set. train: the sections trainer, data and model of a training configuration,
+    without the model's name, the data set, the seed and the output folder. checkpoint: which checkpoint of a run is evaluated,
     "last", or "best", chosen on the evaluated images and so too optimistic.
     """
 
@@ -95,7 +96,10 @@ class Comparison:
         return folder / f"{label}-seed{seed}" / "checkpoints" / f"{self.checkpoint}.ckpt"
 
     def training(self, entry: Entry, seed: int, folder: Path) -> dict[str, Any]:
-        """Return the configuration of one training run as `vitrel train --config` reads it; folder: of the run."""
+        """Return the configuration of one training run as `vitrel train --config` reads it.
+
+        folder: of the run; its parent is the comparison's, where an entry with `tuned_from` finds the checkpoint to start from.
+        """
         train = _merged(self.train, entry.train)
         common = train.get("model") or {}
         started = next((other.model_args for other in self.entries if other.label == entry.tuned_from), {})

@@ -60,8 +60,8 @@ class Task:
 
     policy: one of `policies_at(trained.model, size)`. crop_pct: share of the resized image that the centre crop keeps.
     translations: numbers of pixels by which the content is translated, each evaluated after the row itself. budget: in the
-    native protocol, the maximum number of patch tokens of an image; `size` then is the size with that many tokens, which names
-    the row.
+    native protocol, the maximum number of patch tokens of an image, else None; `size` then is the size that the budget was
+    given as, or the largest square within it, and images have shapes of their own.
     """
 
     trained: Trained
@@ -103,8 +103,8 @@ class Evaluated(NamedTuple):
 class Share(NamedTuple):
     """The result of a task in one process, over its share of the images.
 
-    columns: columns of results.csv. tally: counts of hits. answers: `Answers.arrays`. translated: counts by number of pixels of
-    the translation. bad_images: names of images that could not be read.
+    columns: columns of results.csv on speed, memory, attention and the state dict. tally: metrics. answers: `Answers.arrays`.
+    translated: {pixels of the translation: metrics}. bad_images: names of images that could not be read.
     """
 
     columns: Row
@@ -154,7 +154,10 @@ def tasks_of(models: Sequence[Trained], sweep: Sweep) -> list[Task]:
 
 
 def sizes_of(trained: Trained, sweep: Sweep) -> tuple[Size, ...]:
-    """Return the sizes of a sweep in pixels (h, w); those of token budgets depend on the model."""
+    """Return every size of a sweep in pixels (h, w), in its order, without adding the training size.
+
+    A token budget becomes the largest square of the model's patches within it, so two entries may be equal.
+    """
     return tuple(map(trained.size_of, sweep.sizes))
 
 
@@ -205,9 +208,11 @@ def static_columns_of(task: Task, images: Images, leak: bool = False, batch: int
 
 
 def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, float], None]) -> Evaluated:
-    """Run the task's model over all images, in all processes, and return its row, lines and predictions.
+    """Run the task's model over all images, and return its measured columns (`row`), lines and predictions.
 
-    `advance(task, share)` is called after every batch with its share of the task's images; the shares add up to 1. Raises
+    `row` has no columns of the settings (`settings_columns`, `environment`) or of `static_columns_of`. Every process of the
+    evaluation must call this; each runs its share of the images, and all get the same result.
+    `advance(task, share)` is called after every batch with its share of this process's images; the shares add up to 1. Raises
     ValueError where no image can be read, FloatingPointError where logits are not finite, MemoryError where a single image does
     not fit in memory.
     """
@@ -436,7 +441,10 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
 def _count(
     task: Task, images: Images, outputs: Sequence[int], runner: Runner, advance: Callable[[Task, float], None]
 ) -> tuple[Tally, Answers, int]:
-    """Run this process's share of the images; return its metrics, its predictions, and the number of unreadable images."""
+    """Run this process's share of the images; return its metrics, its predictions, and the number of unreadable images.
+
+    outputs: the model's output for each class of the data.
+    """
     tally, answers, left_out, output_of = Tally(), Answers(), 0, torch.tensor(outputs)
     share = len(share_of(len(images.dataset(task.preprocessing)), *rank_and_world())) * (1 + len(task.translations))
     try:

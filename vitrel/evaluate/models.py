@@ -89,7 +89,9 @@ class Trained:
 def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None = None) -> Trained:
     """Load a checkpoint of `vitrel train` or a file of `vitrel.save` (.safetensors), in eval mode on the CPU.
 
-    Only this file is read: paths inside a checkpoint are not followed. label: default the model's name, see `Trained`.
+    Only this file is read: paths inside a checkpoint are not followed. label: default the file's name without suffix for
+    .safetensors; else the model's name, or for a generic one (vitrel_vit) that of the run's folder or the file. seed:
+    default that of the checkpoint, None for .safetensors.
     Raises FileNotFoundError for a missing file and ValueError for a file that is empty, truncated, damaged, not of vitrel, does
     not fit its model, or contains NaN; messages name the path and the problem.
     """

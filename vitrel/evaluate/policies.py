@@ -137,8 +137,8 @@ class ModelWithPolicy(NamedTuple):
     """A model prepared for images of one size, and what was resampled for it.
 
     model: the model itself, or a changed copy for a model of another library. resized: number of parameter values resampled, by
-    rule. unseen, saturated: shares of offsets, see `resolution_report`; NaN for a model of another library. tokens: patch
-    tokens, NaN where unknown.
+    rule. unseen, saturated: shares of offsets, see `resolution_report`; NaN for a model of another library. tokens: number of
+    patch tokens, NaN where unknown. stages: grid, window and padding of every stage at this size.
     """
 
     model: nn.Module
@@ -219,7 +219,10 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
 
 
 def sample_shapes(shapes: Counter[Size]) -> list[Size]:
-    """Return the most frequent image sizes (h, w), at most MOST_SHAPES, and the tallest and the widest."""
+    """Return the MOST_SHAPES most frequent image sizes (h, w), and those with the smallest and the largest h / w.
+
+    shapes: number of images of each size.
+    """
     extremes = [pick(shapes, key=lambda size: size[0] / size[1]) for pick in (min, max)]
     return list(dict.fromkeys([size for size, _ in shapes.most_common(MOST_SHAPES)] + extremes))
 
@@ -235,7 +238,9 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 
 def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """`policies_at` without window policies."""
+    """The resize policies that differ at `size` (h, w) pixels with the windows now in force, joined by "+" where encodings have
+    different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
+    """
     affected = [part.policies for part, grid in resizable_parts(model, size) if _is_resized(part, grid)]
     options = []
     for group in _policy_groups(model):

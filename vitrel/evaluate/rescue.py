@@ -95,7 +95,10 @@ COLUMNS = {
 
 
 class Setting(NamedTuple):
-    """A policy of `policies_at`, and options of `Backbone.set_position_options` as sorted pairs (name, value)."""
+    """A policy of `policies_at`, and options of `Backbone.set_position_options` as sorted pairs (name, value).
+
+    Options that are not listed stay as the model has them.
+    """
 
     policy: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -118,7 +121,7 @@ class Rescued(NamedTuple):
 
 
 def as_it_is(model: Backbone, size: Size) -> Setting:
-    """Return the model's current setting at `size` (h, w) pixels."""
+    """Return the model's current setting at `size` (h, w) pixels: its policy there, and no options, so none is changed."""
     return Setting(policies_at(model, size, ())[0])
 
 
@@ -160,7 +163,8 @@ def search(
 ) -> dict[Setting, Tensor]:
     """Search settings step by step from `start`; return {setting: its scores, one per image [n]}, `start` first.
 
-    steps: see `steps_at`. scores: function from settings to the scores of each. most: maximum number of settings tried.
+    Every step gets the setting with the highest mean score so far. steps: see `steps_at`. scores: function from settings to the
+    scores of each. most: maximum number of settings tried, `start` included.
     """
     tried = {start: scores([start])[0]}
     for step in steps:
@@ -174,7 +178,8 @@ def chosen(tried: Mapping[Setting, Tensor]) -> tuple[Setting, float, float]:
     """Return (setting, z, z needed): the setting with the best mean score where it is significantly better than the first one.
 
     tried: scores of every setting, the current one first, which is returned where z (the mean paired difference over its
-    standard error) does not exceed the z needed.
+    standard error) does not exceed the z needed. z is that of the best setting, even where the first one is returned; 0 where
+    all differences are equal.
     """
     start, *others = tried
     needed = NormalDist().inv_cdf(1 - LEVEL / max(len(others), 1))
@@ -186,7 +191,10 @@ def chosen(tried: Mapping[Setting, Tensor]) -> tuple[Setting, float, float]:
 
 
 def halves(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Split n images, drawn by seed: masks bool [n] of the images for the search and of those for measuring top-1."""
+    """Return two disjoint masks bool [n], drawn by seed: images for the search, and the other half, for measuring top-1.
+
+    The search has at most TUNED images; the rest of its half is in neither mask.
+    """
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     tuned, judged = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
     tuned[order[: min(n // 2, TUNED)]] = True
@@ -200,9 +208,11 @@ def agreement(log_probability: Tensor, reference: Tensor) -> Tensor:
 
 
 def rescue(models: Sequence[Trained], sweep: Sweep, images: Images) -> Rescued:
-    """Search a setting for every model, size and protocol of a sweep (except "native"), and measure top-1 with and without it.
+    """Search a setting for every model, size and protocol of a sweep, and measure top-1 with and without it.
 
-    The method is described at the top of this module. ValueError for a size that a model does not support.
+    Left out are the training size, the protocol "native", combinations of `sweep.skip`, crops after the first, and sizes where
+    no option changes the model (the notes name these). The method is described at the top of this module. timm's models are converted first. Prints the cost.
+    ValueError for a size that a model does not support.
     """
     rescued = Rescued([], [])
     by_model = [_places(trained, sweep, rescued.notes) for trained in models]
@@ -312,6 +322,9 @@ def in_words(setting: Setting, start: Setting) -> str:
 def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, converted: bool = False) -> str:
     """Return Python code that applies a setting at `size` (h, w) pixels; "" for `start`.
 
+    The code loads the model where `trained.path` is a file, and else changes a variable `model`; for a window policy it is a
+    context manager, for a `with` statement.
+
     converted: the user's model is timm's, so the code begins with vitrel.from_timm.
     """
     if setting == start:
@@ -352,7 +365,11 @@ class _Place(NamedTuple):
 
 
 def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[_Place]:
-    """The sizes and protocols of a model with settings to try; appends to `notes` where there are none."""
+    """One place for each size and protocol with settings to try, at the first crop; not the training size or "native".
+
+    Appends a sentence to `notes` where there is nothing to try. A timm model is replaced by its conversion. ValueError for a
+    size that the model does not support.
+    """
     sizes = [size for size in dict.fromkeys(sizes_of(trained, sweep)) if size != trained.img_size]
     protocols = [protocol for protocol in sweep.protocols if protocol != "native"]  # native has many image shapes at once
     converted = not isinstance(trained.model, Backbone)
@@ -378,7 +395,7 @@ def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[_Place]:
 
 
 def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Callable[[float, str], None]) -> Iterator[Row]:
-    """The rows of one model."""
+    """Search a setting for each place of one model and measure top-1; yield a row per place, all at the end."""
     native = places[0].at_training_size()
     start = as_it_is(native.trained.model, native.size)
     everything = torch.ones(len(images.dataset(native.preprocessing)), dtype=torch.bool)
@@ -451,7 +468,11 @@ def _accuracy_columns(as_is: Tensor, changed: Tensor, trained: Tensor) -> Row:
 def _with_training_size(
     native: _Place, results: list[tuple[Row, Setting]], judged: Tensor, labels: Tensor, sweep: Sweep, images: Images
 ) -> Iterator[Row]:
-    """The rows with the column top1_trained_set, top-1 at the training size with each row's setting."""
+    """Yield the rows with top1_trained_set added, top-1 at the training size with the row's setting, and only COLUMNS.
+
+    native: the place at the training size, not of the native protocol. results: (row, its chosen setting). judged: bool [n],
+    images for top-1. labels: int [n], see `_predicted`.
+    """
     settings = [*dict.fromkeys(setting for _, setting in results)]
     log_probabilities, _ = _predicted(native, settings, judged, sweep, images)
     top1 = {
@@ -467,7 +488,8 @@ def _predicted(
 ) -> tuple[list[Tensor], Tensor]:
     """Log probabilities [m, K] with every setting, of the m images of `mask`, bool [n], and the labels of all images [n].
 
-    Labels are indices of outputs; -1 for images that could not be read.
+    Labels are indices in K (the model's outputs, or the data's classes where `restrict` is set); -1 for images that could not
+    be read, whose log probabilities are meaningless. The model is on the CPU and not optimised afterwards.
     """
     trained, size, device = place.trained, place.size, sweep.torch_device
     _, outputs = classes_of(place.task, sweep, images)

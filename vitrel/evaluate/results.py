@@ -290,7 +290,10 @@ class Tables:
             self._next_write = time.perf_counter() + WRITE_PAUSE * (time.perf_counter() - start)
 
     def write(self, rows: Sequence[Row] | None = None) -> None:
-        """Write all files; with `rows`, first replace the rows of all results by these, in the same order."""
+        """Write results.csv, predictions.npz, translation.csv and bad_images.csv, which is removed where no image is bad.
+
+        rows: replace the rows of all results first, in the same order.
+        """
         if rows is not None:
             pairs = zip(self.rows.items(), rows, strict=True)
             self.rows = {key: evaluated._replace(row=row) for (key, evaluated), row in pairs}
@@ -312,7 +315,10 @@ class Tables:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Context that locks the folder; BlockingIOError where another evaluation is writing into it."""
+    """Context that locks an existing folder against other evaluations.
+
+    It waits up to LOCK_PATIENCE seconds, then raises BlockingIOError. On a file system without locks nothing is locked.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + LOCK_PATIENCE
@@ -385,7 +391,7 @@ def write_folder(results: Sequence[Evaluated], folder: Path) -> None:
 
 
 def left_out_note(rows: Sequence[Row], folder: Path, most: int = 8) -> str:
-    """Return a line on the number of unreadable images, with the first `most` names; "" where there are none."""
+    """Return a line on the number of unreadable images, the largest of any row, with the first `most` names; "" for none."""
     left_out = max(int(row["left_out"]) for row in rows)
     if not left_out:
         return ""
@@ -440,7 +446,9 @@ def read_csv(path: Path) -> list[Row]:
 def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     """Aggregate rows over seeds: one row per (label, protocol, policy, img_size), with means of MEANS.
 
-    New columns: seeds (their number), low and high (95 % interval of top1), and interval (its kind, see `top1_interval`).
+    New columns: seeds (their number), low and high (95 % interval of top1), and interval (its kind, see `top1_interval`). Of
+    the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all; all other
+    columns are those of the first seed, also top1_low, top1_high, best_size and top1_area.
     Where a model was evaluated with several crops, each becomes a protocol, "scale, crop 0.875"; so does each token budget of
     the native protocol where a size has several, "native, 200 tokens". Order: models as given, scale protocol first, other
     protocols by name, policy, image area.
@@ -498,6 +506,8 @@ def top1_interval(top1: Sequence[float], n: int) -> tuple[float, float, str]:
 def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Yield (label, policy, rows) of an aggregated table: the curve over sizes of every model under every policy.
 
+    The rows are a part of the table with its index, in its order, of all protocols: for one curve per protocol, pass the rows
+    of one. A policy that is part of a longer one, such as "none" or "keep", has no curve of its own where that exists.
     A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
     "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
     """
@@ -515,7 +525,10 @@ def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 
 def with_curves(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with best_size and top1_area of their curve; empty in a row that belongs to several curves."""
+    """Return copies of the rows with best_size and top1_area of their curve, by label, seed, protocol and crop.
+
+    A row has those of the curve of its own policy, else of the only curve that includes it; empty where several do.
+    """
     frame = pd.DataFrame(rows)
     by_policy: dict[int, Row] = {}
     summaries: dict[int, list[Row]] = defaultdict(list)

@@ -227,7 +227,10 @@ def _measured(
     previous: Iterable[Evaluated],
     advance: Callable[[Task, float], None],
 ) -> Iterator[Evaluated]:
-    """`evaluate_rows` of the tasks that `keyed` returns, see `_keyed_tasks`."""
+    """Yield the result of every task that `keyed` returns (as `_keyed_tasks`), in order, with its whole row.
+
+    A complete result in `previous` with the same `row_key` is yielded instead of measuring; see `evaluate_rows`.
+    """
     by_key, tasks = _gathered(keyed, previous)
     reference: dict[tuple[int, str, float], float] = {}  # top-1 at the training size, by model, protocol and crop
     static: dict[tuple, Row] = {}
@@ -308,7 +311,11 @@ def _header(models: Sequence[Trained], sweep: Sweep, keyed: Sequence[tuple[Task,
 
 
 def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
-    """The tables of the folder with the rows that are kept, see `run_sweep`; keys: of the tasks."""
+    """Return the tables of the folder with the rows that are kept; with `replace`, first move its files away (see `run_sweep`).
+
+    keys: columns of every task that are known before it runs. ValueError, without `replace`, for rows that may not share a
+    table with them.
+    """
     results, names = read_folder(folder), read_names(folder)
     others, difference = _other_rows(results, keys)
     if difference and not replace:

@@ -215,7 +215,10 @@ def _place(claim: Claim) -> str:
 
 
 def _top1_trained(rows: Sequence[Row], label: str) -> float:
-    """Mean top-1 of a label at its training size, percent."""
+    """Mean top-1 of a label at its training size, percent, over all its rows there: seeds, protocols, crops and policies.
+
+    A policy in `label` ("label/policy") is ignored. ValueError where there is no row.
+    """
     top1 = [row["top1"] for row in rows if row["label"] == label.split("/")[0] and row["img_size"] == row["train_size"]]
     if not top1:
         labels = ", ".join(dict.fromkeys(row["label"] for row in rows))
@@ -226,7 +229,7 @@ def _top1_trained(rows: Sequence[Row], label: str) -> float:
 def _difference(
     claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str, other: str | float
 ) -> tuple[float, float]:
-    """Mean difference in top-1, points, and half its 95 % interval."""
+    """Mean top-1 of `label` minus that of `other` (a label, or a top-1 in percent), points, and half its 95 % interval."""
     ours = _accuracies(claim, rows, translated, label)
     if isinstance(other, str):
         theirs = _accuracies(claim, rows, translated, other)

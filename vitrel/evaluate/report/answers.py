@@ -151,7 +151,14 @@ def answer_list(answers: Iterable[Answer]) -> str:
 
 
 class _Curve:
-    """One model in one protocol: its sizes, and the judgements of the rules above."""
+    """One model in one protocol, judged by the rules of this module; sizes are texts such as "64x96", sorted by area.
+
+    sizes: {size: {policy: place}}, the default policy first. used: {size: place under the policy it is judged by}. policies:
+    {size: policy} where that is not the default. trained: default place at the training size, None without it. differences:
+    {size: (mean, low, high)}, top-1 minus that at the training size, points. lost: sizes significantly lower. shaped: sizes
+    with the height-to-width ratio of training. kept: the range of use. highest: size with the highest top-1. equals: sizes not
+    significantly below it. best: the best size; behind: the largest possible loss of best against highest, points.
+    """
 
     def __init__(self, sizes: Mapping[str, Mapping[str, Place]], difference: Difference) -> None:
         self.sizes = {size: dict(sizes[size]) for size in sorted(sizes, key=by_area)}
@@ -216,7 +223,7 @@ class _Curve:
         return [size for size in sizes if by_area(size) > by_area(self.train_size)]
 
     def _used(self, size: str) -> Place:
-        """The place of the policy by which a size is judged."""
+        """The place by which a size is judged: under its default policy, or the most accurate that is significantly better."""
         default = self.default[size]
         rest = [place for place in self.sizes[size].values() if place is not default]
         better = [place for place in rest if self.difference(place.rows, default.rows)[1] > 0]
@@ -450,7 +457,7 @@ def _takes_scaling(row: Row) -> bool:
 
 
 def stretches(resized: str) -> bool:
-    """Whether a rule of the column `resized` is of a bias with resampled parameters, such as "table bicubic".
+    """Whether any rule in a value of the column `resized` is of a bias with resampled parameters, such as "table bicubic".
 
     Unseen offsets then get values from trained ones. False for "absolute bicubic", which is not a bias.
     """

@@ -92,7 +92,7 @@ def _translation(line: Mapping[str, Any]) -> int:
 
 
 def _classes(data: Mapping[str, Any]) -> Iterator[Item]:
-    """Top-1 of every class."""
+    """Yield one figure, top-1 in percent of every class, with a series per row; nothing without predictions."""
     if data["classes"] is None:
         return
     series, names = [], data["classes"]["names"]
@@ -106,7 +106,7 @@ def _classes(data: Mapping[str, Any]) -> Iterator[Item]:
 
 
 def _confusions(data: Mapping[str, Any]) -> Iterator[Item]:
-    """The most frequent confusions of classes of every model and protocol."""
+    """Yield a figure for every model and protocol: numbers of images of its most frequent confusions, by size and policy."""
     for item in data["confusions"]:
         points = {"x": [[data["predicted"][index] for index in pair] for pair in item["pairs"]], "of": item["of"]}
         series = [points | {"name": f"{row['img_size']} {row['policy']}", "y": row["counts"]} for row in item["rows"]]

@@ -19,14 +19,15 @@ PLACE = ("label", "protocol", "policy", "img_size")
 def place_of(line: Row, crops: bool) -> Place:
     """Return the columns PLACE of a row, or line of translation.csv, as the table of `aggregate` has them.
 
-    crops: the result of `has_crops`; the protocol then names the crop.
+    crops: the result of `has_crops`; if True, the protocol names the crop ("scale, crop 0.9"). Token budgets are not named,
+    although `aggregate` names them where a size has several.
     """
     protocol = f"{line['protocol']}, crop {line['crop_pct']:g}" if crops else line["protocol"]
     return line["label"], protocol, line["policy"], line["img_size"]
 
 
 def has_crops(rows: Sequence[Row]) -> bool:
-    """Whether any model was evaluated with several crops."""
+    """Whether any label has rows with several values of crop_pct, of any protocols (it is 1 in the native protocol)."""
     by_label = defaultdict(set)
     for row in rows:
         by_label[row["label"]].add(row["crop_pct"])
@@ -37,8 +38,9 @@ def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, 
     """Return the PAIRS most frequent confusions (class, predicted class) of every label and protocol, with counts by size.
 
     Items have label, protocol, pairs (indices of classes), of (number of images of each pair's class) and rows: {policy,
-    img_size, n (images), wrong, counts (in the order of the pairs)}. Counts are sums over seeds. Labels without mistakes are
-    left out.
+    img_size, n (images), wrong, counts (in the order of the pairs)}. Pairs are ranked by their largest count at any size and
+    policy. All counts, also n and of, are sums over seeds; of is that of the first of the rows; wrong includes predictions of
+    none of the data's classes. Labels without mistakes are left out.
     """
     counted: dict[Place, Counter[tuple[int, int]]] = {}
     seen: Counter[Place] = Counter()

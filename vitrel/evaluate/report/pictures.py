@@ -132,7 +132,9 @@ def encode_lattice(values: Tensor, reach: int = REACH) -> Item:
 
 
 def encode_map(layer: Layer, image: int, mean: bool = False, queries: int = QUERIES) -> Item:
-    """Encode the attention of one image in a layer, for at most about `queries` query patches; mean: averaged over heads.
+    """Encode the attention of one image in a layer, for at most about `queries` query patches and all prefix tokens.
+
+    mean: averaged over heads.
 
     For query q, head g and slot k of its window, weights[q, g, k] / 255 * scale[q, g] is the attention weight of token
     tokens[windows[q], k]: prefix tokens come first, -1 is padding. Global layers have no `tokens`; slot k is token k. `content`
@@ -243,7 +245,10 @@ def _recorded_tasks(tasks: Sequence[Task], sweep: Sweep) -> list[Task]:
 
 
 def _preprocessed(tasks: Sequence[Task], samples: Images, blobs: dict[str, str]) -> list[Item]:
-    """The first sample image, preprocessed for every size and protocol of the tasks, which are of one model."""
+    """One item for every size and protocol of the tasks, which are of one model: the first sample image as preprocessed there.
+
+    The pictures are added to `blobs`; items have their keys. Where the image cannot be read there is no item.
+    """
     items: dict[tuple[str, str], Item] = {}
     for task in tasks:
         place = format_size(task.size), task.protocol

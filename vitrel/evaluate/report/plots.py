@@ -24,7 +24,10 @@ FILLS = {"wide": {"markerfacecolor": "white"}, "tall": {"fillstyle": "left", "ma
 
 
 def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
-    """Write accuracy.png, throughput.png and tradeoff.png into `folder`, which is created, and return their paths."""
+    """Write accuracy.png, throughput.png and tradeoff.png into `folder`, which is created, and return their paths.
+
+    accuracy.png has a panel per protocol; the other two show only the first protocol.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     table = aggregate(rows)
     accuracy = _figure(table, "top1", "top-1 accuracy (%)", title)
