@@ -105,7 +105,10 @@ def _elsewhere(model: Any, sizes: tuple[tuple[int, int], ...]) -> str:
 
 
 def _multiply_adds(model: "nn.Module", size: tuple[int, int]) -> int:
-    """Multiply-adds of one image, counted on the meta device; 0 where the model does not run there."""
+    """Multiply-adds of one image, counted on the meta device; 0 where the model does not run there.
+
+    Leaves the model in eval mode with frozen parameters.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

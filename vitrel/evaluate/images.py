@@ -85,8 +85,8 @@ class Images:
     def dataset(self, preprocessing: Preprocessing) -> Dataset:
         """Return the data set with this preprocessing; items are (normalised float32 [3, H, W], class index).
 
-        In the native protocol items are indexed by a `Draw` with a size. With another size, protocol, crop or budget than in the
-        call before, the cache is emptied and `batch_size` is set back; other methods call this one.
+        In the native protocol items are indexed by a `Draw` with a size. With another size, protocol, crop or budget than in
+        the call before, the cache is emptied and `batch_size` is set back; other methods call this one.
         """
         current = preprocessing.size, preprocessing.protocol, preprocessing.crop_pct, preprocessing.budget
         if self._current != current:

@@ -103,7 +103,8 @@ def _by(rows: _Rows, *names: str) -> dict[Any, _Rows]:
 def _matched(a: _Rows, b: _Rows, name: str, best: bool = False) -> list[tuple[Any, _Rows, _Rows]]:
     """(value, rows of a, rows of b) for each value of a column that both sides have.
 
-    Without a common value: the only value of each side, with `best` the most accurate one of each, else nothing.
+    Without a common value: the only value of each side, with `best` the most accurate one of each, else nothing; the value is
+    then a text, "x / y" or "best: x / y".
     """
     first, second = _by(a, name), _by(b, name)
     if common := [value for value in first if value in second]:

@@ -151,7 +151,11 @@ class ModelWithPolicy(NamedTuple):
 
 @contextlib.contextmanager
 def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]:
-    """Context with the model of `at_size_with`, without the report on resampling, which costs a forward pass."""
+    """Context that yields a module for `size` (h, w) pixels with `policy` in force, without the report of `at_size_with`.
+
+    It is the model itself, restored afterwards, or for a model of another library a copy that shares its weights, without the
+    policy.
+    """
     if not isinstance(model, Backbone):
         yield model_at_size(model, size, share_weights=True)
         return
@@ -162,6 +166,8 @@ def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]
 @contextlib.contextmanager
 def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWithPolicy]:
     """Context with the model prepared for `size` (h, w) pixels and `policy` in force; afterwards the model is restored.
+
+    For a model of another library, which is copied, `policy` is ignored.
 
     ValueError for a size that the model does not support.
     """

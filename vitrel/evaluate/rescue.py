@@ -211,8 +211,8 @@ def rescue(models: Sequence[Trained], sweep: Sweep, images: Images) -> Rescued:
     """Search a setting for every model, size and protocol of a sweep, and measure top-1 with and without it.
 
     Left out are the training size, the protocol "native", combinations of `sweep.skip`, crops after the first, and sizes where
-    no option changes the model (the notes name these). The method is described at the top of this module. timm's models are converted first. Prints the cost.
-    ValueError for a size that a model does not support.
+    no option changes the model (the notes name these). timm's models are converted first. Prints the cost. The method is
+    described at the top of this module. ValueError for a size that a model does not support.
     """
     rescued = Rescued([], [])
     by_model = [_places(trained, sweep, rescued.notes) for trained in models]

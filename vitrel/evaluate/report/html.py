@@ -214,6 +214,7 @@ def _warning(row: Row, table: pd.DataFrame) -> str:
 
     It is given for a state dict that changed although nothing is resampled; and for a top-1 below that of the training size,
     with intervals that do not overlap, together with unseen offsets or a changed state dict. Interpolation alone is no warning.
+    row, table: of `aggregate`, before `_in_percent`.
     """
     if not (row["unchanged"] or row["resized_params"]):
         return "the state dict changed although nothing is resampled"
@@ -246,7 +247,10 @@ def _claims(folder: Path) -> list[dict[str, str]]:
 
 
 def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[float]]]:
-    """{metric: its 95 % interval} of every aggregated row: top1 as in the table, others Student's over two or more seeds."""
+    """{metric: [low, high], its 95 % interval} of every row of the table, which is of `aggregate`, in order; SHARES in percent.
+
+    top1 is as in the table; other metrics have Student's interval over seeds, and are left out with fewer than two.
+    """
     groups: dict[Place, list[Row]] = defaultdict(list)
     crops = has_crops(rows)
     for row in rows:

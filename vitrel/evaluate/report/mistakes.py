@@ -90,7 +90,8 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
 
     Items have label, policy, protocol, sizes (by area), changed (number of these images), of (number of images read at all
     sizes) and images: at most CHANGED, each with its index and the class predicted at every size (NO_CLASS: none of the
-    data's). Images that are right at the training size and wrong at most other sizes come first.
+    data's). Images that are right at the training size and wrong at most other sizes come first. Curves with predictions at
+    fewer than two sizes are left out.
     """
     predicted: dict[Place, np.ndarray] = {}
     trained = {}
