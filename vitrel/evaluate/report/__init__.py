@@ -175,8 +175,9 @@ def judge(claims: Sequence[Claim], rows: Sequence[Row], translated: Sequence[Row
     """Return a Markdown paragraph per claim: the verdict, and the mean difference in points of every pair, ± half its interval.
 
     Differences are better minus than. A claim holds where every pair is significantly ahead, does not hold where any is
-    significantly behind, and otherwise is not shown. Differences and 95 % intervals are those of `difference_interval`, which counts the two models as independent samples
-    although their images are the same: conservative. translated: lines of translation.csv. ValueError for a label without rows.
+    significantly behind, and otherwise is not shown. Differences and 95 % intervals are those of `difference_interval`, which
+    counts the two models as independent samples although their images are the same: conservative. translated: lines of
+    translation.csv. ValueError for a label without rows.
     """
     return [_judged(claim, rows, translated) for claim in claims]
 
