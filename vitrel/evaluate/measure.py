@@ -212,6 +212,7 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
 
     `row` has no columns of the settings (`settings_columns`, `environment`) or of `static_columns_of`. Every process of the
     evaluation must call this; each runs its share of the images, and all get the same result.
+
     `advance(task, share)` is called after every batch with its share of this process's images; the shares add up to 1. Raises
     ValueError where no image can be read, FloatingPointError where logits are not finite, MemoryError where a single image does
     not fit in memory.

@@ -153,8 +153,8 @@ class ModelWithPolicy(NamedTuple):
 def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]:
     """Context that yields a module for `size` (h, w) pixels with `policy` in force, without the report of `at_size_with`.
 
-    It is the model itself, restored afterwards, or for a model of another library a copy that shares its weights, without the
-    policy.
+    It is the model itself, restored afterwards. For a model of another library `policy` is ignored; where its size is fixed, the
+    module is a copy that shares its parameters, and whether the model takes the size is not checked otherwise.
     """
     if not isinstance(model, Backbone):
         yield model_at_size(model, size, share_weights=True)
@@ -167,7 +167,7 @@ def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]
 def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWithPolicy]:
     """Context with the model prepared for `size` (h, w) pixels and `policy` in force; afterwards the model is restored.
 
-    For a model of another library, which is copied, `policy` is ignored.
+    For a model of another library `policy` is ignored, and where its size is fixed a copy is prepared instead.
 
     ValueError for a size that the model does not support.
     """

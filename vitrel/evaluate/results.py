@@ -447,8 +447,8 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     """Aggregate rows over seeds: one row per (label, protocol, policy, img_size), with means of MEANS.
 
     New columns: seeds (their number), low and high (95 % interval of top1), and interval (its kind, see `top1_interval`). Of
-    the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all; all other
-    columns are those of the first seed, also top1_low, top1_high, best_size and top1_area.
+    the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all. All columns
+    not named so far are those of the first seed, also top1_low, top1_high, best_size and top1_area.
     Where a model was evaluated with several crops, each becomes a protocol, "scale, crop 0.875"; so does each token budget of
     the native protocol where a size has several, "native, 200 tokens". Order: models as given, scale protocol first, other
     protocols by name, policy, image area.
@@ -507,7 +507,7 @@ def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Yield (label, policy, rows) of an aggregated table: the curve over sizes of every model under every policy.
 
     The rows are a part of the table with its index, in its order, of all protocols: for one curve per protocol, pass the rows
-    of one. A policy that is part of a longer one, such as "none" or "keep", has no curve of its own where that exists.
+    of one. A policy that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that.
     A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
     "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
     """

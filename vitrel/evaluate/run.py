@@ -311,10 +311,10 @@ def _header(models: Sequence[Trained], sweep: Sweep, keyed: Sequence[tuple[Task,
 
 
 def _opened(keys: Sequence[Row], folder: Path, replace: bool) -> Tables:
-    """Return the tables of the folder with the rows that are kept; with `replace`, first move its files away (see `run_sweep`).
+    """Return the tables of the folder with the rows that are kept (see `run_sweep`).
 
-    keys: columns of every task that are known before it runs. ValueError, without `replace`, for rows that may not share a
-    table with them.
+    With `replace`, where the folder has rows of other tasks, its files are first moved into replaced-N. keys: columns of every
+    task that are known before it runs. ValueError, without `replace`, for rows that may not share a table with them.
     """
     results, names = read_folder(folder), read_names(folder)
     others, difference = _other_rows(results, keys)
