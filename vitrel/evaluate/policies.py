@@ -153,8 +153,8 @@ class ModelWithPolicy(NamedTuple):
 def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]:
     """Context that yields a module for `size` (h, w) pixels with `policy` in force, without the report of `at_size_with`.
 
-    It is the model itself, restored afterwards. For a model of another library `policy` is ignored; where its size is fixed, the
-    module is a copy that shares its parameters, and whether the model takes the size is not checked otherwise.
+    It is the model itself, restored afterwards. For a model of another library `policy` is ignored; where its size is fixed,
+    the module is a copy that shares its parameters, and else whether the model takes the size is not checked.
     """
     if not isinstance(model, Backbone):
         yield model_at_size(model, size, share_weights=True)

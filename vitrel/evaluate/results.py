@@ -447,8 +447,8 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     """Aggregate rows over seeds: one row per (label, protocol, policy, img_size), with means of MEANS.
 
     New columns: seeds (their number), low and high (95 % interval of top1), and interval (its kind, see `top1_interval`). Of
-    the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all. All columns
-    not named so far are those of the first seed, also top1_low, top1_high, best_size and top1_area.
+    the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all. All
+    columns not named so far are those of the first seed, also top1_low, top1_high, best_size and top1_area.
     Where a model was evaluated with several crops, each becomes a protocol, "scale, crop 0.875"; so does each token budget of
     the native protocol where a size has several, "native, 200 tokens". Order: models as given, scale protocol first, other
     protocols by name, policy, image area.
