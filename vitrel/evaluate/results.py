@@ -12,7 +12,7 @@ import platform
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import count
@@ -457,11 +457,7 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     for name in (name for name in ADDED if name not in frame):
         frame[name] = math.nan
     frame[MEANS] = frame[MEANS].apply(pd.to_numeric)
-    if frame.groupby(["label", "protocol"])["crop_pct"].nunique().max() > 1:
-        frame["protocol"] = [f"{name}, crop {crop:g}" for name, crop in zip(frame["protocol"], frame["crop_pct"], strict=True)]
-    if frame.groupby(["label", "img_size"])["budget"].nunique().max() > 1:
-        pairs = zip(frame["protocol"], frame["budget"], strict=True)
-        frame["protocol"] = [name if pd.isna(budget) else f"{name}, {budget:g} tokens" for name, budget in pairs]
+    frame["protocol"] = list(map(protocol_names(rows), rows))
     order = {label: index for index, label in enumerate(dict.fromkeys(frame["label"]))}
     merged = []
     for _, group in frame.groupby(CURVE, sort=False, dropna=False):
@@ -481,6 +477,29 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
         )
     )
     return pd.DataFrame(merged)
+
+
+def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Return the function that names the protocol of a row, or of a line of translation.csv, as `aggregate` does.
+
+    The names have the crop if any model has several crops in one protocol, and the token budget if any has several at one size.
+    """
+
+    def several(column: str, *same: str) -> bool:
+        values = defaultdict(set)
+        for row in rows:
+            if pd.notna(row.get(column)):
+                values[tuple(row[name] for name in same)].add(row[column])
+        return any(len(found) > 1 for found in values.values())
+
+    crops, budgets = several("crop_pct", "label", "protocol"), several("budget", "label", "img_size")
+
+    def name(row: Row) -> str:
+        crop = f", crop {row['crop_pct']:g}" if crops else ""
+        budget = f", {row['budget']:g} tokens" if budgets and pd.notna(row.get("budget")) else ""
+        return f"{row['protocol']}{crop}{budget}"
+
+    return name
 
 
 def by_area(size: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from vitrel.evaluate.images import ImageList
 from vitrel.evaluate.predictions import Predicted, Predictions
 from vitrel.evaluate.report import mistakes
 from vitrel.evaluate.report.mistakes import changed_images, confusions
-from vitrel.evaluate.results import line_key, read_csv
+from vitrel.evaluate.results import aggregate, line_key, protocol_names, read_csv
 
 LABELS = [0, 0, 0, 1, 1, 2]
 
@@ -53,3 +53,16 @@ def test_images_whose_prediction_changes_are_those_first_that_were_right(some, m
     monkeypatch.setattr(mistakes, "CHANGED", 1)
     (short,) = changed_images(some, found)
     assert short["changed"] == 3 and [item["image"] for item in short["images"]] == [1]
+
+
+def test_places_are_those_of_the_table_in_the_native_protocol_too(some):
+    """Whose crop is always 1, and which has several token budgets at a size."""
+    native = [some[0] | {"protocol": "native", "crop_pct": 1.0, "budget": budget} for budget in (16, 64)]
+    rows = [row | {"crop_pct": 0.9} for row in some] + native
+    table, name = aggregate(rows), protocol_names(rows)
+    assert [*dict.fromkeys(map(name, rows))] == ["scale", "native, 16 tokens", "native, 64 tokens"]
+    assert set(table["protocol"]) == set(map(name, rows)) and name({"protocol": "scale", "crop_pct": 0.9}) == "scale"
+    found = confusions(rows, predictions(rows, *[[1, 0, 0, 1, 1, 2]] * len(rows)))
+    assert {one["protocol"] for one in found} == set(table["protocol"])
+    several = [row | {"crop_pct": crop} for row in some for crop in (0.9, 1.0)]
+    assert set(aggregate(several)["protocol"]) == {"scale, crop 0.9", "scale, crop 1"}

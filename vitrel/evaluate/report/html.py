@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from itertools import pairwise
@@ -23,9 +23,19 @@ from vitrel.evaluate.predictions import Predictions, read_predictions
 from vitrel.evaluate.report import DETAILS
 from vitrel.evaluate.report.answers import Answer, answers_of, stretches
 from vitrel.evaluate.report.figures import figures
-from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, has_crops, place_of
+from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, place_of
 from vitrel.evaluate.report.pictures import read_pictures, without_images
-from vitrel.evaluate.results import COLUMNS, aggregate, by_area, curves, line_key, read_csv, read_lines, top1_interval
+from vitrel.evaluate.results import (
+    COLUMNS,
+    aggregate,
+    by_area,
+    curves,
+    line_key,
+    protocol_names,
+    read_csv,
+    read_lines,
+    top1_interval,
+)
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
 from vitrel.files import atomic_write, one_page, shown
@@ -120,7 +130,7 @@ def contents(
     rows, folder: of the evaluation. described: {class of the data: its name in words}, where a model knows it. answers: default
     `answers_of` the folder.
     """
-    table, crops = aggregate(rows).reset_index(drop=True), has_crops(rows)
+    table, protocol_of = aggregate(rows).reset_index(drop=True), protocol_names(rows)
     warnings = [_warning(row, table) for row in table.to_dict("records")]
     table = _in_percent(table)
     present = [column for column in table if column not in _LEFT_OUT and table[column].notna().any()]
@@ -133,7 +143,7 @@ def contents(
     sizes = sorted(table["img_size"].unique(), key=by_area)
     predictions = read_predictions(folder)
     answers = answers_of(rows, folder) if answers is None else answers
-    classes = _classes(rows, predictions, crops)
+    classes = _classes(rows, predictions, protocol_of)
     changed = [] if predictions is None else changed_images(rows, predictions)
     data = {
         "title": title,
@@ -156,7 +166,7 @@ def contents(
         "changed": changed,
         "images": {} if predictions is None else _image_labels(changed, predictions.names, predictions.labels.tolist()),
         "predicted": [] if predictions is None else list(predictions.classes),
-        "translation": _translation(read_lines(folder, "translation"), crops),
+        "translation": _translation(read_lines(folder, "translation"), protocol_of),
     }
     raw = dict.fromkeys([*(classes or {"names": []})["names"], *data["predicted"], *(described or {})])
     return data | {"words": class_words(raw, described or {})}
@@ -252,9 +262,9 @@ def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[
     top1 is as in the table; other metrics have Student's interval over seeds, and are left out with fewer than two.
     """
     groups: dict[Place, list[Row]] = defaultdict(list)
-    crops = has_crops(rows)
+    protocol_of = protocol_names(rows)
     for row in rows:
-        groups[place_of(row, crops)].append(row)
+        groups[place_of(row, protocol_of)].append(row)
     by_row = []
     for row in table.to_dict("records"):
         seeds = groups[row["label"], row["protocol"], row["policy"], row["img_size"]]
@@ -268,7 +278,7 @@ def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[
     return by_row
 
 
-def _classes(rows: Sequence[Row], predictions: Predictions | None, crops: bool) -> dict[str, Any] | None:
+def _classes(rows: Sequence[Row], predictions: Predictions | None, protocol_of: Callable[[Row], str]) -> dict[str, Any] | None:
     """Class names, and for every aggregated row the lists n (images of each class) and hits, sums over seeds.
 
     n is None where it equals that of the row before, to save space.
@@ -278,7 +288,7 @@ def _classes(rows: Sequence[Row], predictions: Predictions | None, crops: bool) 
     by_place: dict[Place, np.ndarray] = {}
     for row in rows:
         if line_key(row) in predictions.rows:
-            place, counts = place_of(row, crops), np.stack(predictions.rows[line_key(row)].class_counts())
+            place, counts = place_of(row, protocol_of), np.stack(predictions.rows[line_key(row)].class_counts())
             by_place[place] = by_place.get(place, 0) + counts
     counted: list[dict[str, Any]] = [
         _named(place) | {"n": n.tolist(), "hits": hits.tolist()} for place, (n, hits) in by_place.items()
@@ -289,11 +299,11 @@ def _classes(rows: Sequence[Row], predictions: Predictions | None, crops: bool) 
     return {"names": predictions.classes, "rows": counted} if counted else None
 
 
-def _translation(lines: Sequence[Row], crops: bool) -> list[Row]:
+def _translation(lines: Sequence[Row], protocol_of: Callable[[Row], str]) -> list[Row]:
     """Lines of translation.csv aggregated over seeds: mean top-1 with the interval of `aggregate`."""
     groups: dict[tuple[Place, int], list[Row]] = defaultdict(list)
     for line in lines:
-        groups[place_of(line, crops), int(line["translation"])].append(line)
+        groups[place_of(line, protocol_of), int(line["translation"])].append(line)
     merged = []
     for (place, by), seeds in groups.items():
         top1, n = sum(line["top1"] for line in seeds) / len(seeds), int(seeds[0]["n"])

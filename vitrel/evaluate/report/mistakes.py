@@ -1,13 +1,13 @@
 """Mistakes of models, from predictions.npz: the most frequent confusions of classes, and images whose prediction changes."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from vitrel.evaluate.predictions import LEFT_OUT, NO_CLASS, Predictions
-from vitrel.evaluate.results import aggregate, by_area, curves, line_key
+from vitrel.evaluate.results import aggregate, by_area, curves, line_key, protocol_names
 from vitrel.evaluate.settings import Row
 
 PAIRS = 12  # maximum number of confused pairs of classes for a model and protocol
@@ -16,22 +16,12 @@ Place = tuple[str, str, str, str]
 PLACE = ("label", "protocol", "policy", "img_size")
 
 
-def place_of(line: Row, crops: bool) -> Place:
+def place_of(line: Row, protocol_of: Callable[[Row], str]) -> Place:
     """Return the columns PLACE of a row, or line of translation.csv, as the table of `aggregate` has them.
 
-    crops: the result of `has_crops`; if True, the protocol names the crop ("scale, crop 0.9"). Token budgets are not named,
-    although `aggregate` names them where a size has several.
+    protocol_of: the result of `protocol_names` for all rows.
     """
-    protocol = f"{line['protocol']}, crop {line['crop_pct']:g}" if crops else line["protocol"]
-    return line["label"], protocol, line["policy"], line["img_size"]
-
-
-def has_crops(rows: Sequence[Row]) -> bool:
-    """Whether any label has rows with several values of crop_pct, of any protocols (it is 1 in the native protocol)."""
-    by_label = defaultdict(set)
-    for row in rows:
-        by_label[row["label"]].add(row["crop_pct"])
-    return any(len(crops) > 1 for crops in by_label.values())
+    return line["label"], protocol_of(line), line["policy"], line["img_size"]
 
 
 def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, Any]]:
@@ -129,8 +119,8 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
 
 def _predicted(rows: Sequence[Row], predictions: Predictions) -> Iterator[tuple[Place, Row, np.ndarray]]:
     """(place, row, predicted classes [n]) of every row with predictions."""
-    crops = has_crops(rows)
+    protocol_of = protocol_names(rows)
     for row in rows:
         of_row = predictions.rows.get(line_key(row))
         if of_row is not None:
-            yield place_of(row, crops), row, of_row.predicted
+            yield place_of(row, protocol_of), row, of_row.predicted
