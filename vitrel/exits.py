@@ -69,7 +69,10 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """End this process when the `multiprocessing` process that started it ends; run it in a separate thread."""
+    """Wait until the process that started this one by `multiprocessing` ends, then end this one at once, without any cleanup.
+
+    It blocks, so run it in a separate thread. It returns immediately if no `multiprocessing` process started this one.
+    """
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

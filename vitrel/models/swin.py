@@ -158,7 +158,12 @@ class Swin(Backbone):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return (forward_features(x), [features of the chosen stages]) as in timm; output_fmt "NCHW" or "NHWC"."""
+        """Return (forward_features(x), [features of the chosen stages]) of images x as in timm.
+
+        intermediates_only: return the list alone. indices: stages, or the number of last stages, None for all. norm: apply the
+        final norm to the features of the last stage. stop_early: do not run the stages after the last chosen one; the first
+        value is then the output of that stage. output_fmt: "NCHW" or "NHWC", of the list; the first value is NHWC.
+        """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.layers), indices)
@@ -231,7 +236,8 @@ class Swin(Backbone):
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
     """Return position_args for each stage, with its pretrained_window: the value given for all stages or for each of them.
 
-    If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
+    A pair is (h, w) of all stages. If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
+    grid: of the first stage.
     """
     pretrained, args = position_args.get("pretrained_window"), []
     for stage in range(stages):

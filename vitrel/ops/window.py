@@ -42,7 +42,8 @@ def windows(
 ) -> Windows:
     """Layout of (shifted) windows over an h x w grid; all sizes in tokens.
 
-    With shift (sy, sx) the borders of windows lie sy rows below and sx columns right of those without shift.
+    With shift (sy, sx) the borders of windows lie sy rows below and sx columns right of those without shift. An axis that fits
+    into one window is not shifted. The tensors are cached and shared: do not change them in place.
     """
     return _windows(h, w, tuple(window), tuple(shift), device=device)
 
