@@ -51,8 +51,9 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Context manager under which SIGTERM raises `Terminated` in the main thread, so that cleanup code
-    runs and work is saved.
+    """Context manager under which SIGTERM raises `Terminated` in the main thread, so that cleanup code runs and work is saved.
+
+    It has no effect if it is entered in another thread.
     """
     if threading.current_thread() is not threading.main_thread():  # no handler can be set in other threads
         yield

@@ -112,7 +112,6 @@ def onednn_is_faster(model: nn.Module) -> bool:
 
 
 def chunks(count: int, numbers: int) -> Iterator[slice]:
-    """Slices that divide `count` rows of `numbers` numbers per row, with at most CHUNK numbers per slice, but at least one row.
-    """
+    """Slices that divide `count` rows of `numbers` numbers per row, of at most CHUNK numbers, but at least one row."""
     step = max(1, CHUNK // max(numbers, 1))
     return (slice(first, min(first + step, count)) for first in range(0, count, step))

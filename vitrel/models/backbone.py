@@ -199,7 +199,10 @@ class Backbone(nn.Module, abc.ABC):
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention."""
+        """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention.
+
+        Norms and biases are not listed, since timm and vitrel.train exclude them by their shape.
+        """
         others = ("cls_token", "dist_token", "reg_token", "logit_scale")
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}
 

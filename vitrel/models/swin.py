@@ -181,10 +181,10 @@ class Swin(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of `indices`, with prune_norm the final norm, with prune_head the head; returns the
-        indices kept.
+        """Remove the stages after the last of `indices`, in place; returns the indices kept.
 
-        Norm and head are also removed if a stage is, since their width is that of the last stage.
+        prune_norm: also remove the final norm. prune_head: also the head and the pooling. All three are removed if a stage is,
+        since their width is that of the last stage.
         """
         take, last = feature_take_indices(len(self.layers), indices)
         shorter = last + 1 < len(self.layers)

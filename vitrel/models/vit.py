@@ -268,8 +268,9 @@ class ViT(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of `indices`, with prune_norm the final norm, with prune_head the head; returns the
-        indices kept.
+        """Remove the blocks after the last of `indices`, in place; returns the indices kept.
+
+        prune_norm: also remove the final norm. prune_head: also the head, the pooling and fc_norm.
         """
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]

@@ -53,7 +53,8 @@ def window_mask(
 ) -> Tensor | None:
     """Additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf; None if every slot is known to see all keys.
 
-    -inf cannot make a row fully masked, since padding sees padding. Swin's -100 would be too small for logits of that size.
+    -inf cannot make a row fully masked, since padding sees padding. Swin's -100 would be too small for logits of that size. The
+    mask is cached and shared: do not change it in place.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None

@@ -108,8 +108,7 @@ def query_blocks(grid: Grid, queries: int) -> list[QueryBlock]:
 
 
 def row_bias(lines: Tensor, prefix: Tensor, grid: Grid, rows: QueryBlock) -> Tensor:
-    """Biases of a block of queries, [H, M, N], from the result of `expanded`. Do not change them in place: they may be a view.
-    """
+    """Biases of a block of queries, [H, M, N], from the result of `expanded`. Not to be changed in place: it may be a view."""
     (h, w, p), count = grid, rows.tokens.stop - rows.tokens.start
     if rows.first is None:
         return torch.cat((prefix[:, 2:].expand(-1, p), prefix[:, :1].expand(-1, h * w)), 1)[:, None].expand(-1, count, -1)
@@ -124,8 +123,7 @@ def row_bias(lines: Tensor, prefix: Tensor, grid: Grid, rows: QueryBlock) -> Ten
 
 
 def line(grid: Grid, y: int) -> slice:
-    """Slice of the last dimension of `lines` (see `expanded`) with the biases of the queries of image row y at all patch keys.
-    """
+    """Slice of the last dimension of `lines` (see `expanded`) with the biases of image row y's queries at patch keys."""
     return slice((grid.h - 1 - y) * grid.w, (2 * grid.h - 1 - y) * grid.w)
 
 
@@ -175,8 +173,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _add_row_bias(lines: Tensor, prefix: Tensor, bias: Tensor, grid: Grid, rows: QueryBlock) -> None:
-    """Transpose of `row_bias`: add the gradient of a block's biases [H, M, N] to the gradients `lines` and `prefix`, in place.
-    """
+    """Transpose of `row_bias`: add the gradient of a block's biases [H, M, N] to `lines` and `prefix` (gradients), in place."""
     p, w = grid.prefix, grid.w
     if p:
         prefix[:, 2 if rows.first is None else 1] += bias[..., :p].sum((1, 2))

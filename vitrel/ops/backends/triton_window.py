@@ -256,8 +256,9 @@ def _job(sizes, TILES: tl.constexpr):
 
 @triton.jit
 def _corner(window, h, w, sizes):
-    """Image, first row and first column of a window, the shift, the grid, and whether it contains
-    padding or the cyclic border.
+    """Image, first row and first column of a window, the shift, the grid, and whether it contains padding or the cyclic border.
+
+    The shift is 0 along an axis that fits into one window. Rows and columns count on the padded grid, with the shift added.
     """
     down = (h + sizes.wh - 1) // sizes.wh
     across = (w + sizes.ww - 1) // sizes.ww
@@ -351,8 +352,7 @@ def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes):
 
 @triton.jit
 def _angles(ANGLES, head, slot, sizes):
-    """cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half of the columns, for `_rotated`.
-    """
+    """cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half, for `_rotated`."""
     HALF: tl.constexpr = sizes.d // 2
     column = tl.arange(0, sizes.dp)
     pair = column % (sizes.dp // 2)
