@@ -36,7 +36,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class MlpFunction(torch.autograd.Function):
-    """fc2(gelu(fc1(x))) of rows x [M, C], computed in chunks of rows; the backward pass computes the hidden layer again.
+    """Autograd function of `mlp`, with its arguments; the backward pass computes the hidden layer again, in chunks of rows.
 
     That repeats a sixth of the products. At the sizes of Swin's first stages it is still faster than writing the hidden layer
     and its gradient to newly allocated memory.

@@ -201,7 +201,7 @@ class Backbone(nn.Module, abc.ABC):
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention.
 
-        Norms and biases are not listed, since timm and vitrel.train exclude them by their shape.
+        Norms and biases are not listed, since timm and vitrel.train exclude them in any model.
         """
         others = ("cls_token", "dist_token", "reg_token", "logit_scale")
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}

@@ -133,7 +133,7 @@ def softmax_under(*biases: Tensor) -> Callable[..., Tensor]:
 
 
 class _Rows(torch.autograd.Function):
-    """Autograd function of (q, k, v [B, H, N, D], lines, prefix, grid, scale) -> [B, H, N, D]."""
+    """Autograd function of (q, k, v [B, H, N, D], lines and prefix as of `expanded`, grid, scale) -> [B, H, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lines: Tensor, prefix: Tensor, grid: Grid, scale: float) -> Tensor:

@@ -65,8 +65,8 @@ def biased_forward(
     tokens or whole rows. bias [H, R] by offset class (query minus key, Grid.index("hw")). row_scores [B, H, M, h],
     column_scores [B, H, M, w].
 
-    out is [B, H, M, D] in v's dtype, in memory [B, M, H, D]; lse is [B, H, M] float32, used by the backward pass. Raises
-    ValueError where `biased_refuses` gives a reason, and for other shapes.
+    out is [B, H, M, D] in v's dtype, in memory [B, M, H, D]; lse is [B, H, M] float32 (natural logarithm), used by the
+    backward pass. Raises ValueError where `biased_refuses` gives a reason, and for other shapes.
     """
     aligned = row_scores is not None or column_scores is not None
     if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
