@@ -51,8 +51,9 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Context manager under which SIGTERM raises `Terminated` in the main thread, so that cleanup code
-    runs and work is saved.
+    """Context manager under which SIGTERM raises `Terminated` in the main thread, so that cleanup code runs and work is saved.
+
+    It has no effect if it is entered in another thread.
     """
     if threading.current_thread() is not threading.main_thread():  # no handler can be set in other threads
         yield
@@ -69,7 +70,10 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """End this process when the `multiprocessing` process that started it ends; run it in a separate thread."""
+    """Wait until the process that started this one by `multiprocessing` ends, then end this one at once, without any cleanup.
+
+    It blocks, so run it in a separate thread. It returns immediately if no `multiprocessing` process started this one.
+    """
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

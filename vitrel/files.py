@@ -108,7 +108,10 @@ def one_page(package: str, scripts: Sequence[str], **parts: str) -> str:
 
 
 def commit(checkout: Path) -> str:
-    """Return the commit of a git checkout, with "-dirty" if a tracked file has changed, or "" if it is not a checkout."""
+    """Return the commit (12 digits) of the git checkout with top folder `checkout`, plus "-dirty" if a tracked file changed.
+
+    "" if the folder has no .git, or git is missing or fails.
+    """
     if not (checkout / ".git").exists():
         return ""
     try:

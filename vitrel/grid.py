@@ -42,15 +42,18 @@ class Grid(NamedTuple):
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
-        """Offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for one axis."""
+        """Offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for one axis.
+
+        The tensor is shared, so do not change it in place.
+        """
         return _offsets(self.h, self.w, _checked(axis), device=device)
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
-        """Row and column (y, x) of every token but the prefix tokens, [h*w, 2]."""
+        """Row and column (y, x) of every token but the prefix tokens, [h*w, 2]; shared, so do not change it in place."""
         return _coordinates(self.h, self.w, device=device)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:  # type: ignore[override]
-        """Offset class of every pair (query i, key j), [N, N] int64."""
+        """Offset class of every pair (query i, key j), [N, N] int64; shared, so do not change it in place."""
         return _index(self.h, self.w, self.prefix, _checked(axis), device=device)
 
 

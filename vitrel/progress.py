@@ -12,8 +12,9 @@ EVERY = 20.0  # seconds between two lines of a log
 
 @contextmanager
 def progress(total: int, unit: str, every: float = EVERY) -> Iterator[Callable[[float, str], None]]:
-    """Context manager that gives advance(share, what): `share` more of `total` units is done, and `what` describes the current
-    work.
+    """Context manager that gives advance(share, what), which adds `share` (may be a fraction) to the units done of `total`.
+
+    what: text that describes the current work.
 
     On stderr: a tqdm bar on a terminal. Elsewhere, a line whenever `every` seconds have passed since the last one, and one at
     the end if the work took longer than that.

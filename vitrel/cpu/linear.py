@@ -36,7 +36,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class MlpFunction(torch.autograd.Function):
-    """fc2(gelu(fc1(x))) of rows x [M, C], computed in chunks of rows; the backward pass computes the hidden layer again.
+    """Autograd function of `mlp`, with its arguments; the backward pass computes the hidden layer again, in chunks of rows.
 
     That repeats a sixth of the products. At the sizes of Swin's first stages it is still faster than writing the hidden layer
     and its gradient to newly allocated memory.
@@ -112,6 +112,6 @@ def onednn_is_faster(model: nn.Module) -> bool:
 
 
 def chunks(count: int, numbers: int) -> Iterator[slice]:
-    """Slices of `count` rows with `numbers` numbers each, of about CHUNK numbers per slice."""
+    """Slices that divide `count` rows of `numbers` numbers per row, of at most CHUNK numbers, but at least one row."""
     step = max(1, CHUNK // max(numbers, 1))
     return (slice(first, min(first + step, count)) for first in range(0, count, step))

@@ -65,7 +65,7 @@ def _valid_sizes(image: Tensor, sizes: Sequence[tuple[int, int]], patch: tuple[i
 
 
 def _without_padding(image: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
-    """Set pixels [B, C, h, w] outside each image's size to zero, with which partial patches are padded."""
+    """Return images [B, C, h, w] with zeros outside each image's size, as partial patches are padded; not in place."""
     limit = torch.tensor(sizes, device=image.device)
     rows = torch.arange(image.shape[2], device=image.device) < limit[:, :1]  # [B, h]
     columns = torch.arange(image.shape[3], device=image.device) < limit[:, 1:]

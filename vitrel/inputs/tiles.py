@@ -127,10 +127,9 @@ class _Axis(NamedTuple):
         return math.lcm(*self.strides, *(stride * window for stride, (_, blocks) in stages for window, _ in blocks))
 
     def exact(self, start: int, stop: int, n: int) -> list[tuple[int, int]]:
-        """For each stage, the range lo..hi of tokens of the whole axis (n patches) whose features a tile of patches start..stop
-        equals.
+        """For each stage, the tokens [lo, hi) of an axis (n patches) for which a tile of patches [start, stop) is exact.
 
-        No token is exact if lo >= hi.
+        Tokens are numbered on the whole axis. Exact features equal those of the whole image. No token is exact if lo >= hi.
         """
         lo, hi, ranges = start, stop, []
         for merge, blocks in self.stages:
@@ -176,7 +175,11 @@ class _Axis(NamedTuple):
         return spans
 
     def _next(self, done: int, n: int, longest: int) -> tuple[int, int]:
-        """Return start and stop of the tile that extends the first `done` exact tokens of the last stage the farthest."""
+        """Return start and stop, in patches, of the next tile; the first `done` tokens of the last stage are computed already.
+
+        It is the latest tile of at most `longest` patches whose exact tokens continue those, without patches at its end that
+        add none.
+        """
         starts = range(done * self.strides[-1] // self.alignment * self.alignment, -1, -self.alignment)
         ends = ((start, min(start + longest, n)) for start in starts)
         tiles = ((start, stop, *self.exact(start, stop, n)[-1]) for start, stop in ends)

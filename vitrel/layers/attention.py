@@ -96,7 +96,11 @@ class Attention(nn.Module):
         return self.output(self.attend(self.project(x), terms, grid, mask))
 
     def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
-        """Return attention of the projected tokens, [..., 3C] -> [..., C], before `output`; backend None: that of the layer."""
+        """Return attention of the projected tokens, before `output`: [B, N, 3C] -> [B, N, C].
+
+        In windows qkv may also be [B, h, w, 3C], the result then is [B, h, w, C]. A windowed layer ignores `mask`. backend
+        None: that of the layer.
+        """
         backend = self.backend if backend is None else backend
         if self.window is None:
             return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, backend).transpose(1, 2).flatten(2)

@@ -23,7 +23,10 @@ LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only wind
 
 
 def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a backbone's constructor that stores all its arguments, defaults included, in `self.arguments`."""
+    """Decorator of a backbone's constructor that afterwards stores a copy of its arguments in `self.arguments`.
+
+    Defaults are included; device and dtype are not.
+    """
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -75,7 +78,7 @@ class Backbone(nn.Module, abc.ABC):
 
     @_model_args.setter
     def _model_args(self, value: dict[str, Any]) -> None:
-        """Nothing: timm's factory sets it."""
+        """Ignore the value; it exists because timm's factory assigns to it."""
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
         """Grid of tokens for an image of `size` (h, w) pixels; sides that are not whole patches are rounded up."""
@@ -167,7 +170,7 @@ class Backbone(nn.Module, abc.ABC):
                 self.arguments["position_args"] = arguments
 
     def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
-        """As `encodings`, at the size for which the parameters were made."""
+        """Yield every position encoding with its grid at the training image size, for which the parameters were made."""
         return self.encodings(to_2tuple(self.patch_embed.img_size))
 
     def resized(self, size: tuple[int, int]) -> dict[str, int]:
@@ -196,7 +199,10 @@ class Backbone(nn.Module, abc.ABC):
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention."""
+        """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention.
+
+        Norms and biases are not listed, since timm and vitrel.train exclude them in any model.
+        """
         others = ("cls_token", "dist_token", "reg_token", "logit_scale")
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}
 

@@ -25,7 +25,8 @@ class Config(NamedTuple):
         """Build the model with random weights.
 
         changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
-        `preparation`. Torch's random state is left as it was.
+        `preparation`. The names of the classes are dropped if they are not as many as num_classes. Torch's random state is left
+        as it was.
         """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
         arguments = self.arguments | changes

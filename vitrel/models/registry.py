@@ -21,10 +21,10 @@ def base_cfg(**changes) -> dict:
 def register_family(
     trunk: type[nn.Module], rows: dict[str, tuple[dict, dict]], weights: dict[str, str], namespace: dict
 ) -> dict:
-    """Register one timm entry point for each row {name: (constructor arguments, pretrained cfg)}; returns timm's
-    `default_cfgs`.
+    """Register a timm entry point for each row {name: (constructor arguments, pretrained cfg)}; returns timm's `default_cfgs`.
 
-    weights: {name: hub repository} of public weights. namespace: globals() of the backbone's module, where timm looks for both.
+    weights: {name: hub repository} of public weights. namespace: globals() of the backbone's module, to which the entry points
+    and default_cfgs are added, since timm looks for them there.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}

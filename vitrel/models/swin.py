@@ -158,7 +158,12 @@ class Swin(Backbone):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return (forward_features(x), [features of the chosen stages]) as in timm; output_fmt "NCHW" or "NHWC"."""
+        """Return (forward_features(x), [features of the chosen stages]) of images x as in timm.
+
+        intermediates_only: return the list alone. indices: stages, or the number of last stages, None for all. norm: apply the
+        final norm to the features of the last stage. stop_early: do not run the stages after the last chosen one; the first
+        value is then the output of that stage. output_fmt: "NCHW" or "NHWC", of the list; the first value is NHWC.
+        """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.layers), indices)
@@ -176,10 +181,10 @@ class Swin(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of `indices`, with prune_norm the final norm, with prune_head the head; returns the
-        indices kept.
+        """Remove the stages after the last of `indices`, in place; returns the indices kept.
 
-        Norm and head are also removed if a stage is, since their width is that of the last stage.
+        prune_norm: also remove the final norm. prune_head: also the head and the pooling. All three are removed if a stage is,
+        since their width is that of the last stage.
         """
         take, last = feature_take_indices(len(self.layers), indices)
         shorter = last + 1 < len(self.layers)
@@ -231,7 +236,8 @@ class Swin(Backbone):
 def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> list[dict]:
     """Return position_args for each stage, with its pretrained_window: the value given for all stages or for each of them.
 
-    If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
+    A pair is (h, w) of all stages. If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
+    grid: of the first stage.
     """
     pretrained, args = position_args.get("pretrained_window"), []
     for stage in range(stages):

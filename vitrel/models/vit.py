@@ -162,7 +162,10 @@ class ViT(Backbone):
         self.init_weights(needs_reset=False)
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all parameters and buffers; needs_reset False: all but what layers initialise at construction."""
+        """Initialise all parameters and buffers.
+
+        needs_reset False: only linear layers outside encodings, prefix tokens and attention pooling.
+        """
         super().init_weights(needs_reset)
         for token in self.prefix_tokens:
             nn.init.normal_(token, std=1e-6)
@@ -181,8 +184,10 @@ class ViT(Backbone):
         return self.add_tokens(x, None if self.pos_embed is None else self.pos_embed(grid).tokens), grid
 
     def add_tokens(self, x: Tensor, tokens: Tensor | None) -> Tensor:
-        """Turn patches [B, h, w, C] into the first block's input [B, N, C]: prefix tokens before them, absolute embedding [N,
-        C] added.
+        """Turn patches [B, h, w, C] into the first block's input [B, N, C]: prepend prefix tokens, add the absolute embedding.
+
+        tokens: that embedding [N, C] before its fade, which counts this call as a step in training. Dropout and norm_pre are
+        applied last.
         """
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
@@ -221,9 +226,13 @@ class ViT(Backbone):
         intermediates_only: bool = False,
         attn_mask: Tensor | None = None,
     ) -> list | tuple[Tensor, list]:
-        """Return (forward_features(x), [features of the chosen blocks]) as in timm; output_fmt "NCHW" or "NLC".
+        """Return (forward_features(x), [features of the chosen blocks]) of images x as in timm.
 
-        attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool with True = attend, or additive.
+        intermediates_only: return the list alone. indices: blocks, or the number of last blocks, None for all. norm: apply the
+        final norm to all of them. stop_early: do not run the blocks after the last chosen one; the first value is then the norm
+        of its output. output_fmt: "NCHW" or "NLC", of patch tokens only; with return_prefix_tokens, pairs of them and the
+        prefix tokens [B, prefix, C]. attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool
+        with True = attend, or additive.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
@@ -259,8 +268,9 @@ class ViT(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of `indices`, with prune_norm the final norm, with prune_head the head; returns the
-        indices kept.
+        """Remove the blocks after the last of `indices`, in place; returns the indices kept.
+
+        prune_norm: also remove the final norm. prune_head: also the head, the pooling and fc_norm.
         """
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]

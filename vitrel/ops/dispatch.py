@@ -101,7 +101,11 @@ def window_attention(
 
 
 def choose(backend: str, call: Call) -> ModuleType:
-    """Return the backend for a call; ValueError for an unknown name, and for a backend given by name that refuses."""
+    """Return the backend module for a call: the one named, or for "auto" the first that pays and does not refuse.
+
+    "auto" and "auto+name" first stand for the backend set by `use_backend` or VITREL_BACKEND, if there is one. Raises
+    ValueError for an unknown name, and for a backend given by name (or set so) that refuses the call.
+    """
     if is_auto(backend) and chosen["auto"] != "auto":
         backend = chosen["auto"]
     if is_auto(backend):
@@ -129,8 +133,10 @@ def _differentiated(*inputs: Tensor) -> bool:
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
-    """ValueError unless all terms have the rows of `grid`, `heads` and head width `width`: lookups with other shapes can be
-    wrong silently.
+    """ValueError unless tables and rotary terms have the rows of `grid`, `heads` heads and head width `width`.
+
+    All but a bias may have one head that all heads share. Lookups with other shapes can be wrong silently. Terms.tokens and
+    Terms.query_bias are not checked.
     """
     on_grid = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
     advice = "compute the terms on this grid (in windows, on Grid(*window))"

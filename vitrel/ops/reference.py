@@ -70,7 +70,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: 
 
 
 def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
-    """Logits [..., H, M, N] of queries that are the last M tokens of the key grid; -inf where a bool mask is False."""
+    """Return the logits before the softmax with all position terms and the mask, [..., H, M, N].
+
+    q [..., H, M, D] and k [..., H, N, D] come without rotation, query_bias and scale, which are applied here; queries are the
+    last M tokens of the key grid. A bool mask gives -inf where it is False; any other mask is added.
+    """
     scale = terms.logit_scale(q.shape[-1])
     q = with_query_bias(q, terms)
     rotated_q, rotated_k = rotated(q, k, terms)
@@ -127,8 +131,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
-    """Sum of the tables' contributions to the logits, broadcastable to [..., H, M, N], or None; q unrotated, with its
-    query_bias.
+    """Return the sum of the tables' bias, query, gated and key logits, broadcastable to [..., H, M, N]; None if there are none.
+
+    q and k: before rotation, q with its query_bias. scale: Terms.logit_scale(D), a factor of all but the biases. Value tables
+    are ignored.
     """
     terms = []
     for table in tables:
@@ -148,8 +154,9 @@ def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
 
 
 def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
-    """Logits of a table's query and gated rows, looked up by offset class [M, N]: a list of one tensor [..., H, M, N], or an
-    empty one.
+    """Return [the sum of the logits of a table's query and gated rows, [..., H, M, N]], or [] if the table has neither.
+
+    q: before rotation, with its query_bias. index [M, N]: offset class of each pair. scale: factor of these logits.
     """
     scores = []
     if table.query is not None:

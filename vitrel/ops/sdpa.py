@@ -79,7 +79,7 @@ def window_attention(
 
 
 def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N]."""
+    """Sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N]; n = N, slots = L*N."""
     if bias is None and mask is None:
         return None
     bias = None if bias is None else bias.to(dtype).unsqueeze(1)  # [H, 1, N, N]
@@ -89,7 +89,7 @@ def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slot
 
 
 def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N]."""
+    """Sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N]; n = N; `slots` is not used."""
     if bias is None and mask is None:
         return None
     both = bias if mask is None else mask if bias is None else bias + mask
@@ -110,17 +110,20 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: floa
 
 
 def four_dimensional(bias: Tensor) -> Tensor:
-    """Add a batch dimension to a bias [H, N, N]: with three dimensions SDPA is slow (5x on a CPU at 577 tokens)."""
+    """Return a bias [H, N, N] as [1, H, N, N], any other as it is: SDPA is slow with three dimensions (5x on a CPU)."""
     return bias[None] if bias.dim() == 3 else bias
 
 
 def prepare(
     q: Tensor, k: Tensor, terms: Terms, grid: Grid, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Return rotated q and k (q times the temperature), the sum of the table terms or None, and the scale for SDPA.
+    """Return SDPA's arguments: q (plus query_bias, rotated, times the temperature), k (rotated), additive bias or None, scale.
+
+    The bias is the sum of bias, query, gated and key tables, [.., H, M, N], not yet in q's dtype. The scale is a number without
+    the temperature.
 
     slot: if given, q and k [B, H, L*N, D] hold L windows, slot [L*N] is the place of each row in its window, and the returned
-    bias is [.., H, L*N, N]. Without it the bias is that of `grid`.
+    bias is [.., H, L*N, N]. `grid` is then the window, and the caller has gathered terms.rotary by slot, [H|1, L*N, D/2].
     """
     q = with_query_bias(q, terms)
     scale = terms.logit_scale(q.shape[-1])

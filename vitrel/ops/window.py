@@ -42,7 +42,8 @@ def windows(
 ) -> Windows:
     """Layout of (shifted) windows over an h x w grid; all sizes in tokens.
 
-    With shift (sy, sx) the borders of windows lie sy rows below and sx columns right of those without shift.
+    With shift (sy, sx) the borders of windows lie sy rows below and sx columns right of those without shift. An axis that fits
+    into one window is not shifted. The tensors are cached and shared: do not change them in place.
     """
     return _windows(h, w, tuple(window), tuple(shift), device=device)
 
@@ -52,7 +53,8 @@ def window_mask(
 ) -> Tensor | None:
     """Additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf; None if every slot is known to see all keys.
 
-    -inf cannot make a row fully masked, since padding sees padding. Swin's -100 would be too small for logits of that size.
+    -inf cannot make a row fully masked, since padding sees padding. Swin's -100 would be too small for logits of that size. The
+    mask is cached and shared: do not change it in place.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None

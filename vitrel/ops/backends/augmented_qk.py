@@ -119,15 +119,20 @@ def _columns(terms: Terms, grid: Grid) -> int:
 
 
 def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For the K places of an axis (prefix tokens first): their offset classes [K, K], and the place of every token [N]."""
+    """Return offset classes [K, K] (query, key) between the K places of an axis, and the place of every token [N].
+
+    Places: one for all prefix tokens together, if there are any, then one for each row (axis "h") or column ("w").
+    """
     line = Grid(grid.h if axis == "h" else grid.w, 1, 1 if grid.prefix else 0)
     place = grid.coordinates(device)[:, "hw".index(axis)] + line.prefix
     return line.index("h", device), F.pad(place, (grid.prefix, 0))
 
 
 def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor) -> Tensor:
-    """What each query adds to the keys of every place, divided by `scale`, [(B,) H, M, K]; index [M,
-    K]: their offset classes.
+    """Columns of q for bias, query and gated tables, [(B,) H, M, K]: what they add to the logits of each place, / scale.
+
+    index [M, K]: offset class of query and place. factor: the temperature, which multiplies all but the biases. Infinite values
+    become the largest finite ones.
     """
     columns = []
     for table in tables:
@@ -159,8 +164,10 @@ def _joined(*sides: list[Tensor]) -> list[Tensor]:
 
 
 def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[B, H, M, W] -> [B, H, M, D]: add value tables [H|1, R, D], weighted by the attention on their places; index [M, K] as
-    above.
+    """Return the output [B, H, M, D], given SDPA's [B, H, M, W]: its first D = `width` columns plus that of the value tables.
+
+    rows: (value table [H|1, R, D], offset class of query and place [M, K]) for each group of K further columns, which hold the
+    attention weights summed over each place; remaining columns are padding.
     """
     total, at = out[..., :width], width
     for value, index in rows:

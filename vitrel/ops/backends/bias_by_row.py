@@ -96,7 +96,10 @@ class QueryBlock(NamedTuple):
 
 
 def query_blocks(grid: Grid, queries: int) -> list[QueryBlock]:
-    """Split the queries of a grid, in token order, into blocks of at most `queries` queries and at least one image row."""
+    """Split the queries of a grid, in token order: all prefix tokens as one block, if any, then blocks of whole image rows.
+
+    A block has as many rows as fit into `queries` queries, but at least one.
+    """
     step, p = max(1, queries // grid.w), grid.prefix
     blocks = [QueryBlock(slice(0, p), None)] if p else []
     for y in range(0, grid.h, step):
@@ -105,7 +108,7 @@ def query_blocks(grid: Grid, queries: int) -> list[QueryBlock]:
 
 
 def row_bias(lines: Tensor, prefix: Tensor, grid: Grid, rows: QueryBlock) -> Tensor:
-    """Biases of a block of queries, [H, M, N], from the result of `expanded`."""
+    """Biases of a block of queries, [H, M, N], from the result of `expanded`. Not to be changed in place: it may be a view."""
     (h, w, p), count = grid, rows.tokens.stop - rows.tokens.start
     if rows.first is None:
         return torch.cat((prefix[:, 2:].expand(-1, p), prefix[:, :1].expand(-1, h * w)), 1)[:, None].expand(-1, count, -1)
@@ -120,7 +123,7 @@ def row_bias(lines: Tensor, prefix: Tensor, grid: Grid, rows: QueryBlock) -> Ten
 
 
 def line(grid: Grid, y: int) -> slice:
-    """Slice of `lines` that holds the biases of the queries of image row y."""
+    """Slice of the last dimension of `lines` (see `expanded`) with the biases of image row y's queries at patch keys."""
     return slice((grid.h - 1 - y) * grid.w, (2 * grid.h - 1 - y) * grid.w)
 
 
@@ -130,7 +133,7 @@ def softmax_under(*biases: Tensor) -> Callable[..., Tensor]:
 
 
 class _Rows(torch.autograd.Function):
-    """Autograd function of (q, k, v [B, H, N, D], lines, prefix, grid, scale) -> [B, H, N, D]."""
+    """Autograd function of (q, k, v [B, H, N, D], lines and prefix as of `expanded`, grid, scale) -> [B, H, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lines: Tensor, prefix: Tensor, grid: Grid, scale: float) -> Tensor:
@@ -170,7 +173,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _add_row_bias(lines: Tensor, prefix: Tensor, bias: Tensor, grid: Grid, rows: QueryBlock) -> None:
-    """Transpose of `row_bias`: add the gradient of a block's biases [H, M, N] to those of lines and prefix."""
+    """Transpose of `row_bias`: add the gradient of a block's biases [H, M, N] to `lines` and `prefix` (gradients), in place."""
     p, w = grid.prefix, grid.w
     if p:
         prefix[:, 2 if rows.first is None else 1] += bias[..., :p].sum((1, 2))

@@ -66,8 +66,9 @@ def attention(
 
 
 class _Lookup(NamedTuple):
-    """What a table adds to the logit of pair (i, j): values[h, r], or values[b, h, i, r] of queries, or values[b, h, j, r] of
-    keys.
+    """Part of a table, which adds values[h, r], values[b, h, i, r] or values[b, h, j, r] (by `side`) to logit (i, j).
+
+    The prefix classes are the first three of R here, not the last three as in Grid.
     """
 
     values: Tensor  # [H, R], [B, H, M, R] or [B, H, N, R]

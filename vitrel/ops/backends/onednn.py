@@ -78,5 +78,5 @@ def takes(dtype: torch.dtype) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
-    """Return x [..., in] @ weight.T [out, in] + bias [out], by oneDNN; then="gelu" applies the exact GELU to it."""
+    """Return x [..., in] @ weight.T [out, in] + bias [out], by oneDNN; then="gelu" applies the exact GELU. No autograd."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "none" if then == "gelu" else "")

@@ -95,8 +95,9 @@ def window_attention(
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:
-    """What the query tables of an axis add to the keys of each row or column, [B, H, M, h] or [B, H, M,
-    w]; None without one.
+    """Logits that the query tables of an axis add at the keys of each row, [B, H, M, h] ("h"), or column, [B, H, M, w] ("w").
+
+    None if no query table has this axis. q: before rotation, with query_bias and temperature. Grids without prefix tokens only.
     """
     tables = [table.query for table in terms.tables if table.query is not None and table.axis == axis]
     if not tables:

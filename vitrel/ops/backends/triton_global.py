@@ -65,8 +65,8 @@ def biased_forward(
     tokens or whole rows. bias [H, R] by offset class (query minus key, Grid.index("hw")). row_scores [B, H, M, h],
     column_scores [B, H, M, w].
 
-    out is [B, H, M, D] in v's dtype, in memory [B, M, H, D]; lse is [B, H, M] float32, used by the backward pass. Raises
-    ValueError where `biased_refuses` gives a reason, and for other shapes.
+    out is [B, H, M, D] in v's dtype, in memory [B, M, H, D]; lse is [B, H, M] float32 (natural logarithm), used by the
+    backward pass. Raises ValueError where `biased_refuses` gives a reason, and for other shapes.
     """
     aligned = row_scores is not None or column_scores is not None
     if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
@@ -91,7 +91,7 @@ def biased_forward(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], grid: Grid) -> None:
-    """ValueError for shapes beyond which the kernels would read, and for mixed dtypes."""
+    """ValueError for mixed dtypes, and for shapes with which the kernels would read out of bounds."""
     keys = (*q.shape[:2], grid.tokens, q.shape[-1])
     if q.dim() != 4 or k.shape != keys or v.shape != keys or not q.dtype == k.dtype == v.dtype:
         actual = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
@@ -110,10 +110,11 @@ def _query_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int
 
 
 class _Sizes(NamedTuple):
-    """Sizes that the kernels receive: heads, sides of the grid, tokens, and the number of key tiles down (groups) and across
-    (chunks).
+    """Sizes that the kernels receive: heads, grid, queries M, and the division of the patch keys into groups * chunks tiles.
 
-    A tile is any consecutive patch keys, with chunks = 1; or, aligned, `rows` whole image rows or a chunk of one row.
+    Aligned tiles (for row or column scores) hold `rows` whole image rows, in `groups` tiles down (chunks = 1); where a row is
+    wider than a tile, rows = 1, and a row is divided into `chunks` tiles. Other tiles hold any consecutive patch keys: `groups`
+    is their number, chunks = 1, and `rows` is not used.
     """
 
     heads: int
@@ -141,13 +142,16 @@ def _constants(grid: Grid, width: int, tile: tuple[int, int, int, int]) -> dict[
 
 
 def _row_lanes(columns: int, lanes: int) -> int:
-    """Lanes for one value per image row of a tile; 0 if a tile is one row or part of it."""
+    """Lanes for one value per image row of a tile of `lanes` keys, a power of two; 0 if a tile is one row or part of it.
+
+    columns: width of the grid. The kernels receive the result as PACKED.
+    """
     rows = lanes // columns
     return max(16, triton.next_power_of_2(rows)) if rows > 1 else 0
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return x [B, H, N, D] and its first three strides, after making the last stride 1."""
+    """Return x [B, H, N, D] and its strides of batch, head and token; a copy of x if its last stride is not 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, head, token, _ = x.stride()
     return x, batch, head, token
@@ -196,7 +200,11 @@ def _prefix_line(head, sizes):
 
 @triton.jit
 def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Row y, column x and token of each lane of a tile of patch keys, and whether the key exists."""
+    """Row y, column x and token (prefix tokens counted) of each lane of a tile of patch keys, and whether the key exists.
+
+    ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored. Lanes
+    without a key have values out of range.
+    """
     lane = tl.arange(0, LANES)
     if ALIGNED:
         r = lane // sizes.w
@@ -211,7 +219,7 @@ def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load_tokens(x, b, head, tokens, exist, D: tl.constexpr):
-    """Load [len(tokens), D] of x [B, H, N, D]; zeros where a token does not exist."""
+    """Load [len(tokens), D] of x [B, H, N, D], given as of `_strided`; zeros where `exist` is False."""
     base, of_batch, of_head, of_token = x
     at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
     return tl.load(base + at, mask=exist[:, None], other=0.0)
@@ -219,7 +227,7 @@ def _load_tokens(x, b, head, tokens, exist, D: tl.constexpr):
 
 @triton.jit
 def _store_tokens(x, b, head, tokens, exist, value, D: tl.constexpr):
-    """Write `value` [len(tokens), D] into x [B, H, N, D]."""
+    """Write `value` [len(tokens), D] into x [B, H, N, D], given as of `_strided`, in its dtype, where `exist` is True."""
     base, of_batch, of_head, of_token = x
     at = b * of_batch + head * of_head + tokens.to(tl.int64)[:, None] * of_token + tl.arange(0, D)[None, :]
     tl.store(base + at, value.to(base.dtype.element_ty), mask=exist[:, None])
@@ -264,7 +272,10 @@ def _row_terms(row, bh, i, exist, group, y, inside, sizes, PACKED: tl.constexpr)
 
 @triton.jit
 def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
-    """Column scores [B*H, M, w] of queries i at the keys of any tile of a chunk, divided by log 2."""
+    """Return the column scores [BLOCK_M, LANES] of queries i at the keys of an aligned tile of `chunk`, divided by log 2.
+
+    They are the same for every group. `column` points to the scores [B*H, M, w]. Zeros where there is no query or key.
+    """
     _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
     column += bh * sizes.queries * sizes.w
     score = tl.load(column + ((i * sizes.w)[:, None] + x[None, :]), mask=exist[:, None] & inside[None, :], other=0.0)
@@ -273,8 +284,9 @@ def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
 
 @triton.jit
 def _attend(s, v, acc, top, total):
-    """One step of the online softmax with logits s [BLOCK_M, keys] and values v; returns the updated output sum, maximum and
-    weight sum.
+    """One step of the online softmax with logits s [BLOCK_M, keys] in base 2 and values v; returns updated acc, top and total.
+
+    acc: output [BLOCK_M, D], not yet divided by total. top: maximum of the logits. total: sum of the weights.
     """
     new = tl.maximum(top, tl.max(s, 1))
     shift = tl.where(new == float("-inf"), 0.0, new)  # all keys so far may be masked

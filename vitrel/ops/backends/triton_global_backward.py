@@ -162,7 +162,10 @@ def _table_gradient(inputs: tuple, stats: tuple, tables: tuple, to_prefix: Tenso
 
 @triton.jit
 def _logit_gradient(s, norm, mean, dout, value):
-    """Gradient ds [queries, keys] of logits s (divided by log 2)."""
+    """Gradient ds [queries, keys] with respect to the logits, given s, the logits divided by log 2.
+
+    norm: log-sum-exp of each query divided by log 2. mean: out . grad_out of each query. dout: grad_out [queries, D].
+    """
     p = tl.exp2(s - norm[:, None])
     return p * (tl.dot(dout, tl.trans(value), input_precision="ieee") - mean[:, None])
 
@@ -176,7 +179,10 @@ def _sums_by(ds, place, LANES: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Sum ds over the columns of a tile into drow [chunks, B*H, M, h]."""
+    """Write the sums of ds [BLOCK_M, keys] over each image row of the tile (group, chunk) into drow [chunks, B*H, M, h].
+
+    Each element is written by one tile, and chunks remain to be summed. drow: (pointer, B*H).
+    """
     h, rows = sizes.h, sizes.rows
     drow, of_chunk = drow
     drow += (chunk * of_chunk + bh) * sizes.queries * h  # 64-bit, as bh is
@@ -192,7 +198,10 @@ def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: 
 
 @triton.jit
 def _store_column_gradient(dcolumn, ds, bh, i, exist, chunk, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Write ds, summed over tiles, into dcolumn [B*H, M, w]; first sums the rows of a tile that has several."""
+    """Write ds [BLOCK_M, LANES], already summed over the groups of a chunk, into dcolumn [B*H, M, w].
+
+    With PACKED (several image rows per tile) the lanes of a column are summed first.
+    """
     LANES: tl.constexpr = ds.shape[1]
     _, x, _, inside = _key_tile(0, chunk, sizes, LANES, True)
     if PACKED:
@@ -385,9 +394,10 @@ def _table(
 
 @triton.jit
 def _add_diagonals(table, acc, down, right, sizes):
-    """Add acc [BLOCK, BLOCK] to the table by offset class; lane 0 of the queries is (down, right) of lane 0 of the keys.
+    """Add acc [BLOCK queries, BLOCK keys] to a head's table, in place, by offset class (query minus key).
 
-    Lanes i and j with the same i - j have two possible offsets, depending on whether the end of an image row lies between them.
+    Lane 0 of the queries lies `down` rows below and `right` columns to the right of lane 0 of the keys. Lanes i and j with the
+    same i - j have two possible offsets, depending on whether the end of an image row lies between them.
     """
     h, w = sizes.h, sizes.w
     BLOCK: tl.constexpr = acc.shape[0]

@@ -38,7 +38,10 @@ def window_backward_op(
     grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv, bias, cos and sin; empty where not needed, since an operator cannot return None."""
+    """Gradients of qkv, bias, cos and sin; empty, since an operator cannot return None, where the input is None.
+
+    Those of cos and sin are also empty without rotary_grad.
+    """
     grads = triton_window_backward.window_backward(
         grad, qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, rotary_grad
     )
@@ -91,7 +94,7 @@ def biased_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, bias, rows and columns; empty where the input is None or no gradient is needed."""
+    """Gradients of q, k, v, bias, rows and columns; empty where the input is None, that of bias also without bias_grad."""
     grid = Grid(h, w, prefix)
     grads = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
     return tuple(_or_empty(x, q) for x in grads)  # type: ignore[return-value]

@@ -100,7 +100,10 @@ def window_forward(
 def launch_window_forward(
     window: tuple[int, int], shift: tuple[int, int], num_heads: int, **arguments: Tensor | float | None
 ) -> None:
-    """Launch the forward kernel; arguments have its parameter names."""
+    """Launch the forward kernel, which writes OUT and STATS, each if not None.
+
+    arguments: the tensors of `_forward` in its formats (QKV, BIAS, ANGLES, GRAD, OUT, STATS; None where allowed) and scale.
+    """
     tile = window_tile(window[0] * window[1])
     tiles = triton.cdiv(window[0] * window[1], tile.rows)
     per = windows_per_program(window_count(arguments["QKV"], window), num_heads, PROGRAMS) if tiles == 1 else 1
@@ -117,7 +120,10 @@ def launch_window(
     num_heads: int,
     **arguments: Tensor | float | None,
 ) -> None:
-    """Launch a kernel with `tiles` programs for each head and each `per` windows."""
+    """Launch a kernel with `tiles` programs for each head and each group of `per` windows; does nothing for an empty batch.
+
+    arguments: the kernel's parameters except h, w, windows and sizes.
+    """
     qkv = arguments["QKV"]
     windows, width = window_count(qkv, window), qkv.shape[-1] // (3 * num_heads)
     shape = (num_heads, *window, window[0] * window[1], *shift, width, triton.next_power_of_2(width), per, tile.rows, tile.keys)
@@ -147,7 +153,7 @@ def check_qkv(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], num_
 def _check_tables(
     bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, window: tuple[int, int], num_heads: int, width: int
 ) -> None:
-    """ValueError for shapes beyond which the kernels would read."""
+    """ValueError for shapes with which the kernels would read out of bounds."""
     (h, w), angles = window, (window[0] * window[1], width // 2)
     if bias is not None and bias.shape != (num_heads, (2 * h - 1) * (2 * w - 1)):
         expected = [num_heads, (2 * h - 1) * (2 * w - 1)]
@@ -168,10 +174,10 @@ def padded_tokens(tokens: int) -> int:
 
 
 def windows_per_program(windows: int, jobs: int, programs: int) -> int:
-    """Number of windows that share a program, such that there are at most about `programs` programs; jobs: programs per set of
-    windows.
+    """Number of windows that one program computes in turn, so that at most about `programs` programs are launched.
 
-    It is a power of two, since a kernel is compiled for each value.
+    jobs: programs needed per window without sharing, heads times tiles. It is a power of two, since a kernel is compiled for
+    each value.
     """
     return triton.next_power_of_2(max(1, triton.cdiv(windows * jobs, programs)))
 
@@ -250,8 +256,9 @@ def _job(sizes, TILES: tl.constexpr):
 
 @triton.jit
 def _corner(window, h, w, sizes):
-    """Image, first row and first column of a window, the shift, the grid, and whether it contains
-    padding or the cyclic border.
+    """Image, first row and first column of a window, the shift, the grid, and whether it contains padding or the cyclic border.
+
+    The shift is 0 along an axis that fits into one window. Rows and columns count on the padded grid, with the shift added.
     """
     down = (h + sizes.wh - 1) // sizes.wh
     across = (w + sizes.ww - 1) // sizes.ww
@@ -282,7 +289,7 @@ def _place(slot, corner, sizes):
 
 @triton.jit
 def _logits(q, k, bias, region, other_region, corner, scale):
-    """Logits [ROWS, KEYS] divided by log 2; -inf where a query does not see a key."""
+    """Logits [ROWS, KEYS] divided by log 2, with `bias` as of `_bias`; -inf where a query does not see a key."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E) + bias
     if corner[7]:
         s = tl.where(region[:, None] == other_region[None, :], s, float("-inf"))
@@ -315,7 +322,7 @@ def _channels(sizes):
 
 @triton.jit
 def _rows(base, offset, region, sizes):
-    """Load rows of D elements at base + offset; zeros where the region is -1."""
+    """Load rows of D elements at base + offset, padded to [rows, dp]; zeros in the padding and where the region is -1."""
     channel, there = _channels(sizes)
     mask = (region >= 0)[:, None]
     if sizes.d != sizes.dp:
@@ -325,7 +332,7 @@ def _rows(base, offset, region, sizes):
 
 @triton.jit
 def _store_rows(base, offset, region, value, sizes):
-    """Store rows of D elements, the inverse of `_rows`, rounded to the dtype of `base`."""
+    """Store rows of D elements, the inverse of `_rows`, rounded to the dtype of `base`; nothing where the region is -1."""
     channel, there = _channels(sizes)
     mask = (region >= 0)[:, None]
     if sizes.d != sizes.dp:
@@ -345,7 +352,7 @@ def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes):
 
 @triton.jit
 def _angles(ANGLES, head, slot, sizes):
-    """cos and sin of the slots for every column; sin has the sign of the other element of the pair in `_rotated`."""
+    """cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half, for `_rotated`."""
     HALF: tl.constexpr = sizes.d // 2
     column = tl.arange(0, sizes.dp)
     pair = column % (sizes.dp // 2)
@@ -358,7 +365,7 @@ def _angles(ANGLES, head, slot, sizes):
 
 @triton.jit
 def _rotated(x, cos, sin):
-    """Return x in float32 with each pair (p, p + D/2) rotated; -sin rotates back."""
+    """Return x in float32 with each pair (p, p + D/2) rotated by cos and sin as of `_angles`; -sin rotates back."""
     x = x.to(tl.float32)
     return x * cos + _swapped(x) * sin
 

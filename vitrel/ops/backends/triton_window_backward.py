@@ -101,7 +101,7 @@ def window_backward(
 
 
 def by_offset(pairs: Tensor, window: tuple[int, int]) -> Tensor:
-    """Sum a gradient per pair of slots [H, N, N] by offset class of Grid(*window), [H, R], in a fixed order."""
+    """Sum a gradient per pair of slots [H, N queries, N keys] by offset class of Grid(*window), [H, R], in a fixed order."""
     x = pairs.unflatten(2, window).unflatten(1, window).permute(0, 2, 4, 1, 3)  # [H, ww, ww, wh, wh]
     return _diagonal_sums(_diagonal_sums(x).permute(0, 3, 1, 2)).flatten(1)
 
@@ -114,7 +114,10 @@ def _diagonal_sums(x: Tensor) -> Tensor:
 
 
 def angle_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Gradients of cos and sin [H|1, N, D/2] from the kernels' sums [H, 2, N, D], sin with the signs of `_angles`."""
+    """Gradients of cos and sin [heads, N, D/2] from the kernels' sums [H, 2, N, D], in which sin has the signs of `_angles`.
+
+    heads: those of cos and sin, H, or 1 if they are shared, where the sum over all heads is returned.
+    """
     cos, sin = sums.sum(0, keepdim=True).unbind(1) if heads == 1 else sums.unbind(1)
     (first, second), (minus, plus) = cos.chunk(2, -1), sin.chunk(2, -1)
     return first + second, plus - minus

@@ -34,7 +34,7 @@ def refuses(call: Call) -> str:
 
 
 def pays(call: Call) -> bool:
-    """True in evaluation: Swin models were 1.01 to 1.12 times as fast as with sdpa; in training there was no gain (1.01)."""
+    """True without gradients: Swin models were 1.01 to 1.12 times as fast as with sdpa; no gain in training (1.01)."""
     return not call.grad
 
 
@@ -68,7 +68,7 @@ def window_attention(
 
 
 class Kinds(NamedTuple):
-    """Windows of b images ordered by kind: all windows with the same mask, of which there are K, follow each other."""
+    """Windows of b images ordered by kind. Windows of a kind have the same mask and follow each other; there are K kinds."""
 
     visible: Tensor  # [K, N, N] bool: keys that each slot sees
     sees_all: Tensor  # [K] bool: no mask needed
