@@ -302,9 +302,10 @@ class _RecordingBackend:
 
 
 def _record_timm(model: nn.Module, size: Size, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """`_record_own` for timm's layers. size: image size (h, w) in pixels.
+    """Make timm's attention layers in `model` call use(layer) after they run, until `stack` closes; return their number.
 
-    Raises ValueError for layers whose tokens cannot be located in the image.
+    size: of the image, (h, w) in pixels. position: record `content` and `position` too. Raises ValueError, here or in the
+    model's forward, for layers whose tokens cannot be located in the image.
     """
     modules = [(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
     for name, module in modules:
