@@ -36,7 +36,7 @@ _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 
 
 
 class StageWindows(NamedTuple):
-    """The blocks that share a grid and a window size; all pairs are (h, w) in tokens."""
+    """All blocks with one grid, window size and kind (strided or not), consecutive or not; pairs are (h, w) in tokens."""
 
     blocks: int
     grid: Size
@@ -249,7 +249,10 @@ def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
 
 
 def stage_windows(blocks: Iterable[TracedBlock]) -> tuple[StageWindows, ...]:
-    """The blocks grouped by grid and window, in the order of the first block of each group."""
+    """One entry for the blocks of each grid, window and kind (strided or not), in the order of their first block.
+
+    `shift` is the largest of the group's shifts.
+    """
     lines: dict[tuple, StageWindows] = {}
     for block in blocks:
         padding = (0, 0) if block.window is None else tuple(-n % m for n, m in zip(block.grid, block.window, strict=True))

@@ -344,7 +344,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v plus what position adds to the tokens; the queries are the last tokens."""
+    """q, k, v plus what position adds to the tokens; the queries are the last tokens. ValueError if shapes do not fit."""
     if terms.tokens is None:
         return q, k, v
     heads, width = q.shape[0], q.shape[-1]

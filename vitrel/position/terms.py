@@ -108,7 +108,11 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def refers_to_grid(self) -> bool:
-        """True if values, not only table sizes, depend on the training grid."""
+        """True if an encoding with the same parameters and options, built for another training grid, returns other values.
+
+        Weights trained on one grid then do not fit an encoding built for another. False if only the shapes of parameters, or
+        values of options (radius, pretrained_window), depend on the training grid.
+        """
         return self.logit_scale != "none" or self.resize == "renormalise"
 
     @property
