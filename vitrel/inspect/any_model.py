@@ -36,7 +36,7 @@ _COORDINATES = ("relative_coords_table", "rel_coords_log")  # [..., 2h-1, 2w-1, 
 
 
 class StageWindows(NamedTuple):
-    """The blocks that share a grid and a window size; all pairs are (h, w) in tokens."""
+    """All blocks with one grid, window size and kind (strided or not), consecutive or not; pairs are (h, w) in tokens."""
 
     blocks: int
     grid: Size
@@ -79,7 +79,7 @@ class Trace(NamedTuple):
 
 
 class ModelAtSize(NamedTuple):
-    """A model adapted to one image size."""
+    """A model adapted to one image size. `resized` also counts what forward itself resamples at that size."""
 
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
     resized: dict[str, int]  # {name and rule: number of values of parameters and coordinate buffers that were replaced}
@@ -93,7 +93,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def trained_size(model: nn.Module) -> Size:
-    """The image size (h, w) in pixels that a model was built for, or that its weights were trained at."""
+    """The image size (h, w) in pixels that a model was built for, or that its weights were trained at; else 224 x 224."""
     built_for = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "img_size", None)
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return tuple(to_2tuple(built_for or cfg.get("input_size", (3, 224, 224))[-2:]))
@@ -162,9 +162,10 @@ def trace(model: nn.Module, size: Size) -> Trace:
 def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
     """`model` adapted to images of `size` pixels, an int or (h, w), as timm does it; the argument itself is not changed.
 
-    vitrel's models, and models whose forward takes the size, are returned as they are (what forward resamples is counted); a
-    model with `set_input_size` is returned as a copy on which it was called. Raises ValueError for a model that cannot take
-    the size. share_weights: the copy shares the parameters that do not change, so it must not be trained or moved.
+    Models with `set_input_size` are copied, and it is called on the copy. The model itself is returned if it is vitrel's, has
+    `dynamic_img_size` or no `set_input_size`, or if the call changes nothing and forward takes the size anyway. Raises
+    ValueError for a model that cannot take the size. share_weights: the copy shares the parameters that do not change, so it
+    must not be trained or moved.
     """
     size = to_2tuple(size)
     if isinstance(model, Backbone):
@@ -177,7 +178,10 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
 
 
 def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
-    """`at_size` without its check: the model may still refuse the size in forward, where it is not a copy."""
+    """The model, or its copy for images of `size` (h, w) pixels, that `at_size` returns; arguments as there.
+
+    Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
+    """
     if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
         return model
     changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
@@ -189,11 +193,12 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 
 
 def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
-    """{name and rule: number of values} of `before` that are replaced in `after`, the same model at another size.
+    """Number of values of `before` that are replaced in `after`, the same model at another size, summed over its layers.
 
-    Counted are resampled parameters, and coordinates that give another bias at the same offset. Index tables, masks and
-    rotations, which follow from the grid, are not counted, nor the rows of prefix tokens in a resampled parameter. values
-    False: `after` was built with new weights, so only shapes are compared.
+    Returns {leaf name and rule, for example "pos_embed bicubic": number}. Counted are all values of a resampled parameter, and
+    of coordinates that give another bias at the same offset. Index tables, masks and rotations, which follow from the grid,
+    are not counted, nor the rows of prefix tokens in a resampled parameter. values False: `after` was built with new weights,
+    so only the shapes of parameters are compared.
     """
     found: dict[str, int] = {}
     theirs, parameters = dict(after.named_buffers()), dict(before.named_parameters())
@@ -244,7 +249,10 @@ def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
 
 
 def stage_windows(blocks: Iterable[TracedBlock]) -> tuple[StageWindows, ...]:
-    """The blocks grouped by grid and window, in the order of the first block of each group."""
+    """One entry for the blocks of each grid, window and kind (strided or not), in the order of their first block.
+
+    `shift` is the largest of the group's shifts.
+    """
     lines: dict[tuple, StageWindows] = {}
     for block in blocks:
         padding = (0, 0) if block.window is None else tuple(-n % m for n, m in zip(block.grid, block.window, strict=True))

@@ -88,9 +88,10 @@ def record(model: nn.Module, images: Tensor) -> list[Layer]:
 
 
 def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None], position: bool = True) -> None:
-    """Call use(layer) after each attention layer has run, on the model's device; otherwise as `record`, but storing nothing.
+    """Call use(layer) as each attention layer runs, with tensors on the model's device; nothing is stored.
 
-    position False: leave out `content` and `position`, which saves time and memory.
+    Arguments, order and errors are those of `record`. position False: leave out `content` and `position`, which saves time
+    and memory.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     size = images.shape[-2], images.shape[-1]
@@ -157,7 +158,7 @@ def offset_mean(layer: Layer, what: Tensor) -> Tensor:
     """Mean of `what` [B, W, H, N, N] over images, windows and visible pairs of patches with the same offset.
 
     Returns [H, 2h-1, 2w-1] for an h x w window (or grid): the offset (dy, dx), query minus key, at [:, dy + h-1, dx + w-1], NaN
-    where no visible pair has it.
+    where no visible pair has it. With windows it is the offset of slots in the window.
     """
     h, w = layer.window or layer.grid[:2]
     pairs = (layer.patches[:, :, None] & layer.patches[:, None])[None, :, None]
@@ -236,7 +237,7 @@ def _replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def _record_own(model: nn.Module, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """Make every `Attention` inside `model` call use(layer) when it runs, until `stack` closes; return their number.
+    """Make each `Attention` (vitrel's) in `model` call use(layer) when it runs, until `stack` closes; return their number.
 
     position: record `content` and `position` too. Each layer gets its own backend, under a name that "auto" never chooses.
     """
@@ -302,9 +303,10 @@ class _RecordingBackend:
 
 
 def _record_timm(model: nn.Module, size: Size, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """`_record_own` for timm's layers. size: image size (h, w) in pixels.
+    """Make timm's attention layers in `model` call use(layer) after they run, until `stack` closes; return their number.
 
-    Raises ValueError for layers whose tokens cannot be located in the image.
+    size: of the image, (h, w) in pixels. position: record `content` and `position` too. Raises ValueError, here or in the
+    model's forward, for layers whose tokens cannot be located in the image.
     """
     modules = [(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
     for name, module in modules:

@@ -70,7 +70,7 @@ class StageDiagnosis:
 
 @dataclass(frozen=True)
 class SizeDiagnosis:
-    """Effects of images of `size` (h, w) pixels on position in a model."""
+    """Effects of images of `size` (h, w) pixels on position in a model; with a `refusal` the other fields have no meaning."""
 
     size: Size
     refusal: str  # why the model does not take the size, or ""
@@ -84,7 +84,10 @@ class SizeDiagnosis:
 
 @dataclass(frozen=True)
 class WayDiagnosis:
-    """Results for one way to adapt a model to a size: "as built", "dynamic_img_size=True", "set_input_size()", "img_size="."""
+    """Results for one way to adapt a model to a size: "as built", "dynamic_img_size=True", "set_input_size()", "img_size=".
+
+    `diagnose` joins ways with equal results into one, with their names joined by " or ".
+    """
 
     way: str
     sizes: tuple[SizeDiagnosis, ...]
@@ -161,9 +164,11 @@ def diagnose(
 
     model: a name for timm.create_model (with random weights, in every way in which timm can adapt it to a size), or a model (in
     the way of `vitrel.inspect.any_model.at_size`), which is not changed. size: an int, (h, w), or a list of them. compile:
-    count the graphs of torch.compile over the sizes too, which takes seconds per size and clears the cache of torch.compile.
+    count the graphs of torch.compile over the sizes too, which takes seconds per size, clears the cache of torch.compile, and
+    may leave a model that was passed in eval mode.
     progress: called with a line before each step that can take seconds, for example "test_vit at 160x160, as built: forward".
-    Values that cannot be examined are named in the result. Raises ValueError for an unknown name or an impossible size.
+    Values that cannot be examined are named in the result, and a size that the model does not take is a `refusal` in it. Raises
+    ValueError for an unknown name, for a size that is not positive whole numbers, and for a model on the meta device.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]
@@ -226,7 +231,10 @@ _Reference = Callable[[nn.Module], IndependentValues]  # a model's values at the
 
 
 def _ways(model: str | nn.Module, base: nn.Module, step: _Step) -> Iterator[_Way]:
-    """The ways in which timm can adapt a model to a size: all of a name, the model's own of a model object."""
+    """The ways to adapt `model` to a size: for a name, every way that timm has; for a module, only that of `at_size`.
+
+    base: the module itself, or the module created by that name.
+    """
     if getattr(base, "dynamic_img_size", False) or not hasattr(base, "set_input_size") or isinstance(base, Backbone):
         yield _Way("as built", base, lambda size: at_size(base, size).model, True)
     else:
@@ -280,7 +288,10 @@ def _way_diagnosis(
 
 
 def _positions(way: _Way, model: nn.Module, trained: Size, size: Size, reference: _Reference) -> _Positions:
-    """Changes of values at the same token, and names that cannot be examined. ValueError if a table is too short."""
+    """Changes of values at the same token from `trained` to `size`, and names of values that cannot be examined.
+
+    Both are empty for vitrel's models and at the trained size. ValueError if a table is too short for the size.
+    """
     if isinstance(model, Backbone) or size == trained:
         return (), ()
     replaced = replaced_parameters(way.base, model, way.same_weights)
@@ -352,7 +363,7 @@ def _stage_diagnosis(
 
 
 def _merged(ways: Sequence[WayDiagnosis]) -> Iterator[WayDiagnosis]:
-    """Yield one diagnosis for all ways with equal sizes and graphs, with their names joined by "or"."""
+    """Yield one diagnosis for all ways with equal results at every size and equal graphs, with their names joined by " or "."""
     equal: dict[tuple, list[WayDiagnosis]] = {}
     for way in ways:
         equal.setdefault((repr(way.sizes), way.graphs), []).append(way)

@@ -165,7 +165,7 @@ class Explanation:
         return sorted(self.weights[h, m].topk(KEYS).indices.tolist())
 
     def _coordinates(self, token: int) -> str:
-        """ " at (row, column)" of a patch, "" where its name is that already."""
+        """ " at (row, column)" of a patch, "" for a prefix token and where the name is "(row, column)" already."""
         patch = token - self.grid.prefix
         at = f"({patch // self.grid.w}, {patch % self.grid.w})"
         return f" at {at}" if patch >= 0 and self.names[token] != at else ""
@@ -248,7 +248,7 @@ def explain(
 
 
 def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> dict:
-    """The tensors of an Explanation, for all heads and queries."""
+    """{field of Explanation: tensor [H, M, ..]} for all heads and queries, `added` a dictionary; without `log_distance`."""
     bare = Terms(scale=terms.scale)
     scale = bare.scale * q.shape[-1] ** -0.5
     output_without = attention(q, k, v, bare, grid, mask, backend="reference")
@@ -285,7 +285,11 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tens
 
 
 def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """(name, logits broadcastable to [H, M, N]) of each term inside attention; scaled q.k plus their sum are the logits."""
+    """(name, logits broadcastable to [H, M, N]) of each term inside attention; their sum plus scale q.k are the logits.
+
+    q and k include what position adds to tokens. scale: Terms.scale D^-1/2, without the temperature, which is a term itself.
+    The logits are without a mask. Two tables of one axis give terms with equal names.
+    """
 
     def product(q: Tensor, field: str, tables: Sequence[Table]) -> Tensor | None:
         parts = tuple(Table(t.axis, **{field: getattr(t, field)}) for t in tables if getattr(t, field) is not None)
@@ -340,7 +344,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v plus what position adds to the tokens; the queries are the last tokens."""
+    """q, k, v plus what position adds to the tokens; the queries are the last tokens. ValueError if shapes do not fit."""
     if terms.tokens is None:
         return q, k, v
     heads, width = q.shape[0], q.shape[-1]

@@ -168,7 +168,10 @@ class _OtherPadding(TorchFunctionMode):
 
 
 def _random(module: nn.Module) -> nn.Module:
-    """A copy with random weights: matrices that preserve the scale of their input, vectors near those of the module."""
+    """A copy in float32 on the CPU with random weights, and with its MLP replaced by the identity: only for footprints.
+
+    Matrices preserve the scale of their input; vectors are near those of the module. It is in eval mode, without gradients.
+    """
     module, generator = copy.deepcopy(module).cpu().float().eval().requires_grad_(False), torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

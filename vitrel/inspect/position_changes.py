@@ -42,7 +42,11 @@ _Reading = tuple[Tensor, Tensor]  # indices along an axis that stand for the sam
 
 
 class BiasChange(NamedTuple):
-    """Layers in which the bias or rotation at an offset differs from that at the trained size."""
+    """Layers in which the bias or rotation at an offset differs from that at the trained size.
+
+    A "bias" is any row of a table (also of query, key and value tables); a "rotation" is compared by its angles from the first
+    token to the neighbours below and right.
+    """
 
     what: str  # "bias" | "rotation"
     layers: int
@@ -59,7 +63,11 @@ class PositionChange(NamedTuple):
 
 @torch.no_grad()
 def own_bias_changes(encodings: Iterable[tuple[PositionEncoding, Grid]]) -> tuple[BiasChange, ...]:
-    """Changes in vitrel's encodings between their training grid and the grid paired with each (see `Trace.encodings`)."""
+    """Changes in vitrel's encodings between their training grid and the grid paired with each (see `Trace.encodings`).
+
+    At most one change per kind, with the number of layers and the largest change (`_summed`). What encodings add to tokens, and
+    temperatures, are not compared.
+    """
     return _summed(
         change
         for encoding, grid in encodings
@@ -124,10 +132,10 @@ def independent_values(
 ) -> IndependentValues:
     """Record every tensor that forward at `size` (h, w) pixels combines with the image and that does not depend on the image.
 
-    Masks and integers are left out. reported: names of parameters and buffers whose change is reported elsewhere; what forward
-    interpolates from them, and what vitrel's encodings return, is marked as reported too. instead: {name: values} to use for
-    some parameters. `model` is not changed: a copy that shares its values is run. Raises what forward raises, and RuntimeError
-    where values of the image are written into another tensor.
+    Left out are masks, integers, and parameters that are used as they are stored. reported: names of parameters and buffers
+    whose change is reported elsewhere; what forward interpolates from them, and what vitrel's encodings return, is marked as
+    reported too. instead: {name: values} to use for some parameters. `model` is not changed: a copy that shares its values is
+    run. Raises what forward raises, and RuntimeError where values of the image are written into another tensor.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {name: _on_cpu((instead or {}).get(name, value)) for name, value in named.items()}
@@ -147,7 +155,10 @@ def independent_values(
 def token_changes(
     old: IndependentValues, new: IndependentValues, grids: list[tuple[Size, Size]]
 ) -> tuple[tuple[PositionChange, ...], tuple[str, ...]]:
-    """Changes of values from one size to another, and the names of values that cannot be compared; grids: `common_grids`."""
+    """Changes of values at the same token from size `old` to size `new`, and the names of values that cannot be compared.
+
+    grids: the pairs that `common_grids` returns. Values marked `reported` and differences by rounding are left out.
+    """
     changes, unknown = [], [key for key in old if key not in new]
     for key, (name, value, reported) in new.items():
         if reported:
@@ -210,7 +221,11 @@ def _from_coordinates(module: nn.Module, other: nn.Module) -> tuple[Tensor, Tens
 
 
 def _from_table(module: nn.Module, other: nn.Module, resampled: bool) -> tuple[Tensor, Tensor] | None:
-    """Bias tables [2h-1, 2w-1, H] of both sizes, or None. resampled: the table of `other` was resampled from `module`'s."""
+    """Bias tables [2h-1, 2w-1, H] of both sizes; None if `module` has none.
+
+    resampled: the table of `other` was resampled from `module`'s. False: it has new values, so `module`'s table, resampled as
+    timm does on loading, takes its place.
+    """
     old, new = (getattr(m, "relative_position_bias_table", None) for m in (module, other))
     if not isinstance(old, Tensor):
         return None
@@ -292,7 +307,10 @@ def _difference(old: Tensor, new: Tensor, readings: Sequence[_Reading]) -> float
 
 
 def _readings(n: int, m: int, grids: list[tuple[Size, Size]], middle: bool) -> Iterator[_Reading]:
-    """Ways to match an axis of n values at one size with m at the other: by index, as rows or columns, as tokens of a grid."""
+    """Ways to match an axis of n values at one size with m at the other: by index, as rows or columns, as tokens of a grid.
+
+    middle: count rows and columns from the middle of each grid, not from the first.
+    """
     if n == m:
         yield torch.arange(n), torch.arange(n)
     elif any((n, m) in zip(*pair, strict=True) for pair in grids):
@@ -359,7 +377,10 @@ class _IndependentValueRecorder(TorchDispatchMode):
         self._times: dict[tuple[str, str], int] = {}
 
     def leave(self, name: str, module: nn.Module, out: Any) -> None:
-        """Forward hook: name the outputs of a module that do not depend on the image after the module."""
+        """Forward hook: name the outputs of a module that do not depend on the image after the module.
+
+        Those of vitrel's encodings are also marked as reported.
+        """
         self.inside.pop()
         for value in _tensors(out):
             if not value.is_meta:

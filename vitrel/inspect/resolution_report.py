@@ -160,7 +160,10 @@ def _checked(size: int | Size, patch: Size) -> Size:
 
 
 def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Size]]:
-    """(blocks, token grid, padding of its patch merging) of each stage of a model whose patches form `grid`."""
+    """(blocks, token grid, padding of the patch merging before it) of each stage of a model whose patches form `grid`.
+
+    A plain ViT has one entry for the blocks of each window size and one for its global blocks, ordered by their first block.
+    """
     if model.window_size is None:  # a plain ViT: one entry for the blocks of each window, one for the global blocks
         for window in dict.fromkeys(block.window for block in model.blocks):
             yield [block for block in model.blocks if block.window == window], grid, (0, 0)

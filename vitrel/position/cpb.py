@@ -52,7 +52,10 @@ class CPB(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as Swin V2: linear weights truncated normal with standard deviation 0.02, biases zero."""
+        """Initialise as Swin V2: linear weights truncated normal with standard deviation 0.02, biases zero.
+
+        `prefix_bias` starts near 8, the bias 16 sigmoid(0) of a new MLP.
+        """
         for layer in (self.cpb_mlp[0], self.cpb_mlp[2]):
             nn.init.trunc_normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.cpb_mlp[0].bias)

@@ -15,7 +15,8 @@ POLICIES = ("keep", "renormalise")  # distances in patches, or in units of side 
 def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device, axis: str = "hw") -> Tensor:
     """Offset (dy, dx) of every class, [R, 2] float32: in patches ("keep"), or times trained / current side ("renormalise").
 
-    axis "h" or "w": only the classes of that axis, with 0 as the other component.
+    Prefix classes have no row. axis "h" or "w": only the classes of that axis, with 0 as the other component. The result is a
+    shared constant: do not change it in place.
     """
     return _scaled_offsets(*grid[:2], trained[:2], resize, axis, device=device)
 

@@ -21,8 +21,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class FIRE(PositionEncoding):
     """Bias from an MLP of the distance relative to the longer side of the grid.
 
-    Parameters: `c` [1], `L` [1], `mlp` (Linear(1, hidden), ReLU, Linear(hidden, H)), and `prefix_bias` [3, H] with prefix
-    tokens.
+    Parameters: `c` [1] and `L` [1], whose absolute values act, `mlp` (Linear(1, hidden), ReLU, Linear(hidden, H)), and
+    `prefix_bias` [3, H] with prefix tokens.
     """
 
     refers_to_grid = True
@@ -36,7 +36,7 @@ class FIRE(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise c to 0.1 and L to 1 as in the paper's code, and the MLP as torch does."""
+        """Initialise c to 0.1 and L to 1 as in the paper's code, the MLP as torch does, and the prefix bias near 0."""
         nn.init.constant_(self.c, 0.1)
         nn.init.ones_(self.L)
         for layer in (self.mlp[0], self.mlp[2]):

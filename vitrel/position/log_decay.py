@@ -61,7 +61,7 @@ class LogDecay(PositionEncoding):
             self.direction.zero_()
 
     def log_distances(self, grid: Grid) -> Tensor:
-        """log(1 + b distance) of every offset class of `grid`, b = 1 with a fixed decay, [H, R]."""
+        """log(1 + b distance) of every offset class of `grid` but the prefix classes, b = 1 with a fixed decay, [H, R]."""
         grids, device = (self.grid, grid, self.resize), self.device_marker.device
         if self.direction is None:
             distance = scaled_distances(*grids, self.distance, device)  # [R]

@@ -7,7 +7,7 @@ from vitrel.position.terms import no_autocast, upcast
 
 
 def run_upcast(mlp: nn.Sequential, x: Tensor) -> Tensor:
-    """Return mlp(x), [R, in] -> [R, out], computed in at least float32, even with half-precision weights or under autocast."""
+    """Return mlp(x), [R, in] -> [R, out], in at least float32 (result too), even with half-precision weights or autocast."""
     with no_autocast(x.device):
         for layer in mlp:
             parameters = [upcast(p) for p in layer.parameters()]  # weight and bias of a linear layer

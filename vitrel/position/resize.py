@@ -29,7 +29,8 @@ class Taps(NamedTuple):
 def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
     """Resample a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
 
-    `source`, `target`: length of the axis in patches. Policies for target > source:
+    `source`, `target`: length of the axis in patches. With target <= source each remaining offset keeps its row, whatever the
+    policy. Policies for target > source:
 
     - clip: an offset outside the table reads the edge row.
     - geometric: trained rows are placed at geometrically growing distances, 0 and +-1 staying exact, and interpolated linearly
@@ -47,7 +48,7 @@ def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
 def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tensor:
     """Resample a table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resize_axis` along both axes.
 
-    Rows of prefix tokens after those of the offsets are kept unchanged.
+    All rows after those of the source's offsets belong to prefix tokens and are kept unchanged.
     """
     if same_size(source, target):
         return table
@@ -59,7 +60,7 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 
 @constant
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """Taps of a table over one axis of offsets; arguments as in `resize_axis`."""
+    """Taps of a table over one axis of offsets, T = 2*target-1; arguments as in `resize_axis`, but not policy "clip"."""
     return _padded(_line_taps(source, target, policy, device))
 
 
@@ -73,7 +74,10 @@ def _line_taps(source: int, target: int, policy: str, device: torch.device) -> T
 
 @constant
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
-    """Taps of a table over both axes, all products of a tap of each axis, followed by `prefix` rows that are copied."""
+    """Taps of a table over both axes, all products of a tap of each axis, followed by `prefix` rows that are copied.
+
+    source, target: (h, w) in patches. policy: of `resize_axis`, but not "clip".
+    """
     y, x = (_line_taps(n, m, policy, device) for n, m in zip(source, target, strict=True))
     index = y.index[:, None, :, None] * (2 * source[1] - 1) + x.index[:, None]  # [2h'-1, 2w'-1, K, K]
     weight = y.weight[:, None, :, None] * x.weight[:, None]
@@ -114,7 +118,10 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
 
 
 def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
-    """As PositionEncoding.resized, for an encoding with one table per axis and rows of `width` values."""
+    """{"key policy": number of values resampled} on `grid`, for an encoding with one table per axis and rows of `width` values.
+
+    Only the tables of axes that grow are resampled: empty if no axis grows, 0 for "clip".
+    """
     grown = [axis for axis in "hw" if getattr(grid, axis) > getattr(trained, axis)]
     count = sum(trained.offset_classes(axis) for axis in grown) * width
     return {f"{key} {policy}": 0 if policy == "clip" else count} if grown else {}

@@ -51,8 +51,8 @@ class RopeAxial(PositionEncoding):
         larger than the training grid (vitrel.position.rope_scaling). reference: side or (h, w) of a fixed grid on which
         positions are counted; it excludes `scaling`.
 
-        Raises ValueError if head_dim is not divisible by 4, for `reference` together with `scaling`, and for an unknown or
-        impossible value of an option.
+        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), for `reference`
+        together with `scaling`, and for an unknown or impossible value of an option.
         """
         super().__init__()
         if reference is not None and scaling != "none":
@@ -156,7 +156,8 @@ class RopeMixed(PositionEncoding):
         """base: of the magnitudes at which the learned frequencies start (`reset_parameters`). scaling, scaling_strength,
         yarn_turns: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
 
-        Raises ValueError if head_dim is not divisible by 4, for an unknown `scaling`, or for impossible numbers of a rule.
+        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), for an unknown
+        `scaling`, or for impossible numbers of a rule.
         """
         super().__init__()
         self.grid, self.base = grid, base

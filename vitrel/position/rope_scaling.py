@@ -80,7 +80,7 @@ class Scaling(NamedTuple):
         return freqs * (1 - divided * (1 - 1 / growth))
 
     def temperature(self, grid: Grid, device: torch.device) -> Tensor | None:
-        """Factor of the content logits on `grid`, 0-d, or None if the rule has none."""
+        """Terms.temperature on `grid`, 0-d: a factor of all logits but biases; None unless the rule is yarn."""
         return _temperature(*grid[:2], self.trained[:2], float(self.strength), device=device) if self.rule == "yarn" else None
 
     def resized(self, grid: Grid) -> dict[str, int]:

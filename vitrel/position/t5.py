@@ -96,13 +96,16 @@ class Rule(NamedTuple):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of buckets."""
+        """Number of buckets, of both signs together."""
         return len(self.first) * (2 if self.signed else 1)
 
 
 @constant
 def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bool, device: torch.device) -> Tensor:
-    """Bucket of every offset along an axis of `length` patches, [2*length-1] int64; the other arguments are those of Rule."""
+    """Bucket of every offset along an axis of `length` patches, [2*length-1] int64; the other arguments are those of Rule.
+
+    If signed, negative offsets have the buckets from len(first) on.
+    """
     offset = torch.arange(1 - length, length, device=device)
     distance = offset.abs() if bidirectional else offset.clamp(min=0)
     bucket = torch.zeros_like(offset)
@@ -116,7 +119,7 @@ def _pairs(
     h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
     w_signed: bool, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Row of the table of bucket pairs for every offset of an h x w grid, [R] int64."""
+    """Row of the table of bucket pairs for every offset of an h x w grid, [(2h-1)(2w-1)] int64, without prefix classes."""
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()

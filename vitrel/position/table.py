@@ -48,9 +48,10 @@ class OffsetTable(PositionEncoding):
 
     @torch.no_grad()
     def set_biases(self, biases: Mapping[tuple[int, int], float], offset: str = "query-key") -> Self:
-        """Set the bias of the listed offsets (dy, dx), the same in all heads, and 0 for the others; return the encoding.
+        """Set the bias of the listed offsets (dy, dx) in place, the same in all heads, and 0 elsewhere; return the encoding.
 
-        offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT count. Raises ValueError for an offset
+        The rows of prefix tokens become 0 too. offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT
+        count. Raises ValueError for an offset
         that the training grid does not have.
         """
         sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1

@@ -48,7 +48,7 @@ class Terms(NamedTuple):
 
     The content logit is scale * temperature * D**-0.5 * rotate(q + query_bias) . rotate(k). Query and key tables multiply the
     *unrotated* q and k, since rotating first would break translation invariance. `scale` and `temperature` multiply content,
-    query and key terms, never `Table.bias`.
+    query, key and gated terms, never `Table.bias`.
     """
 
     tokens: Tensor | None = None  # [N, C]  added once, after patch embedding
@@ -60,7 +60,7 @@ class Terms(NamedTuple):
     tables: tuple[Table, ...] = ()
 
     def logit_scale(self, width: int) -> float | Tensor:
-        """Factor of content, query and key terms for heads of width D = `width`: scale * temperature * D**-0.5."""
+        """Factor of content, query, key and gated terms for heads of width D = `width`: scale * temperature * D**-0.5."""
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
 
@@ -108,7 +108,11 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def refers_to_grid(self) -> bool:
-        """True if values, not only table sizes, depend on the training grid."""
+        """True if an encoding with the same parameters and options, built for another training grid, returns other values.
+
+        Weights trained on one grid then do not fit an encoding built for another. False if only the shapes of parameters, or
+        values of options (radius, pretrained_window), depend on the training grid.
+        """
         return self.logit_scale != "none" or self.resize == "renormalise"
 
     @property
@@ -123,8 +127,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     def switch(self, options: Mapping[str, Any]) -> set[str]:
         """Change the options that act only on grids other than the training grid: `resize` and those of rotary scaling.
 
-        Ignores options and policies that this encoding does not have; returns the names of the options applied. Raises
-        ValueError for an impossible scaling.
+        Ignores options and policies that this encoding does not have; returns the names of the options applied. A Composition
+        has none: switch its parts (`parts_of`). Raises ValueError for an impossible scaling.
         """
         applied = set()
         for policy in supported_policies(self, options.get("resize", "")):
@@ -145,7 +149,11 @@ class PositionEncoding(nn.Module, abc.ABC):
         return {f"{key} renormalise": 0} if self.resize == "renormalise" and grid[:2] != self.grid[:2] else {}
 
     def unseen(self, grid: Grid) -> float:
-        """Share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has."""
+        """Share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
+
+        0 for absolute and rope_normalised, without a training grid, and with resize="renormalise", scaling="linear" or a
+        reference grid (rope_axial).
+        """
         return 0.0 if self.grid is None or self.resize == "renormalise" else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:

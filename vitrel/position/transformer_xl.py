@@ -19,8 +19,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 class TransformerXL(PositionEncoding):
     """Query-dependent bias from a projected sinusoid of the offset.
 
-    Parameters: `u`, `v_bias` [H, D] and `w_r` [H, D, C], C = H D: its first C/2 columns multiply the sines and cosines of dy,
-    the others those of dx. Raises ValueError if C is not divisible by 4.
+    Parameters: `u` and `v_bias` [H, D], added to q in the content and in the position term; `w_r` [H, D, C], C = H D: its first
+    C/2 columns multiply the sines and cosines of dy, the others those of dx. Raises ValueError if C is not divisible by 4.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ PIXELS = 100  # per inch
 def gallery(path: Path) -> Path:
     """Write one PNG of encodings at their seeded initialisation and return its path.
 
-    Tables are left out, since they are noise before training: see `learned_gallery`.
+    Tables are left out, since they are noise before training: see `learned_gallery`. Sets torch's seed to 0; creates missing
+    folders.
     """
 
     def built(key: str, heads: int = 3, **options: object) -> PositionEncoding:

@@ -26,7 +26,7 @@ def leak(diagnoses: Sequence[Diagnosis]) -> Figure:
     """Draw leaks found by `vitrel.diagnose`, one row per model, at the size and stage where the first model's leak is largest.
 
     Left: whether each token of that stage sees across a border or attends to padding. Right: all that one token sees in one
-    block. Models without windows at that size are left out; raises ValueError if none remains.
+    block. Models without examined windows at that size and stage are left out; raises ValueError if none remains.
     """
     shown = list(_shown(diagnoses))
     if not shown:

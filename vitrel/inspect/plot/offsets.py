@@ -167,8 +167,9 @@ def directions(
 
     With `images` [B, 3, height, width], or for recorded layers (`vitrel.inspect.attention.record`), offsets are weighted by
     attention, over images and over queries and keys that are patches; uniform attention has a mean of zero. Without images they
-    are weighted by the softmax of the bias over all offsets. size, layers: as for `lattices`. Raises ValueError if there is no
-    bias that is independent of content, and if a size is given with images or recorded layers.
+    are weighted by the softmax of the bias over all offsets. size, layers: as for `lattices`, but with images `layers` are
+    indices into all attention layers. Raises ValueError if there is no bias that is independent of content, and if a size is
+    given with images or recorded layers.
     """
     if images is not None and size is None and isinstance(source, nn.Module):
         means: list[tuple[str, Tensor]] = []
@@ -291,7 +292,10 @@ def _kernel(terms: Terms, grid: Grid) -> Tensor:
 
 
 def zero_query_bias(terms: Terms, grid: Grid) -> Tensor | None:
-    """Logits of all tables for a projected query and a key of zero, [H, 2h-1, 2w-1]; None if there are none."""
+    """Logits that all tables add for a key of zero and a query of zero plus Terms.query_bias, [H, 2h-1, 2w-1], on the CPU.
+
+    None if the terms hold no table with such logits.
+    """
     parts = [part for table in terms.tables for part in _of_zero_query(table, terms, grid)]
     return sum(parts[1:], parts[0]).cpu() if parts else None
 
@@ -328,7 +332,10 @@ def _heads(lattice: Lattice, heads: Sequence[int] | None) -> list[int]:
 
 
 def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
-    """(values, True if centred): logits of heads without 0 in their range, minus each head's mean over visible offsets."""
+    """(values, True if centred): if some head's logits do not include 0, all heads minus each head's mean over visible offsets.
+
+    Hidden offsets are NaN in both cases.
+    """
     seen = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
     low, high = (seen.nan_to_num(nan=fill).flatten(1) for fill in (float("inf"), float("-inf")))
     if lattice.unit != "logits" or not bool(((low.amin(1) > 0) | (high.amax(1) < 0)).any()):

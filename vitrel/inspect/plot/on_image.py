@@ -251,7 +251,11 @@ def _extent(layer: Layer) -> tuple[float, float]:
 
 
 def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
-    """Lowest position term, minus its mean over keys, among attended keys; its (image, window, head, query, key)."""
+    """Lowest position logit, minus its query's mean over visible keys, and its (image, window, head, query, key).
+
+    Of queries that are patches, and of the keys that are among their `top` patches by weight and have at least a uniform share;
+    inf, with indices of no meaning, if there is none. ValueError for a layer recorded without position.
+    """
     if layer.position is None:
         raise ValueError(f"{layer.name} was recorded without position: use vitrel.inspect.attention.record")
     patches = layer.patches

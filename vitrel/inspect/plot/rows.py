@@ -50,7 +50,8 @@ def bucket_map(source: nn.Module, size: int | Size | None = None) -> Figure:
 
     Inside the outline each offset has its own row; outside, t5 has logarithmic buckets, and encodings that clip read the edge
     rows. source, size: as for `lattices`; the first encoding with buckets is drawn. Indices are rows of the table of both axes
-    (t5, clipped), or "row,column" of two tables of one axis each. Raises ValueError if no encoding has buckets.
+    (t5, clipped), or "row,column" of two tables of one axis each (deberta: `key_h` and `key_w`; `query_*` are read at the
+    opposite offset). Raises ValueError if no encoding has buckets.
     """
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
