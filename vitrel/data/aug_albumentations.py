@@ -33,10 +33,12 @@ SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's S
 class AlbumentationsPipeline:
     """Augments uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
 
+    The other crops and erasing are left to `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
+
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: fill colour, 0 to 1 per channel.
+        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:

@@ -78,7 +78,10 @@ Keys = dict[str, Any]
 
 
 def restrict_imports() -> None:
-    """Restrict jsonargparse's importer to the same modules, as a second check, and forbid configurations from a network."""
+    """Let jsonargparse import only from the modules of `CLASSES`, Lightning's environments and vitrel, as a second check.
+
+    Also forbids configurations from a network. The settings hold for the whole process.
+    """
     jsonargparse.set_parsing_settings(
         import_path_denylist=["*", "lightning.pytorch.callbacks.LambdaCallback"],
         # the last two define Lightning's environments and the dataclasses of our settings
@@ -243,7 +246,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _keys_below(hint: Any) -> Keys | None:
-    """The keys below a parameter with this type hint, see `keys_of`."""
+    """The allowed keys below a parameter of this type: a dataclass's fields, {} for plain types, None if any key is allowed."""
     parts = [part for part in (hint, *get_args(hint)) if part is not type(None)]
     for part in parts:
         if isinstance(part, type) and is_dataclass(part):

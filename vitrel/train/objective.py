@@ -107,7 +107,7 @@ class Mixing:
         )
 
     def active(self, epoch: int) -> bool:
-        """Return whether `epoch`, counted from 0, is before `off_epoch`."""
+        """Return whether `epoch`, counted from 0, is before `off_epoch` (null: always), even if mixup and cutmix are off."""
         return self.off_epoch is None or epoch < self.off_epoch
 
     def check_batch(self, batch_size: int, img_size: tuple[int, int]) -> None:

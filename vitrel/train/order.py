@@ -101,7 +101,7 @@ class Order(Sampler[list[int | Draw]], ABC):
     epoch = first = 0
 
     def start(self, epoch: int, batch: int = 0) -> None:
-        """Let the next iteration yield the batches of `epoch`, beginning at number `batch`."""
+        """Let every iteration from now on, until the next call, yield the batches of `epoch` from number `batch` on."""
         self.epoch, self.first = epoch, batch
 
     def __iter__(self) -> Iterator[list[int | Draw]]:

@@ -99,7 +99,8 @@ def _train(arguments: list[str], config: dict[str, Any], folder: Path) -> None:
 def begin(config: dict[str, Any], folder: Path) -> list[str]:
     """Prepare a run: write <folder>/train.yaml, print the state, and return the arguments of `vitrel.train.run`.
 
-    The arguments include the checkpoint to resume from, if there is one. The list is empty if the run is finished.
+    The arguments include the checkpoint to resume from, if there is one. The list is empty, and nothing is written, if the run
+    is finished. A new run also writes the SHA-256 of its `init_from` file.
 
     Raises:
         ValueError: the folder holds a run of another configuration, or one that started from other weights.

@@ -142,7 +142,10 @@ class Tuning:
             )
 
     def set_modes(self, model: nn.Module) -> None:
-        """Set frozen modules to evaluation mode: no drop path, no dropout, no update of running statistics."""
+        """Set the modules of `trainable` to training mode and all others, the model itself too, to evaluation mode.
+
+        Frozen modules thus have no drop path, no dropout and no update of running statistics. No change if `trainable` is null.
+        """
         if self.trainable is not None:
             for name, module in model.named_modules():
                 module.training = within(name, self.trainable)
@@ -155,7 +158,10 @@ class Tuning:
         _print(f"{why}: the classifier is new")
 
     def _load(self, model: nn.Module) -> list[str] | None:
-        """Load `init_from`, if set, into a vitrel model; return the class names in the file, or None."""
+        """Load `init_from`, if set, into a vitrel model in place; return the class names in the file.
+
+        None if there are none, or if the classifier is not loaded but new.
+        """
         if self.init_from is None:
             return None
         loaded = read_file(self.init_from)
