@@ -285,7 +285,10 @@ def _colour(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.nd
 
 
 def _window(centre: np.ndarray, radius: float, side: int) -> np.ndarray:
-    """Pixel indices [B, K] along one axis around every centre, shifted to lie inside the image."""
+    """Pixel indices [B, K] along one axis of `side` pixels around every centre [B], shifted to lie inside the image.
+
+    radius: largest radius of the batch in pixels, which K covers on both sides.
+    """
     k = min(int(2 * radius) + 4, side)
     start = np.clip(np.floor(centre - k / 2).astype(np.int64), 0, side - k)
     return start[:, None] + np.arange(k)

@@ -192,7 +192,10 @@ class EveryImageOnce(Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, items: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Return several (image, label) pairs, read as one batch if the data set has `__getitems__`."""
+        """Return the (image, label) pairs at positions `items`, read as one batch if the data set has `__getitems__`.
+
+        The positions must increase, because padding is put at the end.
+        """
         indices = [i * self.world + self.rank for i in items]
         existing = [index for index in indices if index < len(self.dataset)]
         read_batch = getattr(self.dataset, "__getitems__", None)

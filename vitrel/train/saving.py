@@ -50,7 +50,7 @@ class AtomicIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the checkpoint; OSError if that fails (e.g. disk full), with the old file unchanged and no temporary file left.
 
-        Adds the checksums of all tensors, which `read_file` verifies.
+        Adds to checkpoint["vitrel"], if it exists, the checksums of the tensors outside "callbacks"; `read_file` verifies them.
         """
         if "vitrel" in checkpoint:  # callbacks store only single numbers, under names that contain paths
             parts = {name: part for name, part in checkpoint.items() if name != "callbacks"}

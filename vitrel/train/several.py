@@ -139,7 +139,7 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
 
 
 def epochs_done(checkpoint: Path) -> int:
-    """Return the number of epochs after which a checkpoint was saved; ValueError if the file is damaged."""
+    """Return the number of epochs whose training was complete when a checkpoint was saved; ValueError for a damaged file."""
     remedy = f"remove {checkpoint.parent.parent} to train again"
     try:
         return int(read_file(checkpoint)["vitrel"]["epoch"])

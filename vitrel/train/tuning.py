@@ -126,7 +126,10 @@ class Tuning:
         return self.pretrained or self.position is not None or from_timm_weights or Path(name).exists()
 
     def freeze(self, model: nn.Module) -> None:
-        """Freeze all parameters outside `trainable`; ValueError if a name is unknown or no parameter would be trained."""
+        """Freeze all parameters outside `trainable` and unfreeze those inside; null changes nothing.
+
+        ValueError if a name is unknown or no parameter would be trained.
+        """
         if self.trainable is None:
             return
         names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
