@@ -137,8 +137,8 @@ def operate(
     Args:
         name: name of the operation, a key of `vitrel.data.rand_augment.RAND`.
         image: uint8 [h, w, 3].
-        argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear (lower rows to the left, right columns to
-            the top), share of the side of a translation (to the left, to the top), bits kept by "Posterize", threshold from
+        argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear (lower rows to the left, right columns
+            to the top), share of the side of a translation (to the left, to the top), bits kept by "Posterize", threshold from
             which "Solarize" inverts grey levels, grey levels that "SolarizeAdd" adds to those below 128, factor of
             "Color", "Contrast", "Brightness", "Sharpness" (1 changes nothing); the other operations ignore it.
         fill: colour of pixels that a geometric operation leaves without content.

@@ -119,7 +119,10 @@ def pack(
 
 
 def _readable(images: DataLoader, bad: list[str], advance: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
-    """Yield the images without an error as webdataset's samples; append the errors to `bad`."""
+    """Yield the images without an error as webdataset's samples, in order; append the error texts of the others to `bad`.
+
+    advance: called after every image with (number of images done, number of images).
+    """
     for done, (ending, data, label, error) in enumerate(images, 1):
         if error:
             bad.append(error)

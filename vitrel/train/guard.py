@@ -203,7 +203,10 @@ class _Checker:
 
 
 def _options(args: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield every option without its dashes, with the list of its values."""
+    """Yield every option after the first argument ("fit") without its dashes, with the list of its values, [] for none.
+
+    ValueError for another first argument, an option with one dash, or a value without an option.
+    """
     if args and args[0] != "fit" and args[0] not in ("-h", "--help"):
         raise ValueError(f"the arguments must begin with fit, not {args[0]!r}")
     option = ""

@@ -204,7 +204,7 @@ class Classifier(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
 
     def updates_per_epoch(self) -> int:
-        """Number of optimiser updates in an epoch, computed without building the loaders.
+        """Number of optimiser updates in an epoch, an incomplete last accumulation included; does not build the loaders.
 
         Lightning's `estimated_stepping_batches` gives the same number, but builds the loaders early, after which a loader's
         saved state is no longer restored (Lightning issue 20550).

@@ -121,7 +121,7 @@ class Tuning:
         return config.architecture, json.loads(json.dumps(arguments | {"pretrained_cfg_overlay": config.preparation}))
 
     def _rebuilds(self, name: str) -> bool:
-        """Whether `build` converts another model, instead of calling timm.create_model with `name` and its arguments."""
+        """Whether `build` converts a timm model or a file to a vitrel model, instead of calling timm.create_model."""
         from_timm_weights = self.init_from is not None and not name.startswith("vitrel_")
         return self.pretrained or self.position is not None or from_timm_weights or Path(name).exists()
 
@@ -154,7 +154,7 @@ class Tuning:
                 module.training = within(name, self.trainable)
 
     def reset(self, model: nn.Module, num_classes: int, why: str) -> None:
-        """Give the model a new classifier, and print the reason `why`; ValueError if `reset_head` is false."""
+        """Give the model a new classifier in place, and print the reason `why`; ValueError if `reset_head` is false."""
         if self.reset_head is False:
             raise ValueError(f"{why}: set model.tuning.reset_head to null or true for a new classifier")
         model.reset_classifier(num_classes)
