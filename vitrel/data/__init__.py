@@ -84,7 +84,8 @@ def create_dataset(
         download: let torchvision download a set that is not at its root; nothing else uses the network.
         view: further arguments of `Prepare`: `crop_pct` and `interpolation` from the model's `pretrained_cfg`; `protocol`,
             "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native" (the
-            whole image, at the size of each `Draw`); and `base_size`, the training (H, W), which `canvas` needs.
+            whole image, at the size of each `Draw`); and `base_size`, the training (H, W), which `canvas` needs. Shapes ignore
+            `crop_pct` and `interpolation` (also `reading` and `download`), and are drawn with "native" as with "scale".
 
     Raises:
         ValueError: an unknown split, data of an unknown kind or layout, or settings that do not apply to `data`.
@@ -110,7 +111,10 @@ def create_dataset(
 
 
 def class_names(data: str, download: bool = False) -> list[str]:
-    """Return the class names of a data set (`data` as in `create_dataset`) without building it."""
+    """Return the class names of a data set (`data` as in `create_dataset`), by label, without its images.
+
+    A torchvision set must be at its root, or `download` be True; ValueError for data that `create_dataset` does not know.
+    """
     _check_text(data)
     if data in SHAPES:
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
@@ -142,7 +146,10 @@ def _torchvision_set(data: str) -> tuple[str, str] | None:
 
 
 def create_shapes(split: Split, n: int | None = None, seed: int = 0, **options: Any) -> Shapes:
-    """Return `Shapes(n, **options)` for a split, with the split's default n and seeds that the other split never uses."""
+    """Return `Shapes(n, **options)` for a split; n is 10,000 for "train" and 1,000 for "val" by default.
+
+    Its seed is 2 · `seed` + 1 for "train" and 2 · `seed` for "val", so that the two splits never share scenes.
+    """
     if n is None:
         n = SHAPES_TRAIN if split == "train" else SHAPES_VAL
     return Shapes(n, seed=2 * seed + (split == "train"), **options)

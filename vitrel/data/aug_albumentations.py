@@ -33,10 +33,12 @@ SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's S
 class AlbumentationsPipeline:
     """Augments uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
 
+    The other crops and erasing are left to `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
+
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: fill colour, 0 to 1 per channel.
+        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
@@ -135,9 +137,10 @@ def operate(
     Args:
         name: name of the operation, a key of `vitrel.data.rand_augment.RAND`.
         image: uint8 [h, w, 3].
-        argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear, share of the side of a translation (to
-            the left, to the top), bits kept by "Posterize", threshold of "Solarize", grey levels added by "SolarizeAdd", factor
-            of "Color", "Contrast", "Brightness", "Sharpness" (1 changes nothing); the other operations ignore it.
+        argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear (lower rows to the left, right columns
+            to the top), share of the side of a translation (to the left, to the top), bits kept by "Posterize", threshold from
+            which "Solarize" inverts grey levels, grey levels that "SolarizeAdd" adds to those below 128, factor of
+            "Color", "Contrast", "Brightness", "Sharpness" (1 changes nothing); the other operations ignore it.
         fill: colour of pixels that a geometric operation leaves without content.
         flag: OpenCV's interpolation flag for geometric operations.
 

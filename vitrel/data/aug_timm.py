@@ -11,10 +11,12 @@ from vitrel.data.augmentation import Augmentation
 class TimmPipeline:
     """Augments uint8 [3, h, w] to uint8 [3, H, W]: `timm.data.create_transform` for training, without normalisation.
 
+    The other crops and erasing are left to `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
+
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: fill colour, 0 to 1 per channel.
+        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:

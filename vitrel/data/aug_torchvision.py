@@ -22,10 +22,12 @@ BINS = 101  # number of magnitudes from 0 to 10
 class TorchvisionPipeline:
     """Augments uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
 
+    The other crops and erasing are left to `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
+
     Args:
         settings: the augmentation.
         size: (H, W) of the result, pixels.
-        mean: fill colour, 0 to 1 per channel.
+        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
     """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
@@ -49,7 +51,10 @@ class TorchvisionPipeline:
             self.steps.append(v2.RandomApply([v2.GaussianBlur(**BLUR)], settings.blur_prob))
 
     def __call__(self, image: Tensor, state: np.random.SeedSequence) -> Tensor:
-        """Return the augmented image, with random numbers of Python's and torch's global generators (`state` is unused)."""
+        """Return the augmented image, with random numbers of Python's and torch's global generators.
+
+        The caller seeds both; `state` is not used.
+        """
         for step in self.steps:
             image = step(image)
         return image

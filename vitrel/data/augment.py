@@ -68,7 +68,10 @@ class Augmenter:
             return image if self.erase is None else self.erase(image)
 
     def _resized_and_cropped(self, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """The "simple" or the "center" crop, computed by torchvision whatever the library."""
+        """Image uint8 [3, H, W]: `image` resized to cover `size`, then cropped to it by the crop "simple" or "center".
+
+        torchvision computes it with every library; it uses Python's and torch's global generators.
+        """
         interpolation = self.settings.interpolation
         if interpolation == "random":
             interpolation = random.choice(list(INTERPOLATIONS))

@@ -75,7 +75,7 @@ class ImageSet(Dataset, ABC):
         self._epoch.fill_(epoch)
 
     def forget(self) -> None:
-        """Free the cached images; they are decoded again when needed."""
+        """Free the images cached in this process, not in loader processes; they are decoded again when needed."""
         self._cached.clear()
 
     def __len__(self) -> int:
@@ -114,7 +114,10 @@ class ImageSet(Dataset, ABC):
         return np.bincount(labels, minlength=len(self.classes)).tolist()
 
     def contents(self) -> list[str]:
-        """Return one line per image, in order: its name relative to the set's folder, a tab, its label."""
+        """Return one line per image, in order: its name relative to the set's folder, a tab, its label.
+
+        `Shards` returns one line per shard instead. A subclass whose `name` depends on the folder has to override it.
+        """
         return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
 
     def names(self) -> list[str]:
@@ -126,7 +129,10 @@ class ImageSet(Dataset, ABC):
         return ()
 
     def digest(self) -> str:
-        """Return a SHA-256 of the classes, `contents` and `checksums`, independent of the set's folder; reads every file."""
+        """Return a SHA-256 of the classes, `contents` and `checksums`, independent of the set's folder.
+
+        It reads every image file. Of shards it uses the SHA-256 in the index and does not read them (`Shards.verify` does).
+        """
         digest = hashlib.sha256(json.dumps([self.classes, len(self), self.contents()]).encode())
         for checksum in self.checksums():
             digest.update(checksum.encode())
@@ -149,11 +155,14 @@ class ImageSet(Dataset, ABC):
         return self._sizes
 
     def bad_indices(self) -> list[int]:
-        """Return the indices of the images found unreadable so far, by any process."""
+        """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""
         return self.bad.nonzero().flatten().tolist()
 
     def _readable(self, index: int) -> tuple[Tensor | None, int, int]:
-        """(image, label, its index) of image `index`, or of its replacement by `on_bad`; (None, -1, index) if left out."""
+        """(image uint8 [3, h, w], label, its index) of image `index`, or of the replacement; (None, -1, index) if left out.
+
+        Handles unreadable images by `on_bad`: marks them in `bad`; BadImage with "raise", or after `bad_limit` in a row.
+        """
         for step in range(self.reading.bad_limit):
             source = (index + step) % len(self)
             try:
@@ -168,7 +177,7 @@ class ImageSet(Dataset, ABC):
         raise bad_in_a_row(self.reading.bad_limit, last)
 
     def _from_cache(self, index: int) -> tuple[Tensor, int]:
-        """The result of `read` with the image reduced to `cached_side`; cached after the first time."""
+        """The result of `read`, with a longer shorter side reduced to `cached_side` pixels; the cached tensor itself."""
         if index not in self._cached:
             image, label = self.read(index)
             if min(image.shape[-2:]) > self.reading.cached_side:

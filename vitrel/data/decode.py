@@ -141,7 +141,10 @@ def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: s
 
 
 def open_image(path: str | Path, name: str) -> IO[bytes]:
-    """Open an image file for reading; `BadImage` for a path that cannot be opened, and for a pipe or a device."""
+    """Open an image file for reading; `BadImage`, with `name`, for a path that cannot be opened, a pipe or a device.
+
+    Errors of the machine, such as too many open files, stay OSErrors.
+    """
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):

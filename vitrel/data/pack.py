@@ -24,13 +24,16 @@ QUALITY = 95
 
 
 class Encode(Dataset):
-    """A data set of encoded images (ending, bytes, label, error), checked and optionally resized; error is "" if all is well.
+    """A data set of encoded images (suffix without dot, bytes, label, error), checked and optionally resized.
+
+    The error is "" for a good image; for a bad one it is the message, and the bytes are empty.
 
     Args:
         samples: (path, label) of each image.
         short_side: resize images with a longer shorter side to this number of pixels (bicubic, antialiased) and encode them as
             JPEG of quality 95 without chroma subsampling; None keeps the original bytes.
-        check: decode every image to find errors; otherwise only files that cannot be opened are errors.
+        check: decode every image to find errors, which `short_side` does in any case; without either, only files that cannot
+            be opened are errors, and `max_pixels` has no effect.
         max_pixels: images with more pixels are errors.
     """
 
@@ -82,7 +85,7 @@ def pack(
         source: folder that holds `train/<class>/` and `val/<class>/`.
         out: folder to write; must not exist or be empty.
         splits: "train", "val" or both; by default those in `source`.
-        shard_bytes: a shard ends when its images have this number of bytes.
+        shard_bytes: a shard ends when its images have at least this number of bytes.
         images_per_shard: number of images per shard, instead of `shard_bytes`.
         short_side, check, max_pixels: as in `Encode`.
         seed: seed of the order of images, which mixes the classes of a split.
@@ -116,7 +119,10 @@ def pack(
 
 
 def _readable(images: DataLoader, bad: list[str], advance: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
-    """Yield the images without an error as webdataset's samples; append the errors to `bad`."""
+    """Yield the images without an error as webdataset's samples, in order; append the error texts of the others to `bad`.
+
+    advance: called after every image with (number of images done, number of images).
+    """
     for done, (ending, data, label, error) in enumerate(images, 1):
         if error:
             bad.append(error)

@@ -130,7 +130,7 @@ class Scan:
         return os.path.join(parent.real, entry.name)
 
     def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
-        """Each file once, in the same order; and the duplicates as (path left out, path used)."""
+        """Each file once, in the same order; and the duplicates as (file left out, file used), which are the same real file."""
         if not any(file.links for file in files):
             return files, []
         start = len(self.folder)

@@ -118,7 +118,7 @@ class TorchvisionSet(ImageSet):
 
 
 def set_classes(name: str, root: str | Path, download: bool = False) -> list[str]:
-    """Return the class names of a set of `SETS`, by label."""
+    """Return the class names of a set of `SETS`, by label; ValueError if its test split is not at `root`, nor downloaded."""
     return list(_source(name, root, "val", download).classes)
 
 

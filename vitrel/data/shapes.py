@@ -241,7 +241,10 @@ def _direction(u: np.ndarray) -> np.ndarray:
 
 
 def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index into PLACES [B]; and the side of the centre line, -1 or 1, along each axis [B, 2]."""
+    """Index into PLACES [B]; and the side of the centre along y and x [B, 2], -1 above or left, 1 below or right.
+
+    u: uniform random numbers [B, 2] for y and x.
+    """
     return 2 * (u[:, 0] >= 0.5) + (u[:, 1] >= 0.5), np.where(u >= 0.5, 1.0, -1.0)
 
 
@@ -282,14 +285,20 @@ def _colour(hue: np.ndarray, saturation: np.ndarray, value: np.ndarray) -> np.nd
 
 
 def _window(centre: np.ndarray, radius: float, side: int) -> np.ndarray:
-    """Pixel indices [B, K] along one axis around every centre, shifted to lie inside the image."""
+    """Pixel indices [B, K] along one axis of `side` pixels around every centre [B], shifted to lie inside the image.
+
+    radius: largest radius of the batch in pixels, which K covers on both sides.
+    """
     k = min(int(2 * radius) + 4, side)
     start = np.clip(np.floor(centre - k / 2).astype(np.int64), 0, side - k)
     return start[:, None] + np.arange(k)
 
 
 def _coverage(y: np.ndarray, x: np.ndarray, centre: np.ndarray, radius: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Share [B, K, K] of every window pixel that the object covers; every kind extends to ±radius from its centre."""
+    """Share [B, K_y, K_x], 0 to 1, of every window pixel that the object covers; every kind extends to ±radius in y and x.
+
+    y [B, K_y], x [B, K_x]: pixel indices (`_window`); centre [B, 2] (y, x) and radius [B] in pixels; kind [B] as in `Scene`.
+    """
     half = np.float32(0.5)
     dy = np.abs(y.astype(np.float32) + half - centre[:, :1])[:, :, None]
     dx = np.abs(x.astype(np.float32) + half - centre[:, 1:])[:, None, :]

@@ -112,7 +112,7 @@ class Shards(ImageSet):
         return [self.name(i) for i in range(len(self))]
 
     def checksums(self) -> list[str]:
-        """Return the indices chosen by `n` as text, the only part of the data that the shards' SHA-256 do not cover."""
+        """Return one text: the list of indices chosen by `n`, or "None" for all; `contents` has the shards' SHA-256."""
         return [str(self.chosen)]
 
     def path(self, shard: int) -> Path:
@@ -210,7 +210,10 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def _scan(path: Path) -> Iterator[Sample]:
-    """Yield every sample of a tar file from its headers, reading the labels but no images."""
+    """Yield every sample of a tar file that has an image, from its headers, reading the labels but no images.
+
+    ValueError for a damaged file, and for a sample with several images or without a valid label.
+    """
     with optional_import():
         from webdataset.tariterators import group_by_keys
 

@@ -110,7 +110,9 @@ class ShardBatches(IterableDataset):
     def indices(self, epoch: int, rank: int, workers: int) -> list[list[int]]:
         """Return the indices of the images in each batch of a rank, by repeating the shuffle on indices, without reading.
 
-        Images of zeros that fill a batch are not included.
+        Unreadable images are included, not their replacements; images of zeros that fill a batch are not included.
+
+        workers: loader processes per rank, on which the batches depend; 0 as 1.
         """
         plan, workers = self.plan(epoch), max(workers, 1)
         batches: list[list[int]] = [[] for _ in plan]
@@ -122,7 +124,7 @@ class ShardBatches(IterableDataset):
         return batches
 
     def _batches(self, epoch: int, worker: int, workers: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of one loader process, from batch number `skip` on."""
+        """Yield the batches number `worker`, `worker` + `workers`, ... of this rank's epoch, without those below `skip`."""
         plan = self.plan(epoch)
         numbers = range(worker, len(plan), workers)
         n_skipped = sum(plan[j].images for j in numbers if j < skip)
@@ -137,7 +139,10 @@ class ShardBatches(IterableDataset):
                 yield self._batch(list(islice(images, plan[j].images)), plan[j])
 
     def _range(self, epoch: int, rank: int, worker: int, workers: int) -> tuple[int, int]:
-        """(start, stop) of the range of a loader process in the epoch's sequence of images."""
+        """(start, stop) of the positions in the epoch's sequence of images that a loader process reads.
+
+        worker: number of the first batch that the process makes. ValueError for a plan with too many or too few images.
+        """
         plan, total = self.plan(epoch), self.shards.starts[-1]
         needs = [sum(batch.images for batch in plan[w::workers]) for w in range(workers)]
         planned = sum(needs) * self.world
@@ -163,12 +168,12 @@ class ShardBatches(IterableDataset):
             start, position = end, position + 1
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Indices in the split of the images of a range, in its order."""
+        """Indices in the split of the images at positions start to stop - 1 of the epoch, before the shuffle buffer."""
         parts = self._parts(epoch, start, stop)
         return [self.shards.starts[shard] + i for shard, first, last in parts for i in range(first, last)]
 
     def _read(self, epoch: int, start: int, stop: int, skipped: set[int]) -> Iterator[Encoded]:
-        """Yield the images of a range in order; the bytes at positions in `skipped` are not read."""
+        """Yield the images at positions start to stop - 1 of the epoch, in order; at positions in `skipped`, without bytes."""
         position = start
         for shard, first, last in self._parts(epoch, start, stop):
             with open(self.shards.path(shard), "rb") as file:
@@ -202,7 +207,10 @@ class ShardBatches(IterableDataset):
         return images, labels
 
     def _readable(self, candidates: list[Encoded]) -> tuple[Tensor, int, int] | None:
-        """(uint8 [3, h, w], label, index) of the first image, or of its replacement by `on_bad`; None if it is left out."""
+        """(uint8 [3, h, w], label, index) of the first candidate, or of its replacement by `on_bad`; None if it is left out.
+
+        The replacement is the first of the next candidates that can be read. Marks unreadable images in the shards' `bad`.
+        """
         reading = self.shards.reading
         candidates = candidates[: reading.bad_limit]
         for image in candidates:

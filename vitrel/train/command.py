@@ -143,6 +143,9 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
 
+        Replaces `ckpt_path` "auto" in the configuration by the file, or None. With `profile_data`, the only callback is
+        `DataProfile`, and there are no loggers.
+
         Raises:
             ValueError: a damaged checkpoint, or settings that Lightning's Trainer does not accept.
             FileExistsError: the folder holds a run and no checkpoint to resume from is given.
@@ -203,7 +206,10 @@ class TrainCLI(LightningCLI):
         return [*checks, speed, *progress, *predictions, summary, Best(folder / "checkpoints"), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
-        """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`)."""
+        """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).
+
+        After an error, each callback's `explain` may raise another error instead.
+        """
         try:
             self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
         except BaseException as error:

@@ -156,14 +156,20 @@ class ImageData(LightningDataModule):
 
     @property
     def listing(self) -> Listing:
-        """Names and labels of the training images, computed once (about 1 s per million images); empty for `shapes`."""
+        """Listing of the training set's `contents`: names and labels of the images, of shards their names and SHA-256.
+
+        It is computed once (about 1 s per million images), and empty for `shapes`.
+        """
         if self._listing is None:
             drawn = isinstance(self.train_set, Shapes)  # defined by the settings, not by files
             self._listing = Listing.of([] if drawn else self.train_set.contents())
         return self._listing
 
     def names(self, epoch: int, batch: int) -> list[str]:
-        """Return the names of the images in a training batch of this rank: file paths, or members of a shard."""
+        """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a shard.
+
+        Unreadable images are named, not their replacements.
+        """
         if self.streamed:
             indices = self.order.indices(epoch, self.trainer.global_rank, self.workers)[batch]
         else:

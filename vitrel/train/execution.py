@@ -100,7 +100,10 @@ def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
 
 
 def check_sharded(averaged: bool, clip_mode: str | None) -> None:
-    """Raise ValueError for EMA and for clip_mode "agc", which need whole weights, under a strategy that shards the weights."""
+    """Raise ValueError if `averaged` (EMA) or for clip_mode "agc": both need whole weights.
+
+    To be called only under a strategy that shards the weights; it does not check the strategy.
+    """
     if averaged:
         raise ValueError("model.ema needs whole weights, this strategy shards them: leave model.ema out, or use strategy: ddp")
     if clip_mode == "agc":

@@ -36,7 +36,10 @@ class RunFolder(Callback):
             threading.excepthook, self.hook = self.hook, None
 
     def explain(self, error: BaseException) -> None:
-        """Raise FileNotFoundError that names the folder, if `error` is an OSError and the folder has been removed."""
+        """On rank 0, raise FileNotFoundError if `error` is an OSError and the folder was removed; otherwise return.
+
+        Also restores the exception hook of threads.
+        """
         created = self.hook is not None
         self.teardown(None, None, "fit")
         if created and isinstance(error, OSError) and not self.folder.is_dir():
@@ -55,7 +58,8 @@ class FiniteLoss(Callback):
     """Stops the run at the first loss or weight that is not finite, before it is saved in a checkpoint.
 
     The loss is checked on its device. On a GPU the result is read only at logging steps, at the end of an epoch and before
-    every checkpoint, to avoid a synchronisation per step. The images of the batch are listed in `bad_batch.txt`.
+    every checkpoint, to avoid a synchronisation per step. The images of the batch are listed in `bad_batch.txt`
+    (`bad_batch.RANK.txt` with several devices).
 
     Args:
         folder: the run's folder.

@@ -78,7 +78,10 @@ Keys = dict[str, Any]
 
 
 def restrict_imports() -> None:
-    """Restrict jsonargparse's importer to the same modules, as a second check, and forbid configurations from a network."""
+    """Let jsonargparse import only from the modules of `CLASSES`, Lightning's environments and vitrel, as a second check.
+
+    Also forbids configurations from a network. The settings hold for the whole process.
+    """
     jsonargparse.set_parsing_settings(
         import_path_denylist=["*", "lightning.pytorch.callbacks.LambdaCallback"],
         # the last two define Lightning's environments and the dataclasses of our settings
@@ -200,7 +203,10 @@ class _Checker:
 
 
 def _options(args: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield every option without its dashes, with the list of its values."""
+    """Yield every option after the first argument ("fit") without its dashes, with the list of its values, [] for none.
+
+    ValueError for another first argument, an option with one dash, or a value without an option.
+    """
     if args and args[0] != "fit" and args[0] not in ("-h", "--help"):
         raise ValueError(f"the arguments must begin with fit, not {args[0]!r}")
     option = ""
@@ -243,7 +249,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _keys_below(hint: Any) -> Keys | None:
-    """The keys below a parameter with this type hint, see `keys_of`."""
+    """The allowed keys below a parameter of this type: a dataclass's fields, {} for plain types, None if any key is allowed."""
     parts = [part for part in (hint, *get_args(hint)) if part is not type(None)]
     for part in parts:
         if isinstance(part, type) and is_dataclass(part):

@@ -172,7 +172,10 @@ class Classifier(LightningModule):
             shard(self.model, self.device_mesh)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return the optimiser and the learning-rate schedule, which advances at every update."""
+        """Return the optimiser and the learning-rate schedule, which advances at every update.
+
+        Also sets the length of the absolute embedding's fade (`Tuning.fade_over`). ValueError if the run has no length.
+        """
         images = self.trainer.datamodule.batch_size * self.trainer.world_size * self.trainer.accumulate_grad_batches
         optimizer = create_optimizer(self.model, self.optim, images)
         per_epoch, total = self.updates_per_epoch(), self.updates()
@@ -188,7 +191,10 @@ class Classifier(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by trainer.gradient_clip_val in the way that `optim.clip_mode` names."""
+        """Clip gradients by trainer.gradient_clip_val in the way that `optim.clip_mode`, or else the trainer, names.
+
+        "agc" leaves the classifier's gradients unchanged.
+        """
         if gradient_clip_val and self.optim.clip_mode == "agc":
             heads = self.model.get_classifier()  # arXiv 2102.06171 does not clip the classifier
             heads = torch.nn.ModuleList(heads if isinstance(heads, tuple) else (heads,))
@@ -198,7 +204,7 @@ class Classifier(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
 
     def updates_per_epoch(self) -> int:
-        """Number of optimiser updates in an epoch, computed without building the loaders.
+        """Number of optimiser updates in an epoch, an incomplete last accumulation included; does not build the loaders.
 
         Lightning's `estimated_stepping_batches` gives the same number, but builds the loaders early, after which a loader's
         saved state is no longer restored (Lightning issue 20550).
@@ -259,7 +265,10 @@ class Classifier(LightningModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the entries of the module docstring, from which the model can be rebuilt and evaluated without this class."""
+        """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring), but no checksums.
+
+        Every rank has to call it, since the means are summed over ranks.
+        """
         data = self.trainer.datamodule
         preprocessing = {k: list(v) if isinstance(v, tuple) else v for k, v in self.preprocessing.items()}
         name, arguments = self.stored

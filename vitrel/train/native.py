@@ -128,7 +128,10 @@ def native_shares(
 
 
 class Filled(Dataset):
-    """A data set padded for several ranks: a draw of index -1 is a zero image of label -1, which no metric counts."""
+    """A data set indexed by `Draw`s, in which a draw of index -1 and a size is a zero image of label -1.
+
+    Such draws pad the shares of several ranks (`native_shares`); no metric counts them, nor does `len`.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset

@@ -107,11 +107,14 @@ class Mixing:
         )
 
     def active(self, epoch: int) -> bool:
-        """Return whether `epoch`, counted from 0, is before `off_epoch`."""
+        """Return whether `epoch`, counted from 0, is before `off_epoch` (null: always), even if mixup and cutmix are off."""
         return self.off_epoch is None or epoch < self.off_epoch
 
     def check_batch(self, batch_size: int, img_size: tuple[int, int]) -> None:
-        """Raise ValueError for an odd batch size per device, or images (h, w) too small for `cutmix_minmax`."""
+        """Raise ValueError for an odd batch size per device, or images (h, w) too small for `cutmix_minmax`.
+
+        To be called only if mixing is on, which it does not check.
+        """
         if batch_size % 2:
             raise ValueError(f"mixup and cutmix pair the images of a batch: data.batch_size must be even, not {batch_size}")
         if self.cutmix_minmax is not None:

@@ -130,9 +130,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimiser's parameter groups, as dictionaries of name, params, names, lr and weight_decay.
 
-    The groups are "decayed", "undecayed" (biases, norms and the parameters of `no_weight_decay()`) and "position" (undecayed,
-    learning rate times `position_lr_scale`). With `layer_decay`, each is split by layer ("decayed.0", ..., 0 at the input), and
-    the `lr` of a group includes its layer's factor, because only timm's schedulers read timm's `lr_scale`. Frozen parameters
+    The groups are "decayed", "undecayed" (biases, all parameters of at most one dimension, and those that a name or pattern of
+    `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, learning rate times `position_lr_scale`).
+    With `layer_decay`, each is split by layer ("decayed.0", ..., 0 at the input), and the `lr` of a group includes its layer's
+    factor, layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen parameters
     are in no group.
 
     Raises:

@@ -101,7 +101,7 @@ class Order(Sampler[list[int | Draw]], ABC):
     epoch = first = 0
 
     def start(self, epoch: int, batch: int = 0) -> None:
-        """Let the next iteration yield the batches of `epoch`, beginning at number `batch`."""
+        """Let every iteration from now on, until the next call, yield the batches of `epoch` from number `batch` on."""
         self.epoch, self.first = epoch, batch
 
     def __iter__(self) -> Iterator[list[int | Draw]]:
@@ -192,7 +192,10 @@ class EveryImageOnce(Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, items: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Return several (image, label) pairs, read as one batch if the data set has `__getitems__`."""
+        """Return the (image, label) pairs at positions `items`, read as one batch if the data set has `__getitems__`.
+
+        The positions must increase, because padding is put at the end.
+        """
         indices = [i * self.world + self.rank for i in items]
         existing = [index for index in indices if index < len(self.dataset)]
         read_batch = getattr(self.dataset, "__getitems__", None)

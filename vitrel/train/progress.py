@@ -22,9 +22,11 @@ SHOWN = {
 class Speed(Callback):
     """Measures the training speed of an epoch, without evaluation, and logs it with the learning rate at the end of the epoch.
 
+    Lowers `trainer.log_every_n_steps` to the number of updates in an epoch if it is larger.
+
     Attributes:
-        rate: images/s over all devices, including loading.
-        data_wait: share of the time in which this process waited for batches, 0 to 1.
+        rate: images/s over all devices in the current epoch, including loading.
+        data_wait: share of the epoch's time in which this process waited for batches, 0 to 1.
         memory_mb: peak memory of the run so far in MiB: tensors on the GPU, or the resident memory of the process on a CPU.
         eta: estimated seconds to the end of the run, including evaluation; None if the end is unknown.
     """
@@ -115,7 +117,7 @@ class Lines(ProgressBar):
         self.print_line(trainer, trainer.current_epoch)
 
     def print_line(self, trainer: Trainer, epochs: int) -> None:
-        """Print the line of the epoch that ended, once.
+        """Print the line of the epoch that ended, once; `epochs` is the number of epochs that have ended.
 
         Not called in `on_train_epoch_end`, where the module has not logged the epoch's means yet.
         """

@@ -72,7 +72,11 @@ class Ranks(Callback):
             self.over.set()
 
     def explain(self, error: BaseException) -> None:
-        """If a rank has died and caused `error`, raise ChildProcessError that names it; SystemExit on all but one rank."""
+        """If a rank has died and caused `error`, raise ChildProcessError that names it; SystemExit on all but one rank.
+
+        Otherwise return. Watching stops. The ranks that this process started are killed: at once in the first case, otherwise
+        if `error` is an Exception and they still run after 5 s.
+        """
         self.over.set()
         if self.gone and _may_be_collective(error):
             self._end_children(0)
@@ -104,7 +108,7 @@ class Ranks(Callback):
         return bool(self.gone)
 
     def _reports(self) -> bool:
-        """Whether this rank prints the message: the lowest rank that is alive."""
+        """Whether this rank prints the message: the lowest rank on this machine that is not in `gone`."""
         return self.rank == min({self.rank, *self.peers} - self.gone.keys())
 
     def _message(self) -> str:

@@ -26,7 +26,7 @@ _SHOWN = 3  # names of files in a message
 
 
 class Listing(NamedTuple):
-    """The training images by name and label, in order: SHA-256 of the lines, and the lines compressed, uint8 [bytes]."""
+    """The lines of `ImageSet.contents` in order: their SHA-256, and the lines compressed by zlib, uint8 [bytes]."""
 
     digest: str
     lines: Tensor
@@ -102,7 +102,10 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, old, new) of every value that differs in nested dictionaries; nested names are joined by dots."""
+    """Yield (name, old, new) of every value that differs in nested dictionaries; nested names are joined by dots.
+
+    A missing key counts as None; lists are compared as a whole.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
             yield from values_that_differ(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))

@@ -50,7 +50,7 @@ class AtomicIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write the checkpoint; OSError if that fails (e.g. disk full), with the old file unchanged and no temporary file left.
 
-        Adds the checksums of all tensors, which `read_file` verifies.
+        Adds to checkpoint["vitrel"], if it exists, the checksums of the tensors outside "callbacks"; `read_file` verifies them.
         """
         if "vitrel" in checkpoint:  # callbacks store only single numbers, under names that contain paths
             parts = {name: part for name, part in checkpoint.items() if name != "callbacks"}
@@ -95,7 +95,10 @@ class Best(ModelCheckpoint):
         self.loss = math.inf
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return whether the evaluation that just ended is the best so far; Lightning calls it once per evaluation."""
+        """Return whether the evaluation that just ended is the best so far, and if so, record its loss; False without a score.
+
+        Lightning calls it once per evaluation, on all ranks, which have to agree.
+        """
         if current is None:
             return False
         loss = float(trainer.callback_metrics["val/loss"])
@@ -237,7 +240,7 @@ class Saving(Checkpoint):
             signal.signal(*self.old_handlers.popitem())
 
     def _stop(self, trainer: Trainer) -> int:
-        """Return the signal that any rank has received, 0 for none."""
+        """Return the number of the signal that any rank has received, 0 for none; every rank has to call it."""
         if trainer.world_size == 1:
             return self.received
         received = torch.tensor(self.received, device=trainer.strategy.root_device)
@@ -250,7 +253,10 @@ class Saving(Checkpoint):
         self.update = trainer.global_step
 
     def _exit_if(self, stop: int) -> None:
-        """Exit if `stop` is the number of a signal, after printing what is saved."""
+        """Raise SystemExit with status 128 + `stop`, the number of a signal, after printing what is saved; 0: do nothing.
+
+        It does not save.
+        """
         if stop:
             nothing = "stopped before anything was trained or saved; the same command starts again"
             saved = f"saved {self._last()}" if self.path.exists() else nothing
@@ -268,7 +274,7 @@ class Saving(Checkpoint):
         return f"{self.path}{at}; {self.go_on}"
 
     def explain(self, error: BaseException) -> None:
-        """After a second ctrl-c, print what is saved and exit with status 130 instead of `error`."""
+        """If `error` comes from a second ctrl-c, print what is saved and raise SystemExit (130) instead; otherwise return."""
         # Lightning turns the KeyboardInterrupt into a SystemExit with status 1
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
             rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self.left()}", flush=True)

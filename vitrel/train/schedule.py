@@ -89,7 +89,7 @@ class Schedule:
         return (1 - progress) ** (self.power if self.sched == "poly" else 1)
 
     def _steps(self, epoch: float) -> int:
-        """Number of decays before `epoch`; 0 for "constant"."""
+        """Number of decays of "step" or "multistep" up to and at `epoch` (fractional, from the start of the run); else 0."""
         if self.sched == "step":
             return int(epoch // self.decay_epochs)
         return bisect.bisect_right(self.decay_milestones, epoch) if self.sched == "multistep" else 0

@@ -99,7 +99,8 @@ def _train(arguments: list[str], config: dict[str, Any], folder: Path) -> None:
 def begin(config: dict[str, Any], folder: Path) -> list[str]:
     """Prepare a run: write <folder>/train.yaml, print the state, and return the arguments of `vitrel.train.run`.
 
-    The arguments include the checkpoint to resume from, if there is one. The list is empty if the run is finished.
+    The arguments include the checkpoint to resume from, if there is one. The list is empty, and nothing is written, if the run
+    is finished. A new run also writes the SHA-256 of its `init_from` file.
 
     Raises:
         ValueError: the folder holds a run of another configuration, or one that started from other weights.
@@ -138,7 +139,7 @@ def begin(config: dict[str, Any], folder: Path) -> list[str]:
 
 
 def epochs_done(checkpoint: Path) -> int:
-    """Return the number of epochs after which a checkpoint was saved; ValueError if the file is damaged."""
+    """Return the number of epochs whose training was complete when a checkpoint was saved; ValueError for a damaged file."""
     remedy = f"remove {checkpoint.parent.parent} to train again"
     try:
         return int(read_file(checkpoint)["vitrel"]["epoch"])

@@ -38,7 +38,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Raise ValueError for FSDPStrategy, and for strategies that save a checkpoint as a folder of shards."""
+    """Raise ValueError for FSDPStrategy, and for a strategy set to save checkpoints as a folder of shards."""
     if isinstance(strategy, FSDPStrategy):
         # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
         raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as configs/imagenet_vit_b_fsdp.yaml does")

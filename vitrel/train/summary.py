@@ -72,7 +72,10 @@ class Summary(Callback):
         self.finish(trainer, "interrupted" if stopped else "failed", f"{type(exception).__name__}: {exception}")
 
     def finish(self, trainer: Trainer, status: str, error: str | None = None) -> None:
-        """Write the summary with its final status, and the curves."""
+        """Write the summary with its final status, and the curves if an epoch was logged.
+
+        Does nothing before `on_fit_start`, or if the run's folder was removed.
+        """
         if not hasattr(self, "fixed") or not self.path.parent.is_dir():
             return  # the run stopped before `on_fit_start`, or because its folder was removed
         self.write(trainer, status, error)

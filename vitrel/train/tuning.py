@@ -121,12 +121,15 @@ class Tuning:
         return config.architecture, json.loads(json.dumps(arguments | {"pretrained_cfg_overlay": config.preparation}))
 
     def _rebuilds(self, name: str) -> bool:
-        """Whether `build` converts another model, instead of calling timm.create_model with `name` and its arguments."""
+        """Whether `build` converts a timm model or a file to a vitrel model, instead of calling timm.create_model."""
         from_timm_weights = self.init_from is not None and not name.startswith("vitrel_")
         return self.pretrained or self.position is not None or from_timm_weights or Path(name).exists()
 
     def freeze(self, model: nn.Module) -> None:
-        """Freeze all parameters outside `trainable`; ValueError if a name is unknown or no parameter would be trained."""
+        """Freeze all parameters outside `trainable` and unfreeze those inside; null changes nothing.
+
+        ValueError if a name is unknown or no parameter would be trained.
+        """
         if self.trainable is None:
             return
         names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
@@ -142,20 +145,26 @@ class Tuning:
             )
 
     def set_modes(self, model: nn.Module) -> None:
-        """Set frozen modules to evaluation mode: no drop path, no dropout, no update of running statistics."""
+        """Set the modules of `trainable` to training mode and all others, the model itself too, to evaluation mode.
+
+        Frozen modules thus have no drop path, no dropout and no update of running statistics. No change if `trainable` is null.
+        """
         if self.trainable is not None:
             for name, module in model.named_modules():
                 module.training = within(name, self.trainable)
 
     def reset(self, model: nn.Module, num_classes: int, why: str) -> None:
-        """Give the model a new classifier, and print the reason `why`; ValueError if `reset_head` is false."""
+        """Give the model a new classifier in place, and print the reason `why`; ValueError if `reset_head` is false."""
         if self.reset_head is False:
             raise ValueError(f"{why}: set model.tuning.reset_head to null or true for a new classifier")
         model.reset_classifier(num_classes)
         _print(f"{why}: the classifier is new")
 
     def _load(self, model: nn.Module) -> list[str] | None:
-        """Load `init_from`, if set, into a vitrel model; return the class names in the file, or None."""
+        """Load `init_from`, if set, into a vitrel model in place; return the class names in the file.
+
+        None if there are none, or if the classifier is not loaded but new.
+        """
         if self.init_from is None:
             return None
         loaded = read_file(self.init_from)
