@@ -156,7 +156,7 @@ def plan_weights(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`.
 
-    Misfits raise the errors of `load_pretrained`, NaN does not. The classifier and the first convolution are exempt: timm adapts
+    Misfits raise the errors of `load_pretrained`, NaN does not. The classifier and the first convolution are exempt: timm fits
     them itself, so they are returned in the file's shape. The errors are raised here since timm loads with strict=False, and so
     ignores misfits, where the number of classes differs.
     """

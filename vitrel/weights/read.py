@@ -101,9 +101,9 @@ def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """Return {path: CRC-32} of every tensor in nested dictionaries and lists; a path is, e.g., "state_dict.head.bias".
+    """Return {path: CRC-32 of values, dtype and shape} of every tensor in nested dictionaries and lists.
 
-    About 0.03 s for 100 MB on one core.
+    A path is, e.g., "state_dict.head.bias". About 0.03 s for 100 MB on one core.
     """
     return {path: _crc(tensor) for path, tensor in _tensors(tree)}
 
