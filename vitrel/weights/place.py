@@ -122,7 +122,7 @@ def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
 
 
 def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
-    """Resample one tensor of the draft, from `source` to its encoding's grid, with offsets reversed if key_minus_query."""
+    """Resample one tensor of the draft in place from `source` to its encoding's grid; key_minus_query reverses its offsets."""
     value, own, rules = draft[name], owner.grid, []
     if key_minus_query and not isinstance(owner, Absolute):
         rules.append("offsets were key minus query: reversed")
