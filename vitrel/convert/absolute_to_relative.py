@@ -127,7 +127,11 @@ class _Step(NamedTuple):
 
 
 def _convert_block(block: nn.Module, args: tuple, kwargs: dict, target: Observed, grid: Grid, ridge: float | None) -> _Step:
-    """Fit a block to what the original's block computed and return its values for the report."""
+    """Fit a block in place to what the original's block computed (`target`) and return its values for the report.
+
+    Its encoding is fitted, whose tables must be 0 before, then its last linear layers unless ridge is None. args, kwargs: the
+    block's inputs.
+    """
     encoding = block.position
     rotations = parts(encoding, ROTATIONS)
     initial = [part.freqs.clone() for part in rotations]
@@ -152,7 +156,10 @@ def _convert_block(block: nn.Module, args: tuple, kwargs: dict, target: Observed
 def _refit_block(
     block: nn.Module, args: tuple, kwargs: dict, target: Observed, seen: Observed, grid: Grid, ridge: float
 ) -> Observed:
-    """Refit the last linear layers of attention and MLP, and return what the block computes then."""
+    """Refit the last linear layers of attention and MLP in place to `target`, and return what the block computes then.
+
+    seen: what the block computes before. ValueError for post-norm blocks.
+    """
     if seen.between is None or target.between is None:
         raise ValueError("refitting needs pre-norm blocks: pass refit=False")
     share = torch.full_like(target.out[0, :, 0], 1 / (grid.h * grid.w))  # [N]
@@ -172,7 +179,10 @@ def _gain(block: nn.Module, branch: int) -> Tensor | float:
 
 
 def _fold(model: ViT, added: Tensor, grid: Grid) -> None:
-    """Add the embedding's prefix rows to the prefix tokens, and its mean over patches to the bias of the patch embedding."""
+    """Add to a model, in place, the prefix rows of an embedding `added` [N, C] and its mean over patches.
+
+    The prefix rows are added to the prefix tokens, the mean to the bias of the patch embedding, which is created if missing.
+    """
     tokens = model.prefix_tokens
     for token, rows in zip(tokens, added[: grid.prefix].split([token.shape[1] for token in tokens]), strict=True):
         token.add_(rows)

@@ -27,7 +27,10 @@ def parts(encoding: PositionEncoding, keys: Sequence[str]) -> list[PositionEncod
 
 
 def explained(target: Tensor, fitted: Tensor) -> float:
-    """R^2 of `fitted` as a prediction of `target`, both [H, N, N], each row minus its mean: 1 is exact, below 0 is harmful."""
+    """R^2 of `fitted` as a prediction of `target`, both [H, N, N], each row minus its mean: 1 is exact, below 0 is harmful.
+
+    1.0 if every row of `target` is constant, whatever is fitted.
+    """
     total = _centred(target).square().sum().item()
     return 1 - _centred(target - fitted).square().sum().item() / total if total else 1.0
 
@@ -35,8 +38,9 @@ def explained(target: Tensor, fitted: Tensor) -> float:
 def fit_tables(part: PositionEncoding, gap: Tensor, grid: Grid, ridge: float = 1e-3) -> None:
     """Set a table, or the two of `factorised`, on its own grid to the least-squares fit of `gap` [H, N, N].
 
-    gap: target logits minus current ones. ridge: penalty, as a share of the number of pairs that read each row. It makes the
-    solution unique (a constant per kind of query does not change the attention) and has hardly any other effect.
+    Their values are overwritten, not added to. gap: target logits minus those without these tables. grid: the part's own, with
+    prefix tokens. ridge: penalty, as a share of the number of pairs that read each row. It makes the solution unique (a
+    constant per kind of query does not change the attention) and has hardly any other effect.
     """
     tables = [*part.parameters(recurse=False)]  # [R, H] each
     unknowns = _unknowns(grid, [len(table) for table in tables], gap.device)  # [T, N, N]
@@ -59,7 +63,9 @@ def fit_tables(part: PositionEncoding, gap: Tensor, grid: Grid, ridge: float = 1
 def fit_rotation(part: PositionEncoding, q: Tensor, k: Tensor, gap: Tensor, scale: float, grid: Grid) -> None:
     """Set the frequencies of a rotation so that it changes the mean logits of q and k [B, H, N, D] by `gap` [H, N, N].
 
-    Adam runs from the initial frequencies times several factors; the result with the lowest loss is used, 0 if that is better.
+    q, k: before this rotation. Only patches (not prefix tokens) of the first 8 images are fitted, and constants per row of
+    `gap` are ignored. Adam runs from the part's current frequencies times several factors; the result with the lowest loss is
+    used, frequencies of 0 if that is better.
     """
     q, k = (t[:_IMAGES, :, grid.prefix :].float() for t in (q, k))
     gap = gap[:, grid.prefix :, grid.prefix :].float()
@@ -93,9 +99,10 @@ def mean_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def refit_linear(layer: nn.Linear, x: Tensor, target: Tensor, weight: Tensor, ridge: float) -> None:
-    """Set a linear layer by weighted ridge regression from x [B, N, I] to `target` [B, N, O].
+    """Update a linear layer in place by weighted ridge regression from its input x [B, N, I] to `target` [B, N, O].
 
-    weight: [B, N], of each token. ridge: penalty on the change of the weights, in units of the mean power of an input channel.
+    weight: [B, N], of each token. ridge: penalty on the change of the weights (not of the bias), in units of the mean weighted
+    power of an input channel.
     """
     inputs, biased = layer.in_features, layer.bias is not None
     normal = x.new_zeros(inputs + 1, inputs + 1, dtype=torch.float64)

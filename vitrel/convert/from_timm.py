@@ -27,7 +27,8 @@ def from_timm(
     model: a timm model; or its name, with `pretrained` weights and `arguments` of timm.create_model (num_classes, img_size,
     checkpoint_path, ...). Supported are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and
     SigLIP's image towers, SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size),
-    Swin V1 and V2. A model is recognised from its modules, not its name, and is not changed; a vitrel model is returned itself.
+    Swin V1 and V2. A model is recognised from its modules, not its name, and is not changed; a vitrel model is returned itself
+    if `position` is None.
     The result's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model.
     position: an encoding to add in attention, with position_args, absolute ("keep", "drop" or "fade" over fade_steps) and rope
     as in `vitrel.relativize`.

@@ -14,7 +14,10 @@ _RECORDED = ("norm1", "attn.proj", "norm2", "mlp.fc2")
 
 
 class Observed(NamedTuple):
-    """Tensors that one block computed; None for those it does not have (`between` needs a pre-norm block)."""
+    """Tensors of one block in one forward pass; None for those it does not have.
+
+    between: input of norm2, [B, N, C], the tokens after the residual addition of attention; None unless the block is pre-norm.
+    """
 
     q: Tensor  # [B, H, N, D]
     k: Tensor
@@ -26,7 +29,7 @@ class Observed(NamedTuple):
     out: Tensor
 
     def logits(self) -> Tensor:
-        """Attention logits, mean over images, [H, N, N] float32."""
+        """Attention logits with the bias, before softmax, mean over images, [H, N, N] float32."""
         logits = mean_logits(self.q.float(), self.k.float(), self.scale)
         if self.bias is None:
             return logits
@@ -34,7 +37,10 @@ class Observed(NamedTuple):
 
 
 def observe(block: nn.Module, args: tuple, kwargs: dict) -> Observed:
-    """Run a block without its hooks and return what it computed. ValueError if its attention does not call SDPA."""
+    """Run a block once, without the hooks on the block itself, and return its intermediate tensors and its output.
+
+    ValueError if its attention does not call scaled_dot_product_attention (shaw, xpos).
+    """
     inputs: dict[str, Tensor] = {}
     recorded = {name: module for name, module in block.named_modules() if name in _RECORDED}
     hooks = [m.register_forward_pre_hook(lambda _, args, n=n: inputs.update({n: args[0]})) for n, m in recorded.items()]
@@ -69,7 +75,7 @@ def before_blocks(blocks: nn.Sequential, call: Callable[[int, nn.Module, tuple, 
 
 
 class _RecordAttention(TorchFunctionMode):
-    """Records the arguments of scaled_dot_product_attention: its q, k and mask contain position in every model."""
+    """Records (q, k, mask, scale) of the last call of scaled_dot_product_attention in `call`; None if there is no call."""
 
     call: tuple[Tensor, Tensor, Tensor | None, float] | None = None
 

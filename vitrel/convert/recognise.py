@@ -56,7 +56,10 @@ _ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gel
 
 
 class Recognised(NamedTuple):
-    """A timm model as arguments and weights of a vitrel model."""
+    """The vitrel architecture and arguments for a timm model, and its weights under timm's names.
+
+    `plan_weights(model, state, rotation=rotation)` renames and rearranges the weights for the vitrel model.
+    """
 
     architecture: str  # "vitrel_vit" or "vitrel_swin"
     arguments: dict[str, Any]  # of the trunk's constructor
@@ -65,7 +68,10 @@ class Recognised(NamedTuple):
 
 
 def recognise(model: nn.Module) -> Recognised:
-    """Return the vitrel architecture, arguments and weights of a timm model; ValueError with the reason if it has none."""
+    """Return the vitrel architecture and arguments for a timm model, and its weights under timm's names, not yet rearranged.
+
+    ValueError with the reason if vitrel has no such model.
+    """
     if isinstance(model, SwinTransformer | SwinTransformerV2):
         return _swin(model)
     if not isinstance(model, _VITS) or (type(model).forward_features not in [known.forward_features for known in _VITS]):
@@ -74,7 +80,10 @@ def recognise(model: nn.Module) -> Recognised:
 
 
 def as_vitrel(model: nn.Module) -> Backbone:
-    """Return a timm model converted to vitrel, or a vitrel model itself. Errors as `from_timm`."""
+    """Return a timm model converted to a new vitrel model, in its dtype, device and training mode, or a vitrel model itself.
+
+    ValueError, with the reason, for a model without counterpart; TypeError for what is no module, such as a name.
+    """
     if isinstance(model, Backbone):
         return model
     if not isinstance(model, nn.Module):
@@ -154,7 +163,10 @@ def _vit(model: Any) -> Recognised:
 
 
 def _unlike(model: Any) -> Iterator[str]:
-    """Yield the reasons why a plain ViT of timm has no counterpart in vitrel."""
+    """Yield the reasons why a plain ViT of timm has no counterpart in vitrel.
+
+    Attention pooling is checked by `_pool_args`, and tensors by their names and shapes when they are loaded.
+    """
     if type(model.patch_embed) is not PatchEmbed:
         yield f"its patches come from {type(model.patch_embed).__name__}, not from one convolution"
     elif _is_norm(model.patch_embed.norm) or not isinstance(model.patch_embed.norm, nn.Identity):
@@ -213,7 +225,11 @@ def _unlike(model: Any) -> Iterator[str]:
 
 
 def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[str, Tensor]]:
-    """Return (encodings, joined by '+'; their options; the rotary layout; the state dict) of a plain ViT."""
+    """Return (encodings, joined by '+', or "none"; their options; the rotary layout, or None; weights) of a plain ViT.
+
+    The weights are its state dict under timm's names, but with the table of every bias MLP in place of the MLP's tensors, and
+    with mixed frequencies in the order columns, rows.
+    """
     keys: list[str] = []
     options: dict[str, Any] = {}
     rotation, state = None, dict(model.state_dict())
@@ -250,20 +266,23 @@ def _position(model: Any) -> tuple[str, dict[str, Any], Rotation | None, dict[st
 
 @torch.no_grad()
 def _table_of_mlp(bias: RelPosMlp) -> Tensor:
-    """Return the table [(2h-1)(2w-1), H] that timm's MLP over log offsets computes on its own grid, plus 3 zero prefix rows."""
+    """Return the table [R, H] that timm's MLP over log offsets computes on its own grid, R = (2h-1)(2w-1).
+
+    If the bias is for prefix tokens too, 3 rows of zeros follow: timm adds no bias to these pairs.
+    """
     mlp = copy.deepcopy(bias.mlp).eval()  # it has dropout
     rows = bias.bias_act(mlp(bias.rel_coords_log)).flatten(0, 1) * (bias.bias_gain or 1.0)
     return torch.cat((rows, rows.new_zeros(3, rows.shape[1]))) if bias.prefix_tokens else rows
 
 
 def _shared(model: Any) -> nn.Module | None:
-    """The bias that all blocks share, if any."""
+    """Return the bias module that all blocks share, None without one."""
     biases = [getattr(model, name, None) for name in ("shared_rel_pos", "rel_pos_bias")]
     return next((bias for bias in biases if bias is not None), None)
 
 
 def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
-    """Return the entry `mlp` of `block_args`; {} for an activation that vitrel lacks."""
+    """Return {"mlp": kind} for `block_args`; {} for an activation or order of the gate that vitrel lacks."""
     act = type(getattr(mlp, "act", None)).__name__
     if isinstance(mlp, Mlp):
         tanh = getattr(mlp.act, "approximate", "none") == "tanh"
@@ -273,7 +292,7 @@ def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
 
 
 def _pool_args(model: Any) -> dict[str, Any] | None:
-    """Return the arguments of an attention pooling head as SigLIP's; None without one."""
+    """Return `pool_args` for attention pooling as in SigLIP, None for other pooling; ValueError if it differs from SigLIP's."""
     pool = getattr(model, "attn_pool", None)
     if pool is None:
         return None
@@ -382,7 +401,10 @@ def _altered(model: nn.Module) -> Iterator[str]:
 
 
 def _unlike_the_first(blocks: list[Any]) -> Iterator[str]:
-    """Yield the differences of blocks from block 0, whose arguments are taken for all."""
+    """Yield the differences of blocks from block 0, whose arguments are taken for all: missing parts, types, eps, GELU variant.
+
+    Shapes, and the rates of dropout and DropPath, are not compared.
+    """
 
     def parts(block: nn.Module) -> dict[str, tuple]:
         return {

@@ -108,7 +108,10 @@ def _check_position(position: str, args: dict, zero_init: bool) -> None:
 
 
 def _own_keys(model: Backbone) -> tuple[str, str]:
-    """(keys that add to the tokens, key that rotates or "") of a model that can be relativized."""
+    """Return (keys that add to the tokens, joined by '+'; the key that rotates q and k), each "" if there is none.
+
+    ValueError for a model that cannot be relativized.
+    """
     if not isinstance(model, ViT):
         raise ValueError(f"{type(model).__name__} attends in windows: its position is relative already")
     tokens, attention = split_position(model.current_arguments()["position"])
@@ -124,7 +127,7 @@ def _own_keys(model: Backbone) -> tuple[str, str]:
 
 
 def _options_of(keys: list[str], options: dict) -> dict:
-    """Return those of `options` that the encodings `keys` accept."""
+    """Return those of `options` that an encoding of `keys` accepts, and those common to all encodings; {} without keys."""
     accepted = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
     common = {"resize", "logit_scale", "shift", "jitter", "rescale"} if keys else set()
     return {name: value for name, value in options.items() if name in accepted | common}
@@ -137,7 +140,10 @@ def _encodings(encoding: PositionEncoding | None) -> dict[str, PositionEncoding]
 
 @torch.no_grad()
 def _copy(model: ViT, result: ViT) -> None:
-    """Copy the weights of `model` to `result`; encodings are matched by key."""
+    """Copy the weights of `model` to `result`, in place; encodings are matched by key, and new ones keep their values.
+
+    An absolute embedding is resampled to the grid of `result`. The step count of a fade is not copied: it starts again.
+    """
     positions = (*model.position_parameters(), *result.position_parameters())
     state = {name: value for name, value in model.state_dict().items() if name not in positions}
     state.pop("absolute_fade.steps", None)
@@ -158,7 +164,7 @@ def _copy(model: ViT, result: ViT) -> None:
 
 @torch.no_grad()
 def _zero(result: ViT, added: list[str]) -> None:
-    """Set the learned rows of the encodings `added` to 0."""
+    """Set the learned rows of the encodings with a key in `added` to 0 in all blocks, in place."""
     for block in result.blocks:
         for key, part in _encodings(block.position).items():
             if key in added and _learns_rows(type(part)):

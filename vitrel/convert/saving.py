@@ -71,6 +71,7 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
     Not needed for a file that holds its model's configuration.
     changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another `img_size`
     tables and embeddings are resampled to it.
+    A run that trained a timm model gives that timm model, not converted; its shapes cannot be changed.
     Raises FileNotFoundError, or a ValueError that names what is missing or damaged in the file.
     """
     path = Path(path)
@@ -90,7 +91,8 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
 def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | None = None) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model of a checkpoint of vitrel train, in evaluation mode, and its entry 'vitrel' (see vitrel.train.module).
 
-    path names the file in errors, and is read if `loaded`, the file's content, is None. changes: as in `load`. An absolute
+    A run of a timm model gives the timm model. path names the file in errors, and is read if `loaded`, the file's content, is
+    None. changes: constructor arguments as in `load`; for a timm model ValueError if they change a tensor's shape. An absolute
     embedding that has faded to 0 is dropped. No other file is read and nothing is downloaded, whatever the content. ValueError
     for a file that is not such a checkpoint, is damaged, does not fit its own model, or holds NaN.
     """
@@ -175,7 +177,10 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
 
 
 def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
-    """Return the model of a run's folder, or of timm's with config.json; `weights`: a file to use instead of the folder's."""
+    """Return the model of a run's folder, or of timm's with config.json converted by `from_timm`, in evaluation mode.
+
+    weights: for a folder of timm, a file to use instead of the folder's; ignored if the folder has a run's checkpoint.
+    """
     run = folder / "checkpoints" / "last.ckpt"
     if run.is_file():
         return load(run, **changes)
@@ -245,13 +250,20 @@ def _like(like: str, swin: bool) -> _Like:
 
 
 def _swin_config(shapes: dict[str, Any]) -> Config:
-    """Configuration of a Swin from shapes alone: its window is the grid of the last of 4 stages, of patch 4."""
+    """Return a Config with nothing but a square image size, 32 * the larger side of the window.
+
+    The window is then the grid of the last of 4 stages, for patches of 4. `_joined` adds the arguments in `shapes`.
+    """
     size = (32 * max(shapes["window_size"]),) * 2
     return Config("vitrel_swin", dict(img_size=size), size, {})
 
 
 def _joined(base: dict[str, Any], shapes: dict[str, Any], own_names: bool) -> dict[str, Any]:
-    """Return the arguments `base`, updated by those inferred from the file's shapes."""
+    """Return the arguments `base` (of the model named by `like`), updated by those inferred from the file's shapes.
+
+    own_names: the file has vitrel's names, so it is of the very model `base`: only num_classes is updated. Else layer scale and
+    norms in `block_args` are the file's alone; its other entries are those of `base` unless the shapes show them.
+    """
     if own_names:  # vitrel's names: the file is of the very model that was named
         return base | {"num_classes": shapes["num_classes"]}
     joined = base | shapes
@@ -280,7 +292,11 @@ def _described(shapes: dict[str, Any]) -> str:
 
 
 def _load_own(model: Backbone, loaded: dict[str, Any], path: Path, changes: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a vitrel model; ValueError that names `path` if they do not fit."""
+    """Load a checkpoint's weights into a vitrel model in place; ValueError that names `path` if they do not fit.
+
+    changes: the arguments in which the model differs from the file's. Without any, tables and embeddings of another grid are an
+    error, else they are resampled; with `num_classes` the head may be new.
+    """
     try:
         plan = plan_weights(model, loaded)
         resized = [row for row in plan.rows if row.resized]

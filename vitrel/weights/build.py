@@ -17,9 +17,11 @@ def model_for(
     source_grid: tuple[int, int] | None = None,
     key_minus_query: bool = False,
 ) -> tuple[nn.Module, WeightPlan]:
-    """Return the model `name`, with as many classes as the file unless model_args sets num_classes, and its weight plan.
+    """Return the model `name`, and the plan for the file's weights, which are not loaded into it (`apply_plan` does).
 
-    loaded: the result of `read_file`; other arguments as in `load_pretrained`. ValueError if vitrel has no model of that name.
+    The model has as many classes as the file's classifier, 0 if the file has none, unless model_args sets num_classes. loaded:
+    the result of `read_file`; other arguments and errors as in `plan_weights`. ValueError also if vitrel has no model of that
+    name.
     """
     if not timm.is_model(name) or not name.startswith("vitrel_"):
         near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))

@@ -69,7 +69,7 @@ class Draft:
         self.items[name] = Item(value, item.source, (*item.rules, rule), resized or item.resized)
 
     def move(self, name: str, target: str) -> None:
-        """Rename one tensor."""
+        """Rename one tensor; a tensor already called `target` is lost."""
         self.items[target] = self.items.pop(name)
 
     def spread(self, name: str, values: dict[str, Tensor], rule: str) -> None:

@@ -26,7 +26,10 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class WeightPlan(NamedTuple):
-    """How a file's tensors fit a model; print() shows the rows as a table."""
+    """How a file's tensors fit a model; nothing is loaded yet. print() shows the rows as a table.
+
+    `state` also holds unused tensors and those of another shape, which `apply_plan` leaves out.
+    """
 
     rows: tuple[Row, ...]  # what was done to every tensor of the file
     state: dict[str, Tensor]  # the tensors under the model's names
@@ -60,13 +63,14 @@ def load_pretrained(
     model's dtype; quantised weights and integers raise ValueError.
     Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
     ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them.
-    reset_head: keep the classifier as initialised, for another number of classes. source_grid: (h, w) in patches that the
-    file's absolute embedding or tables were trained on. Default: the model's grid if the number of rows is the same, else a
-    square one. key_minus_query: the file's tables count offsets as key minus query (MaxViT), vitrel's as query minus key.
-    allow_unused: names, or patterns with *, of tensors in the file that the model may ignore. allow_unset: those of tensors in
-    the model that may keep their values, also where the file's has another shape.
-    Raises RuntimeError with a list of all other tensors that are unused, unset or of another shape, and ValueError for another
-    architecture, patch size or rotation and for an unknown grid; the model is then unchanged.
+    reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
+    number the file's is loaded in any case. source_grid: (h, w) in patches that the file's absolute embedding or tables were
+    trained on. Default: the first with the file's number of rows of the recorded grid, the model's, a square one.
+    key_minus_query: the file's tables count offsets as key minus query (MaxViT), vitrel's as query minus key. allow_unused:
+    names, or patterns with *, of tensors in the file that the model may ignore. allow_unset: those of tensors in the model that
+    may keep their values, also where the file's has another shape.
+    Raises RuntimeError with a list of all other tensors that are unused, unset or of another shape, or that hold NaN or
+    infinity, and ValueError for another patch size or rotation and for an unknown grid; the model is then unchanged.
     """
     return apply_plan(model, plan_weights(model, source, source_grid, key_minus_query), reset_head, allow_unused, allow_unset)
 
@@ -78,7 +82,11 @@ def apply_plan(
     allow_unused: Iterable[str] = (),
     allow_unset: Iterable[str] = (),
 ) -> nn.Module:
-    """Load a plan of `plan_weights` into its model, the second half of `load_pretrained`; errors and arguments as there."""
+    """Copy the tensors of a plan of `plan_weights` into its model, in place, and return the model.
+
+    reset_head, allow_unused, allow_unset: as in `load_pretrained`. RuntimeError, and an unchanged model, for tensors that are
+    unused, unset or of another shape and not allowed to be, and for NaN or infinity.
+    """
     own, head = model.state_dict(), ["head.*"] if reset_head else []
     unused, unset = ([names] if isinstance(names, str) else [*names] for names in (allow_unused, allow_unset))
     unused, unset = unused + head, unset + head
@@ -94,7 +102,7 @@ def apply_plan(
 
 
 class _Misfits(NamedTuple):
-    """Names of tensors that do not fit and were not allowed not to."""
+    """Names of tensors that make loading fail: those of a WeightPlan, without those that are allowed to be so."""
 
     unset: tuple[str, ...]
     unused: tuple[str, ...]
@@ -108,9 +116,10 @@ def plan_weights(
     key_minus_query: bool = False,
     rotation: Rotation | None = None,
 ) -> WeightPlan:
-    """Return what `load_pretrained` would do, tensor by tensor, without changing the model; arguments as there.
+    """Return how each tensor of a file or state dict would be renamed, rearranged and resampled for a model; nothing is loaded.
 
-    rotation: memory layout of the rotary encoding in the file, if known; else it is inferred from the names of the tensors.
+    Arguments and ValueErrors as in `load_pretrained`; tensors that are unused, unset or of another shape are listed in the
+    plan. rotation: rotary encoding and channel order in the file, if known; else it is inferred from the names of the tensors.
     """
     if not hasattr(model, "patch_embed") or not hasattr(model, "position_parameters"):
         raise ValueError(
@@ -147,8 +156,9 @@ def plan_weights(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`.
 
-    Errors as in `load_pretrained`, except for the classifier and the first convolution, which timm adapts itself. They are
-    raised here since timm loads with strict=False, and so ignores misfits, where the number of classes differs.
+    Misfits raise the errors of `load_pretrained`, NaN does not. The classifier and the first convolution are exempt: timm fits
+    them itself, so they are returned in the file's shape. The errors are raised here since timm loads with strict=False, and so
+    ignores misfits, where the number of classes differs.
     """
     try:
         plan = plan_weights(model, state)
@@ -187,7 +197,10 @@ def _unwrapping_hints(unwrapped: Unwrapped, unset: list[str]) -> list[str]:
 
 
 def _not_trained_with(draft: Draft, model: nn.Module) -> list[str]:
-    """Return encodings without parameters that the file's model lacked: its state dict alone does not show that."""
+    """Return "module <key>" for each encoding without parameters in the model that the file's model lacked.
+
+    A missing key in the state dict does not show it, but the file's layout does (draft.implied); [] if that is empty.
+    """
     names = []
     for name, part in model.named_modules():
         bare = isinstance(part, PositionEncoding) and not isinstance(part, Composition) and not [*part.parameters()]

@@ -46,10 +46,11 @@ def fit(
     key_minus_query: bool,
     record: dict[str, dict[str, Any]],
 ) -> None:
-    """Resample tables and embeddings from their training grid to the model's; arguments as in `load_pretrained`.
+    """Resample tables and embeddings of the draft, in place, to the model's grid; arguments as in `load_pretrained`.
 
-    The training grid is, in this order, the first with as many rows as the tensor: source_grid, that in `record` (see
-    vitrel.weights.record), the model's, a square one. ValueError if there is none.
+    The training grid of each is, in this order, the first with as many rows as the tensor (with or without rows for prefix
+    tokens): source_grid, that in `record` (see vitrel.weights.record), the model's, a square one. ValueError if there is none,
+    if source_grid is that of no tensor, and for key_minus_query with encodings other than `table` and `decomposed`.
     """
     learned = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
     learned = [(name, owner, recorded) for name, owner, recorded in learned if name in draft]
@@ -89,7 +90,7 @@ def _own_name(name: str, own: list[str]) -> str:
 
 
 def _learned(owner: nn.Module) -> list[str]:
-    """Return the names of parameters with a row per offset or token of the training grid."""
+    """Return the parameter names of a `table`, `decomposed` or absolute encoding, which are resampled; [] for others."""
     return [n for n, _ in owner.named_parameters()] if isinstance(owner, OffsetTable | Absolute | Decomposed) else []
 
 
@@ -121,7 +122,7 @@ def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
 
 
 def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
-    """Resample one tensor of the draft from the grid `source` to its encoding's, and reverse its offsets if need be."""
+    """Resample one tensor of the draft in place from `source` to its encoding's grid; key_minus_query reverses its offsets."""
     value, own, rules = draft[name], owner.grid, []
     if key_minus_query and not isinstance(owner, Absolute):
         rules.append("offsets were key minus query: reversed")

@@ -21,7 +21,11 @@ _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes fro
 
 
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON."""
+    """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
+
+    Options that may differ when the weights are loaded (resize, logit_scale, shift, jitter, rescale, ...) are left out. A
+    composition is recorded by its parts.
+    """
     record = {}
     for name, part in model.named_modules():
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
@@ -37,7 +41,11 @@ def recorded_grid(record: dict[str, dict[str, Any]], name: str) -> Grid | None:
 
 
 def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError if an encoding in the record has another key, option or training grid than the model's."""
+    """Raise ValueError if an encoding in the record has another key or option than the model's of the same module name.
+
+    Another training grid is an error only for encodings that refer to it (`refers_to_grid`); tables are resampled. Encodings
+    that only the record or only the model has are skipped.
+    """
     own = position_record(model)
     for name, theirs in record.items():
         ours = own.get(name)

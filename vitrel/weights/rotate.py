@@ -11,7 +11,10 @@ from vitrel.weights.draft import Draft
 
 
 class Rotation(NamedTuple):
-    """The rotary encoding of a file's model."""
+    """The rotary encoding of a file's model, and the order of the q and k channels in the file.
+
+    options: those that must equal the model's; options that are left out are not compared.
+    """
 
     layout: str  # its name in errors
     key: str  # the same encoding in POSITIONS
@@ -21,9 +24,10 @@ class Rotation(NamedTuple):
 
 
 def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
-    """Permute the q and k rows of every qkv in the draft to vitrel's order: pairs (p, p + D/2), angles of rows first.
+    """Permute the q and k rows of every qkv, and q and k norms, to vitrel's order: pairs (p, p + D/2), angles of rows first.
 
-    Raises ValueError if the model's rotary encoding or its options differ from the file's.
+    The draft is changed in place, and rotation.key is added to draft.implied. rotation: that of the file. Raises ValueError if
+    the model's rotary encoding or its options differ from the file's.
     """
     _check_encoding(model, rotation)
     draft.implied.add(rotation.key)

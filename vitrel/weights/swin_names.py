@@ -58,7 +58,11 @@ _TRANSFORMERS = (
 
 
 def read_swin(draft: Draft, model: nn.Module) -> None:
-    """Rename and rearrange the tensors of `draft` as vitrel's; `place` then renames those of position encodings."""
+    """Rename and rearrange the tensors of `draft`, in place, as vitrel's; `place` then renames those of position encodings.
+
+    The encodings that the layout shows are added to draft.implied. ValueError if the model has another rotation, or another
+    pretrained window in V2.
+    """
     rename_swin(draft)
     _check_window(draft, model)
     if draft.has(r".*\.attn\.logit_scale"):
@@ -71,7 +75,10 @@ def read_swin(draft: Draft, model: nn.Module) -> None:
 
 
 def rename_swin(draft: Draft) -> None:
-    """Rename the tensors as vitrel's, as far as that does not depend on a model."""
+    """Rename the tensors in place, as far as that does not depend on a model, and remove buffers.
+
+    Separate q, k and v remain separate, and position encodings keep timm's names.
+    """
     draft.leave_out(_BUFFERS)
     if "features.0.0.weight" in draft:
         draft.rename(*_TORCHVISION)
@@ -82,9 +89,11 @@ def rename_swin(draft: Draft) -> None:
 
 
 def swin_arguments(draft: Draft) -> dict[str, Any]:
-    """Infer the arguments of a Swin from the shapes of a renamed draft: for version 1 all but the image size and eps.
+    """Infer the arguments of a Swin from a renamed draft: version, patch, width, depths, heads, window, classes, final norm.
 
-    Version 2 has no tables: its windows are read from a buffer of coordinates, if the file has one.
+    Image size, mlp_ratio, qkv_bias and eps are not inferred. Version 1: heads and window (taken as square) are read from
+    tables, and are absent without. Version 2 has no tables: its windows are read from a buffer of coordinates, if the file has
+    one. `position` is "table" or "cpb" by the version alone.
     """
     patch, v2 = draft["patch_embed.proj.weight"], draft.has(r".*\.attn\.logit_scale")
     blocks = [(int(match[1]), int(match[2])) for match in draft.find(r"layers\.(\d+)\.blocks\.(\d+)\.norm1\.weight")]
@@ -110,7 +119,10 @@ def swin_arguments(draft: Draft) -> dict[str, Any]:
 
 
 def _check_window(draft: Draft, model: nn.Module) -> None:
-    """Raise ValueError if V2's continuous bias was trained in other windows than the model's, by the file's coordinates."""
+    """Raise ValueError if V2's continuous bias was trained in other windows than the model's, by the file's coordinates.
+
+    The coordinates are then removed from the draft. Encodings with resize="renormalise" are not checked.
+    """
     trained = {}
     for match in draft.find(r"(layers\.\d+\.blocks\.\d+)\.attn\.relative_coords_table"):
         trained[match[1]] = _trained_window(draft[match[0]])
@@ -150,7 +162,11 @@ def _split_bias(draft: Draft) -> None:
 
 
 def _read_freqs(draft: Draft, model: nn.Module) -> None:
-    """Read naver's rotary frequencies [2, H, D/2], x before y: learned (mixed), or fixed, half the bands per axis."""
+    """Rearrange naver's Swin with rotary frequencies [2, H, D/2], x before y, in place; nothing for a draft without them.
+
+    The q and k rows of every qkv are permuted. Learned frequencies (mixed) become y before x; fixed ones, where each axis has
+    half of the bands, are removed, since the model computes them. ValueError if the model's rotation differs.
+    """
     names = [match[0] for match in draft.find(r".*\.attn\.freqs")]
     if not names:
         return
@@ -168,7 +184,7 @@ def _read_freqs(draft: Draft, model: nn.Module) -> None:
 
 
 def _base(magnitudes: torch.Tensor) -> float:
-    """Return b of the frequencies b^(-t/T), t = 0..T-1."""
+    """Return b of the T frequencies b^(-t/T), t = 0..T-1, rounded to an integer; 100 for T = 1, which does not show it."""
     if len(magnitudes) == 1:
         return 100.0
     return float(round(magnitudes[1].double().pow(-len(magnitudes)).item()))

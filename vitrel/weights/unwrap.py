@@ -16,7 +16,10 @@ _COUNTER = "n_averaged"  # of torch's AveragedModel
 
 
 class Unwrapped(NamedTuple):
-    """A state dict without wrappers, and a record of the rest of the file."""
+    """A state dict without wrappers, and a record of the rest of the file.
+
+    beside: names that lack the prefix that most names had; their tensors are not in `state`.
+    """
 
     state: dict[str, Tensor]
     beside: tuple[str, ...]  # names without the prefix that was removed: not part of the model

@@ -39,9 +39,11 @@ _NAMES = (
 
 
 def read_vit(draft: Draft, model: nn.Module, rotation: Rotation | None = None) -> None:
-    """Rename and rearrange the tensors of `draft` as vitrel's; `place` then renames those of position encodings.
+    """Rename and rearrange the tensors of `draft`, in place, as vitrel's; `place` then renames those of position encodings.
 
-    rotation: the rotary encoding of the file's model, if known; else it is inferred from the names.
+    rotation: the rotary encoding of the file's model, if known; else it is inferred from the names. The encodings that the
+    layout of other code shows are added to draft.implied. ValueError if the model has another rotation or lacks the file's
+    prefix tokens.
     """
     own_names = draft.has(r".*position\..*|pos_embed\.pos_embed")
     other_names = draft.has(r".*(\.gamma_1|\.q_bias|\.[qkv]_proj\.weight|storage_tokens|image_encoder\..*)")
@@ -66,7 +68,7 @@ def read_vit(draft: Draft, model: nn.Module, rotation: Rotation | None = None) -
 
 
 def rename_vit(draft: Draft) -> None:
-    """Rename and rearrange the tensors as vitrel's, as far as that does not depend on a model."""
+    """Rename, join and split the tensors in place as far as that does not depend on a model, and remove buffers."""
     draft.rename(*_NAMES)
     draft.leave_out(_BUFFERS)
     _mask_key_bias(draft)
@@ -80,9 +82,11 @@ def rename_vit(draft: Draft) -> None:
 
 
 def vit_arguments(draft: Draft) -> dict[str, Any]:
-    """Infer the arguments of a ViT from the shapes of a renamed draft: all but activation, eps, pooling and fixed rotation.
+    """Infer arguments of a ViT from a renamed draft: patches, width, depth, tokens, classes, biases, norms, MLP width.
 
-    The number of heads is included only if there is a bias table, and the image size only if it is square.
+    Not inferred: position and its options, activation, eps, pooling, post-norm, windows. The number of heads is included only
+    if there is a bias table. The image size is that of a square grid: by the embedding if its rows form a square, without an
+    embedding by the bias table, which is taken as square; else it is absent.
     """
     patch, table = draft["patch_embed.proj.weight"], next(draft.find(r".*relative_position_bias_table"), None)
     width, heads, first = len(patch), None if table is None else draft[table[0]].shape[1], "blocks.0"
@@ -114,7 +118,10 @@ def vit_arguments(draft: Draft) -> dict[str, Any]:
 
 
 def _check_prefix_tokens(draft: Draft, model: nn.Module) -> None:
-    """Raise ValueError if the file has prefix tokens that the model lacks: their rows would be taken for those of patches."""
+    """Raise ValueError if the file has a distillation token and the model none, or register tokens in another number.
+
+    Registers are checked only if the file has an embedding, whose rows for them would be taken for those of patches.
+    """
     if "dist_token" in draft and model.dist_token is None:
         raise ValueError(
             "the weights are of a distilled DeiT, and the model has no distillation token: build it with dist_token=True"
@@ -136,7 +143,11 @@ def _check_eps(model: nn.Module, rotation: Rotation) -> None:
 
 
 def _rotation(draft: Draft, model: nn.Module, separate: bool, storage: bool) -> Rotation | None:
-    """Infer the file's rotary encoding from the layout, since fixed frequencies are not in a file; None if it has none."""
+    """Infer the file's rotary encoding from the layout, since fixed frequencies are not in a file; None if it has none.
+
+    separate: the file has separate q, k, v or biases of q and v. storage: its registers are named storage_tokens. Where
+    RoPE-ViT and DeiT III have the same names, it is RoPE-ViT if the model rotates.
+    """
     absolute, swiglu = "pos_embed" in draft, draft.has(r".*\.mlp\.fc1_g\.weight")
     registers, token = "reg_token" in draft, "cls_token" in draft
     if draft.has(r"freqs|rope\.freqs"):
@@ -167,7 +178,10 @@ def _mask_key_bias(draft: Draft) -> None:
 
 
 def fuse_qkv(draft: Draft) -> None:
-    """Join separate projections of q, k and v, or biases of q and v alone, into one qkv."""
+    """Join separate projections of q, k and v into one qkv, in place; zeros for the bias of k if only q and v have one.
+
+    ValueError if another one is missing.
+    """
     for kind in ("weight", "bias"):
         for match in draft.find(rf"(.*\.attn\.)q_proj\.{kind}"):
             names = [f"{match[1]}{part}_proj.{kind}" for part in "qkv"]
