@@ -409,7 +409,9 @@ def test_an_error_in_progress_is_no_finding(step):
 def test_graphs_of_the_compiler():
     sizes = [64, (48, 80), 96]
     lines = []
-    ours = vitrel.diagnose(timm.create_model("vitrel_vit_n8_table", depth=1), sizes, compile=True, progress=lines.append)
+    model = timm.create_model("vitrel_vit_n8_table", depth=1).train()
+    ours = vitrel.diagnose(model, sizes, compile=True, progress=lines.append)
+    assert all(part.training for part in model.modules())  # as it was
     assert lines[-1] == "vitrel_vit_n8_table at 96x96, as built: torch.compile"
     theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, embed_dim=24, num_heads=2)
     theirs = vitrel.diagnose(theirs, sizes, compile=True)

@@ -62,7 +62,7 @@ def test_slow_data_is_found_to_be_the_limit(tmp_path, capsys, monkeypatch):
     get = Shapes.__getitems__
 
     def slowly(self, indices):
-        time.sleep(0.05 * len(indices))
+        time.sleep(0.1 * len(indices))
         return get(self, indices)
 
     monkeypatch.setattr(Shapes, "__getitems__", slowly)
@@ -71,7 +71,7 @@ def test_slow_data_is_found_to_be_the_limit(tmp_path, capsys, monkeypatch):
     small = ["--data.batch_size=4", "--data.n_train=16", "--data.n_val=8", "--trainer.accelerator=cpu", "--profile_data"]
     done = run(["fit", *arguments, *small, f"--trainer.default_root_dir={tmp_path / 'run'}"])
     result = next(c for c in done.trainer.callbacks if isinstance(c, DataProfile)).measured
-    assert result.loading == pytest.approx(20, rel=0.3) and result.one_process == pytest.approx(20, rel=0.3)
+    assert result.loading == pytest.approx(10, rel=0.3) and result.one_process == pytest.approx(10, rel=0.3)
     assert result.training > 3 * result.loading
     assert "alternate" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not done.trainer.validating

@@ -1,6 +1,7 @@
 """`diagnose`: the effects of other image sizes on position in any model, found without training and without data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from vitrel.inspect.any_model import (
     Trace,
     TracedBlock,
     at_size,
+    evaluating,
     model_name,
     patch_grid,
     reason,
@@ -164,8 +166,7 @@ def diagnose(
 
     model: a name for timm.create_model (with random weights, in every way in which timm can adapt it to a size), or a model (in
     the way of `vitrel.inspect.any_model.at_size`), which is not changed. size: an int, (h, w), or a list of them. compile:
-    count the graphs of torch.compile over the sizes too, which takes seconds per size, clears the cache of torch.compile, and
-    may leave a model that was passed in eval mode.
+    count the graphs of torch.compile over the sizes too, which takes seconds per size and clears the cache of torch.compile.
     progress: called with a line before each step that can take seconds, for example "test_vit at 160x160, as built: forward".
     Values that cannot be examined are named in the result, and a size that the model does not take is a `refusal` in it. Raises
     ValueError for an unknown name, for a size that is not positive whole numbers, and for a model on the meta device.
@@ -196,25 +197,27 @@ def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Siz
     """Number of graphs that torch.compile(dynamic=True) makes for images [2, C, h, w] of every (model, (h, w) in pixels).
 
     A model that occurs several times is compiled once and then called at its further sizes; no code is generated. If a call
-    fails, "failed: " and the class of the exception are returned instead. The models are left in eval mode, and what
-    torch.compile has cached is cleared before and after. before: called with each size in turn.
+    fails, "failed: " and the class of the exception are returned instead. The models run in eval mode and are left as they
+    were; what torch.compile has cached is cleared before and after. before: called with each size in turn.
     """
     from torch._dynamo.testing import CompileCounter  # here, because importing torch._dynamo is slow
 
     counter = CompileCounter()
     compiled: dict[int, tuple[Callable, nn.Module]] = {}
     torch._dynamo.reset()
-    try:
+    with ExitStack() as modes:
+        modes.callback(torch._dynamo.reset)
         for model, size in models:
             before(size)
             try:
-                run = compiled.setdefault(id(model), (torch.compile(model.eval(), backend=counter, dynamic=True), model))[0]
+                if id(model) not in compiled:
+                    modes.enter_context(evaluating(model))
+                    compiled[id(model)] = torch.compile(model, backend=counter, dynamic=True), model
                 with torch.no_grad():
-                    run(torch.zeros(2, getattr(model, "in_chans", 3), *size, device=next(model.parameters()).device))
+                    image = torch.zeros(2, getattr(model, "in_chans", 3), *size, device=next(model.parameters()).device)
+                    compiled[id(model)][0](image)
             except Exception as error:  # forward and the compiler may raise anything
                 return f"failed: {type(error).__name__}"
-    finally:
-        torch._dynamo.reset()
     return counter.frame_count
 
 
