@@ -107,7 +107,10 @@ def is_name(model: str) -> bool:
 
 
 def check_data(place: str) -> None:
-    """Raise FileNotFoundError where --data is a folder that does not exist; runs before slow imports."""
+    """Raise FileNotFoundError where --data should be a folder and is none; runs before slow imports.
+
+    "shapes..." and "<set>:<folder>" pass unchecked.
+    """
     if not (place.startswith("shapes") or ":" in place or Path(place).is_dir()):
         raise FileNotFoundError(
             f'no folder {place}: give "shapes", a folder with train/<class>/ and val/<class>/, a folder of shards, or '

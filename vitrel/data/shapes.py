@@ -249,7 +249,10 @@ def _quarter(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pairs(u: np.ndarray, low: np.ndarray, high: np.ndarray, label_is_place: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Label [B]; centres [B, 2, 2] and radii [B, 2] of the cool and the warm object, units; from random numbers u [B, 7]."""
+    """Label [B]; centres [B, 2, 2] (y, x) and radii [B, 2] of the cool and warm object, units; from random numbers u [B, 7].
+
+    low, high: corners (y, x) of the region that holds both objects, [2] each. label_is_place: the label is the pair's quarter.
+    """
     label = _direction(u[:, 0])
     radius = OBJECT_RADIUS[0] + (OBJECT_RADIUS[1] - OBJECT_RADIUS[0]) * u[:, 1:3]
     along = radius.sum(1) + GAP + PATCH * u[:, 3]

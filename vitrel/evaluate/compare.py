@@ -253,7 +253,11 @@ def _read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
 
 
 def _only_entries(labels: list[str] | None, entries: tuple[Entry, ...], path: Path) -> tuple[Entry, ...]:
-    """The entries with these labels, and all that are tuned from them or use their weights; all entries for None."""
+    """The entries with these labels, and all that are tuned from them or use their weights; all entries for None.
+
+    ValueError for a label of no entry that is trained itself (`weights_of` is None), and for a listed entry that is tuned from
+    one not listed.
+    """
     if labels is None:
         return entries
     if unknown := sorted(set(labels) - {entry.label for entry in entries if entry.weights_of is None}):

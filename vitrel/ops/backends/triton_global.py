@@ -128,7 +128,10 @@ class _Sizes(NamedTuple):
 
 
 def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) -> _Sizes:
-    """Return the sizes for tiles of `lanes` keys."""
+    """Return the kernels' sizes for `queries` queries of a head in all (M, not BLOCK_M) and tiles of `lanes` keys (BLOCK_N).
+
+    aligned: tiles follow the image rows, as row and column scores need; otherwise they hold any consecutive patch keys.
+    """
     rows = max(1, lanes // grid.w)
     if not aligned:
         return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h * grid.w, lanes), 1)
