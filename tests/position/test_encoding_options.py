@@ -325,3 +325,13 @@ def test_buckets_of_each_axis():
 def test_no_decay_is_a_decay():
     (table,) = make("log_decay", Grid(2, 3), decay=0)(Grid(4, 3)).tables
     assert not table.bias.any()
+
+
+def test_biases_of_an_unknown_offset_leave_the_table_as_it_was():
+    table = create_position("table", (2, 3), 2, 4)
+    before = table.relative_position_bias_table.detach().clone()
+    with pytest.raises(ValueError, match=r"no offset \(2, 0\) on a 2x3 grid"):
+        table.set_biases({(0, 1): 0.5, (2, 0): 0.1})
+    assert torch.equal(table.relative_position_bias_table, before)
+    row = table.set_biases({(1, -2): 0.5}, offset="key-query").relative_position_bias_table[:, 0].unflatten(0, (3, 5))
+    assert row[0, 4] == 0.5 and row.count_nonzero() == 1  # query minus key: (-1, 2)

@@ -51,15 +51,15 @@ class OffsetTable(PositionEncoding):
         """Set the bias of the listed offsets (dy, dx) in place, the same in all heads, and 0 elsewhere; return the encoding.
 
         The rows of prefix tokens become 0 too. offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT
-        count. Raises ValueError for an offset
-        that the training grid does not have.
+        count. Raises ValueError for an offset that the training grid does not have.
         """
         sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1
         h, w = self.grid.h, self.grid.w  # type: ignore[union-attr]
-        self.relative_position_bias_table.zero_()
-        for (dy, dx), bias in biases.items():
+        for dy, dx in biases:
             if abs(dy) >= h or abs(dx) >= w:
                 raise ValueError(f"table has no offset ({dy}, {dx}) on a {h}x{w} grid")
+        self.relative_position_bias_table.zero_()
+        for (dy, dx), bias in biases.items():
             self.relative_position_bias_table[(sign * dy + h - 1) * (2 * w - 1) + sign * dx + w - 1] = bias
         return self
 

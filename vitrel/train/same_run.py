@@ -86,7 +86,9 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
     ignored = set() if _inside_an_epoch(checkpoint) else _READERS
     if missing := [name for name in current if name not in saved and name not in _READERS]:
-        _print(f"{path} was written by an earlier version, which did not save {', '.join(missing)}: assumed to be unchanged")
+        rank_zero_only(print)(
+            f"{path} was written by an earlier version, which did not save {', '.join(missing)}: assumed to be unchanged"
+        )
     compared = {name: value for name, value in current.items() if name in saved and name not in ignored}
     differences = [
         _files_that_differ(checkpoint["run"]["files"], trainer.datamodule.listing.lines)
@@ -135,8 +137,3 @@ def _short(value: Any) -> str:
 def _inside_an_epoch(checkpoint: dict[str, Any]) -> bool:
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     return epochs["ready"] > epochs["processed"]
-
-
-@rank_zero_only
-def _print(text: str) -> None:
-    print(text)

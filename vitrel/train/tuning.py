@@ -158,7 +158,7 @@ class Tuning:
         if self.reset_head is False:
             raise ValueError(f"{why}: set model.tuning.reset_head to null or true for a new classifier")
         model.reset_classifier(num_classes)
-        _print(f"{why}: the classifier is new")
+        rank_zero_only(print)(f"{why}: the classifier is new")
 
     def _load(self, model: nn.Module) -> list[str] | None:
         """Load `init_from`, if set, into a vitrel model in place; return the class names in the file.
@@ -180,9 +180,9 @@ class Tuning:
             raise ValueError(f"model.tuning.init_from {self.init_from}: {text}") from error
         resized = [f"{row.target} ({row.resized})" for row in plan.rows if row.resized]
         if resized:
-            _print(f"{self.init_from}: resampled to the model's grid: {', '.join(resized)}")
+            rank_zero_only(print)(f"{self.init_from}: resampled to the model's grid: {', '.join(resized)}")
         if new:
-            _print(f"{self.init_from}: the classifier is new")
+            rank_zero_only(print)(f"{self.init_from}: the classifier is new")
         stored = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
         return None if new else stored.get("classes")
 
@@ -199,11 +199,11 @@ class Tuning:
         """The model `base` rebuilt for this image size and these classes, with the encoding `position` added."""
         model = rebuilt(base, img_size=img_size, **{k: v for k, v in model_args.items() if k not in ("pretrained",)})
         if base.arguments["img_size"] != img_size and (resized := base.resized(img_size)):
-            _print(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resized)}")
+            rank_zero_only(print)(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resized)}")
         if self.position is not None:
             fade = dict(fade_steps=1) if self.absolute == "fade" else {}  # `fade_over` sets the length when it is known
             model = relativize(model, self.position, self.position_args, absolute=self.absolute, **fade)
-            _print(f"position: {self.position} is added in attention; the absolute embedding: {self.absolute}")
+            rank_zero_only(print)(f"position: {self.position} is added in attention; the absolute embedding: {self.absolute}")
         if self.reset_head or model.num_classes != num_classes:
             self.reset(model, num_classes, f"weights of {base.num_classes} classes, data of {num_classes}")
         return model.train()
@@ -221,8 +221,3 @@ def check_registered(name: str) -> None:
             f"model {name!r}: training takes a timm name without a source; set weights with model.tuning.init_from: FILE"
         )
     check_model_name(name)
-
-
-@rank_zero_only
-def _print(text: str) -> None:
-    print(text)

@@ -137,7 +137,7 @@ def contents(
     varying = [column for column in present if column in DETAILS or table[column].astype(str).nunique() > 1]
     varying.sort(key=lambda column: list(DETAILS).index(column) if column in DETAILS else len(DETAILS))
     records = json.loads(table.to_json(orient="records", double_precision=8))
-    for record, intervals, warning in zip(records, _intervals(rows, table), warnings, strict=True):
+    for record, intervals, warning in zip(records, _intervals(rows, table, protocol_of), warnings, strict=True):
         record |= {"intervals": intervals, "warning": warning}
     metrics = {key: metric for key, metric in METRICS.items() if key in present and pd.to_numeric(table[key], "coerce").any()}
     sizes = sorted(table["img_size"].unique(), key=by_area)
@@ -256,13 +256,12 @@ def _claims(folder: Path) -> list[dict[str, str]]:
     return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in matches]
 
 
-def _intervals(rows: Sequence[Row], table: pd.DataFrame) -> list[dict[str, list[float]]]:
+def _intervals(rows: Sequence[Row], table: pd.DataFrame, protocol_of: Callable[[Row], str]) -> list[dict[str, list[float]]]:
     """{metric: [low, high], its 95 % interval} of every row of the table, which is of `aggregate`, in order; SHARES in percent.
 
     top1 is as in the table; other metrics have Student's interval over seeds, and are left out with fewer than two.
     """
     groups: dict[Place, list[Row]] = defaultdict(list)
-    protocol_of = protocol_names(rows)
     for row in rows:
         groups[place_of(row, protocol_of)].append(row)
     by_row = []
