@@ -354,3 +354,13 @@ def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, argu
     with pytest.raises(processes.OtherProcessError, match=reported), processes.shared_with(1, work, *arguments):
         processes.on_all(lambda: 1)
     assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+
+
+def test_a_process_that_dies_while_all_connect_is_told(quick_to_start, monkeypatch):
+    def peer_is_gone(*arguments, **options):
+        raise RuntimeError("Gloo connectFullMesh failed: Connection closed by peer")
+
+    monkeypatch.setattr(processes.dist, "init_process_group", peer_is_gone)  # in this process alone: the other one is new
+    with pytest.raises(processes.OtherProcessError, match="another process ended"), processes.shared_with(1, tell, "theirs"):
+        pytest.fail("the block runs only where all processes are connected")
+    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()

@@ -25,6 +25,7 @@ from vitrel.evaluate.settings import local_device
 from vitrel.exits import end_with_parent
 
 _TIMEOUT = timedelta(days=1)  # of a collective call, which waits for slower processes; a dead process is noticed at once
+_ENDED_EARLY = "another process ended before its work was done; its output says why"
 
 
 class OtherProcessError(RuntimeError):
@@ -52,7 +53,7 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
 
     PyTorch's CPU threads are divided among the processes: small models run faster with fewer threads each. work: a module-level
     function whose arguments can be pickled. With others = 0 no process is started. OtherProcessError where a process dies
-    before it is ready.
+    before all are connected.
     """
     if others == 0:
         yield
@@ -74,7 +75,10 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                 if not _received(ready):
                     raise OtherProcessError("a process of the evaluation ended while it started; memory may have run out")
             torch.set_num_threads(threads_each)
-            _init_group(init_method, 0, world)
+            try:
+                _init_group(init_method, 0, world)
+            except RuntimeError as error:
+                raise OtherProcessError(_ENDED_EARLY) from error
             yield
         finally:
             torch.set_num_threads(threads)
@@ -109,7 +113,7 @@ def on_all(work: Callable[[], Any]) -> list[Any]:
         dist.all_gather_object(gathered, (value, failure and f"{type(failure).__name__}: {failure}"))
     except RuntimeError as error:
         if failure is None:
-            raise OtherProcessError("another process ended before its work was done; its output says why") from error
+            raise OtherProcessError(_ENDED_EARLY) from error
     if failure is not None:
         raise failure
     for rank, (_, error_text) in enumerate(gathered):
