@@ -2,8 +2,8 @@
 
 A backend is a module with `refuses(call)`, which returns the reason or "", with `pays(call)`, which is True where "auto" should
 use it, and with the two functions below without their argument `backend`. "auto" takes the backend that is fastest by the
-profile of this device (vitrel.ops.profile) and does not refuse. Where there is no profile, or it says nothing about a call,
-"auto" takes the first of BACKENDS that pays and does not refuse; "auto+onednn" then also considers onednn, one of OPT_IN. A backend
+profile of this device (vitrel.ops.profile) and does not refuse. Without a profile, or where it says nothing about a call, it
+takes the first of BACKENDS that pays and does not refuse; "auto+onednn" then also considers onednn, one of OPT_IN. A backend
 given by name that refuses raises ValueError with its reason.
 """
 
