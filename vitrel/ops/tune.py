@@ -56,6 +56,7 @@ _ROUND = 0.01  # seconds of a turn, if a call takes less
 _MOST = 50  # calls in a turn
 _LONG = 0.05  # seconds of a call whose first time is taken at its word
 _ROUNDS = 3, 15  # fewest and most
+_CLOSE = 1.08  # times the fastest: measured longer
 
 
 class Plan(NamedTuple):
@@ -153,7 +154,7 @@ def plans_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: i
     compiled = (False, True) if device.type == "cuda" else (False,)
     calls = [call._replace(dtype=dtype, device=device) for call in calls for dtype in dict.fromkeys((call.dtype, *dtypes))]
     plans = [Plan(call, how) for how in compiled for call in calls if not call.dropout_p]
-    return _served(list({plan.traits: plan for plan in plans}.values()))
+    return _served(plans)
 
 
 def measure(plan: Plan, gate: "Gate | None" = None, seconds: float | None = None) -> Case:
@@ -235,13 +236,18 @@ def report(profile: Profile) -> str:
 
 
 class Checked(NamedTuple):
-    """A call that the profile was asked about. auto, best: backend that "auto" takes, and the fastest; ratio of their times."""
+    """A call of `check`: the backends that "auto" takes, that it takes without a profile, and that is fastest.
+
+    ratio, rule_ratio: the time of the first and of the second over that of the fastest.
+    """
 
     call: str
     auto: str
     by_profile: bool
+    rule: str
     best: str
     ratio: float
+    rule_ratio: float
 
 
 def check(device: torch.device | str | None = None, seconds: float = 2.0, plans: Sequence[Plan] = ()) -> Iterator[Checked]:
@@ -256,8 +262,8 @@ def check(device: torch.device | str | None = None, seconds: float = 2.0, plans:
         names = [] if profile is None else [name for name in profile.relative(plan.traits) if name not in case["refused"]]
         auto, ms = (names or [case["rule"]])[0], case["ms"]
         best = min(ms, key=lambda name: ms[name], default=auto)
-        ratio = ms[auto] / ms[best] if auto in ms else math.nan
-        yield Checked(describe(plan.traits), auto, bool(names), best, ratio)
+        ratio, rule_ratio = (ms[name] / ms[best] if name in ms else math.nan for name in (auto, case["rule"]))
+        yield Checked(describe(plan.traits), auto, bool(names), case["rule"], best, ratio, rule_ratio)
 
 
 class Problem(NamedTuple):
@@ -463,10 +469,13 @@ def take_turns(
                 continue
             if turn:
                 times[name].append(took * 1e3)
-        if turn and active:
-            best = min(statistics.median(times[name]) for name in active)
-            active = [name for name in active if statistics.median(times[name]) <= SLOW * best]
-        if turn >= _ROUNDS[0] and (time.monotonic() - start > seconds or len(active) < 2):
+        if not turn:
+            continue
+        medians = {name: statistics.median(times[name]) for name in active}
+        active = [name for name in active if medians[name] <= SLOW * min(medians.values())]
+        close = sum(median <= _CLOSE * min(medians.values()) for median in medians.values()) > 1
+        least, limit = (_ROUNDS[0] + 2, 2 * seconds) if close else (_ROUNDS[0], seconds)
+        if len(active) < 2 or (turn >= least and time.monotonic() - start > limit):
             break
     return times, failed
 
@@ -563,16 +572,18 @@ def _refusal(name: str, call: Call) -> str:
 
 
 def _served(plans: Sequence[Plan]) -> list[Plan]:
-    """Leave out plans with nothing to choose: the reference is slower than sdpa, so it counts only where sdpa refuses."""
-    kept = []
+    """Return each plan once, without those with nothing to choose: the reference is slower than sdpa, and counts only where
+    sdpa refuses.
+    """
+    kept = {}
     for plan in plans:
         with _as_if_compiling(plan.compiled):
             names = [name for name in BACKENDS if not _refusal(name, plan.call)]
         if "sdpa" in names:
             names.remove("reference")
         if len(names) > 1:
-            kept.append(plan)
-    return kept
+            kept[plan.traits] = plan
+    return list(kept.values())
 
 
 def _drawn(call: Call, normal: Callable[..., Tensor]) -> Terms:
