@@ -88,9 +88,23 @@ def examine() -> dict[str, Any]:
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))}
         | {"cuda of torch": torch.version.cuda or "none"},
         "devices": devices,
+        "profiles": {device: _profile(device) for device in devices},
         "extras": {extra: f"lacks {', '.join(missing)}" if (missing := absent(extra)) else "complete" for extra in EXTRAS},
         "attention": {f"{device}, {mode}": _serves(device, mode) for device in devices for mode in ("inference", "training")},
     }
+
+
+def _profile(device: str) -> str:
+    """Which profile attention on a device follows, or how to make one."""
+    import torch
+
+    from vitrel.ops.profile import path_for, profile_of
+
+    path = path_for(torch.device(device))
+    profile = profile_of(torch.device(device))
+    if profile is not None:
+        return f"{shown(profile.path)}, {len(profile.cases)} cases"
+    return "off" if path is None else f"none that fits at {shown(path)}; vitrel tune makes one"
 
 
 def _serves(device: str, mode: str) -> list[str]:

@@ -1,9 +1,10 @@
 """The functions `attention` and `window_attention`, and the choice of the backend that computes them.
 
 A backend is a module with `refuses(call)`, which returns the reason or "", with `pays(call)`, which is True where "auto" should
-use it, and with the two functions below without their argument `backend`. "auto" takes the first of BACKENDS that pays and does
-not refuse; "auto+onednn" also considers onednn, one of OPT_IN. A backend given by name that refuses raises ValueError with its
-reason.
+use it, and with the two functions below without their argument `backend`. "auto" takes the backend that is fastest by the
+profile of this device (vitrel.ops.profile) and does not refuse. Without a profile, or where it says nothing about a call, it
+takes the first of BACKENDS that pays and does not refuse; "auto+onednn" then also considers onednn, one of OPT_IN. A backend
+given by name that refuses raises ValueError with its reason.
 """
 
 import os
@@ -15,6 +16,7 @@ from torch import Tensor
 from vitrel.grid import Grid
 from vitrel.ops import reference, sdpa
 from vitrel.ops.backends import augmented_qk, bias_by_row, flex, onednn, triton_backend, window_kinds
+from vitrel.ops.profile import fastest
 from vitrel.ops.reference import Call
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
@@ -29,7 +31,7 @@ BACKENDS: dict[str, ModuleType] = {  # in the order in which "auto" tries them
     "sdpa": sdpa,
     "reference": reference,
 }
-OPT_IN = ("onednn",)  # backends that "auto" considers only as "auto+name"
+OPT_IN = ("onednn",)  # backends that "auto" considers only as "auto+name", or by a profile
 chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # backend that "auto" means, see use_backend
 
 
@@ -96,12 +98,12 @@ def window_attention(
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
     sizes = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
     kind = qkv.dtype, qkv.device, _differentiated(qkv)
-    call = Call("window_attention", terms, grid, window, *sizes, *kind, None, dropout_p, qkv.shape[0])
+    call = Call("window_attention", terms, grid, window, *sizes, *kind, None, dropout_p, qkv.shape[0], shift)
     return choose(backend, call).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
 
 def choose(backend: str, call: Call) -> ModuleType:
-    """Return the backend module for a call: the one named, or for "auto" the first that pays and does not refuse.
+    """Return the backend module for a call: the one named, or for "auto" the fastest by the profile, or else `by_rule`.
 
     "auto" and "auto+name" first stand for the backend set by `use_backend` or VITREL_BACKEND, if there is one. Raises
     ValueError for an unknown name, and for a backend given by name (or set so) that refuses the call.
@@ -109,13 +111,21 @@ def choose(backend: str, call: Call) -> ModuleType:
     if is_auto(backend) and chosen["auto"] != "auto":
         backend = chosen["auto"]
     if is_auto(backend):
-        modules = (module for name, module in BACKENDS.items() if considers(backend, name))
-        return next(module for module in modules if module.pays(call) and not module.refuses(call))
+        for name in fastest(call):
+            if name in BACKENDS and not BACKENDS[name].refuses(call):
+                return BACKENDS[name]
+        return by_rule(backend, call)
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
     if reason := BACKENDS[backend].refuses(call):
         raise ValueError(f"backend {backend!r} refuses: {reason}; use backend='auto'")
     return BACKENDS[backend]
+
+
+def by_rule(backend: str, call: Call) -> ModuleType:
+    """Return the backend module that "auto" or "auto+..." (`backend`) takes without a profile."""
+    modules = (module for name, module in BACKENDS.items() if considers(backend, name))
+    return next(module for module in modules if module.pays(call) and not module.refuses(call))
 
 
 def is_auto(backend: str) -> bool:
@@ -124,7 +134,7 @@ def is_auto(backend: str) -> bool:
 
 
 def considers(backend: str, name: str) -> bool:
-    """True if "auto" or "auto+..." (`backend`) may choose the backend `name`."""
+    """True if "auto" or "auto+..." (`backend`) may choose the backend `name` without a profile."""
     return name not in OPT_IN or backend == f"auto+{name}"
 
 

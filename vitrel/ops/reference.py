@@ -31,6 +31,7 @@ class Call(NamedTuple):
     mask: Tensor | None = None
     dropout_p: float = 0.0
     batch: int = 1
+    shift: tuple[int, int] = (0, 0)  # of windows
 
 
 def refuses(call: Call) -> str:

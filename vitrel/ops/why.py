@@ -7,6 +7,7 @@ from typing import Any
 
 import vitrel.ops.dispatch as dispatch
 from vitrel.ops.dispatch import BACKENDS, Call, chosen, considers, is_auto
+from vitrel.ops.profile import relative
 
 
 @contextlib.contextmanager
@@ -30,7 +31,8 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     """Run function(*args, **kwargs) and return a text that says which backend served each of its attention calls.
 
     function: a model, a layer, or a function of `vitrel.ops`. Calls of the same kind are listed once, with their number and,
-    for every other backend, the reason why it did not serve them. A model from torch.compile is run uncompiled.
+    for every other backend, the reason why it did not serve them, or its time by the profile. A model from torch.compile is
+    run uncompiled.
     """
     calls: Counter[str] = Counter()
     choose = dispatch.choose
@@ -55,14 +57,17 @@ def _text(call: Call, name: str, backend: str) -> str:
     tokens = f"{h}x{w}{f' + {prefix}' if prefix else ''} tokens{windows}"
     kind = "training" if call.grad else "inference"
     backend = chosen["auto"] if is_auto(backend) and chosen["auto"] != "auto" else backend
-    choice = f"first of {backend} that serves it" if is_auto(backend) else "given by name"
+    times = relative(call) if is_auto(backend) else {}  # over that of the fastest
+    choice = "fastest by the profile" if name in times else f"first of {backend} that serves it"
+    choice = choice if is_auto(backend) else "given by name"
     lines = [
         f"{call.entry}, {tokens}, {call.queries} queries, {call.heads} heads of {call.width}, "
         f"{str(call.dtype).removeprefix('torch.')} on {call.device.type}, {kind}: {name} ({choice})"
     ]
     for other, module in BACKENDS.items():
         if other != name:
-            auto = considers(backend, other) and module.pays(call)
-            reason = module.refuses(call) or (f"comes after {name}" if auto else "serves it if given by name")
-            lines.append(f"    {other}: {reason}")
+            auto = considers(backend, other) and module.pays(call) and name not in times
+            served = f"{times[other] / times[name]:.2f} times as slow" if name in times and other in times else ""
+            served = served or (f"comes after {name}" if auto else "serves it if given by name")
+            lines.append(f"    {other}: {module.refuses(call) or served}")
     return "\n".join(lines)

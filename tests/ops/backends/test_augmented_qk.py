@@ -59,6 +59,15 @@ def test_equals_the_reference(key, options, grid):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
 
 
+def test_values_of_prefix_classes_add_up():
+    """A prefix query reads one row for the keys of all places."""
+    grid = Grid(3, 2, 2)
+    terms = Terms(tables=tuple(Table(axis, value=torch.randn(1, grid.classes(axis), 8, dtype=double)) for axis in "hw"))
+    q, k, v = torch.randn(3, 1, 2, grid.tokens, 8, dtype=double)
+    a, b = (backend.attention(q, k, v, terms, grid) for backend in (augmented_qk, reference))
+    torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
 def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
     plain, values = bias_terms(Grid(2, 3)), Terms(tables=(Table("h", value=torch.randn(1, 5, 8)),))
     for side, grad, terms, taken in (

@@ -173,6 +173,6 @@ def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> 
     for value, index in rows:
         mass = out[..., at : at + index.shape[-1]]  # summed over all keys of a place, which share an offset class
         at += index.shape[-1]
-        by_class = mass.new_zeros(*mass.shape[:-1], value.shape[-2]).scatter(-1, index.expand(mass.shape), mass)
+        by_class = mass.new_zeros(*mass.shape[:-1], value.shape[-2]).scatter_add(-1, index.expand(mass.shape), mass)
         total = total + by_class @ value.to(mass.dtype)
     return total

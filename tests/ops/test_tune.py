@@ -1,0 +1,313 @@
+"""Tuning: what the gate catches, what a profile says about a call, and that "auto" follows it."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers import command
+from vitrel import Grid, Table, Terms, create_model
+from vitrel.ops import BACKENDS, attention, profile, reference, sdpa, why, window_attention
+from vitrel.ops.dispatch import choose
+from vitrel.ops.profile import Profile, Traits, describe, fastest, traits
+from vitrel.ops.reference import Call
+from vitrel.ops.tune import Gate, Plan, check, measure, measure_all, plans_of, report, standard_plans, tune
+
+CPU = torch.device("cpu")
+
+
+def table_call(side=6, window=None, **how):
+    """A call with a bias table on a small grid."""
+    grid = Grid(side, side)
+    size = Grid(*window) if window else grid
+    terms = Terms(tables=(Table(bias=torch.randn(2, size.classes(), requires_grad=True)),))
+    entry = "window_attention" if window else "attention"
+    call = Call(entry, terms, grid, window, 2, 8, grid.tokens, torch.float32, CPU, False)
+    return call._replace(**how)
+
+
+def case(call, rule="sdpa", compiled=False, **ms):
+    """A measured case, as in a profile."""
+    empty = {name: {} for name in ("errors", "wrong", "failed", "refused")}
+    return {"call": traits(call, compiled)._asdict(), "ms": ms, "rule": rule, "rounds": 3} | empty
+
+
+@pytest.fixture
+def use(tmp_path, monkeypatch):
+    """use(*cases): write a profile of this device, and let VITREL_PROFILE name it."""
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv("VITREL_PROFILE", str(path))
+
+    def written(*cases, **identity):
+        made = Profile(path, profile.identity(CPU) | identity, list(cases))
+        made.write()
+        profile.forget()
+        return made
+
+    yield written
+    monkeypatch.undo()
+    profile.forget()
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """backend(**functions): add a backend "added", which is the reference with other functions."""
+
+    monkeypatch.delitem(BACKENDS, "flex")  # slow to import
+
+    def added(**functions):
+        usual = {name: getattr(reference, name) for name in ("refuses", "attention", "window_attention")}
+        monkeypatch.setitem(BACKENDS, "added", SimpleNamespace(**{**usual, "pays": lambda call: False, **functions}))
+
+    return added
+
+
+def test_auto_takes_the_fastest_that_does_not_refuse(use):
+    call = table_call()
+    q, k, v = (torch.randn(1, 2, 36, 8) for _ in range(3))
+    assert choose("auto", call) is sdpa
+    use(case(call, reference=1.0, sdpa=2.0))
+    assert choose("auto", call) is reference
+    assert choose("auto", call._replace(heads=4, batch=2)) is reference  # near
+    assert "fastest by the profile" not in why(attention, q.requires_grad_(), k, v, call.terms, call.grid)  # of another kind
+    with torch.no_grad():
+        text = why(attention, q, k, v, call.terms, call.grid)
+    assert "reference (fastest by the profile)" in text and "sdpa: 2.00 times as slow" in text
+    use(case(call, triton=1.0, onednn=1.5, sdpa=2.0))
+    assert choose("auto", call) is BACKENDS["onednn"]  # triton refuses; this one is opt-in, and was measured
+    masked = call._replace(mask=torch.ones(36, 36, dtype=torch.bool))
+    assert choose("auto", masked) is sdpa  # of another kind
+
+
+def test_a_profile_speaks_of_kinds_and_sizes_that_were_measured(use):
+    small, large = table_call(8), table_call(32)
+    use(case(small, sdpa=1.0, bias_by_row=2.0, flex=9.0), case(large, sdpa=40.0, bias_by_row=10.0, flex=90.0))
+    said = {side: profile.relative(table_call(side)) for side in (3, 8, 10, 24, 32, 40, 100)}
+    assert said[3] == said[100] == {}  # too far
+    assert said[8] == pytest.approx({"sdpa": 1.0, "bias_by_row": 2.0, "flex": 9.0}, rel=1e-3)
+    assert [min(said[side], key=said[side].get) for side in (10, 24, 40)] == ["sdpa", "bias_by_row", "bias_by_row"]
+    assert said[8]["bias_by_row"] > said[10]["bias_by_row"] > 1 and 1 < said[24]["sdpa"] < 4
+    per_axis = Terms(tables=(Table("h", bias=torch.zeros(2, 15)),))
+    others = [{"dtype": torch.bfloat16}, {"grad": True}, {"dropout_p": 0.1}, {"queries": 8}, {"terms": per_axis}]
+    assert [fastest(table_call(8, **other)) for other in others] == [()] * len(others)
+    windows = table_call(8, window=(4, 4))
+    use(case(windows, window_kinds=1.0, sdpa=2.0))
+    assert fastest(windows) and not fastest(windows._replace(shift=(2, 2))) and not fastest(table_call(6, window=(4, 4)))
+
+
+def test_a_wrong_backend_is_left_out_at_all_sizes(use):
+    wrong = case(table_call(16), sdpa=1.0)
+    wrong["wrong"] = {"bias_by_row": "error of output 1.0e+00"}
+    use(case(table_call(8), bias_by_row=1.0, sdpa=2.0), wrong)
+    assert fastest(table_call(8)) == ("sdpa",)
+
+
+def test_fake_tensors_and_traces_follow_the_rules(use):
+    call = table_call()
+    use(case(call, reference=1.0, sdpa=2.0))
+    with torch._subclasses.FakeTensorMode():
+        assert fastest(call) == ()
+    assert fastest(call._replace(device=torch.device("meta"))) == ()
+
+
+def test_a_profile_that_does_not_fit_is_named_once(use, monkeypatch):
+    call = table_call()
+    made = use(case(call, reference=1.0, sdpa=2.0), torch="1.0")
+    with pytest.warns(UserWarning, match=r"measured with torch 1\.0, but here there is torch"):
+        assert fastest(call) == ()
+    made.path.write_text('{"format": 1')
+    profile.forget()
+    with pytest.warns(UserWarning, match="cannot be read as a profile"):
+        assert fastest(call) == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose("auto", call) is sdpa  # said once
+        made.path.unlink()
+        profile.forget()
+        assert fastest(call) == ()  # none is no fault
+        use(case(call, reference=1.0, sdpa=2.0))
+        monkeypatch.setenv("VITREL_PROFILE", "off")
+        profile.forget()
+        assert fastest(call) == ()
+
+
+def test_profiles_lie_in_the_cache_or_in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("VITREL_PROFILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile.path_for(CPU).parent == tmp_path / "vitrel" / "profiles"
+    monkeypatch.setenv("VITREL_PROFILE", str(tmp_path))
+    assert profile.path_for(CPU).parent == tmp_path and "threads" in profile.identity(CPU)
+
+
+def test_the_gate_catches_a_backend_that_forgets_the_shift(backend):
+    def forgets(qkv, terms, grid, window, shift, heads, dropout_p=0.0):
+        return reference.window_attention(qkv, terms, grid, window, (0, 0), heads)
+
+    backend(window_attention=forgets)
+    found = measure(Plan(table_call(8, window=(4, 4))), seconds=0)  # without a shift it would be right
+    assert "error of output" in found["wrong"]["added"] and "added" not in found["ms"] and found["ms"]["sdpa"] > 0
+
+
+def test_the_gate_catches_a_wrong_gradient_and_what_raises(backend):
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, bias):
+            return bias.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / 2
+
+    def halves(q, k, v, terms, grid, mask=None, dropout_p=0.0):
+        table = Table(bias=Halved.apply(terms.tables[0].bias))
+        return reference.attention(q, k, v, Terms(tables=(table,)), grid)
+
+    backend(attention=halves)
+    found = measure(Plan(table_call(grad=True)), seconds=0)
+    assert "gradient of term" in found["wrong"]["added"] and "output" not in found["wrong"]["added"]
+    assert "added" not in measure(Plan(table_call()), seconds=0)["wrong"]  # outputs are right
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("out of memory, says the test")
+
+    backend(attention=fails)
+    assert "says the test" in measure(Plan(table_call()), seconds=0)["failed"]["added"]
+
+
+def test_a_slow_backend_is_listed_with_its_time(backend, tmp_path):
+    def slow(*args):
+        for _ in range(40):
+            out = reference.attention(*args)
+        return out
+
+    backend(attention=slow)
+    made = Profile(tmp_path / "p.json", profile.identity(CPU))
+    measure_all(made, [Plan(table_call(12))])
+    [found] = made.cases
+    assert found["ms"]["added"] > found["ms"]["reference"] and not found["wrong"]
+    assert "added " in report(made) and f"{describe(traits(table_call(12)))}: " in report(made)
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    plans, done = [Plan(table_call(side)) for side in (3, 4, 5)], []
+
+    def stops(plan, gate):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(plan.call.grid.h)
+        return case(plan.call, sdpa=1.0)
+
+    monkeypatch.setitem(tune.__globals__, "measure", stops)
+    monkeypatch.setitem(tune.__globals__, "standard_plans", lambda device: plans)
+    path = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        tune(device="cpu", out=path)
+    assert len(json.loads(path.read_text())["cases"]) == 2
+    done.clear()
+    assert len(tune(device="cpu", out=path).cases) == 3 and done == [5]
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):
+        tune(device="cpu", out=path, fresh=True)
+    assert done == [3, 4]
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"p\.json: it cannot be read as a profile.*`fresh` replaces it"):
+        tune(device="cpu", out=path)
+
+
+def test_cases_of_a_model_are_its_own_calls():
+    model = create_model("vitrel_swin_n", num_classes=2)
+    plans = plans_of(model, [64, (48, 60)], 2, CPU)
+    assert model.training and {plan.call.batch for plan in plans} == {2}
+    assert {plan.call.grad for plan in plans} == {False, True} and {plan.call.entry for plan in plans} == {"window_attention"}
+    assert len({plan.traits for plan in plans}) == len(plans) and any(any(plan.call.shift) for plan in plans)
+    with pytest.raises(ValueError, match="no attention of vitrel"):
+        plans_of(torch.nn.Conv2d(3, 4, 3), [8], 1, CPU)
+    with pytest.raises(ValueError, match="sizes need a model"):
+        tune(sizes=[64])
+
+
+def test_the_usual_calls_are_all_different():
+    for device in (CPU, torch.device("cuda")):
+        known = [plan.traits for plan in standard_plans(device)]
+        assert len(set(known)) == len(known) > 50 and {plan.compiled for plan in known} == {False, True}
+    assert Traits(*known[0]) == known[0]
+
+
+def test_the_command_tunes_a_model_and_checks(tmp_path, capsys, monkeypatch):
+    path, plans = tmp_path / "p.json", [Plan(table_call(5))]
+    command("tune").main(
+        ["vitrel_vit_n8_table", "--size", "32", "--out", path, "--device", "cpu", "--model-args", "{depth: 1}"]
+    )
+    said = capsys.readouterr()
+    assert "4x4 + 1" in said.out and "set VITREL_PROFILE to this path" in said.err
+    monkeypatch.setenv("VITREL_PROFILE", str(path))
+    profile.forget()
+    command("doctor").main([])
+    assert "2 cases" in capsys.readouterr().out
+    monkeypatch.setitem(check.__globals__, "other_plans", lambda device: plans)
+    command("tune").main(["--check", "--device", "cpu"])
+    assert "1 calls, against the best backend" in capsys.readouterr().out
+    profile.forget()
+
+
+@pytest.mark.slow
+def test_a_graph_follows_the_profile(use):
+    """In one graph, also for a size that has no profile, and in as many graphs as without one over changing sizes."""
+    grids = [Grid(6, 6), Grid(5, 7), Grid(7, 9), Grid(8, 3)]
+    call = table_call(6)
+
+    def graphs():
+        torch._dynamo.reset()
+        seen = []
+
+        def keep(graph, inputs):
+            seen.append(any("scaled_dot" in str(node.target) for node in graph.graph.nodes))
+            return graph.forward
+
+        def attend(q, k, v, bias, grid):
+            return attention(q, k, v, Terms(tables=(Table(bias=bias),)), grid)
+
+        compiled = torch.compile(attend, backend=keep, fullgraph=True)
+        with torch.no_grad():
+            for grid in grids:
+                q, k, v = torch.randn(3, 1, 2, grid.tokens, 8)
+                bias = torch.randn(2, grid.classes())
+                torch.testing.assert_close(compiled(q, k, v, bias, grid), attend(q, k, v, bias, grid))
+        return seen
+
+    plain = graphs()
+    use(case(call, compiled=True, reference=1.0, sdpa=2.0))
+    followed = graphs()
+    assert len(followed) == len(plain) and all(plain)
+    assert followed[0] is False and all(followed[1:])  # the graph for any size follows the rules
+    exported = torch.export.export(Layer(), tuple(torch.randn(3, 1, 2, 36, 8)))
+    assert "scaled_dot" in str(exported.graph) or "attention" in str(exported.graph)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attention(q, k, v, Terms(), Grid(6, 6))
+
+
+def test_windows_are_followed_too(use):
+    call = table_call(8, window=(4, 4), shift=(1, 2), heads=2)
+    use(case(call, reference=1.0, window_kinds=3.0))
+    with torch.no_grad():
+        text = why(window_attention, torch.randn(1, 8, 8, 48), call.terms, call.grid, (4, 4), (1, 2), 2)
+    assert "reference (fastest by the profile)" in text and "window_kinds: 3.00 times as slow" in text
+
+
+def test_the_gate_is_asked_once_for_equal_problems(backend):
+    asked = []
+
+    def counts(*args):
+        asked.append(1)
+        return reference.attention(*args)
+
+    backend(attention=counts)
+    gate = Gate()
+    for side in (6, 10):
+        assert gate.check(table_call(side), "added") == ""
+    assert len(asked) == 1
