@@ -212,8 +212,8 @@ def _key(layout: str, integers: Sequence[int], floats: Sequence[float]) -> tuple
     return tuple(key)
 
 
-# What this operator computes for the first time, it keeps. In the memory of a CUDA graph it could not: the next replay overwrites
-# that. The tag makes torch.compile(mode="reduce-overhead") run the operator between graphs.
+# What this operator computes for the first time, it keeps, which memory of a CUDA graph would not allow: the next replay writes
+# there. The tag makes torch.compile(mode="reduce-overhead") run the operator between graphs.
 @torch.library.custom_op("vitrel::constant", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def _operator(name: str, layout: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
     # Copies, since a compiled graph may reuse the memory of an operator's outputs.

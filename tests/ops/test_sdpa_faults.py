@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
+from helpers.gpu import autocast
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, sdpa, sdpa_faults, window_attention
 from vitrel.ops.sdpa_faults import Case, Stack, excluded
@@ -83,17 +84,6 @@ def calls(hopper, monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     return calls
-
-
-@contextlib.contextmanager
-def autocast(dtype):
-    """torch.autocast("cuda", dtype), which would do nothing on a machine without a GPU."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", dtype)
-    yield
-    torch.set_autocast_enabled("cuda", False)
-    torch.set_autocast_dtype("cuda", before)
 
 
 def qkv(side=8, queries=None, **how):

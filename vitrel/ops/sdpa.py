@@ -111,8 +111,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     if q.device.type == "cuda":
-        # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows that are
-        # no multiple of 16 bytes PyTorch pads itself, by a copy of the mask.
+        # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows of a
+        # length that is no multiple of 8 are padded by PyTorch itself, by a copy of the mask.
         bias = bias.contiguous() if bias is not None and bias.stride(-1) != 1 else bias
         if names := _kernels(q, k, v, bias):
             with sdpa_kernel([getattr(SDPBackend, name) for name in names.split(" ")]):
