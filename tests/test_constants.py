@@ -4,12 +4,14 @@ import copy
 import os
 import pickle
 import threading
+import weakref
 
 import pytest
 import timm
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import get_static_address_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
@@ -133,12 +135,39 @@ def test_nothing_of_them_in_a_model():
     assert len(pickle.dumps(model)) == size
 
 
-def test_no_cuda_graph_is_captured_with_one_missing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+@pytest.fixture
+def capturing(monkeypatch):
+    """A GPU whose constants lie on the CPU; [False] or [True]: whether a CUDA graph is being captured."""
+    now, compute = [False], constants._computed
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    monkeypatch.setattr(constants, "_computed", lambda name, key, device: compute(name, key, torch.device("cpu")))
+    monkeypatch.setattr(constants, "_captured", {})
+    return now
+
+
+def test_no_cuda_graph_is_captured_with_one_missing(capturing):
+    first = make(device="cuda:0")
+    capturing[0] = True
+    assert make(device="cuda:0") is first
     with pytest.raises(RuntimeError, match=r"counted.* cannot be computed while a CUDA graph is captured: run the model once"):
-        constants._computed(
-            next(name for name in constants._makers if name.endswith(".counted")), (3,), torch.device("cuda", 0)
-        )
+        make(4, device="cuda:0")
+
+
+def test_what_a_captured_graph_reads_stays(capturing, monkeypatch):
+    """It reads an address, so that memory given to another tensor would be read in silence."""
+    read, other = weakref.ref(make(100, device="cuda:0")), weakref.ref(make(99, device="cuda:0"))
+    capturing[0] = True
+    make(100, device="cuda:0")
+    capturing[0] = False
+    monkeypatch.setattr(constants, "limit", 4)
+    make(2, device="cuda:0")  # drops both from the cache
+    assert read() is not None and other() is None
+    assert constants.held() == 4 * (100 + 2)
+    constants.clear()
+    capturing[0] = False
+    again = make(100, device="cuda:0")
+    capturing[0] = True
+    assert make(100, device="cuda:0") is again is not read() is not None  # of another graph
 
 
 class Attend(torch.nn.Module):
@@ -174,6 +203,8 @@ def test_a_graph_for_any_size_holds_one_operator(shift):
     assert counter.frame_count == 1
     called = {str(node.target) for node in counter.graphs[0].graph.nodes if node.op == "call_function"}
     assert called == {"vitrel.constant.default", "<built-in function getitem>"}
+    # What it computes first would lie in the memory of a CUDA graph, and be overwritten by the next replay.
+    assert torch.Tag.cudagraph_unsafe in torch.ops.vitrel.constant.default.tags
 
 
 @pytest.mark.parametrize("size", GRIDS[:2])
@@ -203,6 +234,8 @@ def test_a_graph_of_one_size_reads_them():
         assert all(map(torch.equal, compiled(torch.empty(size)), layout(torch.empty(size))))
     called = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes if "call" in node.op}
     assert called == {"clone"}
+    read = list(vars(constants._graphs).values())
+    assert len(read) == 8 and all(get_static_address_type(t) for t in read)  # replays of CUDA graphs do not copy them
     constants.clear()  # they are made, and the graph compiled, again
     for _ in range(2):
         assert all(map(torch.equal, compiled(torch.empty(9, 13)), layout(torch.empty(9, 13))))

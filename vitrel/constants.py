@@ -29,6 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _makers: dict[str, Callable[..., Any]] = {}
 _cache: OrderedDict[tuple, tuple[Tensor, ...]] = OrderedDict()
+_captured: dict[int, tuple[Tensor, ...]] = {}  # by id, what captured CUDA graphs read by its address: never dropped
 _lock = threading.RLock()
 _DISTINGUISHES_EXPORT = torch.__version__ >= (2, 14)
 
@@ -70,14 +71,18 @@ def constant(function: F) -> F:
 
 
 def held() -> int:
-    """Return the bytes of all cached constants, including those that compiled graphs read."""
+    """Return the bytes of all cached constants, including those that compiled and captured graphs read."""
     with _lock:
-        tensors = [t for value in _cache.values() for t in value] + list(vars(_graphs).values())
+        kept = [*_cache.values(), *_captured.values()]
+        tensors = [t for value in kept for t in value] + list(vars(_graphs).values())
         return sum({t.data_ptr(): _bytes(t) for t in tensors}.values())
 
 
 def clear() -> None:
-    """Drop all constants; they are computed again when needed, and compiled graphs that read them compile again."""
+    """Drop all constants; they are computed again when needed, and compiled graphs that read them compile again.
+
+    Those that torch.cuda.graph has captured stay until the process ends.
+    """
     with _lock:
         _cache.clear()
         _attributes.clear()
@@ -113,7 +118,13 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
     with _lock:
         if (tensors := _cache.get(entry)) is not None:
             _cache.move_to_end(entry)
+            if _is_capturing(device):
+                _captured[id(tensors)] = tensors
             return tensors
+    if _is_capturing(device):
+        raise RuntimeError(
+            f"{name}{key} cannot be computed while a CUDA graph is captured: run the model once with images of this size first"
+        )
     tensors = _computed(name, key, device)
     with _lock:
         tensors = _cache.setdefault(entry, tensors)
@@ -125,14 +136,14 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
 
 def _computed(name: str, key: tuple, device: torch.device) -> tuple[Tensor, ...]:
     """Compute a constant on the CPU and copy it to the device: one copy instead of a hundred small kernels."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{name}{key} cannot be computed while a CUDA graph is captured: run the model once with images of this size first"
-        )
     # The first caller may be in any of these modes, but all callers share the constant.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         value = _makers[name](*key, device=torch.device("cpu"))
         return tuple(t.to(device) for t in ((value,) if isinstance(value, Tensor) else value))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -160,6 +171,8 @@ def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -
         names = _attributes.get(entry)
         if names is None:
             tensors = _lookup(name, key, device)
+            for tensor in tensors:
+                torch._dynamo.mark_static_address(tensor)  # otherwise every replay of a CUDA graph begins with a copy of it
             names = " ".join(f"constant{next(_numbers)}" for _ in tensors)
             vars(_graphs).update(zip(names.split(" "), tensors, strict=True))
             _attributes[entry] = names
@@ -199,7 +212,9 @@ def _key(layout: str, integers: Sequence[int], floats: Sequence[float]) -> tuple
     return tuple(key)
 
 
-@torch.library.custom_op("vitrel::constant", mutates_args=())
+# What this operator computes for the first time, it keeps, which memory of a CUDA graph would not allow: the next replay writes
+# there. The tag makes torch.compile(mode="reduce-overhead") run the operator between graphs.
+@torch.library.custom_op("vitrel::constant", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def _operator(name: str, layout: str, integers: Sequence[int], floats: Sequence[float], device: torch.device) -> list[Tensor]:
     # Copies, since a compiled graph may reuse the memory of an operator's outputs.
     return [t.clone() for t in _lookup(name, _key(layout, integers, floats), device)]

@@ -9,10 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrel
+from helpers.gpu import Unread
 from helpers.variants import MODELS
 from vitrel.ops import use_backend
-
-READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "is_nonzero", "item")
 
 
 def few_blocks(name):
@@ -31,20 +30,6 @@ class Launched(TorchDispatchMode):
         if not operator.is_view and operator.name() not in ("aten::detach", "aten::_unsafe_view", "aten::alias"):
             self.counts[operator.name()] += 1
         return operator(*args, **(kwargs or {}))
-
-
-class Unread(TorchDispatchMode):
-    """Refuses operators whose result depends on values that have to be fetched from a device."""
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        name = operator.name().removeprefix("aten::").partition(".")[0]
-        reads = name.startswith(READS) or (name in ("index", "index_put", "_index_put_impl_") and any(map(is_mask, args[1])))
-        assert not reads, f"{name} reads back from the device"
-        return operator(*args, **(kwargs or {}))
-
-
-def is_mask(index):
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def launches(model, size, train):

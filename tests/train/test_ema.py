@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from timm.utils import ModelEmaV3
 from torch.nn import functional as F
@@ -81,6 +83,18 @@ def test_the_average_is_evaluated_and_saved(tmp_path):
         loss = F.cross_entropy(model(data.images[:6]), data.labels[:6])
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(loss), abs=1e-5)
     assert same(dict(module.state_dict()), average)  # training over, the module is what was evaluated
+
+
+def test_the_average_is_where_the_weights_are():
+    """And nothing is read from there, which on the meta device is an error. Lightning copies the weights, then moves them."""
+    module, average = LightningModule(), AveragedWeights(Ema(0.9, warmup=True))
+    module.layer, trainer = torch.nn.Linear(3, 3), SimpleNamespace(global_step=0, current_epoch=0)
+    average.setup(trainer, module, "fit")
+    average.on_fit_start(trainer, module.to("meta"))
+    for trainer.global_step in (1, 2, 3):
+        average.on_train_batch_end(trainer, module, None, None, trainer.global_step - 1)
+    assert {p.device.type for p in average._average_model.module.parameters()} == {"meta"}
+    assert int(average._average_model.n_averaged) == 3
 
 
 def test_until_start_epoch_the_average_is_the_weights(tmp_path):

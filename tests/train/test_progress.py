@@ -112,6 +112,19 @@ def test_a_bar_on_a_terminal_only(monkeypatch, terminal, kind):
     assert type(progress_of(Speed())) is kind
 
 
+def test_the_bar_does_not_wait_for_every_step(monkeypatch):
+    run, read = Run(monkeypatch), []
+    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: read.append(1) or {"train/loss_step": len(read)})
+    bar, trainer = Progress(run.speed), SimpleNamespace(training=True, is_last_batch=False)
+    shown = []
+    for seconds in (0, 0.4, 0.4, 0.4, 0.4):
+        run.now += seconds
+        shown.append(bar.get_metrics(trainer, None)["loss"])
+    assert shown == [1, 1, 1, 2, 2]
+    trainer.is_last_batch = True  # then the epoch's means are new
+    assert bar.get_metrics(trainer, None)["loss"] == 3
+
+
 def test_the_bar_tells_the_same(monkeypatch):
     monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: {"train/loss_step": 1.0, "other": 2.0, "v_num": 3})
     shown = Progress(Speed()).get_metrics(None, None)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrel.constants import is_exporting, is_known
 from vitrel.grid import Grid
+from vitrel.ops import sdpa_faults
 from vitrel.ops.reference import Call, gather_bias, has_content_terms, query_logits, rotated, table_logits, with_query_bias
 from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
@@ -37,17 +38,18 @@ def attention(
 ) -> Tensor:
     """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q, k, bias, scale = prepare(q, k, terms, grid)
+    dtype = computed_in(q)
     if mask is None:
-        bias = None if bias is None else four_dimensional(bias.to(q.dtype))
-        return _fused(q, k, v, bias, dropout_p, scale)
-    bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
+        bias = None if bias is None else four_dimensional(bias.to(dtype))
+        return fused(q, k, v, bias, dropout_p, scale)
+    bias = torch.zeros((), dtype=dtype, device=q.device) if bias is None else bias
     bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
     hidden = bias == float("-inf")  # by the mask or by a table (a field of view)
     fully_masked = hidden.all(-1, keepdim=True)  # kernels disagree on fully masked rows: unmask, then return 0
-    bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
-    bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # finite penalties stay finite in half precision
+    bias = bias.to(torch.promote_types(bias.dtype, dtype))
+    bias = bias.clamp(min=torch.finfo(dtype).min).to(dtype)  # finite penalties stay finite in half precision
     bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(fully_masked, 0.0))
-    out = _fused(q, k, v, bias, dropout_p, scale)
+    out = fused(q, k, v, bias, dropout_p, scale)
     return out.masked_fill(fully_masked, 0.0)
 
 
@@ -62,7 +64,8 @@ def window_attention(
 ) -> Tensor:
     """Compute attention in windows; arguments and result as in vitrel.ops.window_attention."""
     layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
-    mask = window_mask(grid.h, grid.w, window, shift, qkv.dtype, qkv.device)  # [L*N, N]
+    dtype = computed_in(qkv)
+    mask = window_mask(grid.h, grid.w, window, shift, dtype, qkv.device)  # [L*N, N]
     x = qkv.flatten(1, 2).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, h*w, D]
     q, k, v = x.index_select(3, layout.source).unbind(0)  # [B, H, L*N, D]
     if terms.rotary is not None:
@@ -71,9 +74,9 @@ def window_attention(
     # number of windows: for one window, torch would compile another graph.
     shared = is_known(grid.h, grid.w) and not has_content_terms(terms.tables)
     q, k, bias, scale = prepare(q, k, terms, Grid(*window), None if shared else layout.slot)
-    bias = (_repeated if shared else _folded)(bias, mask, num_heads, n, layout.slot.shape[0], q.dtype)
+    bias = (_repeated if shared else _folded)(bias, mask, num_heads, n, layout.slot.shape[0], dtype)
     q, k, v = (t.flatten(1, 2).unflatten(1, (-1, n)) for t in (q, k, v))  # [B, H*L, N, D]
-    out = _fused(q, k, v, bias, dropout_p, scale)
+    out = fused(q, k, v, bias, dropout_p, scale)
     out = out.flatten(1, 2).unflatten(1, (num_heads, -1)).index_select(2, layout.inverse)  # [B, H, h*w, D]
     return out.transpose(1, 2).flatten(2).unflatten(1, (grid.h, grid.w))
 
@@ -97,16 +100,43 @@ def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots:
     return four_dimensional(both.flatten(-3, -2).unflatten(-2, (-1, n)))
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
-    """F.scaled_dot_product_attention; in torch.export restricted to one kernel, which the runtime may replace.
+def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
+    """F.scaled_dot_product_attention on a device of any kind; on a GPU without the kernels whose faults concern the call.
 
-    While torch.export traces, the choice among several kernels compares the batch sizes of images and mask (1), and torch 2.14
-    records the outcome as a guard, so that the program refuses a batch of one image. With a single kernel nothing is compared.
+    In torch.export it is restricted to one kernel, which the runtime may replace: while torch.export traces, the choice among
+    several kernels compares the batch sizes of images and mask (1), and torch 2.14 records the outcome as a guard, so that the
+    program refuses a batch of one image. With a single kernel nothing is compared.
     """
     if is_exporting():
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    if q.device.type == "cuda":
+        # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows of a
+        # length that is no multiple of 8 are padded by PyTorch itself, by a copy of the mask.
+        bias = bias.contiguous() if bias is not None and bias.stride(-1) != 1 else bias
+        if names := _kernels(q, k, v, bias):
+            with sdpa_kernel([getattr(SDPBackend, name) for name in names.split(" ")]):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+
+
+def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
+    """Names of the kernels among which SDPA may choose, "" if all: see `sdpa_faults.kernels`."""
+    half = computed_in(q) in (torch.float16, torch.bfloat16)
+    queries, keys = (x.shape[-2] if is_known(x.shape[-2]) else None for x in (q, k))
+    tracked = torch.is_grad_enabled()
+    grad = tracked and (q.requires_grad or k.requires_grad or v.requires_grad)
+    mask_grad = tracked and bias is not None and bias.requires_grad
+    return sdpa_faults.kernels(q.device.index, half, queries, keys, grad, mask_grad)
+
+
+def computed_in(q: Tensor) -> torch.dtype:
+    """Dtype in which SDPA computes with q, given that autocast may round it."""
+    device = q.device.type
+    if device == "meta":  # it has no autocast
+        return q.dtype
+    rounds = torch.is_autocast_enabled(device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return torch.get_autocast_dtype(device) if rounds else q.dtype
 
 
 def four_dimensional(bias: Tensor) -> Tensor:

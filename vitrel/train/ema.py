@@ -57,6 +57,7 @@ class AveragedWeights(WeightAveraging):
     @torch.no_grad()
     def _average(self, averages: Sequence[Tensor], weights: Sequence[Tensor], n: Tensor) -> None:
         if averages[0].is_floating_point():
+            n = self._average_model.n_averaged  # on the CPU, unlike the argument: reading that would wait for a GPU
             torch._foreach_lerp_(averages, weights, 1 - self.settings.decay_at(int(n)))
         else:
             torch._foreach_copy_(averages, weights)  # counters
@@ -72,6 +73,11 @@ class AveragedWeights(WeightAveraging):
             super().setup(trainer, pl_module, stage)
         if stage == TrainerFn.FITTING:
             self.exchanged = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning copied the weights in `setup`, before they were moved to a GPU, and would leave the copy on the CPU: every
+        # update would wait for the GPU and copy all weights.
+        self._average_model.module.to(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

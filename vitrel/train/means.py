@@ -1,11 +1,28 @@
-"""Means of metrics over an epoch's training steps, saved in checkpoints so that a run can resume within an epoch."""
+"""Means of metrics: over an evaluation set, and over an epoch's training steps, saved so that a run can resume within it."""
 
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
+
+
+class ImageMean(Metric):
+    """Mean of a value per image. Images are left out by a weight of 0, since an index by a mask waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("images", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, counted: Tensor) -> None:
+        """Add values [B] of the images for which counted [B] is True."""
+        self.total += torch.where(counted, values, 0).sum()
+        self.images += counted.sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.images
 
 
 class EpochMeans(nn.ModuleDict):

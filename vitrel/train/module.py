@@ -35,13 +35,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.execution import Execution, MemoryAdvice, check_sharded
-from vitrel.train.means import EpochMeans
+from vitrel.train.means import EpochMeans, ImageMean
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
@@ -102,11 +100,8 @@ class Classifier(LightningModule):
         cfg, distillation = self.preprocessing, objective.distillation
         self.teacher = None if distillation is None else Teacher(distillation, num_classes, cfg["mean"], cfg["std"])
         self.means = EpochMeans("train/loss", "train/top1")
-        options = {"average": "micro", "ignore_index": -1, "validate_args": False}
-        top_k = [k for k in (1, 5) if k < max(num_classes, 2)]
-        accuracies = {f"val/top{k}": MulticlassAccuracy(num_classes, top_k=k, **options) for k in top_k}
-        self.accuracies = torch.nn.ModuleDict(accuracies)
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.top_k = [k for k in (1, 5) if k < max(num_classes, 2)]
+        self.val_means = torch.nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
         self.train()
 
     def train(self, mode: bool = True) -> Self:
@@ -258,11 +253,12 @@ class Classifier(LightningModule):
         """
         images, labels = batch
         logits = self(images).float()
-        self.val_loss.update(F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")[labels >= 0])
-        for accuracy in self.accuracies.values():
-            accuracy.update(logits, labels)
-        metrics = {"val/loss": self.val_loss, **self.accuracies}
-        self.log_dict(metrics, on_step=False, on_epoch=True, prog_bar=True)
+        values = {"val/loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")}
+        for k in self.top_k:
+            values[f"val/top{k}"] = (logits.topk(k).indices == labels[:, None]).any(-1).float()
+        for name, mean in self.val_means.items():
+            mean.update(values[name], labels >= 0)
+        self.log_dict(dict(self.val_means), on_step=False, on_epoch=True, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the entries "vitrel", "epoch_means" and "hyper_parameters" (layout in the module docstring), but no checksums.

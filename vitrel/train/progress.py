@@ -1,5 +1,6 @@
 """Speed measurement and progress output of a run: a bar on a terminal, lines of text elsewhere."""
 
+import math
 import sys
 import time
 from datetime import timedelta
@@ -76,19 +77,26 @@ class Speed(Callback):
 
 
 class Progress(RichProgressBar):
-    """Lightning's Rich progress bar with loss, accuracy, images/s, data wait, memory and the time left."""
+    """Lightning's Rich progress bar with loss, accuracy, images/s, data wait, memory and the time left.
+
+    Within an epoch the metrics are read at most once per second, since reading a value waits for a GPU.
+    """
 
     def __init__(self, speed: Speed) -> None:
         super().__init__()
         self.speed = speed
+        self.metrics: dict[str, Any] = {}
+        self.read = -math.inf
 
     def _get_train_description(self, current_epoch: int) -> str:
         # epochs are shown counted from 1
         return f"Epoch {current_epoch + 1}/{self.trainer.max_epochs}".ljust(len(self.validation_description))
 
     def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, module)
-        return {**_shown(metrics), **_speed_values(self.speed)}
+        now = time.perf_counter()
+        if now - self.read >= 1 or not trainer.training or trainer.is_last_batch:
+            self.metrics, self.read = super().get_metrics(trainer, module), now
+        return {**_shown(self.metrics), **_speed_values(self.speed)}
 
 
 class Lines(ProgressBar):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.reference import Call, gather_bias, has_content_terms, query_logits, rotated, with_query_bias
-from vitrel.ops.sdpa import KEY_ROTARY
+from vitrel.ops.sdpa import KEY_ROTARY, computed_in, fused
 from vitrel.position.terms import Table, Terms
 
 _WIDEST = 256  # largest head width of flash attention
@@ -95,7 +95,7 @@ def attention(
                 values.append(one_hot)
                 rows.append((table.value, classes[query_place]))
     all_q, all_k, all_v = _joined(queries, keys, values)
-    out = F.scaled_dot_product_attention(all_q, all_k, all_v, dropout_p=dropout_p, scale=scale)
+    out = fused(all_q, all_k, all_v, None, dropout_p, scale)
     return _with_values(out, v.shape[-1], rows)
 
 
@@ -140,15 +140,8 @@ def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, 
             bias = gather_bias(table.bias, index)
             columns.append(bias.to(torch.promote_types(bias.dtype, q.dtype)) / scale)
         columns += query_logits(q, table, index, factor)
-    largest = torch.finfo(_computed_in(q)).max  # -inf times the zeros of a one-hot column would be NaN
+    largest = torch.finfo(computed_in(q)).max  # -inf times the zeros of a one-hot column would be NaN
     return sum(columns[1:], columns[0]).clamp(-largest, largest).to(q.dtype)
-
-
-def _computed_in(q: Tensor) -> torch.dtype:
-    """Dtype in which scaled_dot_product_attention computes with q, given that autocast may round it."""
-    device = q.device.type
-    rounds = torch.is_autocast_enabled(device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return torch.get_autocast_dtype(device) if rounds else q.dtype
 
 
 def _joined(*sides: list[Tensor]) -> list[Tensor]:
