@@ -67,8 +67,9 @@ def expected(inputs, grad_out, grid, window, shift, heads):
 
 def ours(inputs, grad_out, window, shift, heads):
     scale = 0.7 * (grad_out.shape[-1] // heads) ** -0.5
-    out = triton_window.window_forward(*inputs, window, shift, heads, scale)
-    return out, *triton_window_backward.window_backward(grad_out, *inputs, window, shift, heads, scale, rotary_grad=True)
+    how = window, shift, heads, scale
+    out, lse = triton_window.window_forward(*inputs, *how, grad=True)
+    return out, *triton_window_backward.window_backward(grad_out, *inputs, out, lse, *how, rotary_grad=True)
 
 
 def check(grid, window, shift, heads=2, dtype=torch.float32, **options):

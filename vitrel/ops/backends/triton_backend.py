@@ -91,7 +91,9 @@ def window_attention(
         q, others = qkv.tensor_split((num_heads * width,), -1)
         qkv = torch.cat(((q + added) * factor, others), -1)
     cos, sin = terms.rotary or (None, None)
-    return triton_ops.window_op(qkv, lattice_bias(terms, Grid(*window)), cos, sin, window, shift, num_heads, scale)
+    inputs = qkv, lattice_bias(terms, Grid(*window)), cos, sin
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return triton_ops.window_op(*inputs, window, shift, num_heads, scale, grad)[0]
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:

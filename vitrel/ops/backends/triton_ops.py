@@ -20,53 +20,57 @@ _Maybe = Optional[Tensor]  # noqa: UP045  infer_schema of torch 2.11 needs this 
 
 @torch.library.custom_op("vitrel::window_attention", mutates_args=())
 def window_op(
-    qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, window: Sequence[int], shift: Sequence[int], heads: int, scale: float
-) -> Tensor:
-    """Windowed attention, [B, h, w, 3C] -> [B, h, w, C]; see `triton_window.window_forward`."""
-    return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale)
+    qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
+    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Windowed attention, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp; see `triton_window.window_forward`."""
+    return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, grad)
 
 
 @window_op.register_fake
 def _(
-    qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, window: Sequence[int], shift: Sequence[int], heads: int, scale: float
-) -> Tensor:
-    return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3)
+    qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
+    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lse = (*qkv.shape[:-1], heads) if grad and triton_window.saves_lse(tuple(window)) else (0,)
+    return qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3), qkv.new_empty(lse, dtype=torch.float32)
 
 
 @torch.library.custom_op("vitrel::window_attention_backward", mutates_args=())
 def window_backward_op(
-    grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
-    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
+    grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, out: _Maybe, lse: _Maybe,
+    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, bias_grad: bool, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv, bias, cos and sin; empty, since an operator cannot return None, where the input is None.
 
-    Those of cos and sin are also empty without rotary_grad.
+    That of bias is also empty without bias_grad, those of cos and sin without rotary_grad.
     """
     grads = triton_window_backward.window_backward(
-        grad, qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, rotary_grad
+        grad, qkv, bias, cos, sin, out, lse, tuple(window), tuple(shift), heads, scale, bias_grad, rotary_grad
     )
     return tuple(_or_empty(x, qkv) for x in grads)  # type: ignore[return-value]
 
 
 @window_backward_op.register_fake
 def _(
-    grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
-    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, rotary_grad: bool,
+    grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, out: _Maybe, lse: _Maybe,
+    window: Sequence[int], shift: Sequence[int], heads: int, scale: float, bias_grad: bool, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dcos, dsin = (_like(x if rotary_grad else None, qkv) for x in (cos, sin))
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format), _like(bias, qkv), dcos, dsin
+    dbias = _like(bias if bias_grad else None, qkv)
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format), dbias, dcos, dsin
 
 
-def _setup_window_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.sizes = inputs[4:]
+def _setup_window_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *ctx.sizes, _ = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *(output if triton_window.saves_lse(tuple(inputs[4])) else (None, None)))
 
 
-def _window_gradients(ctx: Any, grad: Tensor) -> tuple:
-    inputs = ctx.saved_tensors  # read once, since activation checkpointing recomputes them at each access
-    rotary_grad = bool(ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
-    grads = torch.ops.vitrel.window_attention_backward(grad, *inputs, *ctx.sizes, rotary_grad)
-    return (*_needed(grads, inputs, ctx.needs_input_grad), None, None, None, None)
+def _window_gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
+    saved = ctx.saved_tensors  # read once, since activation checkpointing recomputes them at each access
+    _, of_bias, of_cos, of_sin, *_ = ctx.needs_input_grad
+    grads = torch.ops.vitrel.window_attention_backward(grad, *saved, *ctx.sizes, bool(of_bias), bool(of_cos or of_sin))
+    return (*_needed(grads, saved, ctx.needs_input_grad), None, None, None, None, None)
 
 
 window_op.register_autograd(_window_gradients, setup_context=_setup_window_context)

@@ -24,8 +24,10 @@ from vitrel.ops.window import check_window
 
 WIDTHS = (16, 32, 48, 64)  # head widths D
 MOST_TOKENS = 256  # maximum tokens of a window
+MOST_IN_ONE_TILE = 64  # maximum tokens of a window that one tile holds
 LOG2_E = tl.constexpr(1.4426950408889634)
-VARYING = ("h", "w", "windows")  # not specialised, so that a kernel is compiled once for all grids
+VARYING = ("h", "w", "windows", "per")  # not specialised, so that a kernel is compiled once for all grids and batches
+WARP_GROUPS = (90, 100, 103)  # architectures on which four warps multiply a tile of 64 rows together
 PROGRAMS = 4096  # maximum per launch; each computes several windows, with one lookup of their bias
 
 
@@ -49,15 +51,28 @@ class WindowSizes(NamedTuple):
     sx: tl.constexpr
     d: tl.constexpr
     dp: tl.constexpr
-    per: tl.constexpr  # windows per program
     rows: tl.constexpr
     keys: tl.constexpr
 
 
 def window_tile(tokens: int) -> Tile:
     """Tile of the forward kernel for windows of N tokens."""
-    side = min(64, padded_tokens(tokens))
+    side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
     return Tile(side, side, 4, 2) if tokens <= side else Tile(side, 32, 4, 1)
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability for which kernels are compiled on a device: 90 for sm_90 and in the interpreter, 0 if not NVIDIA's."""
+    if triton.knobs.runtime.interpret:
+        return 90
+    with _current(device):
+        arch = triton.runtime.driver.active.get_current_target().arch
+    return arch if isinstance(arch, int) else 0
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make a GPU the current device, on which Triton compiles and launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def window_refuses(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
@@ -71,6 +86,11 @@ def window_refuses(dtype: torch.dtype, width: int, window: tuple[int, int]) -> s
     return ""
 
 
+def saves_lse(window: tuple[int, int]) -> bool:
+    """Whether the backward pass of this window (h, w) reads the output and log-sum-exp of the forward pass."""
+    return window[0] * window[1] > MOST_IN_ONE_TILE
+
+
 def window_forward(
     qkv: Tensor,
     bias: Tensor | None,
@@ -80,34 +100,31 @@ def window_forward(
     shift: tuple[int, int],
     num_heads: int,
     scale: float,
-) -> Tensor:
-    """Attention in (shifted) windows: [B, h, w, 3C] -> [B, h, w, C]; geometry as in vitrel.ops.window.
+    grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention in (shifted) windows, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp; geometry as in vitrel.ops.window.
 
     bias: [H, R] by offset class of Grid(*window), not scaled. cos, sin: [H|1, N, D/2], of the angles by which the slots of a
-    window rotate the pairs (p, p + D/2) of q and k. scale multiplies q . k. window, shift: (h, w) in tokens.
+    window rotate the pairs (p, p + D/2) of q and k. scale multiplies q . k. window, shift: (h, w) in tokens. grad: whether
+    `window_backward` will follow.
 
-    Raises ValueError where `window_refuses` gives a reason, for other shapes, and for an impossible window or shift.
+    The log-sum-exp is [B, h, w, H] float32 (natural logarithm), or empty where no backward pass reads it: without grad, or
+    where not `saves_lse`. Raises ValueError where `window_refuses` gives a reason, for other shapes, and for an impossible
+    window or shift.
     """
     check_qkv(qkv, window, shift, num_heads)
     _check_tables(bias, cos, sin, window, num_heads, qkv.shape[-1] // (3 * num_heads))
     out = torch.empty(*qkv.shape[:-1], qkv.shape[-1] // 3, dtype=qkv.dtype, device=qkv.device)
-    angles = packed_angles(cos, sin, num_heads)
-    shared = {"QKV": qkv.contiguous(), "BIAS": contiguous_bias(bias), "ANGLES": angles, "GRAD": None, "scale": scale}
-    launch_window_forward(window, shift, num_heads, **shared, OUT=out, STATS=None)
-    return out
-
-
-def launch_window_forward(
-    window: tuple[int, int], shift: tuple[int, int], num_heads: int, **arguments: Tensor | float | None
-) -> None:
-    """Launch the forward kernel, which writes OUT and STATS, each if not None.
-
-    arguments: the tensors of `_forward` in its formats (QKV, BIAS, ANGLES, GRAD, OUT, STATS; None where allowed) and scale.
-    """
-    tile = window_tile(window[0] * window[1])
-    tiles = triton.cdiv(window[0] * window[1], tile.rows)
-    per = windows_per_program(window_count(arguments["QKV"], window), num_heads, PROGRAMS) if tiles == 1 else 1
-    launch_window(_forward, tile, tiles, per, window, shift, num_heads, **arguments)
+    saved = grad and saves_lse(window)
+    lse = torch.empty((*qkv.shape[:-1], num_heads) if saved else (0,), dtype=torch.float32, device=qkv.device)
+    tokens, windows = window[0] * window[1], window_count(qkv, window)
+    tile = window_tile(tokens)
+    tiles = triton.cdiv(tokens, tile.rows)
+    per = windows_per_program(windows, num_heads, PROGRAMS) if tiles == 1 else 1
+    tables = {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads)}
+    call = {"QKV": qkv.contiguous(), **tables, "scale": scale, "OUT": out, "LSE": lse if saved else None}
+    launch_window(_forward, tile, tiles, per, window, shift, num_heads, **call)
+    return out, lse
 
 
 def launch_window(
@@ -122,21 +139,21 @@ def launch_window(
 ) -> None:
     """Launch a kernel with `tiles` programs for each head and each group of `per` windows; does nothing for an empty batch.
 
-    arguments: the kernel's parameters except h, w, windows and sizes.
+    arguments: the kernel's parameters except h, w, windows, per and sizes.
     """
     qkv = arguments["QKV"]
     windows, width = window_count(qkv, window), qkv.shape[-1] // (3 * num_heads)
-    shape = (num_heads, *window, window[0] * window[1], *shift, width, triton.next_power_of_2(width), per, tile.rows, tile.keys)
+    shape = (num_heads, *window, window[0] * window[1], *shift, width, triton.next_power_of_2(width), tile.rows, tile.keys)
     programs = triton.cdiv(windows, per) * tiles * num_heads
     if programs == 0:
         return
-    # Triton launches on the current device, which may be another GPU.
-    with torch.cuda.device(qkv.device) if qkv.is_cuda else contextlib.nullcontext():
+    with _current(qkv.device):
         kernel[(programs,)](
             **arguments,
             h=qkv.shape[1],
             w=qkv.shape[2],
             windows=windows,
+            per=per,
             sizes=WindowSizes(*map(tl.constexpr, shape)),
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -176,10 +193,9 @@ def padded_tokens(tokens: int) -> int:
 def windows_per_program(windows: int, jobs: int, programs: int) -> int:
     """Number of windows that one program computes in turn, so that at most about `programs` programs are launched.
 
-    jobs: programs needed per window without sharing, heads times tiles. It is a power of two, since a kernel is compiled for
-    each value.
+    jobs: programs needed per window without sharing, heads times tiles.
     """
-    return triton.next_power_of_2(max(1, triton.cdiv(windows * jobs, programs)))
+    return max(1, triton.cdiv(windows * jobs, programs))
 
 
 def contiguous_bias(bias: Tensor | None) -> Tensor | None:
@@ -199,13 +215,13 @@ def _forward(
     QKV,  # [B, h, w, 3, H, D]
     BIAS,  # [H, R] float32, or None
     ANGLES,  # [H, 2, N, D/2] float32, or None
-    GRAD,  # [B, h, w, H, D] gradient of the output; None without STATS
     scale,
-    OUT,  # as GRAD, or None
-    STATS,  # [B, h, w, H, 2] float32, or None: log2 of the sum of exponentials of every row, and grad . out
+    OUT,  # [B, h, w, H, D]
+    LSE,  # [B, h, w, H] float32, or None
     h,
     w,
     windows,
+    per,
     sizes,
 ):
     N: tl.constexpr = sizes.n
@@ -214,7 +230,7 @@ def _forward(
     i = tile * sizes.rows + tl.arange(0, sizes.rows)
     if sizes.keys >= N:
         bias = _bias(BIAS, head, i[:, None], tl.arange(0, sizes.keys)[None, :], sizes)
-    for window in range(chunk * sizes.per, tl.minimum((chunk + 1) * sizes.per, windows)):
+    for window in range(chunk * per, tl.minimum((chunk + 1) * per, windows)):
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         q = _rotated_rows(QKV, token * (3 * C) + head * sizes.d, region, ANGLES, head, i, sizes)
@@ -237,14 +253,9 @@ def _forward(
             out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             most = higher
         total = tl.maximum(total, 1.0)  # less only for padding, which sees no key
-        out = out / total[:, None]
-        if OUT is not None:
-            _store_rows(OUT, token * C + head * sizes.d, region, out, sizes)
-        if STATS is not None:
-            grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
-            at = (token * sizes.heads + head) * 2
-            tl.store(STATS + at, most + tl.log2(total), mask=region >= 0)
-            tl.store(STATS + at + 1, tl.sum(grad * out, 1), mask=region >= 0)
+        _store_rows(OUT, token * C + head * sizes.d, region, out / total[:, None], sizes)
+        if LSE is not None:
+            tl.store(LSE + token * sizes.heads + head, (most + tl.log2(total)) / LOG2_E, mask=region >= 0)
 
 
 @triton.jit

@@ -22,7 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrel.ops.backends.triton_window import (
+    LOG2_E,
+    MOST_IN_ONE_TILE,
     VARYING,
+    WARP_GROUPS,
     Tile,
     _angles,
     _bias,
@@ -35,23 +38,28 @@ from vitrel.ops.backends.triton_window import (
     _rows,
     _store_rows,
     _swapped,
+    architecture,
     check_qkv,
     contiguous_bias,
     launch_window,
-    launch_window_forward,
     packed_angles,
     padded_tokens,
+    saves_lse,
     window_count,
     windows_per_program,
 )
 
-_PROGRAMS = 2048  # maximum per launch, with 64 * 64 floats of sums each (32 MB)
+_PROGRAMS = 2048  # maximum per launch
+_SCRATCH = 64 * 2**20  # bytes of sums of all programs together, about; it limits the programs for windows of several tiles
 
 
-def window_backward_tile(tokens: int) -> Tile:
-    """Tile of the backward kernels for windows of N tokens, with as many keys as queries."""
-    side = min(64, padded_tokens(tokens))
-    return Tile(side, side, 8, 1)
+def window_backward_tile(tokens: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Tile of the backward kernel for windows of N tokens; one that does not spill registers (tools/benchmark/kernels.py)."""
+    if tokens <= MOST_IN_ONE_TILE:
+        return Tile(padded_tokens(tokens), padded_tokens(tokens), 8, 1)
+    if dtype == torch.float32:
+        return Tile(16, 32, 4, 1)
+    return Tile(64, 64, 8, 1) if architecture(device) in WARP_GROUPS else Tile(16, 64, 4, 1)
 
 
 def window_backward(
@@ -60,44 +68,48 @@ def window_backward(
     bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
     window: tuple[int, int],
     shift: tuple[int, int],
     num_heads: int,
     scale: float,
+    bias_grad: bool = True,
     rotary_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of qkv, bias, cos and sin of `window_forward`, given the gradient of its output [B, h, w, C].
 
-    The gradients of bias [H, R] and of cos and sin [H|1, N, D/2] are float32; those of cos and sin are None without
-    rotary_grad. Deterministic. Raises ValueError as `window_forward` does.
+    out, lse: the results of `window_forward` with grad; not read where not `saves_lse`. The gradients of bias [H, R] and of cos
+    and sin [H|1, N, D/2] are float32; that of bias is None without bias_grad, those of cos and sin without rotary_grad.
+    Deterministic. Raises ValueError as `window_forward` does, and without lse where it is needed.
     """
     check_qkv(qkv, window, shift, num_heads)
-    tokens, width = window[0] * window[1], qkv.shape[-1] // (3 * num_heads)
-    tile, windows, learned = window_backward_tile(tokens), window_count(qkv, window), rotary_grad and cos is not None
-    tiles = triton.cdiv(tokens, tile.rows)
-    pairs = windows_per_program(windows, num_heads * tiles**2, _PROGRAMS)
-    single = windows_per_program(windows, num_heads * tiles, _PROGRAMS) if learned else 1
+    tokens, width, windows = window[0] * window[1], qkv.shape[-1] // (3 * num_heads), window_count(qkv, window)
+    several = saves_lse(window)
+    if several and lse.shape != (*qkv.shape[:3], num_heads):
+        raise ValueError(f"lse of shape {list(lse.shape)}; call window_forward with grad=True for a backward pass")
+    tile, learned = window_backward_tile(tokens, qkv.dtype, qkv.device), rotary_grad and cos is not None
+    line = triton.cdiv(tokens, 4) * 4 if bias is not None and bias_grad else 0  # so that 16 bytes are read at a time
+    of_angles = (2 if several else 1) * 2 * width if learned else 0
+    slots, columns = triton.cdiv(tokens, tile.rows) * tile.rows, triton.next_power_of_2(width) if several else 0
+    floats = tokens * (line + of_angles) + slots * columns  # sums of a program
+    programs = min(_PROGRAMS, max(1, _SCRATCH // (4 * floats))) if several else _PROGRAMS
+    per = windows_per_program(windows, num_heads, programs)
+    sums = (triton.cdiv(windows, per), num_heads)
     float32 = {"dtype": torch.float32, "device": qkv.device}
     grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    table, angle_sums = None, (None, None)
-    if bias is not None:
-        table = torch.empty(triton.cdiv(windows, pairs), num_heads, tokens, tokens, **float32)
-    if learned:
-        angle_sums = torch.empty(min(tiles, 2), triton.cdiv(windows, single), num_heads, 2, tokens, width, **float32)
-    call = {"window": window, "shift": shift, "num_heads": num_heads, "scale": scale}
-    call |= {"QKV": qkv.contiguous(), "GRAD": grad_out.contiguous()}
-    call |= {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads)}
-    if tiles == 1:
-        launch_window(_whole, tile, 1, pairs, **call, DQKV=grad_qkv, TABLE=table, DANGLES=angle_sums[0])
-    else:
-        call["STATS"] = torch.empty(*qkv.shape[:3], num_heads, 2, **float32)
-        launch_window_forward(**call, OUT=None)
-        launch_window(_queries, tile, tiles, single, **call, DQKV=grad_qkv, DANGLES=angle_sums[0])
-        launch_window(_keys, tile, tiles, single, **call, DQKV=grad_qkv, DANGLES=angle_sums[1])
-        if table is not None:
-            launch_window(_table, tile, tiles**2, pairs, **call, TABLE=table)
-    grad_bias = None if table is None else by_offset(table.sum(0), window)
-    return grad_qkv, grad_bias, *(angle_gradients(angle_sums.sum((0, 1)), cos.shape[0]) if learned else (None, None))
+    table = torch.empty(*sums, tokens, line, **float32) if line else None
+    angle_sums = torch.empty(*sums, of_angles // width, tokens, width, **float32) if learned else None
+    call = {"QKV": qkv.contiguous(), "GRAD": grad_out.to(qkv.dtype).contiguous(), "DQKV": grad_qkv, "scale": scale}
+    call |= {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads), "TABLE": table, "DANGLES": angle_sums}
+    if several:
+        call |= {"OUT": out.contiguous(), "LSE": lse.contiguous(), "DELTA": torch.empty_like(lse)}
+        call["DQ"] = torch.empty(*sums, slots, columns, **float32)
+    launch_window(_tiles if several else _whole, tile, 1, per, window, shift, num_heads, **call)
+    grad_bias = None if table is None else by_offset(table.sum(0)[..., :tokens], window)
+    if angle_sums is None:
+        return grad_qkv, grad_bias, None, None
+    return grad_qkv, grad_bias, *angle_gradients(angle_sums.sum(0).unflatten(1, (-1, 2)).sum(1), cos.shape[0])
 
 
 def by_offset(pairs: Tensor, window: tuple[int, int]) -> Tensor:
@@ -131,11 +143,12 @@ def _whole(
     GRAD,  # [B, h, w, H, D]
     scale,
     DQKV,  # as QKV
-    TABLE,  # [chunks, H, N, N] float32, or None
+    TABLE,  # [chunks, H, N, N or a little more] float32, or None
     DANGLES,  # [chunks, H, 2, N, D] float32, or None
     h,
     w,
     windows,
+    per,
     sizes,
 ):
     C: tl.constexpr = sizes.heads * sizes.d
@@ -144,7 +157,7 @@ def _whole(
     bias = _bias(BIAS, head, i[:, None], i[None, :], sizes)
     table = tl.zeros((sizes.rows, sizes.keys), tl.float32)
     dcos, dsin = tl.zeros((sizes.rows, sizes.dp), tl.float32), tl.zeros((sizes.rows, sizes.dp), tl.float32)
-    for window in range(chunk * sizes.per, tl.minimum((chunk + 1) * sizes.per, windows)):
+    for window in range(chunk * per, tl.minimum((chunk + 1) * per, windows)):
         corner = _corner(window, h, w, sizes)
         token, region = _place(i, corner, sizes)
         at = token * (3 * C) + head * sizes.d
@@ -169,148 +182,91 @@ def _whole(
             dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV, at, region, sizes), dq)
             dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV + C, at, region, sizes), dk)
     if TABLE is not None:
-        _store_table(TABLE, chunk, head, i, i, table, sizes)
+        place, there = _table_place(chunk, head, i, i, sizes)
+        tl.store(TABLE + place, table, mask=there)
     if DANGLES is not None:
-        _store_angle_gradients(DANGLES, chunk, head, i, dcos, dsin, sizes)
+        _store_angle_gradients(DANGLES, chunk * sizes.heads + head, i, dcos, dsin, sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _queries(
+def _tiles(
     QKV,
     BIAS,
     ANGLES,
     GRAD,
     scale,
-    STATS,  # of the forward kernel
+    OUT,  # as GRAD
+    LSE,  # [B, h, w, H] float32
+    DELTA,  # as LSE; written and read by this kernel alone
     DQKV,
-    DANGLES,
+    DQ,  # [chunks, H, N and padding, dp] float32; as DELTA
+    TABLE,
+    DANGLES,  # [chunks, H, 4, N, D] float32, or None; queries, then keys
     h,
     w,
     windows,
+    per,
     sizes,
 ):
     N: tl.constexpr = sizes.n
     C: tl.constexpr = sizes.heads * sizes.d
-    head, tile, chunk = _job(sizes, (N + sizes.rows - 1) // sizes.rows)
-    i = tile * sizes.rows + tl.arange(0, sizes.rows)
-    dcos, dsin = tl.zeros((sizes.rows, sizes.dp), tl.float32), tl.zeros((sizes.rows, sizes.dp), tl.float32)
-    for window in range(chunk * sizes.per, tl.minimum((chunk + 1) * sizes.per, windows)):
+    SLOTS: tl.constexpr = (N + sizes.rows - 1) // sizes.rows * sizes.rows
+    LAST: tl.constexpr = (N - 1) // sizes.keys * sizes.keys
+    head, _, chunk = _job(sizes, 1)
+    for window in range(chunk * per, tl.minimum((chunk + 1) * per, windows)):
         corner = _corner(window, h, w, sizes)
-        token, region = _place(i, corner, sizes)
-        at = token * (3 * C) + head * sizes.d
-        q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
-        grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
-        level, mean = _stats(STATS, token, region, head, sizes)
-        dq = tl.zeros((sizes.rows, sizes.dp), tl.float32)
-        for first in range(0, N, sizes.keys):
+        summed = tl.where(window > chunk * per, N, 0)  # slots whose sums over windows have a value
+        for start in range(0, N, sizes.rows):
+            token, region = _place(start + tl.arange(0, sizes.rows), corner, sizes)
+            at = token * C + head * sizes.d
+            delta = tl.sum(_rows(GRAD, at, region, sizes).to(tl.float32) * _rows(OUT, at, region, sizes).to(tl.float32), 1)
+            tl.store(DELTA + token * sizes.heads + head, delta, mask=region >= 0)
+        tl.debug_barrier()
+        for first in tl.range(0, N, sizes.keys, disable_licm=True):
             j = first + tl.arange(0, sizes.keys)
             other, other_region = _place(j, corner, sizes)
             to = other * (3 * C) + head * sizes.d
             k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
             v = _rows(QKV + 2 * C, to, other_region, sizes)
-            bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
-            p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
-            ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
-            dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee") * scale
-        _store_rotated(DQKV, at, region, dq, ANGLES, head, i, sizes)
-        if DANGLES is not None:
-            dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV, at, region, sizes), dq)
-    if DANGLES is not None:
-        _store_angle_gradients(DANGLES, chunk, head, i, dcos, dsin, sizes)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _keys(
-    QKV,
-    BIAS,
-    ANGLES,
-    GRAD,
-    scale,
-    STATS,  # of the forward kernel
-    DQKV,
-    DANGLES,
-    h,
-    w,
-    windows,
-    sizes,
-):
-    N: tl.constexpr = sizes.n
-    C: tl.constexpr = sizes.heads * sizes.d
-    head, tile, chunk = _job(sizes, (N + sizes.keys - 1) // sizes.keys)
-    j = tile * sizes.keys + tl.arange(0, sizes.keys)
-    dcos, dsin = tl.zeros((sizes.keys, sizes.dp), tl.float32), tl.zeros((sizes.keys, sizes.dp), tl.float32)
-    for window in range(chunk * sizes.per, tl.minimum((chunk + 1) * sizes.per, windows)):
-        corner = _corner(window, h, w, sizes)
-        other, other_region = _place(j, corner, sizes)
-        to = other * (3 * C) + head * sizes.d
-        k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
-        v = _rows(QKV + 2 * C, to, other_region, sizes)
-        dk = tl.zeros((sizes.keys, sizes.dp), tl.float32)
-        dv = tl.zeros((sizes.keys, sizes.dp), tl.float32)
-        for first in range(0, N, sizes.rows):
-            i = first + tl.arange(0, sizes.rows)
-            token, region = _place(i, corner, sizes)
-            at = token * (3 * C) + head * sizes.d
-            q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
-            grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
-            level, mean = _stats(STATS, token, region, head, sizes)
-            bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
-            p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
-            ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
-            dv += tl.dot(tl.trans(p.to(v.dtype)), grad, input_precision="ieee")
-            dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee") * scale
-        _store_rotated(DQKV + C, to, other_region, dk, ANGLES, head, j, sizes)
-        _store_rows(DQKV + 2 * C, to, other_region, dv, sizes)
-        if DANGLES is not None:
-            dcos, dsin = _add_angle_gradients(dcos, dsin, _rows(QKV + C, to, other_region, sizes), dk)
-    if DANGLES is not None:
-        _store_angle_gradients(DANGLES, chunk, head, j, dcos, dsin, sizes)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _table(
-    QKV,
-    BIAS,
-    ANGLES,
-    GRAD,
-    scale,
-    STATS,  # of the forward kernel
-    TABLE,
-    h,
-    w,
-    windows,
-    sizes,
-):
-    N: tl.constexpr = sizes.n
-    C: tl.constexpr = sizes.heads * sizes.d
-    TILES: tl.constexpr = (N + sizes.keys - 1) // sizes.keys
-    head, tile, chunk = _job(sizes, (N + sizes.rows - 1) // sizes.rows * TILES)
-    i = tile // TILES * sizes.rows + tl.arange(0, sizes.rows)
-    j = tile % TILES * sizes.keys + tl.arange(0, sizes.keys)
-    bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
-    table = tl.zeros((sizes.rows, sizes.keys), tl.float32)
-    for window in range(chunk * sizes.per, tl.minimum((chunk + 1) * sizes.per, windows)):
-        corner = _corner(window, h, w, sizes)
-        token, region = _place(i, corner, sizes)
-        at = token * (3 * C) + head * sizes.d
-        q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
-        grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
-        level, mean = _stats(STATS, token, region, head, sizes)
-        other, other_region = _place(j, corner, sizes)
-        to = other * (3 * C) + head * sizes.d
-        k = _rotated_rows(QKV + C, to, other_region, ANGLES, head, j, sizes)
-        v = _rows(QKV + 2 * C, to, other_region, sizes)
-        p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - level[:, None])
-        ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - mean[:, None])
-        table += ds
-    _store_table(TABLE, chunk, head, i, j, table, sizes)
-
-
-@triton.jit
-def _stats(STATS, token, region, head, sizes):
-    """For each row, log2 of its sum of exponentials (for padding so large that its weights are 0), and grad . out."""
-    at = STATS + (token * sizes.heads + head) * 2
-    return tl.load(at, mask=region >= 0, other=1e30), tl.load(at + 1, mask=region >= 0, other=0.0)
+            dk = tl.zeros((sizes.keys, sizes.dp), tl.float32)
+            dv = tl.zeros((sizes.keys, sizes.dp), tl.float32)
+            for start in tl.range(0, N, sizes.rows, disable_licm=True):
+                i = start + tl.arange(0, sizes.rows)
+                token, region = _place(i, corner, sizes)
+                at = token * (3 * C) + head * sizes.d
+                q = _rotated_rows(QKV, at, region, ANGLES, head, i, sizes)
+                grad = _rows(GRAD, token * C + head * sizes.d, region, sizes)
+                lse = tl.load(LSE + token * sizes.heads + head, mask=region >= 0, other=1e30)  # weights of padding are 0
+                delta = tl.load(DELTA + token * sizes.heads + head, mask=region >= 0, other=0.0)
+                bias = _bias(BIAS, head, i[:, None], j[None, :], sizes)
+                p = tl.exp2(_logits(q, k, bias, region, other_region, corner, scale) - (lse * LOG2_E)[:, None])
+                dv = tl.dot(tl.trans(p.to(v.dtype)), grad, dv, input_precision="ieee")
+                ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
+                sums = DQ + (((chunk * sizes.heads + head) * SLOTS + i) * sizes.dp)[:, None] + tl.arange(0, sizes.dp)[None, :]
+                dq = tl.load(sums, mask=(i < tl.where(first > 0, SLOTS, 0))[:, None], other=0.0)
+                if TABLE is not None:
+                    place, there = _table_place(chunk, head, i, j, sizes)
+                    table = tl.load(TABLE + place, mask=there & (i < summed)[:, None], other=0.0)
+                tl.debug_barrier()
+                if TABLE is not None:
+                    tl.store(TABLE + place, table + ds, mask=there)
+                ds = ds.to(k.dtype)
+                dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
+                dq += tl.dot(ds, k, input_precision="ieee")
+                if first < LAST:
+                    tl.store(sums, dq)
+                else:
+                    dq *= scale
+                    _store_rotated(DQKV, at, region, dq, ANGLES, head, i, sizes)
+                    if DANGLES is not None:
+                        x = _rows(QKV, at, region, sizes)
+                        _add_stored_angle_gradients(DANGLES, (chunk * sizes.heads + head) * 2, i, x, dq, summed, sizes)
+            dk *= scale
+            _store_rotated(DQKV + C, to, other_region, dk, ANGLES, head, j, sizes)
+            _store_rows(DQKV + 2 * C, to, other_region, dv, sizes)
+            if DANGLES is not None:
+                x = _rows(QKV + C, to, other_region, sizes)
+                _add_stored_angle_gradients(DANGLES, (chunk * sizes.heads + head) * 2 + 1, j, x, dk, summed, sizes)
 
 
 @triton.jit
@@ -332,16 +288,29 @@ def _add_angle_gradients(dcos, dsin, x, grad):
 
 
 @triton.jit
-def _store_angle_gradients(DANGLES, chunk, head, slot, dcos, dsin, sizes):
-    """Store this program's sums for cos and sin."""
-    base = DANGLES + (chunk * sizes.heads + head) * (2 * sizes.n * sizes.d)
+def _add_stored_angle_gradients(DANGLES, part, slot, x, grad, summed, sizes):
+    """Add as `_add_angle_gradients` to the sums number `part` in memory, which have a value for `summed` slots."""
+    base = DANGLES + part * (2 * sizes.n * sizes.d)
+    region = tl.where(slot < summed, 0, -1)
+    dcos = _rows(base, slot * sizes.d, region, sizes)
+    dsin = _rows(base + sizes.n * sizes.d, slot * sizes.d, region, sizes)
+    dcos, dsin = _add_angle_gradients(dcos, dsin, x, grad)
+    tl.debug_barrier()  # all have read before any writes
+    _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes)
+
+
+@triton.jit
+def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes):
+    """Store sums for cos and sin, [2, N, D], as number `part`."""
+    base = DANGLES + part * (2 * sizes.n * sizes.d)
     region = tl.where(slot < sizes.n, 0, -1)
     _store_rows(base, slot * sizes.d, region, dcos, sizes)
     _store_rows(base + sizes.n * sizes.d, slot * sizes.d, region, dsin, sizes)
 
 
 @triton.jit
-def _store_table(TABLE, chunk, head, i, j, table, sizes):
-    """Store this program's sums for the bias of pairs of slots."""
-    at = ((chunk * sizes.heads + head) * sizes.n + i)[:, None] * sizes.n + j[None, :]
-    tl.store(TABLE + at, table, mask=(i < sizes.n)[:, None] & (j < sizes.n)[None, :])
+def _table_place(chunk, head, i, j, sizes):
+    """Index in TABLE of pairs of slots, and whether it is in range; lines are padded to 16 bytes."""
+    LINE: tl.constexpr = (sizes.n + 3) // 4 * 4
+    row = (chunk * sizes.heads + head) * sizes.n + i
+    return row[:, None] * LINE + j[None, :], (i < sizes.n)[:, None] & (j < LINE)[None, :]
