@@ -41,12 +41,13 @@ def steps(monkeypatch):
 
 def test_a_failed_step_is_told_and_run_again_and_others_are_not(tmp_path, steps, capsys):
     folder = tmp_path / "found"
-    archive = check_gpu(folder, "cuda", False, INFORMATION)
+    archive, unfinished = check_gpu(folder, "cuda", False, INFORMATION)
+    assert unfinished == ["benchmarks failed (3): no such kernel"]
     summary = (folder / "summary.md").read_text()
     assert "| benchmarks | failed (3): no such kernel |" in summary and "| A | B |" in summary
     (folder / "mended").touch()
     (folder / "last.ckpt").touch()
-    check_gpu(folder, "cuda", False, INFORMATION)
+    assert check_gpu(folder, "cuda", False, INFORMATION) == (archive, [])
     assert "failed" not in (folder / "summary.md").read_text() and "tune: done before" in capsys.readouterr().out
     assert (folder / "runs.log").read_text() == "x"
     names = zipfile.ZipFile(archive).namelist()
