@@ -27,12 +27,11 @@ class Step(NamedTuple):
 
 
 def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any]) -> tuple[Path, list[str]]:
-    """Run all steps that `folder` does not have yet, and write a summary and an archive.
-
-    Returns the path of the archive, and a line for each step that was not finished.
+    """Run all steps that `folder` does not have yet; return the path of an archive of the results, and what is unfinished.
 
     device: "cuda", "cuda:1", ...; "cpu" with `quick`, which runs a small form of every step. information: as of
-    `vitrel.cli.doctor.examine`. A step that fails or takes too long is reported in the summary; the next call runs it again.
+    `vitrel.cli.doctor.examine`. A step that fails or takes too long is reported in the summary, and is a line of the returned
+    list; the next call runs it again.
     """
     folder = folder.resolve()  # the benchmark runs in another directory
     folder.mkdir(parents=True, exist_ok=True)
