@@ -7,11 +7,14 @@ import timm
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import vitrel
-from helpers.gpu import Unread
+from helpers.gpu import Unread, autocast
 from helpers.variants import MODELS
-from vitrel.ops import use_backend
+from vitrel import constants
+from vitrel.ops import BACKENDS, use_backend
+from vitrel.ops.backends import flex, triton_backend
 
 
 def few_blocks(name):
@@ -109,3 +112,84 @@ def test_forward_on_a_device_that_holds_no_values(name):
         model.to_empty(device="cuda")
         out = model(torch.zeros(2, 3, 48, 80, device="cuda"))
         assert out.shape == (2, 2) and out.device.type == "cuda"
+
+
+# Together they enter attention in every way, on every backend that serves on a GPU.
+KINDS = ["vit_n8_factorised", "vit_n8_deberta", "vit_n8_shaw", "swin_n_rope_mixed", "swinv2_n"]
+
+
+def on_every_backend(model, image, backward=False):
+    """Names of the backends that serve the model."""
+    served = []
+    for backend in BACKENDS:
+        try:
+            with use_backend(backend):
+                out = model(image)
+        except ValueError as error:
+            if "refuses" not in str(error):
+                raise
+            continue
+        assert out.shape == (len(image), 2)
+        if backward:
+            out.sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            model.zero_grad(set_to_none=True)
+        served.append(backend)
+    return served
+
+
+def test_every_backend_on_a_device_that_holds_no_values():
+    """In bfloat16 by autocast; what reads a value raises. Not flex: PyTorch needs a real GPU to compile it."""
+    served = set()
+    for name in KINDS:
+        model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))
+        with FakeTensorMode(allow_non_fake_inputs=True), autocast(torch.bfloat16), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flex, "_run", lambda q, k, v, **how: q + k.mean() + v)
+            model.to_empty(device="cuda")
+            served.update(on_every_backend(model, torch.zeros(2, 3, 48, 80, device="cuda")))
+    assert served == {"triton", "augmented_qk", "flex", "sdpa", "reference"}
+
+
+@pytest.mark.slow
+def test_backward_passes_on_a_device_that_holds_no_values(monkeypatch):
+    """Without a GPU, autograd refuses fake tensors of one. Flex computes another gradient there than on a CPU."""
+    monkeypatch.setattr(triton_backend.os, "environ", {"TRITON_INTERPRET": "1"})
+    monkeypatch.setattr(flex, "refuses", lambda call: "not here")
+    served = set()
+    for name in KINDS:
+        model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))
+        served.update(on_every_backend(model, torch.zeros(2, 3, 48, 80, device="meta"), backward=True))
+    assert served == {"triton", "augmented_qk", "sdpa", "reference"}
+
+
+GRAPHS = [("vit_n8_deberta", "flex"), ("swin_n", "triton"), ("swin_n", "sdpa")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "backend"), GRAPHS)
+def test_a_compiled_graph_is_of_one_device(name, backend, monkeypatch):
+    """It reads its constants there, so that nothing is copied in a forward pass, nor in a CUDA graph."""
+    mode, graphs = FakeTensorMode(allow_non_fake_inputs=True), []
+
+    def computed(name, key, device):
+        with mode:
+            value = constants._makers[name](*key, device=device)
+        return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+    monkeypatch.setattr(constants, "_computed", computed)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    constants.clear()
+    torch._dynamo.reset()
+    model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}")).requires_grad_(False)
+    with mode, use_backend(backend):
+        model.to_empty(device="cuda")
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward, fullgraph=True)
+        try:
+            compiled(torch.zeros(2, 3, 48, 80, device="cuda"))
+        finally:
+            constants.clear()
+    (graph,) = graphs
+    values = [(node.name, leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("example_value"))]
+    assert [node for node, value in values if isinstance(value, torch.Tensor) and value.device.type != "cuda"] == []
+    read = [node.name for node in graph.nodes if node.op == "placeholder" and "_graphs_constant" in node.name]
+    assert read or backend == "triton"  # which needs none

@@ -126,6 +126,7 @@ def test_a_restriction_of_the_callers_stays(calls):
     assert [kernels for kernels, _ in calls] == [{SDPBackend.MATH}, {SDPBackend.CUDNN_ATTENTION}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_choice_in_a_compiled_graph(hopper, dynamic):
     """Of any length in a graph that serves several; without graph breaks and guards on the length."""

@@ -10,7 +10,7 @@ from vitrel.train import Optimisation
 from vitrel.train.objective import Mixing
 
 
-class Watched(Callback):
+class EveryBatch(Callback):
     """Refuses reads within every batch."""
 
     def __init__(self):
@@ -30,10 +30,10 @@ class Watched(Callback):
 @pytest.mark.parametrize("clip", ["norm", "agc"])
 def test_a_step_reads_nothing_back(clip):
     """Forward, loss, backward, clipping and update in bf16-mixed, and an evaluation batch."""
-    watched, optim = Watched(), Optimisation(lr=1e-3, warmup_epochs=0.5, clip_mode=clip)
+    unread, optim = EveryBatch(), Optimisation(lr=1e-3, warmup_epochs=0.5, clip_mode=clip)
     module = small("vitrel_vit_n8_table", num_classes=6, mixing=Mixing(mixup=0.2, cutmix=1.0), optim=optim)
-    fit(module, callbacks=[watched], max_epochs=1, gradient_clip_val=1.0, precision="bf16-mixed")
-    assert watched.batches == 6 + 2
+    fit(module, callbacks=[unread], max_epochs=1, gradient_clip_val=1.0, precision="bf16-mixed")
+    assert unread.batches == 6 + 2
 
 
 def test_evaluation_leaves_out_what_pads_the_last_batch():

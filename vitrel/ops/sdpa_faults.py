@@ -33,6 +33,8 @@ class Case(NamedTuple):
 
 
 class Fault(NamedTuple):
+    """A kernel, what goes wrong in it, who says so and until when, and whether that concerns a case."""
+
     kernel: str  # name of an SDPBackend
     result: str
     source: str

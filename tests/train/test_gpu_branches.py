@@ -1,0 +1,106 @@
+"""Branches that only a GPU takes, on doubles of one. What no double can run is listed in docs/performance.md."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import vitrel.train.command
+import vitrel.train.datamodule
+from helpers.runs import run
+from vitrel.cli import doctor
+from vitrel.evaluate.measure import Runner, peak_mb, reset_peak
+from vitrel.evaluate.results import device_name
+from vitrel.train.faults import FiniteLoss
+from vitrel.train.profile import WARM_UP, DataProfile
+from vitrel.train.progress import peak_memory
+from vitrel.train.summary import _hardware
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What was asked of torch.cuda, in order, by a machine with one GPU."""
+    said = []
+    answers = {"max_memory_allocated": 3 * 2**20, "get_device_name": "H100", "reset_peak_memory_stats": None}
+    answers |= {"synchronize": None, "empty_cache": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name, answer=answer: said.append(name) or answer)
+    return said
+
+
+def test_memory_and_names(said):
+    reset_peak(GPU)
+    assert said == ["reset_peak_memory_stats"]
+    assert peak_mb(GPU) == (3, "cuda allocated") and peak_memory(GPU) == 3
+    assert device_name(GPU) == "H100"
+    assert "H100 (cuda)" in _hardware(SimpleNamespace(strategy=SimpleNamespace(root_device=GPU), world_size=1))
+
+
+class Full(nn.Module):
+    """A GPU whose memory holds two images."""
+
+    def forward(self, pixels):
+        assert pixels.device == GPU
+        if len(pixels) > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return pixels.flatten(1)[:, :5]
+
+
+def test_an_evaluation_whose_batch_does_not_fit(said):
+    with FakeTensorMode():
+        runner = Runner(Full(), GPU, batch_size=8)
+        logits = runner(torch.zeros(5, 3, 4, 4))
+    assert logits.shape == (5, 5) and logits.device.type == "cpu" and logits.dtype == torch.float32
+    assert (runner.batch_size, runner.oom) == (2, 1) and said == ["empty_cache"]
+
+
+def test_a_loss_is_read_at_logging_steps_only(said, monkeypatch, tmp_path):
+    """On the meta device reading is an error."""
+    guard, checks = FiniteLoss(tmp_path), []
+    module = SimpleNamespace(device=torch.device("meta"))
+    trainer = SimpleNamespace(log_every_n_steps=3, is_last_batch=False)
+    monkeypatch.setattr(guard, "check", lambda trainer: checks.append(batch))
+    guard.on_train_start(trainer, module)
+    for batch in range(7):
+        guard.on_train_batch_end(trainer, module, {"loss": torch.zeros((), device="meta")}, None, batch)
+    assert checks == [2, 5]
+
+
+def test_a_profile_waits_for_the_gpu_before_it_looks_at_the_clock(said):
+    profile, module = DataProfile(), SimpleNamespace(device=GPU)
+    profile.rates = []
+    profile.on_train_start(None, module)
+    for batch in range(WARM_UP + 1):
+        profile.on_train_batch_end(SimpleNamespace(), module, None, (torch.zeros(2, 1), None), batch)
+    assert said == ["synchronize"] * 2
+
+
+class WithGPU:
+    """The module torch, whose torch.cuda says that there is a GPU; Lightning still finds none, and takes the CPU."""
+
+    cuda = SimpleNamespace(is_available=lambda: True)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def test_a_run_is_in_bfloat16_with_pinned_memory(command, monkeypatch):
+    for module in (vitrel.train.command, vitrel.train.datamodule):
+        monkeypatch.setattr(module, "torch", WithGPU())
+    cli = run(command("run", "--trainer.accelerator=auto", epochs=1))
+    assert cli.trainer.precision == "bf16-mixed"
+    assert cli.trainer.train_dataloader.pin_memory and cli.trainer.val_dataloaders.pin_memory
+
+
+def test_doctor_names_the_gpu(monkeypatch):
+    gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(doctor, "_serves", lambda device, mode: [device])
+    found = doctor.examine()
+    assert found["devices"]["cuda:0"] == "H100, 80 GiB, compute 9.0"
+    assert found["attention"]["cuda:0, training"] == ["cuda:0"]
