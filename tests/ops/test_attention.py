@@ -1,5 +1,6 @@
 """The entry `attention`: every backend against the oracle of the whole algebra, gradients, masks, fewer queries, errors."""
 
+import copy
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch.autograd import gradcheck
 
 import oracles
 from helpers.variants import GENERAL, refusal
-from vitrel import Grid, Table, Terms
+from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, window_attention
 from vitrel.ops.reference import lattice_bias
 
@@ -275,6 +276,22 @@ def test_terms_of_another_grid_are_refused(terms, text):
         attention(*torch.zeros(3, 1, 2, 6, 4), terms, Grid(2, 3))
     with pytest.raises(ValueError, match=text):
         window_attention(torch.zeros(1, 5, 5, 24), terms, Grid(5, 5), (2, 3), (0, 0), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [False, True])
+def test_parabolas_that_cancel(dtype, cast):
+    """All along one diagonal, so rows, columns and diagonals cancel on the other: summed in float32, whatever q's type."""
+    grid = Grid(24, 20)
+    encoding = create_position("pape", grid, 2, 8)
+    with torch.no_grad():
+        encoding.position.copy_(torch.tensor([1.0, -0.9])).mul_(0.5 + torch.rand(50, 1))
+    q, k, v = torch.randn(3, 1, 2, grid.tokens, 8).to(dtype)
+    exact = attention(q.float(), k.float(), v.float(), encoding(grid), grid, backend="reference")
+    with torch.autocast("cpu", dtype, enabled=cast):
+        for terms in (encoding(grid), (encoding if cast else copy.deepcopy(encoding).to(dtype))(grid)):
+            found = attention(q, k, v, terms, grid)
+            assert (found.float() - exact).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
