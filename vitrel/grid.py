@@ -11,15 +11,16 @@ from torch import Tensor
 
 from vitrel.constants import constant, is_known
 
-AXES = ("hw", "h", "w")
+AXES = ("hw", "h", "w", "h+w")
 
 
 class Grid(NamedTuple):
     """h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
 
     An offset class numbers one offset between a query and a key. Axis "hw" has (2h-1)(2w-1) classes, offset (dy, dx) being
-    class (dy + h-1)(2w-1) + dx + w-1; axes "h" and "w" have 2h-1 and 2w-1. With prefix tokens three more classes follow, in the
-    order of BEiT and timm: prefix query to token key, token query to prefix key, prefix to prefix.
+    class (dy + h-1)(2w-1) + dx + w-1; axes "h" and "w" have 2h-1 and 2w-1, and diagonals "h+w", offset dy + dx, 2(h+w)-3. With
+    prefix tokens three more classes follow, in the order of BEiT and timm: prefix query to token key, token query to prefix
+    key, prefix to prefix.
     """
 
     h: int
@@ -31,18 +32,22 @@ class Grid(NamedTuple):
         """Number of tokens N, prefix tokens included."""
         return self.prefix + self.h * self.w
 
+    def places(self, axis: str) -> int:
+        """Number of places of the tokens along "h" (rows), "w" (columns) or "h+w" (diagonals, on which y + x is equal)."""
+        return self.h if axis == "h" else self.w if axis == "w" else self.h + self.w - 1
+
     def offset_classes(self, axis: str = "hw") -> int:
         """Number of offset classes, without the three prefix classes."""
-        if axis == "hw":
+        if _checked(axis) == "hw":
             return (2 * self.h - 1) * (2 * self.w - 1)
-        return 2 * (self.h if _checked(axis) == "h" else self.w) - 1
+        return 2 * self.places(axis) - 1
 
     def classes(self, axis: str = "hw") -> int:
         """Number of offset classes R, with the three prefix classes if there are prefix tokens."""
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
-        """Offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for one axis.
+        """Offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for other axes.
 
         The tensor is shared, so do not change it in place.
         """
@@ -59,9 +64,10 @@ class Grid(NamedTuple):
 
 @constant
 def _offsets(h: int, w: int, axis: str, device: torch.device) -> Tensor:
-    dy, dx = torch.arange(1 - h, h, device=device), torch.arange(1 - w, w, device=device)
     if axis != "hw":
-        return dy if axis == "h" else dx
+        n = Grid(h, w).places(axis)
+        return torch.arange(1 - n, n, device=device)
+    dy, dx = torch.arange(1 - h, h, device=device), torch.arange(1 - w, w, device=device)
     shape = (2 * h - 1, 2 * w - 1)
     return torch.stack((dy[:, None].expand(shape), dx[None].expand(shape)), -1).flatten(0, 1)  # [R, 2]
 
@@ -78,7 +84,9 @@ def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tens
     y, x = _coordinates(h, w, device=device).unbind(-1)
     row = y[:, None] - y[None] + h - 1
     column = x[:, None] - x[None] + w - 1
-    index = row * (2 * w - 1) + column if axis == "hw" else row if axis == "h" else column
+    if axis == "hw":
+        row = row * (2 * w - 1)
+    index = row if axis == "h" else column if axis == "w" else row + column
     if not prefix:
         return index
     first, n = Grid(h, w).offset_classes(axis), h * w

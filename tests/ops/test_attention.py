@@ -1,5 +1,6 @@
 """The entry `attention`: every backend against the oracle of the whole algebra, gradients, masks, fewer queries, errors."""
 
+import copy
 import math
 
 import numpy as np
@@ -9,8 +10,9 @@ from torch.autograd import gradcheck
 
 import oracles
 from helpers.variants import GENERAL, refusal
-from vitrel import Grid, Table, Terms
+from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, window_attention
+from vitrel.ops.reference import lattice_bias
 
 GRIDS = [Grid(2, 3), Grid(3, 2, 2), Grid(1, 4, 1)]
 FIELDS = ["bias", "query", "key", "value", "rotary", "query_bias", "scale"]
@@ -18,13 +20,13 @@ double = torch.float64
 
 
 def make_terms(grid, fields, heads=2, dim=4, requires_grad=False):
-    """Random terms with the named fields set, and the tensors in them; tables over "hw" and over both axes."""
+    """Random terms with the named fields set, and the tensors in them; tables over every axis."""
 
     def draw(*shape):
         return torch.randn(*shape, dtype=double, requires_grad=requires_grad)
 
     leaves, tables = [], []
-    for axis, h in (("hw", heads), ("h", 1), ("w", heads)):
+    for axis, h in (("hw", heads), ("h", 1), ("w", heads), ("h+w", 1)):
         rows = {name: draw(heads if name == "bias" else h, grid.classes(axis), *(() if name == "bias" else (dim,)))
                 for name in ("bias", "query", "key", "value") if name in fields}  # fmt: skip
         leaves += rows.values()
@@ -49,7 +51,8 @@ def oracle(q, k, v, terms, grid, angle, mask=None):
     pairs = {"bias": np.zeros((heads, n, n)), "query": np.zeros((heads, n, n, dim))}
     pairs |= {"key": pairs["query"].copy(), "value": pairs["query"].copy()}
     for table in terms.tables:
-        extent = {"hw": (2 * grid.h - 1) * (2 * grid.w - 1), "h": 2 * grid.h - 1, "w": 2 * grid.w - 1}[table.axis]
+        extent = {"h": 2 * grid.h - 1, "w": 2 * grid.w - 1, "h+w": 2 * (grid.h + grid.w) - 3}
+        extent = extent.get(table.axis, extent["h"] * extent["w"])
         for i in range(n):
             for j in range(n):
                 delta = oracles.offset(place[i], place[j])
@@ -57,7 +60,7 @@ def oracle(q, k, v, terms, grid, angle, mask=None):
                     row = extent + oracles.prefix_row(i, j, grid.prefix)
                 else:
                     dy, dx = delta[0] + grid.h - 1, delta[1] + grid.w - 1
-                    row = {"hw": dy * (2 * grid.w - 1) + dx, "h": dy, "w": dx}[table.axis]
+                    row = {"hw": dy * (2 * grid.w - 1) + dx, "h": dy, "w": dx, "h+w": dy + dx}[table.axis]
                 for name, total in pairs.items():
                     rows = getattr(table, name)
                     if rows is not None:
@@ -106,7 +109,7 @@ def test_gradients(fields, backend):
     def function(q, k, v, *rest):
         named = iter(rest)
         per_table = [n for n in ("bias", "query", "key", "value") if n in fields]
-        tables = tuple(Table(axis, **{n: next(named) for n in per_table}) for axis in ("hw", "h", "w"))
+        tables = tuple(Table(axis, **{n: next(named) for n in per_table}) for axis in ("hw", "h", "w", "h+w"))
         turn, u = next(named), next(named)
         return attention(
             q, k, v, terms._replace(tables=tables, rotary=(turn.cos(), turn.sin()), query_bias=u), grid, backend=backend
@@ -275,11 +278,34 @@ def test_terms_of_another_grid_are_refused(terms, text):
         window_attention(torch.zeros(1, 5, 5, 24), terms, Grid(5, 5), (2, 3), (0, 0), 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [False, True])
+def test_parabolas_that_cancel(dtype, cast):
+    """All along one diagonal, so rows, columns and diagonals cancel on the other: summed in float32, whatever q's type."""
+    grid = Grid(24, 20)
+    encoding = create_position("pape", grid, 2, 8)
+    with torch.no_grad():
+        encoding.position.copy_(torch.tensor([1.0, -0.9])).mul_(0.5 + torch.rand(50, 1))
+    q, k, v = torch.randn(3, 1, 2, grid.tokens, 8).to(dtype)
+    exact = attention(q.float(), k.float(), v.float(), encoding(grid), grid, backend="reference")
+    with torch.autocast("cpu", dtype, enabled=cast):
+        for terms in (encoding(grid), (encoding if cast else copy.deepcopy(encoding).to(dtype))(grid)):
+            found = attention(q, k, v, terms, grid)
+            assert (found.float() - exact).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_biases_of_all_axes_as_one(grid):
+    terms, _, _ = make_terms(grid, ["bias"])
+    expected = sum(table.bias[:, grid.index(table.axis)] for table in terms.tables)
+    torch.testing.assert_close(lattice_bias(terms, grid)[:, grid.index()], expected)
+
+
 def test_meta_tensors():
     q, k, v = torch.zeros(3, 1, 2, 6, 4, device="meta")
     assert attention(q, k, v, Terms(), Grid(2, 3), backend="reference").shape == (1, 2, 6, 4)
 
 
 def test_grid_rejects_an_unknown_axis():
-    with pytest.raises(ValueError, match="axis 'x' is unknown; choose one of hw, h, w"):
+    with pytest.raises(ValueError, match="axis 'x' is unknown; choose one of hw, h, w, h\\+w"):
         Grid(2, 2).index("x")

@@ -71,7 +71,7 @@ def _classes(crop: Crop, axis: str, device: torch.device) -> Tensor:
     if axis == "hw":
         inside = (offsets[:, 0] + whole.h - 1) * (2 * whole.w - 1) + offsets[:, 1] + whole.w - 1
     else:
-        inside = offsets + (whole.h if axis == "h" else whole.w) - 1
+        inside = offsets + whole.places(axis) - 1
     return torch.cat((inside, torch.arange(whole.offset_classes(axis), whole.classes(axis), device=device)))
 
 

@@ -38,7 +38,7 @@ _MEANING = {
     "temperature": "the change by the factor {:.4f} on all terms with s",
 }
 _CONTENT_TERMS = {"content-position", "position-content", "global content bias"}
-_AXES = {"hw": "dy, dx", "h": "dy", "w": "dx"}
+_AXES = {"hw": "dy, dx", "h": "dy", "w": "dx", "h+w": "dy + dx"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -314,10 +314,12 @@ def _attention_terms(q: Tensor, k: Tensor, terms: Terms, grid: Grid, scale: floa
         rotated_q, rotated_k = rotated(q + bias, k, terms)
         yield "rotation", (rotated_q @ rotated_k.mT - (q + bias) @ k.mT) * scale
     for table in terms.tables:
-        for field, label in (("bias", "bias"), ("gated", "gated row")):
-            logits = product(q + bias, field, [table])
-            if logits is not None:
-                yield f"{label}[{_AXES[table.axis]}]", logits
+        logits = product(q + bias, "bias", [table])
+        if logits is not None:
+            yield f"bias[{_AXES[table.axis]}]", logits
+    gated = product(q + bias, "gated", terms.tables)
+    if gated is not None:
+        yield "gated row[dy, dx]", gated
     if terms.temperature is not None:
         with_factor = terms._replace(tables=tuple(table._replace(bias=None) for table in terms.tables))
         without = with_factor._replace(temperature=None)

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import MOST_PREFIX, blank_image, float32, interpolates, patch_grid, shared_offsets
+from vitrel.ops.reference import rows_by_offset
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import Terms, parts_of
 from vitrel.sizes import Size
@@ -185,15 +186,6 @@ def common_grids(model: nn.Module, old: Size, new: Size) -> list[tuple[Size, Siz
         pairs.append(tuple(tuple(-(-n // stride) for n in size) for size in (old, new)))
         pairs.append(tuple(tuple(n // stride for n in size) for size in (old, new)))
     return [(a, b) for a, b in dict.fromkeys(pairs) if a is not None and b is not None and min(*a, *b) > 0]
-
-
-def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Arrange the rows [H, R, D] of a table by offset: [H, 2h-1, 2w-1, D], with length 1 for an axis not in `axis`.
-
-    axis: axes of the table, "h", "w" or "hw". Rows after those of the offsets (of prefix tokens) are dropped.
-    """
-    shape = (2 * grid.h - 1 if "h" in axis else 1, 2 * grid.w - 1 if "w" in axis else 1)
-    return rows[:, : shape[0] * shape[1]].unflatten(1, shape)
 
 
 def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasChange]:

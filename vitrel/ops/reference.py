@@ -3,7 +3,7 @@
 Tests compare the outputs and all gradients of every other backend with this one. It refuses no call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,16 +137,21 @@ def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scal
     q and k: before rotation, q with its query_bias. scale: Terms.logit_scale(D), a factor of all but the biases. Value tables
     are ignored.
     """
-    terms = []
+    total = None
     for table in tables:
         index = grid.index(table.axis, q.device)[-q.shape[-2] :]  # [M, N]
-        if table.bias is not None:
-            terms.append(gather_bias(table.bias, index))
-        terms += query_logits(q, table, index, scale)
-        if table.key is not None:
-            score = (k * scale) @ table.key.to(k.dtype).mT  # [..., H, N, R]
-            terms.append(score.gather(-1, index.mT.expand(*score.shape[:-2], *index.mT.shape)).mT)
-    return sum(terms[1:], terms[0]) if terms else None
+        for logits in _of_table(q, k, table, index, scale):  # one at a time, since each may have all pairs
+            total = logits if total is None else total + logits
+    return total
+
+
+def _of_table(q: Tensor, k: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> Iterator[Tensor]:
+    if table.bias is not None:
+        yield gather_bias(table.bias, index)
+    yield from query_logits(q, table, index, scale)
+    if table.key is not None:
+        score = (k * scale) @ table.key.to(k.dtype).mT  # [..., H, N, R]
+        yield score.gather(-1, index.mT.expand(*score.shape[:-2], *index.mT.shape)).mT
 
 
 def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
@@ -163,9 +168,18 @@ def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) 
     if table.query is not None:
         scores.append((q * scale) @ table.query.to(q.dtype).mT)  # [..., H, M, R]
     if table.gated is not None:
-        gates, rows = (t.to(q.dtype) for t in table.gated)
-        scores.append(F.softplus(q @ gates.mT) * scale @ rows.mT)  # [..., H, M, R]
+        scores.append(gated_scores(q, table.gated, scale))
     return [sum(scores[1:], scores[0]).gather(-1, index.expand(*q.shape[:-2], *index.shape))] if scores else []
+
+
+def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor) -> Tensor:
+    """Logits that gated rows (Table.gated) add for every query and offset class, [..., H, M, R], in at least float32.
+
+    Tables of several axes can cancel (vitrel.position.pape), so they are rounded after they are summed, if at all.
+    """
+    gates, rows = (t.to(torch.promote_types(q.dtype, torch.float32)) for t in gated)
+    with no_autocast(q.device):
+        return F.softplus(q.to(gates.dtype) @ gates.mT) * scale @ rows.mT
 
 
 def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
@@ -179,10 +193,19 @@ def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
 def _on_lattice(table: Table, grid: Grid) -> Tensor:
     if table.axis == "hw":
         return table.bias  # type: ignore[return-value]  # lattice_bias passes tables with a bias only
-    count, (h, w) = grid.offset_classes(table.axis), (2 * grid.h - 1, 2 * grid.w - 1)
-    rows, prefix = table.bias.split((count, table.bias.shape[1] - count), 1)
-    rows = rows[:, :, None].expand(-1, h, w) if table.axis == "h" else rows[:, None].expand(-1, h, w)
-    return torch.cat((rows.flatten(1), prefix), 1)
+    rows = rows_by_offset(table.bias[..., None], table.axis, grid).expand(-1, 2 * grid.h - 1, 2 * grid.w - 1, -1)
+    return torch.cat((rows.flatten(1), table.bias[:, grid.offset_classes(table.axis) :]), 1)
+
+
+def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
+    """Arrange the rows [H, R, D] of a table by offset: [H, 2h-1, 2w-1, D], with length 1 for "h" or "w" if not in `axis`.
+
+    axis: as of Table. Rows after those of the offsets (of prefix tokens) are dropped.
+    """
+    rows = rows[:, : grid.offset_classes(axis)]
+    if axis == "h+w":
+        return rows.unfold(1, 2 * grid.w - 1, 1).mT
+    return rows.unflatten(1, (2 * grid.h - 1 if "h" in axis else 1, 2 * grid.w - 1 if "w" in axis else 1))
 
 
 def has_content_terms(tables: Sequence[Table]) -> bool:

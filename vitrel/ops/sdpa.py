@@ -130,8 +130,8 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
     return sdpa_faults.kernels(q.device.index, half, queries, keys, grad, mask_grad)
 
 
-def computed_in(q: Tensor) -> torch.dtype:
-    """Dtype in which SDPA computes with q, given that autocast may round it."""
+def computed_in(q: Tensor | Call) -> torch.dtype:
+    """Dtype in which SDPA computes with q, or the queries of a call, given that autocast may round them."""
     device = q.device.type
     if device == "meta":  # it has no autocast
         return q.dtype

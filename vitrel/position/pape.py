@@ -5,6 +5,13 @@ The first term decays with distance along a learned direction w_m, the second pr
 strength of both. The paper computes both coefficients from the block's input by a separate projection; an encoding has no
 access to that input, so here they come from the query. A larger grid evaluates the same function at larger offsets. Pairs with
 a prefix token have no term.
+
+Per query and head the first term is a quadratic form of the offset (dy, dx), A_yy dy^2 + 2 A_yx dy dx + A_xx dx^2, and so a sum
+of tables over rows, columns and diagonals, since 2 dy dx = (dy + dx)^2 - dy^2 - dx^2. Nothing is computed for all (2h-1)(2w-1)
+offsets. The three cancel where parabolas are flat, so the error of a logit is about eps |A| |o|^2, not eps times the logit.
+Measured at 64x64 for logits above -12: 6e-6 in float32 with initial weights, and 7e-3 with all w_m within 2 % of one diagonal.
+In that case tables rounded to bfloat16 would be wrong by 100, so they are summed in float32 and the sum is rounded (0.04, as a
+bias), and augmented_qk refuses half precision.
 """
 
 import math
@@ -36,13 +43,18 @@ class PaPE(PositionEncoding):
             nn.init.uniform_(parameter, -reach, reach)
 
     def forward(self, grid: Grid) -> Terms:
-        dtype, position = self.position.dtype, upcast(self.position)
-        offsets = grid.offsets(device=position.device).to(position.dtype)  # [R, 2]
+        position = upcast(self.position)
+        w_y, w_x = position.unbind(-1)  # [H, M] each
         with no_autocast(position.device):
-            projected = offsets @ position.mT  # [H, R, M]
-            slope = position.mT @ upcast(self.b)  # [H, 2, D]: linear in the offset, so one small table per axis
-        tables = [Table("hw", gated=(self.a, pad_prefix(-projected.square(), grid, -2).to(dtype)))]
-        for axis, axis_slope in zip("hw", slope.split(1, 1), strict=True):
-            rows = grid.offsets(axis, axis_slope.device)[:, None] * axis_slope  # [H, R, D]
-            tables.append(Table(axis, query=pad_prefix(rows, grid, -2).to(dtype)))
+            slopes = position.mT @ upcast(self.b)  # [H, 2, D]: linear in the offset, so one small table per axis
+        curvatures = {"h": w_y * (w_y - w_x), "w": w_x * (w_x - w_y), "h+w": w_y * w_x}
+        tables = []
+        for axis, curvature in curvatures.items():
+            offsets = grid.offsets(axis, position.device)[:, None].to(position.dtype)  # [R, 1]
+            query = None
+            if axis != "h+w":
+                query = pad_prefix(offsets * slopes[:, "hw".index(axis), None], grid, -2).to(self.b.dtype)  # [H, R, D]
+            # Not rounded to half precision: where the parabolas are flat, the three tables cancel.
+            rows = pad_prefix(-offsets.square() * curvature[:, None], grid, -2)  # [H, R, M]
+            tables.append(Table(axis, query=query, gated=(self.a, rows)))
         return Terms(tables=tuple(tables))

@@ -35,7 +35,7 @@ class Table(NamedTuple):
     softplus(q[i] . a[g]) * rows[r, g].
     """
 
-    axis: str = "hw"  # "hw" | "h" | "w"
+    axis: str = "hw"  # "hw" | "h" | "w" | "h+w" (diagonals: offset dy + dx)
     bias: Tensor | None = None  # [H, R]        logit[i, j] += bias[r]
     query: Tensor | None = None  # [H|1, R, D]  logit[i, j] += scale * q[i] . query[r]
     key: Tensor | None = None  # [H|1, R, D]    logit[i, j] += scale * k[j] . key[r]

@@ -18,7 +18,8 @@ from vitrel.position.alibi import alibi_slopes
 
 double = torch.float64
 GRIDS = [Grid(2, 5), Grid(3, 2, 1), Grid(1, 4, 3)]
-CASES = [(key, o) for key, o in VARIANTS if key in ("factorised", "decomposed", "shaw", "deberta", "transformer_xl", "t5")]
+SUMS_OF_AXES = ("factorised", "decomposed", "shaw", "deberta", "transformer_xl", "t5", "pape")
+CASES = [(key, o) for key, o in VARIANTS if key in SUMS_OF_AXES]
 CASES = [(key, o) for key, o in CASES if key != "t5" or o.get("mode") == "sum"]
 CASES += [("alibi", o) for key, o in VARIANTS if key == "alibi" and o.get("distance") in ("l1", "squared")]
 CASES += [("factorised+rope_mixed", {}), ("decomposed+factorised", {}), ("rope_axial+shaw", {})]
@@ -41,6 +42,19 @@ def both(encoding, grid, queries, dtype=double):
         gradients = torch.autograd.grad((out * weight).sum(), [q, k, v, *encoding.parameters()], allow_unused=True)
         found.append([out, *(g for g in gradients if g is not None)])
     return found
+
+
+class Sizes(TorchDispatchMode):
+    """Number of elements of every tensor that an operator returns, in `seen`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.seen += [t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)]
+        return out
 
 
 def bias_terms(grid, heads=2, std=0.5, dtype=torch.float32):
@@ -71,6 +85,7 @@ def test_values_of_prefix_classes_add_up():
 def test_auto_takes_them_where_they_were_measured_to_be_faster(monkeypatch):
     plain, values = bias_terms(Grid(2, 3)), Terms(tables=(Table("h", value=torch.randn(1, 5, 8)),))
     for side, grad, terms, taken in (
+        (14, True, GATED, True), (13, False, GATED, False),
         (31, False, plain, False), (32, False, plain, True), (63, True, plain, False), (64, True, plain, True),
         (13, True, values, False), (14, True, values, True),
     ):  # fmt: skip
@@ -107,10 +122,7 @@ def test_temperature():
     """As of log_n: it multiplies all that content does, and no bias."""
     grid = Grid(3, 4, 1)
     encoding = create_position("factorised+deberta+pape", grid, 2, 8, dtype=double)
-    terms = perturbed(encoding)(grid)
-    axes = Table("w", gated=(torch.randn(2, 3, 8, dtype=double), torch.randn(2, grid.classes("w"), 3, dtype=double)))
-    tables = (*(table for table in terms.tables if table.axis != "hw"), axes)
-    terms = terms._replace(temperature=torch.tensor(0.7, dtype=double), tables=tables)
+    terms = perturbed(encoding)(grid)._replace(temperature=torch.tensor(0.7, dtype=double))
     q, k, v = torch.randn(3, 2, 2, grid.tokens, 8, dtype=double)
     out, expected = (backend.attention(q, k, v, terms, grid) for backend in (augmented_qk, reference))
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
@@ -166,14 +178,8 @@ def test_hidden_keys(dtype, cast):
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
     """SDPA gets q, k and v of one width, in steps of 8, which flash serves: no mask, no [N, N] anywhere before it."""
-    grid, seen, largest = Grid(12, 10, prefix), [], []
+    grid, seen = Grid(12, 10, prefix), []
     plain = F.scaled_dot_product_attention
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
-            return out
 
     def recorded(q, k, v, **options):
         seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), options))
@@ -186,11 +192,24 @@ def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
     encoding = perturbed(create_position("shaw", grid, 1, 8))
     terms = encoding(grid)
     terms = terms._replace(tables=tuple(t._replace(bias=torch.randn(1, grid.classes(t.axis))) for t in terms.tables))
-    with Sizes():
+    with Sizes() as sizes:
         augmented_qk.attention(q, k, v, terms, grid).square().sum().backward()
     shape = (1, 1, n, width)
     assert seen == [(shape, shape, shape, {"dropout_p": 0.0, "scale": 8**-0.5})]
-    assert encoding.key_h.grad is not None and max(largest) <= n * width < n * n
+    assert encoding.key_h.grad is not None and max(sizes.seen) <= n * width < n * n
+
+
+@pytest.mark.parametrize("backend", ["augmented_qk", "sdpa"])
+def test_pape_has_no_scores_of_all_offsets(backend):
+    """Forward and backward: at most [N, N], by columns at most the 50 parabolas or 8 + 12 + 10 + 21 columns of every token."""
+    grid = Grid(12, 10)
+    n = grid.tokens
+    q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
+    encoding = create_position("pape", grid, 1, 8)
+    with Sizes() as sizes:
+        attention(q, k, v, encoding(grid), grid, backend=backend).square().sum().backward()
+    assert encoding.position.grad.any()
+    assert max(sizes.seen) == (n * n if backend == "sdpa" else n * 56) < n * grid.offset_classes()
 
 
 def test_a_bias_of_minus_infinity_hides():
@@ -222,6 +241,7 @@ def test_squared_distances_keep_their_precision(side):
     torch.testing.assert_close(out, exact, atol=1e-3, rtol=2**-7)
 
 
+GATED = Terms(tables=(Table("h", gated=(torch.zeros(1, 2, 8), torch.zeros(1, 3, 2))),))
 REFUSALS = [
     (Terms(), {}, "no table to write as columns"),
     (Terms(tables=(Table(bias=torch.zeros(2, 15)),)), {}, "a table over 'hw' cannot be written as columns"),
@@ -232,10 +252,13 @@ REFUSALS = [
     (None, {"dropout_p": 0.1, "device": torch.device("cuda")}, ""),
     (None, {"dtype": double}, ""),
     (None, {"dtype": double, "device": torch.device("cuda")}, "flash attention has no float64 on cuda"),
-    (None, {"grid": Grid(96, 96), "width": 64}, ""),
+    (GATED, {}, ""),
+    (GATED, {"dtype": torch.bfloat16}, "too coarse"),
+    (None, {"grid": Grid(96, 97), "width": 64}, ""),
+    (None, {"grid": Grid(96, 96), "width": 64, "device": torch.device("cuda")}, ""),
     (
         None,
-        {"grid": Grid(96, 97, 1), "width": 64},
+        {"grid": Grid(96, 97, 1), "width": 64, "device": torch.device("cuda")},
         "the 96x97 grid with 1 prefix tokens needs 195 columns besides the head width of 64, and flash attention takes 256",
     ),
 ]  # fmt: skip
@@ -248,9 +271,20 @@ def test_refusals(terms, changes, text):
     assert text in reason and bool(text) == bool(reason)
 
 
+@pytest.mark.parametrize("axis", ["h", "h+w"])
+def test_every_kind_of_row(axis):
+    """Bias, query, key and value rows together, those of prefix tokens too."""
+    grid = Grid(3, 4, 2)
+    rows = torch.randn(3, 2, grid.classes(axis), 8, dtype=double)
+    terms = Terms(tables=(Table(axis, rows[0, ..., 0], *rows),))
+    q, k, v = torch.randn(3, 2, 2, grid.tokens, 8, dtype=double)
+    out, expected = (backend.attention(q, k, v, terms, grid) for backend in (augmented_qk, reference))
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize(("key", "options"), [(k, o) for k, o in VARIANTS if k in IN_ATTENTION], ids=str)
 def test_every_encoding_is_served_or_refused(key, options):
-    """Those with tables over one axis alone are served; PaPE's parabolas and all lattices are not."""
+    """Those with tables over rows, columns and diagonals are served, lattices are not."""
     grid = Grid(3, 4)
     reason = augmented_qk.refuses(call(make(key, grid, **options)(grid), grid))
     assert bool(reason) == ((key, options) not in CASES)
@@ -262,7 +296,7 @@ def test_windows_are_not_served():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["factorised", "shaw"])
+@pytest.mark.parametrize("key", ["factorised", "shaw", "pape"])
 def test_a_sweep_of_sizes_compiles_twice(key):
     counter = CompileCounterWithBackend("aot_eager")
     attend = torch.compile(augmented_qk.attention, backend=counter, fullgraph=True)

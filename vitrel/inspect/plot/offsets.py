@@ -42,7 +42,7 @@ from vitrel.inspect.plot.common import (
     source_name,
     whole_numbers,
 )
-from vitrel.inspect.position_changes import rows_by_offset
+from vitrel.ops.reference import rows_by_offset
 from vitrel.position import PositionEncoding, Table, Terms, key_of
 from vitrel.position.terms import parts_of, upcast
 from vitrel.sizes import Size

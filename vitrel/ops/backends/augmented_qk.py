@@ -3,9 +3,10 @@ tensor.
 
 k receives a one-hot column for every row of the grid, and q a column with what the query adds to all keys of that row: logit[i,
 j] += scale * sum_y c[i, y] [y_j = y], with c[i, y] = B_h[y_i - y] / scale for a bias table and q_i . R_h[y_i - y] for a query
-table; likewise for grid columns. For key tables the one-hot columns are in q. One-hot columns of v return the attention weights
-summed over each row, from which value tables give their output. Prefix tokens count as one more row. A bias is rounded once to
-q's type, as in a mask; products with one-hot columns are exact, without cancellation, so every precision is served.
+table; likewise for grid columns and diagonals ("h+w"). For key tables the one-hot columns are in q. One-hot columns of v return
+the attention weights summed over each row, from which value tables give their output. Prefix tokens count as one more row. A
+bias is rounded once to q's type, as in a mask, and products with one-hot columns are exact, so every precision is served, but
+for gated tables, which may cancel (`reference.gated_scores`).
 """
 
 import torch
@@ -17,7 +18,7 @@ from vitrel.ops.reference import Call, gather_bias, has_content_terms, query_log
 from vitrel.ops.sdpa import KEY_ROTARY, computed_in, fused
 from vitrel.position.terms import Table, Terms
 
-_WIDEST = 256  # largest head width of flash attention
+_WIDEST = 256  # largest head width of flash attention on a GPU; on a CPU there is none
 _WINDOWED = "shifted and padded windows need a mask, which flash attention does not take"
 
 
@@ -37,8 +38,11 @@ def refuses(call: Call) -> str:
         return "flash attention has no dropout on a CPU"
     if call.dtype == torch.float64 and call.device.type != "cpu":
         return f"flash attention has no float64 on {call.device.type}"
+    gated = any(table.gated is not None for table in terms.tables)
+    if gated and computed_in(call) in (torch.float16, torch.bfloat16):
+        return "gated tables of several axes can cancel, so columns in half precision would be too coarse"
     extra = _columns(terms, grid)
-    if call.width + extra > _WIDEST:
+    if call.width + extra > _WIDEST and call.device.type != "cpu":
         return (
             f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns besides the head width of "
             f"{call.width}, and flash attention takes {_WIDEST} in all"
@@ -56,7 +60,9 @@ def pays(call: Call) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or call.device.type != "cpu":
         return False
     tables, tokens = call.terms.tables, call.grid.tokens
-    if any(table.value is not None for table in tables):  # only the reference also serves them
+    # Only the reference also serves values; for gated tables of three axes sdpa gathers three [N, N] (pape with 12 heads, over
+    # sdpa: 14x14 1.2 forward and 1.5 in training, 24x24 1.5 and 1.5, 64x64 2.2 and 1.4).
+    if any(table.value is not None or table.gated is not None for table in tables):
         return tokens >= 196
     # A mask of biases is computed once for all images, but extra columns are multiplied for each image. ("auto" tries
     # bias_by_row first, which is faster; only calls with biases that it refuses come here.)
@@ -104,7 +110,7 @@ def _adds_query_columns(table: Table) -> bool:
 
 
 def _axes(terms: Terms) -> list[str]:
-    return [axis for axis in ("h", "w") if any(table.axis == axis for table in terms.tables)]
+    return [axis for axis in ("h", "w", "h+w") if any(table.axis == axis for table in terms.tables)]
 
 
 def _columns(terms: Terms, grid: Grid) -> int:
@@ -112,7 +118,7 @@ def _columns(terms: Terms, grid: Grid) -> int:
     logits = values = 0
     for axis in _axes(terms):
         tables = [table for table in terms.tables if table.axis == axis]
-        places = (grid.h if axis == "h" else grid.w) + (1 if grid.prefix else 0)
+        places = grid.places(axis) + (1 if grid.prefix else 0)
         logits += places * (any(map(_adds_query_columns, tables)) + sum(table.key is not None for table in tables))
         values += places * sum(table.value is not None for table in tables)
     return max(logits, values)
@@ -121,10 +127,11 @@ def _columns(terms: Terms, grid: Grid) -> int:
 def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return offset classes [K, K] (query, key) between the K places of an axis, and the place of every token [N].
 
-    Places: one for all prefix tokens together, if there are any, then one for each row (axis "h") or column ("w").
+    Places: one for all prefix tokens together, if there are any, then one for each row ("h"), column ("w") or diagonal ("h+w").
     """
-    line = Grid(grid.h if axis == "h" else grid.w, 1, 1 if grid.prefix else 0)
-    place = grid.coordinates(device)[:, "hw".index(axis)] + line.prefix
+    line = Grid(grid.places(axis), 1, 1 if grid.prefix else 0)
+    y, x = grid.coordinates(device).unbind(-1)
+    place = (y if axis == "h" else x if axis == "w" else y + x) + line.prefix
     return line.index("h", device), F.pad(place, (grid.prefix, 0))
 
 
@@ -166,6 +173,7 @@ def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> 
     for value, index in rows:
         mass = out[..., at : at + index.shape[-1]]  # summed over all keys of a place, which share an offset class
         at += index.shape[-1]
+        # Added, since a prefix query has one class for all rows.
         by_class = mass.new_zeros(*mass.shape[:-1], value.shape[-2]).scatter_add(-1, index.expand(mass.shape), mass)
         total = total + by_class @ value.to(mass.dtype)
     return total

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, rotated, with_query_bias
+from vitrel.ops.reference import Call, gated_scores, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
@@ -87,7 +87,7 @@ class _Lookup(NamedTuple):
 def _lookups(q: Tensor, k: Tensor, table: Table, grid: Grid, scale: float | Tensor) -> list[_Lookup]:
     first = 3 if grid.prefix else 0  # prefix classes come first here, so that no grid size is a constant of the kernel
     y, x = grid.coordinates(q.device).unbind(-1)
-    at = y * (2 * grid.w - 1) + x if table.axis == "hw" else y if table.axis == "h" else x  # [h*w]
+    at = {"hw": y * (2 * grid.w - 1) + x, "h": y, "w": x, "h+w": y + x}[table.axis]  # [h*w]
     keys = F.pad(at, (grid.prefix, 0), value=-1)  # [N]
     queries = keys[-q.shape[-2] :]
     queries = torch.where(queries < 0, -1, queries + (grid.offset_classes(table.axis) // 2 + first))  # [M]
@@ -97,8 +97,8 @@ def _lookups(q: Tensor, k: Tensor, table: Table, grid: Grid, scale: float | Tens
     if table.query is not None:
         values.append((q * scale @ table.query.roll(first, -2).to(q.dtype).mT, "queries"))
     if table.gated is not None:
-        gates, rows = table.gated[0].to(q.dtype), table.gated[1].roll(first, -2).to(q.dtype)
-        values.append((F.softplus(q @ gates.mT) * scale @ rows.mT, "queries"))
+        gates, rows = table.gated
+        values.append((gated_scores(q, (gates, rows.roll(first, -2)), scale), "queries"))
     if table.key is not None:
         values.append((k * scale @ table.key.roll(first, -2).to(k.dtype).mT, "keys"))
     return [_Lookup(*pair, queries, keys) for pair in values]

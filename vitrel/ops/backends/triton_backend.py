@@ -38,7 +38,7 @@ def refuses(call: Call) -> str:
     for table in call.terms.tables:
         if table.key is not None or table.value is not None or table.gated is not None:
             return "its kernels serve bias and query tables only, no key, value or gated tables"
-        if table.query is not None and (windowed or table.axis == "hw"):
+        if table.query is not None and (windowed or table.axis not in ("h", "w")):
             return "its kernels serve query tables of one axis only, and only in global attention"
     if windowed:
         from vitrel.ops.backends.triton_window import window_refuses
