@@ -1,5 +1,12 @@
-"""Registers, stack and shared memory of the Triton kernels, compiled ahead of time for four architectures; needs no GPU."""
+"""Registers and spills of the Triton kernels on four architectures, by the compiler ahead of time; needs no GPU.
 
+    python -m tools.benchmark.kernels          # compile all shapes (minutes): results/kernel_registers, docs/performance.md
+    python -m tools.benchmark.kernels --table  # the table in docs/performance.md again, from the results
+
+What is launched is the code of vitrel.ops.backends with the tiles that it chooses for the architecture.
+"""
+
+import argparse
 import re
 import subprocess
 import tempfile
@@ -9,30 +16,61 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pandas as pd
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from tools.study.pages import fill
+from vitrel.files import atomic_write
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
 
-CAPABILITIES = (80, 89, 90, 100)
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, PAGE = Path("results/kernel_registers/registers.csv"), Path("docs/performance.md")
+ARCHITECTURES = (80, 89, 90, 100)
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Shape(NamedTuple):
-    """Shape of an attention call. window: of windowed attention, else `grid` attends globally. scores: with query tables of both
-    axes instead of a bias table.
+    """Shape of an attention call: windows of a size, or else global attention of a grid.
+
+    rotary: angles in the window kernel. scores: query tables of both axes instead of a bias table.
     """
 
-    title: str
     window: tuple[int, int] | None = None
     grid: Grid | None = None
     width: int = 32
     dtype: torch.dtype = torch.bfloat16
     rotary: bool = False
     scores: bool = False
+
+    def __str__(self) -> str:
+        h, w = self.window or self.grid[:2]  # type: ignore[index]
+        what = f"windows {h}×{w}" if self.window else f"global {h}×{w}"
+        if self.grid and self.grid.prefix:
+            what += f" + {self.grid.prefix}"
+        what += ", rotary" if self.rotary else ", row and column scores" if self.scores else ""
+        return f"{what}, D {self.width}, {str(self.dtype).removeprefix('torch.')}"
+
+
+_FLOAT = torch.float32
+SHAPES = (
+    *(Shape((n, n), rotary=rotary) for n in (7, 8, 12, 16) for rotary in (False, True)),
+    *(Shape((16, 16), width=64, rotary=rotary) for rotary in (False, True)),
+    Shape((9, 9)),
+    Shape((12, 12), dtype=torch.float16),
+    *(Shape((n, n), dtype=_FLOAT) for n in (7, 8, 12, 16)),
+    Shape((7, 7), dtype=_FLOAT, rotary=True),
+    Shape((16, 16), width=64, dtype=_FLOAT, rotary=True),
+    *(Shape(grid=Grid(n, n, prefix), width=64) for n in (14, 32) for prefix in (0, 1)),
+    *(Shape(grid=Grid(n, n), width=64, scores=True) for n in (14, 32, 64)),
+    Shape(grid=Grid(14, 14, 1), width=64, dtype=torch.float16),
+    Shape(grid=Grid(14, 14, 1), width=64, dtype=_FLOAT),
+    Shape(grid=Grid(32, 32), width=64, dtype=_FLOAT),
+    Shape(grid=Grid(14, 14), width=64, dtype=_FLOAT, scores=True),
+)
 
 
 class Compiled(NamedTuple):
@@ -98,7 +136,7 @@ def launch(shape: Shape) -> None:
 
 
 def _launch_windowed(shape: Shape) -> None:
-    window, heads = shape.window, 2
+    window, heads = shape.window or (1, 1), 2
     n, classes = window[0] * window[1], (2 * window[0] - 1) * (2 * window[1] - 1)
     qkv = torch.zeros(2, 32, 32, 3 * heads * shape.width, dtype=shape.dtype)
     angle = torch.zeros(1, n, shape.width // 2) if shape.rotary else None
@@ -109,7 +147,7 @@ def _launch_windowed(shape: Shape) -> None:
 
 
 def _launch_global(shape: Shape) -> None:
-    grid, heads = shape.grid, 2
+    grid, heads = shape.grid or Grid(1, 1), 2
     x = torch.zeros(2, grid.tokens, heads, shape.width, dtype=shape.dtype).transpose(1, 2)
 
     def scores(n: int) -> Tensor | None:
@@ -118,3 +156,51 @@ def _launch_global(shape: Shape) -> None:
     inputs = x, x, x, torch.zeros(heads, grid.classes()), scores(grid.h), scores(grid.w)
     out, lse = triton_global.biased_forward(*inputs, grid, 1.0)
     triton_global_backward.biased_backward(out, *inputs, out, lse, grid, 1.0, not shape.scores)
+
+
+def table(rows: pd.DataFrame) -> str:
+    """Return a Markdown table: a line per shape, a column per architecture with the registers of each kernel and any spills."""
+    lines = [f"| | kernels | {' | '.join(f'sm_{n}' for n in ARCHITECTURES)} |", "|---|---|" + "---|" * len(ARCHITECTURES)]
+    for shape, of_shape in rows.groupby("shape", sort=False):
+        names = ", ".join(dict.fromkeys(of_shape["kernel"]))
+        cells = []
+        for architecture in ARCHITECTURES:
+            found = of_shape[of_shape["architecture"] == architecture]
+            spills = [f"{r} (**{s} B**)" if s else str(r) for r, s in zip(found["registers"], found["stack"], strict=True)]
+            cells.append(", ".join(spills))
+        lines.append(f"| {shape} | {names} | {' | '.join(cells)} |")
+    versions = "; ".join(f"{name} {', '.join(map(str, rows[name].unique()))}" for name in ("triton", "torch"))
+    return "\n".join([f"Computed by the compiler ({versions}), no GPU; registers of a thread, at most 255.", "", *lines])
+
+
+def measure() -> pd.DataFrame:
+    """Compile every shape for every architecture: a row per kernel."""
+    rows = []
+    versions = {"triton": triton.__version__, "torch": torch.__version__}
+    for shape in SHAPES:
+        for architecture in ARCHITECTURES:
+            with compiling(architecture) as found:
+                launch(shape)
+            for kernel in found:
+                row = kernel._asdict() | {"name": kernel.name.strip("_")}
+                del row["assembly"]
+                rows.append({"shape": str(shape), "architecture": architecture, "kernel": row.pop("name"), **row, **versions})
+            print(f"{shape}, sm_{architecture}: {', '.join(f'{k.name} {k.registers}/{k.stack}' for k in found)}", flush=True)
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="compile nothing, write the table from the results")
+    if not parser.parse_args().table:
+        rows = measure()
+        (ROOT / ROWS).parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(ROOT / ROWS) as part:
+            rows.to_csv(part, index=False)
+    page = ROOT / PAGE
+    page.write_text(fill(page.read_text("utf-8"), (("registers", table(pd.read_csv(ROOT / ROWS))),)), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -58,7 +58,7 @@ def window_backward_tile(tokens: int, dtype: torch.dtype, device: torch.device) 
     if tokens <= MOST_IN_ONE_TILE:
         return Tile(padded_tokens(tokens), padded_tokens(tokens), 8, 1)
     if dtype == torch.float32:
-        return Tile(16, 32, 4, 1)
+        return Tile(32, 32, 8, 1)
     return Tile(64, 64, 8, 1) if architecture(device) in WARP_GROUPS else Tile(16, 64, 4, 1)
 
 
