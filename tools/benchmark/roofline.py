@@ -126,6 +126,7 @@ def _stages(case: Case, method: str, batch: int) -> Iterator[list[Call]]:
     with torch.device("meta"):
         spec = MODELS[case.model]
         name, args = (spec.ours, spec.ours_args) if method in OURS else (spec.timm, spec.timm_args)
+        args = {key: value for key, value in args.items() if key != "dynamic_img_size"}  # timm's mask would not be a buffer
         net = timm.model_entrypoint(name)(img_size=case.image, **args | case.args).to(torch.bfloat16)
         windowed = hasattr(net, "layers")
         for number, stage in enumerate(net.layers if windowed else [net]):
