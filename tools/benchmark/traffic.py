@@ -6,9 +6,9 @@ in memory, of a table in which it looks up at most as many as it returns. Views 
 scaled_dot_product_attention, too, is that of its inputs and outputs.
 
 The operators of vitrel's Triton kernels run their own Python code, with kernels recorded instead of launched: a launch reads
-and writes the tensors it is given once, in the parts that `accesses` lists. This assumes a cache: elements that several
+and writes the tensors it is given once, in the parts that ACCESSES lists. This assumes a cache: elements that several
 programs of a launch load (keys and values, for every tile of queries; the bias table) come from memory the first time only.
-Tests compare `accesses` with the addresses that the kernels load and store in Triton's interpreter.
+Tests compare ACCESSES with the addresses that the kernels load and store in Triton's interpreter.
 """
 
 import contextlib
@@ -155,31 +155,26 @@ class Access(NamedTuple):
     """What a launch of a kernel does to the tensors among its arguments; those that are not named are read.
 
     Keys are names of arguments; of an argument that is a tuple, all its tensors, or the tensor of this number ("stats.1").
-    Values are the fractions of the elements touched. A tensor in both dicts is added to.
+    Values are the fractions of the elements touched. A tensor in both dicts is added to. What a launch has written itself it
+    does not read from memory.
     """
 
     written: dict[str, float]
     read: dict[str, float] = {}  # noqa: RUF012
 
 
-@functools.cache
-def accesses() -> dict[Any, Access]:
-    """Return the `Access` of every Triton kernel."""
-    from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
-
-    third = 1 / 3  # of the gradient of qkv
-    without_out = {"inputs.3": 0.0}
-    return {
-        triton_window._forward: Access({"OUT": 1, "STATS": 1}),
-        triton_window_backward._whole: Access({"DQKV": 1, "TABLE": 1, "DANGLES": 1}),
-        triton_window_backward._queries: Access({"DQKV": third, "DANGLES": 1}),
-        triton_window_backward._keys: Access({"DQKV": 2 * third, "DANGLES": 1}),
-        triton_window_backward._table: Access({"TABLE": 1}),
-        triton_global._forward: Access({"out": 1, "lse": 1}),
-        triton_global_backward._queries: Access({"grads": 1, "stats.1": 1}),
-        triton_global_backward._keys: Access({"grads": 1}, without_out),
-        triton_global_backward._table: Access({"parts": 1}, {"parts": 1} | without_out),
-    }
+_WITHOUT_OUT = {"inputs.3": 0.0}
+ACCESSES = {  # module in vitrel.ops.backends and kernel
+    "triton_window._forward": Access({"OUT": 1, "STATS": 1}),
+    "triton_window_backward._whole": Access({"DQKV": 1, "TABLE": 1, "DANGLES": 1}),
+    "triton_window_backward._queries": Access({"DQKV": 1 / 3, "DANGLES": 1}),
+    "triton_window_backward._keys": Access({"DQKV": 2 / 3, "DANGLES": 1}),
+    "triton_window_backward._table": Access({"TABLE": 1}),
+    "triton_global._forward": Access({"out": 1, "lse": 1}),
+    "triton_global_backward._queries": Access({"grads": 1, "stats.1": 1}),
+    "triton_global_backward._keys": Access({"grads": 1}, _WITHOUT_OUT),
+    "triton_global_backward._table": Access({"parts": 1}, {"parts": 1} | _WITHOUT_OUT),
+}
 
 
 class Touched(NamedTuple):
@@ -192,14 +187,15 @@ class Touched(NamedTuple):
 
 
 def touched(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> list[Touched]:
-    """Return what a launch of a Triton kernel reads and writes, by `accesses`; KeyError for a kernel that is not there."""
-    if kernel not in accesses():
-        raise KeyError(f"tools.benchmark.traffic.accesses does not say what {kernel.fn.__module__}.{kernel.__name__} writes")
-    access, found = accesses()[kernel], []
-    for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
-        for place, tensor in _places(name, value):
-            written = access.written.get(place, access.written.get(name, 0.0))
-            read = access.read.get(place, access.read.get(name, 0.0 if written else 1.0))
+    """Return what a launch of a Triton kernel reads and writes, by ACCESSES; KeyError for a kernel that is not listed there."""
+    name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"
+    if name not in ACCESSES:
+        raise KeyError(f"tools.benchmark.traffic.ACCESSES does not say what {name} writes")
+    access, found = ACCESSES[name], []
+    for argument, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
+        for place, tensor in _places(argument, value):
+            written = access.written.get(place, access.written.get(argument, 0.0))
+            read = access.read.get(place, access.read.get(argument, 0.0 if written else 1.0))
             found.append(Touched(place, tensor, read, written))
     return found
 
@@ -218,7 +214,8 @@ def _places(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def _recorded(launches: list[Launch]) -> Iterator[None]:
-    """Context in which Triton kernels are not launched but recorded."""
+    """Context in which Triton kernels are not launched but recorded, with tiles as on a GPU of sm_90."""
+    from triton.runtime import driver
     from triton.runtime.jit import KernelInterface
 
     def record(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -230,8 +227,17 @@ def _recorded(launches: list[Launch]) -> Iterator[None]:
     def item(kernel: Any, grid: tuple) -> Callable[..., None]:
         return lambda *args, **kwargs: record(kernel, args, kwargs)
 
-    with mock.patch.object(KernelInterface, "__getitem__", item):
+    with mock.patch.object(KernelInterface, "__getitem__", item), mock.patch.object(driver, "_active", _Hopper()):
         yield
+
+
+class _Hopper:
+    """Triton's driver of a GPU that is not there; it has its target only."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
 
 
 @functools.cache
