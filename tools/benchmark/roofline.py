@@ -36,14 +36,14 @@ METHODS = ("timm without SDPA", "timm with SDPA", *OURS)
 MODES = ("forward", "training")
 VERSIONS = ("torch", "timm", "triton")
 RESULTS, PAGE = ROOT / "results" / "roofline", ROOT / "docs" / "performance.md"
-LEGEND = """Computed, not measured: batch {batch}, bfloat16, PyTorch's operators as in eager mode; timm {timm}, torch {torch}. \
-GB (10^9 bytes) read and written by attention between the linear layers: windows, heads, bias, softmax, products. Every \
-operator and every launch of a Triton kernel reads each element of its inputs and writes each element of its outputs once, \
-scaled_dot_product_attention too (its memory-efficient kernel, with the copy that aligns the bias). What a launch loads \
+LEGEND = """Computed, not measured: batch {batch}, bfloat16, PyTorch's operators as in eager mode; timm {timm}, torch \
+{torch}. GB (10^9 bytes) read and written by attention between the linear layers: windows, heads, bias, softmax, products. \
+Every operator and every launch of a Triton kernel reads each element of its inputs and writes each element of its outputs \
+once, scaled_dot_product_attention too (its memory-efficient kernel, with the copy that aligns the bias). What a launch loads \
 repeatedly, keys and values by the tiles of queries and the bias table, is assumed to stay in the L2 cache; what one operator \
 leaves there for the next is not counted. timm's Swin is without SDPA unless TIMM_FUSED_ATTN=2, its ViT with it. fused: the \
-Triton kernels. Milliseconds: these bytes at {bandwidths}, and after the semicolon the attention's matrix products alone at \
-{peaks} TFLOP/s; the larger of the two is the least time."""
+Triton kernels, with the tiles of an H200. Milliseconds: these bytes at {bandwidths}, and after the semicolon the attention's \
+matrix products alone at {peaks} TFLOP/s; the larger of the two is the least time."""
 
 
 class Gpu(NamedTuple):

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter, jit
 
-from vitrel.ops.backends import triton_backend, triton_window
+from vitrel.ops.backends import triton_backend, triton_window, triton_window_backward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interprets = pytest.mark.skipif(not INTERPRETED, reason="test_in_the_interpreter runs it in a process of its own")
@@ -146,6 +146,8 @@ def launched(monkeypatch):
         return launch
 
     monkeypatch.setattr(jit.KernelInterface, "__getitem__", item)
+    monkeypatch.setattr(triton_window, "PROGRAMS", 1)  # a program serves several windows
+    monkeypatch.setattr(triton_window_backward, "_PROGRAMS", 1)
     return names
 
 
