@@ -30,7 +30,12 @@ from vitrel import constants
 _VIEWS = ("detach", "alias", "_unsafe_view")  # besides those that are declared as views
 _OVERWRITES = ("copy_", "fill_", "zero_")  # operators in place that do not read what they overwrite
 _LOOKUPS = ("index", "index_select", "gather", "embedding")
-_SCATTERS = ("index_add_", "scatter_add_", "index_put_", "_index_put_impl_")  # they touch as many elements as they add
+_SCATTERS = {  # operators that touch as many elements as this argument has
+    "index_add_": "source",
+    "scatter_add_": "src",
+    "index_put_": "values",
+    "_index_put_impl_": "values",
+}
 _ALIGNED = 8  # elements to which the memory-efficient kernel needs the strides of a bias aligned
 
 
@@ -71,7 +76,8 @@ class Traffic(TorchDispatchMode):
                 return kernels(*args, **kwargs)
         out = operator(*args, **kwargs)
         name = operator.name().partition("::")[2].partition(".")[0]
-        if not (operator.is_view or name in _VIEWS or "empty" in name or _computes_constant()):
+        allocates = "empty" in name  # and neither reads nor writes
+        if not (operator.is_view or name in _VIEWS or allocates or _computes_constant()):
             self.launches.append(Launch(name, *_moved(operator, name, args, kwargs, out)))
         return out
 
@@ -121,8 +127,8 @@ def _moved(operator: torch._ops.OpOverload, name: str, args: tuple, kwargs: dict
         read[id(first)] = min(read[id(first)], out.numel() * out.element_size())
     for x in changed:
         if name in _SCATTERS:
-            added = max(_in_memory(value) for value in inputs.values() if value is not x)
-            read[id(x)] = written[id(x)] = min(written[id(x)], added)
+            added = given[_SCATTERS[name]]
+            read[id(x)] = written[id(x)] = min(written[id(x)], added.numel() * added.element_size())
         elif name in _OVERWRITES:
             read.pop(id(x), None)
     return sum(read.values()), sum(written.values())
