@@ -1,7 +1,5 @@
 """Operators that a model launches, and none that reads a value back from the device."""
 
-from collections import Counter
-
 import pytest
 import timm
 import torch
@@ -12,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 import vitrel
 from helpers.gpu import Unread, autocast
 from helpers.variants import MODELS
+from tools.benchmark.traffic import Traffic
 from vitrel import constants
 from vitrel.ops import BACKENDS, use_backend
 from vitrel.ops.backends import flex, triton_backend
@@ -20,19 +19,6 @@ from vitrel.ops.backends import flex, triton_backend
 def few_blocks(name):
     """Keywords for one block, a Swin for a stage with and without a shift and one after it."""
     return {"depth": 1} if "_vit_" in name else {"depths": (2, 1), "num_heads": (1, 2)}
-
-
-class Launched(TorchDispatchMode):
-    """Counts operators, views apart; on a GPU each is a kernel or more."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if not operator.is_view and operator.name() not in ("aten::detach", "aten::_unsafe_view", "aten::alias"):
-            self.counts[operator.name()] += 1
-        return operator(*args, **(kwargs or {}))
 
 
 def launches(model, size, train):
@@ -49,9 +35,9 @@ def launches(model, size, train):
 
     model.train(train)
     run()
-    with Launched() as mode:
+    with Traffic() as counted:
         run()
-    return mode.counts.total()
+    return len(counted.launches)
 
 
 NARROW = {"swin": {"embed_dim": 24}, "vit": {"embed_dim": 48}}  # the width changes no number of operators
