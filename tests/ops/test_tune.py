@@ -299,15 +299,15 @@ def test_windows_are_followed_too(use):
     assert "reference (fastest by the profile)" in text and "window_kinds: 3.00 times as slow" in text
 
 
-def test_the_gate_is_asked_once_for_equal_problems(backend):
-    asked = []
+def test_equal_problems_are_checked_once(backend):
+    served = []
 
     def counts(*args):
-        asked.append(1)
+        served.append(1)
         return reference.attention(*args)
 
     backend(attention=counts)
     gate = Gate()
     for side in (6, 10):
         assert gate.check(table_call(side), "added") == ""
-    assert len(asked) == 1
+    assert len(served) == 1

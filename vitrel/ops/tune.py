@@ -596,7 +596,7 @@ def _drawn(call: Call, normal: Callable[..., Tensor]) -> Terms:
         heads = 1 if x.dim() == 3 and x.shape[0] == 1 else call.heads
         return (normal(heads, *size) * std).to(x.dtype).requires_grad_(call.grad and x.requires_grad)
 
-    def turned(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...] | None:
+    def rotations(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...] | None:
         if pair is None:
             return None
         heads = 1 if pair[0].shape[0] == 1 else call.heads
@@ -617,7 +617,7 @@ def _drawn(call: Call, normal: Callable[..., Tensor]) -> Terms:
         )  # fmt: skip
     temperature = None if terms.temperature is None else terms.temperature.detach().to(call.device)
     return terms._replace(
-        tokens=None, rotary=turned(terms.rotary), key_rotary=turned(terms.key_rotary), temperature=temperature,
+        tokens=None, rotary=rotations(terms.rotary), key_rotary=rotations(terms.key_rotary), temperature=temperature,
         query_bias=like(terms.query_bias, call.width), tables=tuple(tables),
     )  # fmt: skip
 
