@@ -66,8 +66,10 @@ def _check_gpu(args: argparse.Namespace) -> None:
                 "PyTorch sees no GPU here (vitrel doctor says which build it is); --quick runs a small form on the CPU"
             )
         torch.empty(0, device=device)  # an unknown device fails here, not in the third step
-    archive = check_gpu(args.out or Path("runs/gpu"), device, args.quick, examine())
+    archive, unfinished = check_gpu(args.out or Path("runs/gpu"), device, args.quick, examine())
     print(f"please attach {shown(archive)} to an issue; it has logs, tables and samples, and no weights")
+    if unfinished:
+        raise ValueError(f"{'; '.join(unfinished)} (the same command runs this again, all else is done)")
 
 
 def examine() -> dict[str, Any]:

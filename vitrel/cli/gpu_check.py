@@ -26,11 +26,12 @@ class Step(NamedTuple):
     commands: tuple[tuple[str, ...], ...]
 
 
-def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any]) -> Path:
-    """Run all steps that `folder` does not have yet, write a summary, and return the path of an archive of the results.
+def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Run all steps that `folder` does not have yet; return the path of an archive of the results, and what is unfinished.
 
     device: "cuda", "cuda:1", ...; "cpu" with `quick`, which runs a small form of every step. information: as of
-    `vitrel.cli.doctor.examine`. A step that fails or takes too long is reported in the summary; the next call runs it again.
+    `vitrel.cli.doctor.examine`. A step that fails or takes too long is reported in the summary, and is a line of the returned
+    list; the next call runs it again.
     """
     folder = folder.resolve()  # the benchmark runs in another directory
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,14 +56,21 @@ def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any
             path.write_text(json.dumps(states, indent=1), encoding="utf-8")
     with atomic_write(folder / "summary.md") as path:
         path.write_text(summary(folder, steps, states, information), encoding="utf-8")
-    return _pack(folder)
+    unfinished = [f"{step.name} {states[step.name]['state']}" for step in steps if states[step.name]["state"] != "done"]
+    return _pack(folder), unfinished
 
 
 def steps_of(folder: Path, device: str, quick: bool) -> list[Step]:
     """Return the steps; those of the benchmark only in a checkout of the repository, which has its suites."""
     command = (sys.executable, "-m", "vitrel")
     small = ("vitrel_vit_n8_table", "vitrel_swin_n", "--size", "64") if quick else ()
-    steps = [Step("tune", 420, ((*command, "tune", *small, "--device", device, "--out", str(folder / "profile.json")),))]
+    steps = [
+        Step(
+            "tune",
+            420,
+            ((*command, "tune", *small, "--device", device, "--seconds", "360", "--out", str(folder / "profile.json")),),
+        )
+    ]
     if (CHECKOUT / "tools" / "benchmark").is_dir():
         suites = ("cpu",) if device == "cpu" else ("kernels", "gpu")
         benchmark = (sys.executable, "-m", "tools.benchmark", "--out", str(folder / "benchmark"))
@@ -89,7 +97,14 @@ def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str,
     if quick:
         config["models"] = config["models"][:1] + config["models"][2:3]
         config["train"]["data"] |= {"n_train": 480, "n_val": 48}
-        config["evaluate"] |= {"sizes": [48, 64], "protocols": ["scale"], "n": 48, "batch_size": 48, "attention_n": 2}
+        config["evaluate"] |= {
+            "sizes": [48, 64],
+            "protocols": ["scale"],
+            "policies": ["bicubic"],
+            "n": 48,
+            "batch_size": 48,
+            "attention_n": 2,
+        }
     return config
 
 
