@@ -201,7 +201,7 @@ def path_in(place: str | Path, device: torch.device) -> Path:
     """Return the path of a device's profile, given a file, a folder of profiles, or "" for the folder in the user's cache."""
     if place and not Path(place).is_dir():
         return Path(place)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # Path.home() may raise
     return (Path(place) if place else cache / "vitrel" / "profiles") / file_name(identity(device))
 
 
