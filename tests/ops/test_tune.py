@@ -193,7 +193,7 @@ def test_a_slow_backend_is_listed_with_its_time(backend, tmp_path):
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     plans, done = [Plan(table_call(side)) for side in (3, 4, 5)], []
 
-    def stops(plan, gate):
+    def stops(plan, gate, **how):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(plan.call.grid.h)
@@ -216,6 +216,20 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         tune(device="cpu", out=path)
 
 
+def test_what_ended_the_process_is_not_run_again(tmp_path, backend):
+    tried = []
+    backend(attention=lambda *args: tried.append(json.loads(path.read_text())["trying"]) or reference.attention(*args))
+    path, plan = tmp_path / "p.json", Plan(table_call(5))
+    measure_all(Profile(path, profile.identity(CPU)), [plan])
+    assert tried[0] == json.loads(json.dumps({"call": plan.traits._asdict(), "backend": "added"}))  # was written before it ran
+    assert json.loads(path.read_text())["trying"] == {}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trying": tried[0], "cases": []}))
+    tried.clear()
+    resumed = profile.read(path, CPU)
+    measure_all(resumed, [plan])
+    assert not tried and "the process ended" in resumed.cases[0]["failed"]["added"] and resumed.cases[0]["ms"]["sdpa"] > 0
+
+
 def test_cases_of_a_model_are_its_own_calls():
     model = create_model("vitrel_swin_n", num_classes=2)
     plans = plans_of(model, [64, (48, 60)], 2, CPU)
@@ -236,6 +250,7 @@ def test_the_usual_calls_are_all_different():
 
 
 def test_the_command_tunes_a_model_and_checks(tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(BACKENDS, "flex")  # slow to import
     path, plans = tmp_path / "p.json", [Plan(table_call(5))]
     command("tune").main(
         ["vitrel_vit_n8_table", "--size", "32", "--out", path, "--device", "cpu", "--model-args", "{depth: 1}"]
@@ -299,15 +314,15 @@ def test_windows_are_followed_too(use):
     assert "reference (fastest by the profile)" in text and "window_kinds: 3.00 times as slow" in text
 
 
-def test_the_gate_is_asked_once_for_equal_problems(backend):
-    asked = []
+def test_equal_problems_are_checked_once(backend):
+    served = []
 
     def counts(*args):
-        asked.append(1)
+        served.append(1)
         return reference.attention(*args)
 
     backend(attention=counts)
     gate = Gate()
     for side in (6, 10):
         assert gate.check(table_call(side), "added") == ""
-    assert len(asked) == 1
+    assert len(served) == 1

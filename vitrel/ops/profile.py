@@ -72,10 +72,13 @@ class Traits(NamedTuple):
 
 
 class Profile:
-    """Measured cases of one device. identity: as of `identity` when they were measured. path: of its file."""
+    """Measured cases of one device. identity: as of `identity` when they were measured. path: of its file.
 
-    def __init__(self, path: Path, identity: dict[str, str], cases: list[Case] | None = None):
-        self.path, self.identity, self.cases = path, identity, cases or []
+    trying: {"call", "backend"} that `tune` runs for the first time, {} otherwise; in a file it says where the process died.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, str], cases: list[Case] | None = None, trying: Case | None = None):
+        self.path, self.identity, self.cases, self.trying = path, identity, cases or [], trying or {}
         self._kinds: dict[tuple, list[tuple[tuple[float, ...], dict[str, float]]]] = {}
         self._wrong: dict[tuple[str, str], set[str]] = {}
         for case in self.cases:
@@ -90,7 +93,7 @@ class Profile:
     def write(self) -> None:
         """Write the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "identity": self.identity, "cases": self.cases}
+        content = {"format": FORMAT, "identity": self.identity, "cases": self.cases, "trying": self.trying}
         with atomic_write(self.path) as part:
             part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
@@ -201,7 +204,7 @@ def path_in(place: str | Path, device: torch.device) -> Path:
     """Return the path of a device's profile, given a file, a folder of profiles, or "" for the folder in the user's cache."""
     if place and not Path(place).is_dir():
         return Path(place)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # Path.home() may raise
     return (Path(place) if place else cache / "vitrel" / "profiles") / file_name(identity(device))
 
 
@@ -218,7 +221,7 @@ def read(path: Path, device: torch.device) -> Profile:
         number, known, cases = content["format"], content["identity"], content["cases"]
         if number != FORMAT:
             raise ValueError(f"its format is {number}, not {FORMAT}")
-        profile = Profile(path, known, cases)
+        profile = Profile(path, known, cases, content["trying"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it cannot be read as a profile ({type(error).__name__}: {error})") from error
     here = identity(device)

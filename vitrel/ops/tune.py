@@ -54,7 +54,7 @@ SLOW = 1.5  # times the fastest: not timed on
 _QUERIES = 64  # checked at the measured sizes
 _ROUND = 0.01  # seconds of a turn, if a call takes less
 _MOST = 50  # calls in a turn
-_LONG = 0.05  # seconds of a call whose first time is taken at its word
+_LONG = 0.5  # seconds of a call whose first time is taken at its word
 _ROUNDS = 3, 15  # fewest and most
 _CLOSE = 1.08  # times the fastest: measured longer
 
@@ -112,13 +112,32 @@ def measure_all(profile: Profile, plans: Sequence[Plan], seconds: float = math.i
     """Measure the plans that the profile does not have, with progress on stderr; each is written at once."""
     missing = {plan.traits: plan for plan in plans if not profile.has(plan.traits)}
     until, gate = time.monotonic() + seconds, Gate()
+    died = {traits_of(profile.trying): profile.trying["backend"]} if profile.trying else {}
     with progress(len(missing), "cases") as advance:
         for known, plan in missing.items():
             if time.monotonic() > until:
                 break
             advance(0.0, describe(known))
-            profile.add(measure(plan, gate))
+            with _noting(profile, known) as note:
+                case = measure(plan, gate, note=note, died=died.get(known, ""))
+            profile.add(case)
             advance(1.0, describe(known))
+
+
+@contextlib.contextmanager
+def _noting(profile: Profile, known: Traits) -> Iterator[Callable[[str], None]]:
+    """Context with note(backend), which writes into the profile's file what runs now; only the end of the process leaves it."""
+
+    def note(backend: str) -> None:
+        profile.trying = {"call": known._asdict(), "backend": backend}
+        profile.write()
+
+    try:
+        yield note
+    finally:
+        if profile.trying:
+            profile.trying = {}
+            profile.write()
 
 
 def standard_plans(device: torch.device) -> list[Plan]:
@@ -157,10 +176,17 @@ def plans_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: i
     return _served(plans)
 
 
-def measure(plan: Plan, gate: "Gate | None" = None, seconds: float | None = None) -> Case:
+def measure(
+    plan: Plan,
+    gate: "Gate | None" = None,
+    seconds: float | None = None,
+    note: Callable[[str], None] = lambda backend: None,
+    died: str = "",
+) -> Case:
     """Check all backends of a plan, time those that are right, and return the case. seconds: about so long, default by device.
 
-    Errors of a backend, also for lack of memory, become text in the case.
+    Errors of a backend, also for lack of memory, become text in the case. note: called with each backend before it runs. died:
+    a backend with which a process ended, which is not run again.
     """
     call, gate = plan.call, gate or Gate()
     case: Case = {"call": plan.traits._asdict(), "ms": {}, "rounds": 0, "errors": {}, "wrong": {}, "failed": {}, "refused": {}}
@@ -178,6 +204,10 @@ def measure(plan: Plan, gate: "Gate | None" = None, seconds: float | None = None
     first: dict[str, float] = {}
     yardstick: dict[str, float] | None = None
     for name in sorted((name for name in reasons if not reasons[name]), key=_yardstick_first):
+        if name == died:
+            case["failed"][name] = "the process ended while it ran, maybe for lack of memory"
+            continue
+        note(name)
         try:
             run = _compiled(problem, name) if plan.compiled else problem.runner(name)
             wrong = "" if plan.compiled else gate.check(call, name)
@@ -596,7 +626,7 @@ def _drawn(call: Call, normal: Callable[..., Tensor]) -> Terms:
         heads = 1 if x.dim() == 3 and x.shape[0] == 1 else call.heads
         return (normal(heads, *size) * std).to(x.dtype).requires_grad_(call.grad and x.requires_grad)
 
-    def turned(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...] | None:
+    def rotations(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...] | None:
         if pair is None:
             return None
         heads = 1 if pair[0].shape[0] == 1 else call.heads
@@ -617,7 +647,7 @@ def _drawn(call: Call, normal: Callable[..., Tensor]) -> Terms:
         )  # fmt: skip
     temperature = None if terms.temperature is None else terms.temperature.detach().to(call.device)
     return terms._replace(
-        tokens=None, rotary=turned(terms.rotary), key_rotary=turned(terms.key_rotary), temperature=temperature,
+        tokens=None, rotary=rotations(terms.rotary), key_rotary=rotations(terms.key_rotary), temperature=temperature,
         query_bias=like(terms.query_bias, call.width), tables=tuple(tables),
     )  # fmt: skip
 
