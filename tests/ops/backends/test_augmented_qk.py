@@ -180,7 +180,7 @@ def test_no_mask_and_nothing_of_all_pairs(prefix, monkeypatch):
     with Sizes():
         augmented_qk.attention(q, k, v, terms, grid).square().sum().backward()
     shape = (1, 1, n, width)
-    assert seen == [(shape, shape, shape, {"dropout_p": 0.0, "scale": 8**-0.5})]
+    assert seen == [(shape, shape, shape, {"attn_mask": None, "dropout_p": 0.0, "scale": 8**-0.5})]
     assert encoding.key_h.grad is not None and max(largest) <= n * width < n * n
 
 
