@@ -277,7 +277,7 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
     assert "only in global attention" in refusal(
         "triton", Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),)), grid, **windows
     )
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(triton_backend, "_INSTALLED", False)
     assert refusal("triton", Terms(), grid, **on_cpu) == "Triton is not installed"
     assert not triton_backend.pays(None)
 

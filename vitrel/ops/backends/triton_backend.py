@@ -18,9 +18,11 @@ from vitrel.ops.reference import Call, lattice_bias, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Terms
 
+_INSTALLED = importlib.util.find_spec("triton") is not None  # torch 2.11 cannot compile a call of find_spec
+
 
 def refuses(call: Call) -> str:
-    if importlib.util.find_spec("triton") is None:
+    if not _INSTALLED:
         return "Triton is not installed"
     if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
