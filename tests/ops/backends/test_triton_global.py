@@ -1,14 +1,10 @@
-"""The Triton kernels of global attention against the reference in float64, and what they compile to.
+"""The Triton kernels of global attention against the reference in float64.
 
 Run natively where there is a GPU, otherwise in Triton's interpreter, which must be chosen before triton is imported, so in a
 process of its own: `test_in_the_interpreter` runs this file there. The interpreter cannot do bfloat16.
 """
 
 import os
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +23,6 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_kernels = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="no GPU: run by test_in_the_interpreter, in the interpreter"
 )
-compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 LIMITS = {torch.float32: (2e-6, 4e-6), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 3e-2)}  # outputs, gradients
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 
@@ -245,93 +240,3 @@ def test_shapes_beyond_which_memory_would_be_read(change, text):
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)
-
-
-def ahead_of_time(kernel, arguments, constants):
-    """Registers and bytes of stack of a thread on sm_90; arguments: their types, in tuples as the kernel takes them."""
-    from triton.backends.compiler import GPUTarget
-
-    constants = dict(constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    values, attributes = {}, {}
-
-    def typed(value, path):
-        if isinstance(value, tuple):
-            parts = [typed(part, (*path, n)) for n, part in enumerate(value)]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if value is None:
-            values[path] = None
-            return "constexpr"
-        if value.endswith(":16"):
-            attributes[path] = [["tt.divisibility", 16]]
-        return value.removesuffix(":16")
-
-    signature = {}
-    for n, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(n,)] = "constexpr", constants[name]
-        else:
-            signature[name] = typed(arguments[name], (n,))
-    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.is_file():
-        pytest.skip("this triton ships no cuobjdump")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(binary)
-        usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
-    return tuple(int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-
-
-def kernel_case(name, dtype, grid, width, axes):
-    """A kernel, the types of its arguments and its constants, as the two functions would call it."""
-    element = {torch.bfloat16: "*bf16:16", torch.float16: "*fp16:16"}[dtype]
-    x, number = (element, "i32:16", "i32:16", "i32:16"), "*fp32:16"
-    tile = triton_global._query_tile(dtype, width, axes)
-    if name == "_keys":
-        tile = triton_global_backward._keys_tile(dtype, width, axes)
-    lanes = tile[1]
-    constants = triton_global._constants(grid, width, tile)
-    arguments = dict(
-        tables=(number, element if axes else None, element if axes else None),
-        sizes=triton_global._Sizes(*["i32"] * 8),
-        scale="fp32",
-        inputs=(x,) * (3 if name == "_forward" else 5),
-        stats=(number, number),
-        out=x,
-        lse=number,
-        parts=number,
-        batch="i32",
-    )
-    if name == "_queries":
-        gradient = (number, "i32:16") if axes else None
-        arguments["grads"] = (x, gradient, number if axes else None, number if grid.prefix else None)
-    elif name == "_keys":
-        arguments["grads"] = (x, x)
-    elif name == "_table":
-        lanes, warps, stages = 64, 8, 2
-        constants = dict(PREFIX=grid.prefix > 0, D=width, BLOCK=lanes, num_warps=warps, num_stages=stages)
-    if name != "_keys":
-        constants["PACKED"] = triton_global._row_lanes(grid.w, lanes)
-    module = triton_global if name == "_forward" else triton_global_backward
-    return getattr(module, name), arguments, constants
-
-
-@compiled
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("grid", "axes"),
-    [(Grid(14, 14, 1), False), (Grid(16, 16), False), (Grid(64, 64), False), (Grid(14, 14), True), (Grid(64, 64), True)],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["_forward", "_queries", "_keys", "_table"])
-def test_nothing_spills_on_sm_90(name, grid, axes):
-    registers, stack = ahead_of_time(*kernel_case(name, torch.bfloat16, grid, 64, axes))
-    assert registers <= 255 and stack == 0
-
-
-@compiled
-def test_the_forward_kernel_does_not_spill_on_sm_90():
-    registers, stack = ahead_of_time(*kernel_case("_forward", torch.float16, Grid(32, 32), 64, False))
-    assert registers <= 255 and stack == 0

@@ -5,9 +5,6 @@ The interpreter must be chosen before triton is imported, so one test runs this 
 
 import itertools
 import os
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ triton = pytest.importorskip("triton")
 
 from triton import language as tl  # noqa: E402
 
+from tools.benchmark.kernels import compiling  # noqa: E402
 from vitrel.ops.backends import triton_window, triton_window_backward  # noqa: E402
 from vitrel.ops.backends.triton_window import WindowSizes, _corner, _place  # noqa: E402
 
@@ -104,10 +102,12 @@ def test_every_combination_of_terms(bias, rotary):
 @runs
 @pytest.mark.parametrize(
     ("grid", "window", "shift"),
-    [((9, 10), (8, 9), (4, 5)), ((5, 13), (12, 12), (6, 6)), ((17, 3), (16, 16), (8, 8))],
+    [((9, 10), (8, 9), (4, 5)), ((5, 13), (12, 12), (6, 6)), ((17, 3), (16, 16), (8, 8)), ((8, 20), (7, 13), (3, 6))],
 )
-def test_windows_of_more_than_one_tile(grid, window, shift):
-    """With a shift along both axes, along one, and images that leave most of a window empty."""
+def test_windows_of_more_than_one_tile(monkeypatch, grid, window, shift):
+    """With a shift along both axes, along one, and images that leave most of a window empty; odd sizes; both tiles."""
+    if window[0] % 2 == 0 and window[0] < 16:
+        monkeypatch.setattr(triton_window_backward, "WARP_GROUPS", ())
     check(grid, window, shift, width=16 if window[0] > 8 else 32, heads=1, rotary=1)
 
 
@@ -229,80 +229,42 @@ def test_in_the_interpreter():
     run_in_the_interpreter(__file__)
 
 
-class Hopper:
-    """A driver for launches that compile and do not run; no device of this number exists, so that nothing else finds them."""
-
-    def get_current_device(self):
-        return 1000
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    """Kernels launched are compiled for sm_90 instead: list of (name, registers, bytes of stack, products on wgmma)."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("this triton brings no cuobjdump, which counts registers")
-    found, launch = [], triton.runtime.jit.JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        (tmp_path / "kernel").write_bytes(kernel.asm["cubin"])
-        usage = subprocess.run([tool, "--dump-resource-usage", tmp_path / "kernel"], capture_output=True, text=True).stdout
-        counts = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
-        found.append((self.__name__, *counts, kernel.asm["ptx"].count("wgmma.mma_async")))
-
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
-    return found
-
-
-def compile_all(window, width, rotary):
-    n, classes = window[0] * window[1], (2 * window[0] - 1) * (2 * window[1] - 1)
-    qkv = torch.zeros(2, 32, 32, 3 * 2 * width, dtype=torch.bfloat16)
-    angle = torch.zeros(1, n, width // 2) if rotary else None
-    inputs = (qkv, torch.zeros(2, classes), angle, angle, window, (1, 1), 2, 1.0)
-    triton_window_backward.window_backward(triton_window.window_forward(*inputs), *inputs)
-
-
-# Registers of the forward kernel (4 warps) and of the hungriest backward kernel (8 warps) may not grow beyond these: the larger
-# of what the Tritons of torch 2.15 and of torch 2.14.1 (3.8.0) take. Three forward kernels differ: 96, 128 and 240 in 2.15.
-REGISTERS = {
-    ((7, 7), 32, False): (168, 240),
-    ((8, 8), 32, False): (128, 216),
-    ((12, 12), 32, False): (114, 168),
-    ((16, 16), 32, False): (128, 176),
-    ((16, 16), 64, False): (176, 208),
-    ((7, 7), 32, True): (200, 255),
-    ((12, 12), 32, True): (148, 208),
-    ((16, 16), 64, True): (246, 248),
-}
-
-
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REGISTERS, ids=lambda c: f"{c[0][0]}x{c[0][1]}-{c[1]}{'-rotary' if c[2] else ''}")
-def test_compiles_for_hopper_without_spills(case, compiled):
-    compile_all(*case)
-    forward, backward = REGISTERS[case]
-    for name, registers, stack, products in compiled:
-        assert stack == 0, f"{name} spills {stack} bytes"
-        assert registers <= (forward if name == "_forward" else backward), f"{name} takes {registers} registers"
-        assert products > 0, f"{name} does not use wgmma"
+def test_five_products_per_pair_of_tiles():
+    """q k^T, grad v^T and those of dv, dk and dq, in the one loop over pairs; 64 rows of queries on four warps together."""
+    qkv, bias, out, lse = torch.zeros(1, 9, 9, 96), torch.zeros(1, 289), torch.zeros(1, 9, 9, 32), torch.zeros(1, 9, 9, 1)
+    with compiling(90) as found:
+        triton_window_backward.window_backward(
+            out.half(), qkv.half(), bias, None, None, out.half(), lse, (9, 9), (0, 0), 1, 1.0
+        )
+    (kernel,) = found
+    assert kernel.assembly["ttir"].count("tt.dot ") == 5
+    assert "wgmma.mma_async" in kernel.assembly["ptx"]
+
+
+@runs
+def test_statistics_are_computed_only_for_a_backward_pass():
+    (qkv, *tables), grad_out = make((9, 9), (9, 8), heads=1)
+    how = (9, 8), (0, 0), 1, 1.0
+    out, lse = triton_window.window_forward(qkv, *tables, *how)
+    assert lse.numel() == 0
+    with pytest.raises(ValueError, match="grad=True"):
+        triton_window_backward.window_backward(grad_out, qkv, *tables, out, lse, *how)
+    assert triton_window.window_forward(qkv, *tables, *how, grad=True)[1].shape == (1, 9, 9, 1)
+    (qkv, *tables), _ = make((4, 4), (4, 4), heads=1)
+    assert triton_window.window_forward(qkv, *tables, (4, 4), (0, 0), 1, 1.0, grad=True)[1].numel() == 0
 
 
 @compiles
-def test_the_grid_compiles_nothing_anew(compiled):
+def test_the_grid_compiles_nothing_anew():
     kernels = triton_window._forward, triton_window_backward._whole
     counts = []
-    for h, w in [(16, 16), (15, 17), (1, 30)]:
-        qkv = torch.zeros(1, h, w, 48)
-        inputs = (qkv, torch.zeros(1, 9), None, None, (2, 2), (1, 1), 1, 1.0)
-        triton_window_backward.window_backward(triton_window.window_forward(*inputs), *inputs)
-        counts.append([len(kernel.device_caches[1000][0]) for kernel in kernels])
+    for images, h, w in [(1, 16, 16), (3, 15, 17), (1, 1, 30)]:
+        how = (2, 2), (1, 1), 1, 1.0
+        inputs = torch.zeros(images, h, w, 48), torch.zeros(1, 9), None, None
+        with compiling(90):
+            out, lse = triton_window.window_forward(*inputs, *how)
+            triton_window_backward.window_backward(out, *inputs, out, lse, *how)
+        counts.append([len(kernel.device_caches[1090][0]) for kernel in kernels])
     assert counts[0] == counts[1], counts

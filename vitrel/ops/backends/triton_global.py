@@ -85,7 +85,7 @@ def biased_forward(
             _sizes_for(grid, heads, queries, block_n, aligned),
             float(scale),
             PACKED=_row_lanes(grid.w, block_n),
-            **_constants(grid, width, tile),
+            **_constants(grid, q, tile),
         )
     return out, lse
 
@@ -138,10 +138,13 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
     return _Sizes(heads, *grid, queries, rows, triton.cdiv(grid.h, rows), triton.cdiv(grid.w, lanes))
 
 
-def _constants(grid: Grid, width: int, tile: tuple[int, int, int, int]) -> dict[str, int]:
-    """Compile-time arguments of the kernels, except PACKED."""
+def _constants(grid: Grid, x: Tensor, tile: tuple[int, int, int, int]) -> dict[str, int]:
+    """Compile-time arguments of the kernels for queries like x, except PACKED."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    return {"PREFIX": grid.prefix > 0, "D": width, **dict(zip(names, tile, strict=True))}
+    constants = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], **dict(zip(names, tile, strict=True))}
+    if x.dtype == torch.float32 and not torch.version.hip:
+        constants["maxnreg"] = 255  # otherwise the assembler spills a few registers for a higher occupancy
+    return constants
 
 
 def _row_lanes(columns: int, lanes: int) -> int:

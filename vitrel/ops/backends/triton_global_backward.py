@@ -48,6 +48,7 @@ from vitrel.ops.backends.triton_global import (
     _strided,
     _token_logits,
 )
+from vitrel.ops.backends.triton_window import WARP_GROUPS, architecture
 
 
 def biased_backward(
@@ -79,11 +80,22 @@ def biased_backward(
     return dq, dk, dv, dbias, drow, dcolumn
 
 
-def _keys_tile(dtype: torch.dtype, width: int, aligned: bool) -> tuple[int, int, int, int]:
+def _keys_tile(dtype: torch.dtype, width: int, aligned: bool, device: torch.device) -> tuple[int, int, int, int]:
     """Return (queries of a tile, keys of a tile, warps, stages) of the kernel whose programs own keys."""
     if dtype == torch.float32:
         return 32, 32, 8, 1
+    if architecture(device) not in WARP_GROUPS:
+        return 32, 64, 4 if width <= 64 else 8, 1
+    if architecture(device) > 90 and not aligned and width <= 64:
+        return 64, 64, 8, 1
     return (32, 64, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)
+
+
+def _table_tile(dtype: torch.dtype, width: int, device: torch.device) -> tuple[int, int, int]:
+    """Return (queries and keys of a tile, warps, stages) of the kernel whose programs own offsets."""
+    if dtype == torch.float32:
+        return 32, 8, 2
+    return (64, 8, 2) if architecture(device) in WARP_GROUPS else (64, 4 if width <= 64 else 8, 1)
 
 
 def _query_gradients(
@@ -108,7 +120,7 @@ def _query_gradients(
         shape,
         float(scale),
         PACKED=_row_lanes(grid.w, block_n),
-        **_constants(grid, width, tile),
+        **_constants(grid, q, tile),
     )
     if drow is not None:
         drow = drow[0] if shape.chunks == 1 else drow.sum(0)
@@ -119,19 +131,19 @@ def _key_gradients(inputs: tuple, stats: tuple, tables: tuple, grid: Grid, scale
     q, k = inputs[0][0], inputs[1][0]
     batch, heads, queries, width = q.shape
     aligned = tables[1] is not None or tables[2] is not None
-    tile = _keys_tile(q.dtype, width, aligned)
+    tile = _keys_tile(q.dtype, width, aligned, q.device)
     shape = _sizes_for(grid, heads, queries, tile[1], aligned)
     dk, dv = _like_tokens(k), _like_tokens(k)
     tiles = shape.groups * shape.chunks + (grid.prefix > 0)
     gradients = (_strided(dk), _strided(dv))
-    _keys[(tiles * batch * heads,)](inputs, stats, tables, gradients, shape, float(scale), **_constants(grid, width, tile))
+    _keys[(tiles * batch * heads,)](inputs, stats, tables, gradients, shape, float(scale), **_constants(grid, q, tile))
     return dk, dv
 
 
 def _table_gradient(inputs: tuple, stats: tuple, tables: tuple, to_prefix: Tensor | None, grid: Grid, scale: float) -> Tensor:
     q = inputs[0][0]
     batch, heads, queries, width = q.shape
-    block, warps, stages = (32, 8, 1) if q.dtype == torch.float32 else (64, 8, 2)
+    block, warps, stages = _table_tile(q.dtype, width, q.device)
     shape = _sizes_for(grid, heads, queries, block, True)
     pairs = (2 * shape.groups - 1) * (2 * shape.chunks - 1)
     splits = min(batch, triton.cdiv(1024, pairs * heads))

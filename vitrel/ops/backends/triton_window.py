@@ -55,10 +55,11 @@ class WindowSizes(NamedTuple):
     keys: tl.constexpr
 
 
-def window_tile(tokens: int) -> Tile:
-    """Tile of the forward kernel for windows of N tokens."""
+def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, device: torch.device) -> Tile:
+    """Tile of the forward kernel for windows of N tokens; one that does not spill registers (tools/benchmark/kernels.py)."""
     side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
-    return Tile(side, side, 4, 2) if tokens <= side else Tile(side, 32, 4, 1)
+    warps = 8 if dtype == torch.float32 or (rotary and architecture(device) in WARP_GROUPS) else 4
+    return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
 
 
 def architecture(device: torch.device) -> int:
@@ -118,7 +119,7 @@ def window_forward(
     saved = grad and saves_lse(window)
     lse = torch.empty((*qkv.shape[:-1], num_heads) if saved else (0,), dtype=torch.float32, device=qkv.device)
     tokens, windows = window[0] * window[1], window_count(qkv, window)
-    tile = window_tile(tokens)
+    tile = window_tile(tokens, qkv.dtype, cos is not None, qkv.device)
     tiles = triton.cdiv(tokens, tile.rows)
     per = windows_per_program(windows, num_heads, PROGRAMS) if tiles == 1 else 1
     tables = {"BIAS": contiguous_bias(bias), "ANGLES": packed_angles(cos, sin, num_heads)}

@@ -53,13 +53,13 @@ _PROGRAMS = 2048  # maximum per launch
 _SCRATCH = 64 * 2**20  # bytes of sums of all programs together, about; it limits the programs for windows of several tiles
 
 
-def window_backward_tile(tokens: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     """Tile of the backward kernel for windows of N tokens; one that does not spill registers (tools/benchmark/kernels.py)."""
     if tokens <= MOST_IN_ONE_TILE:
         return Tile(padded_tokens(tokens), padded_tokens(tokens), 8, 1)
-    if dtype == torch.float32:
-        return Tile(32, 32, 8, 1)
-    return Tile(64, 64, 8, 1) if architecture(device) in WARP_GROUPS else Tile(16, 64, 4, 1)
+    if dtype != torch.float32 and architecture(device) in WARP_GROUPS:
+        return Tile(64, 64, 8, 1)
+    return Tile(16, 64, 4 if width <= 32 else 8, 1)
 
 
 def window_backward(
@@ -88,7 +88,7 @@ def window_backward(
     several = saves_lse(window)
     if several and lse.shape != (*qkv.shape[:3], num_heads):
         raise ValueError(f"lse of shape {list(lse.shape)}; call window_forward with grad=True for a backward pass")
-    tile, learned = window_backward_tile(tokens, qkv.dtype, qkv.device), rotary_grad and cos is not None
+    tile, learned = window_backward_tile(tokens, qkv.dtype, width, qkv.device), rotary_grad and cos is not None
     line = triton.cdiv(tokens, 4) * 4 if bias is not None and bias_grad else 0  # so that 16 bytes are read at a time
     of_angles = (2 if several else 1) * 2 * width if learned else 0
     slots, columns = triton.cdiv(tokens, tile.rows) * tile.rows, triton.next_power_of_2(width) if several else 0

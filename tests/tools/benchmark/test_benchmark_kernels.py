@@ -1,0 +1,32 @@
+"""Registers of the Triton kernels: none spills at a few usual shapes, and the page is what the results give."""
+
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tools.benchmark import kernels
+from tools.benchmark.kernels import ARCHITECTURES, PAGE, ROOT, ROWS, SHAPES, Shape, compiling, launch
+from vitrel.grid import Grid
+
+FEW = Shape((7, 7), dtype=torch.float32, rotary=True), Shape((16, 16), rotary=True), Shape(grid=Grid(14, 14, 1), width=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_spills(architecture):
+    with compiling(architecture) as found:
+        for shape in FEW:
+            launch(shape)
+    assert len(found) == 8
+    assert all(0 < kernel.registers <= 255 and kernel.stack == 0 for kernel in found), [kernel[:5] for kernel in found]
+
+
+def test_the_page_is_what_the_results_give():
+    rows = pd.read_csv(ROOT / ROWS)
+    assert set(FEW) <= set(SHAPES)
+    assert {(row.shape_, row.architecture) for row in rows.rename(columns={"shape": "shape_"}).itertuples()} == {
+        (str(shape), architecture) for shape in SHAPES for architecture in ARCHITECTURES
+    }
+    assert kernels.table(rows) in (ROOT / PAGE).read_text("utf-8")
