@@ -84,7 +84,7 @@ class Compiled(NamedTuple):
     assembly: dict[str, Any]
 
 
-class _Driver:
+class Driver:
     """A driver for launches that compile and do not run; no device of this number exists, so that nothing else finds them."""
 
     def __init__(self, capability: int) -> None:
@@ -122,7 +122,7 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
 
     with (
         mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
-        mock.patch.object(triton.runtime.driver, "_active", _Driver(capability)),
+        mock.patch.object(triton.runtime.driver, "_active", Driver(capability)),
     ):
         yield found
 
