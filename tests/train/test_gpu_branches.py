@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def said(monkeypatch):
-    """What was asked of torch.cuda, in order, by a machine with one GPU."""
+    """The calls of torch.cuda, in their order, on a machine with one GPU."""
     said = []
     answers = {"max_memory_allocated": 3 * 2**20, "get_device_name": "H100", "reset_peak_memory_stats": None}
     answers |= {"synchronize": None, "empty_cache": None}

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.evaluate.settings import local_device
     from vitrel.ops.profile import VARIABLE, path_for
-    from vitrel.ops.tune import report, tune
+    from vitrel.ops.backends.tune import report, tune
 
     device = local_device(args.device)
     if args.check:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, device: "torch.device") -> None:  # type: ignore[name-defined]  # noqa: F821
-    from vitrel.ops.tune import check
+    from vitrel.ops.backends.tune import check
 
     rows = []
     for row in check(device):
