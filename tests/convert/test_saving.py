@@ -292,6 +292,16 @@ def test_bare_weights_need_a_name(tmp_path):
         vitrel.load(path, like=TI)
 
 
+def test_bare_weights_of_a_grid_that_is_not_square(tmp_path):
+    options = dict(depth=1, img_size=(64, 96), embed_dim=96, num_heads=4, num_classes=7)
+    theirs = scattered(timm.create_model("beit_base_patch16_224", **options))
+    save_file(theirs.state_dict(), path := tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match=r"no square grid .*img_size=\(h, w\)"):
+        vitrel.load(path, like="beit_base_patch16_224")
+    again, image = vitrel.load(path, like="beit_base_patch16_224", img_size=(64, 96)), torch.randn(1, 3, 64, 96)
+    assert apart(again(image), theirs(image)) <= 2e-6
+
+
 def test_runs(tmp_path):
     """A checkpoint of vitrel train, and the folder of the run."""
     (tmp_path / "checkpoints").mkdir()

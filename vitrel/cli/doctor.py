@@ -2,18 +2,24 @@
 
     vitrel doctor
     vitrel doctor --json doctor.json
+    vitrel doctor --gpu                 # test and measure vitrel on a GPU, at most 30 minutes; writes an archive to send to us
 
 Attention backends are those for the bias table of a ViT-S/16 at 224 px, global and in windows, for inference and for training.
+
+--gpu runs `vitrel tune`, the benchmarks of attention and models (in a clone of the repository), and trains the quickstart in
+bf16 on the GPU and in float32 on the CPU. --quick runs a small form of each, also on a CPU.
 """
 
 import argparse
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from vitrel.cli.options import write_json
 from vitrel.extras import EXTRAS, absent
+from vitrel.files import shown
 
 PACKAGES = (
     "vitrel", "torch", "torchvision", "timm", "numpy", "triton", "safetensors", "huggingface_hub", "pillow", "lightning",
@@ -26,15 +32,44 @@ GRID, WINDOW, HEADS, DIM = (14, 14), 7, 6, 64  # of ViT-S/16 at 224 px, in Swin'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel doctor`."""
     parser.add_argument("--json", metavar="FILE", help='write the information as JSON; "-" prints only that')
+    parser.add_argument("--gpu", action="store_true", help="tune, benchmark and train on a GPU, and pack the results")
+    parser.add_argument("--quick", action="store_true", help="with --gpu, a small form of every step, also on a CPU")
+    parser.add_argument("--device", help="with --gpu: cuda, cuda:1, or cpu with --quick; default the first GPU")
+    parser.add_argument("--out", "-o", type=Path, help="with --gpu: folder of the results; default runs/gpu")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the information, or write it as JSON."""
+    """Print the information or write it as JSON, or run the steps of --gpu."""
+    if not args.gpu and (args.quick or args.device or args.out):
+        args.usage_error("--quick, --device and --out belong to --gpu")
+    if args.gpu:
+        _check_gpu(args)
+        return
     information = examine()
     if args.json:
         write_json(args.json, information)
     if args.json != "-":
         print(as_text(information))
+
+
+def _check_gpu(args: argparse.Namespace) -> None:
+    import torch
+
+    from vitrel.cli.gpu_check import check_gpu
+
+    device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
+    if device == "cpu" and not args.quick:
+        args.usage_error("--device cpu needs --quick: the full form measures a GPU")
+    if device != "cpu":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "PyTorch sees no GPU here (vitrel doctor says which build it is); --quick runs a small form on the CPU"
+            )
+        torch.empty(0, device=device)  # an unknown device fails here, not in the third step
+    archive, unfinished = check_gpu(args.out or Path("runs/gpu"), device, args.quick, examine())
+    print(f"please attach {shown(archive)} to an issue; it has logs, tables and samples, and no weights")
+    if unfinished:
+        raise ValueError(f"{'; '.join(unfinished)} (the same command runs this again, all else is done)")
 
 
 def examine() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
 from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.report import Claim, judge, markdown, summary, table_page
-from vitrel.evaluate.report.answers import Answer, answers_of
+from vitrel.evaluate.report.answers import Answer, answers_of, difference_in
 from vitrel.evaluate.rescue import write_rescue
 from vitrel.evaluate.results import (
     COLUMNS,
@@ -353,7 +353,7 @@ def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]
 
     plot_all(rows, folder / "plots", title)
     if claims:
-        verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation")))
+        verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation"), difference_in(folder)))
         with atomic_write(folder / "claims.md") as part:
             part.write_text(verdict + "\n", "utf-8")
 

@@ -71,7 +71,7 @@ def fit(
         if source is None:
             raise ValueError(
                 f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), its "
-                "training grid"
+                "training grid in patches, or to vitrel.load img_size=(h, w), the training size in pixels"
             )
         _fit(draft, name, owner, source, key_minus_query)
 

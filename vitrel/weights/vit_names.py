@@ -86,7 +86,7 @@ def vit_arguments(draft: Draft) -> dict[str, Any]:
 
     Not inferred: position and its options, activation, eps, pooling, post-norm, windows. The number of heads is included only
     if there is a bias table. The image size is that of a square grid: by the embedding if its rows form a square, without an
-    embedding by the bias table, which is taken as square; else it is absent.
+    embedding by the bias table if its rows are those of a square; else it is absent.
     """
     patch, table = draft["patch_embed.proj.weight"], next(draft.find(r".*relative_position_bias_table"), None)
     width, heads, first = len(patch), None if table is None else draft[table[0]].shape[1], "blocks.0"
@@ -111,7 +111,9 @@ def vit_arguments(draft: Draft) -> dict[str, Any]:
         rows = draft["pos_embed"].shape[1]
         side = next((math.isqrt(n) for n in (rows - sum(prefix), rows, rows - 1) if math.isqrt(n) ** 2 == n), 0)
     elif table is not None:
-        side = (1 + math.isqrt(len(draft[table[0]]))) // 2
+        rows = len(draft[table[0]])
+        side = (1 + math.isqrt(rows)) // 2
+        side = side if (2 * side - 1) ** 2 in (rows, rows - 3) else 0  # 3 of prefix tokens
     if side:
         arguments["img_size"] = (side * patch.shape[2], side * patch.shape[3])
     return arguments | ({"num_heads": heads} if heads else {})

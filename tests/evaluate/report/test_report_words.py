@@ -2,11 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from helpers import ROOT
+from vitrel.evaluate.images import ImageList
+from vitrel.evaluate.metrics import paired_interval
+from vitrel.evaluate.predictions import Predicted, Predictions
 from vitrel.evaluate.report import accuracy_tables, details_table, judge, markdown, read_claim, table_page
-from vitrel.evaluate.results import aggregate, curves, read_csv
+from vitrel.evaluate.report.answers import paired_difference
+from vitrel.evaluate.results import aggregate, curves, line_key, read_csv
 
 
 def test_a_rescaled_window_is_told_in_the_table(windowed):
@@ -100,6 +105,29 @@ def test_the_interval_is_students_over_paired_seeds_and_at_least_that_of_the_ima
     images = 1.96 * math.sqrt((80 * 20 + 60 * 40) / 400)
     assert f"Ahead: a +20.0 ±{images:.1f}." in claim_verdict([80, 80, 80], [60, 60, 60])
     assert f"Ahead: a +20.0 ±{images:.1f}." in claim_verdict([80], [60])  # one seed: the images alone
+
+
+def test_models_are_paired_image_by_image_where_there_are_predictions():
+    """80 and 75 of 100 images: not shown for independent samples, but b is right on no image on which a is wrong."""
+    images, labels = ImageList([f"{i}.png" for i in range(100)], ["x", "y"]), np.zeros(100, np.int32)
+    rows = [
+        row | {"budget": "", "crop_pct": 1.0}
+        for label, top1 in (("a", 80.0), ("b", 75.0))
+        for row in claim_rows(label, [top1], n=100)
+    ]
+    predicted = {
+        line_key(row): Predicted(images, labels, (np.arange(100) >= row["top1"]).astype(np.int32), labels * 0.5, labels == 0)
+        for row in rows
+    }
+    compared = paired_difference(Predictions(images.names, labels, images.classes, predicted))
+    (text,) = judge([claim()], rows)
+    assert "This is not shown" in text
+    (text,) = judge([claim()], rows, difference=compared)
+    low, high = paired_interval(100, 5, 0)
+    assert "This holds" in text and f"Ahead: a +5.0 ({low:+.1f} to {high:+.1f})." in text
+    translated = [row | {"translation": 16} for row in rows]
+    (text,) = judge([claim(translation=16)], rows, translated, compared)
+    assert "This is not shown" in text  # the predictions are of images that are not translated
 
 
 def test_all_or_no_hits_are_no_certainty():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.report.answers import Answer, answer_list, answers_of
+from vitrel.evaluate.report.answers import Answer, Difference, answer_list, answers_of, difference
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
@@ -171,15 +171,17 @@ def read_claim(item: Any) -> Claim:
     return Claim(**values)
 
 
-def judge(claims: Sequence[Claim], rows: Sequence[Row], translated: Sequence[Row] = ()) -> list[str]:
-    """Return a Markdown paragraph per claim: the verdict, and the mean difference in points of every pair, ± half its interval.
+def judge(
+    claims: Sequence[Claim], rows: Sequence[Row], translated: Sequence[Row] = (), difference: Difference = difference
+) -> list[str]:
+    """Return a Markdown paragraph per claim: the verdict, and the mean difference in points of every pair with its interval.
 
     Differences are better minus than. A claim holds where every pair is significantly ahead, does not hold where any is
-    significantly behind, and otherwise is not shown. Differences and 95 % intervals are those of `difference_interval`, which
-    counts the two models as independent samples although their images are the same: conservative. translated: lines of
-    translation.csv. ValueError for a label without rows.
+    significantly behind, and otherwise is not shown. translated: lines of translation.csv. difference: gives differences of
+    models and their 95 % intervals, as `answers.paired_difference`, or by default `answers.difference`, which translated images
+    always get. ValueError for a label without rows.
     """
-    return [_judged(claim, rows, translated) for claim in claims]
+    return [_judged(claim, rows, translated, difference) for claim in claims]
 
 
 def _resampled(curve: pd.DataFrame) -> str:
@@ -190,19 +192,19 @@ def _resampled(curve: pd.DataFrame) -> str:
     return f"{count} ({rules})" if rules else count
 
 
-def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row]) -> str:
+def _judged(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], difference: Difference) -> str:
     top1 = {label: _top1_trained(rows, label) for label in claim.better}
     kept = [label for label in claim.better if top1[label] >= claim.learned]
     others = claim.than if isinstance(claim.than, tuple) else (claim.than,)
-    pairs = [(label, other, *_difference(claim, rows, translated, label, other)) for label in kept for other in others]
-    ahead = [pair for pair in pairs if pair[2] - pair[3] > 0]
-    behind = [pair for pair in pairs if pair[2] + pair[3] < 0]
+    pairs = [(a, b, *_difference(claim, rows, translated, a, b, difference)) for a in kept for b in others]
+    ahead = [pair for pair in pairs if pair[3] > 0]
+    behind = [pair for pair in pairs if pair[4] < 0]
     undecided = [pair for pair in pairs if pair not in ahead and pair not in behind]
     verdict = "holds" if pairs and len(ahead) == len(pairs) else "does not hold" if behind else "is not shown"
     lines = [f"- **{claim.text}** This {verdict} ({len(ahead)} of {len(pairs)} pairs; {_place(claim)})."]
     for word, group in (("Ahead", ahead), ("No significant difference", undecided), ("Behind", behind)):
         if group:
-            texts = [f"{a} {mean:+.1f} ±{half:.1f}" + (f" ({b})" if len(others) > 1 else "") for a, b, mean, half in group]
+            texts = [f"{a} {_interval(*given)}" + (f" ({b})" if len(others) > 1 else "") for a, b, *given in group]
             lines.append(f"  {word}: {', '.join(texts)}.")
     if left_out := [f"{label} ({top1[label]:.1f} %)" for label in claim.better if label not in kept]:
         lines.append(f"  Left out, below {claim.learned:g} % at the training size: {', '.join(left_out)}.")
@@ -228,23 +230,26 @@ def _top1_trained(rows: Sequence[Row], label: str) -> float:
     return sum(top1) / len(top1)
 
 
+def _interval(mean: float, low: float, high: float) -> str:
+    """A mean and its interval: "+1.2 ±0.3", or "+1.2 (+0.8 to +1.4)" where that is not symmetric."""
+    halves = f"{mean - low:.1f}", f"{high - mean:.1f}"
+    return f"{mean:+.1f} ±{halves[0]}" if halves[0] == halves[1] else f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
 def _difference(
-    claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str, other: str | float
-) -> tuple[float, float]:
-    """Mean top-1 of `label` minus that of `other` (a label, or a top-1 in percent), points, and half its 95 % interval."""
-    ours = _accuracies(claim, rows, translated, label)
+    claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str, other: str | float, compared: Difference
+) -> tuple[float, float, float]:
+    """Top-1 of `label` minus that of `other` (a label, or a number in percent): mean and 95 % interval (mean, low, high)."""
+    ours = _rows_of(claim, rows, translated, label)
     if isinstance(other, str):
-        theirs = _accuracies(claim, rows, translated, other)
-        seeds = sorted(ours.keys() & theirs.keys())
-        values: list[float] | float = [theirs[seed][0] for seed in seeds]
-    else:
-        seeds, values = [*ours], other
-    n = min(n for _, n in ours.values())
-    return difference_interval([ours[seed][0] for seed in seeds], values, n)
+        # predictions are those of images that are not translated
+        return (compared if claim.translation is None else difference)(ours, _rows_of(claim, rows, translated, other))
+    mean, half = difference_interval([row["top1"] for row in ours], other, min(int(row["n"]) for row in ours))
+    return mean, mean - half, mean + half
 
 
-def _accuracies(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> dict[int, tuple[float, int]]:
-    """{seed: (top-1, number of images)} of a label at the claim's size, protocol and translation."""
+def _rows_of(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> list[Row]:
+    """The rows of a label at the claim's size, protocol and translation, one per seed."""
     name, _, policy = label.partition("/")
     columns: Row = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
     columns |= {} if claim.translation is None else {"translation": claim.translation}
@@ -253,4 +258,4 @@ def _accuracies(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], la
     matching = [row for row in matching if row["policy"] == (policy or matching[0]["policy"])]
     if not matching:
         raise ValueError(f"there are no rows of {label} at {_place(claim)}")
-    return {row["seed"]: (row["top1"], int(row["n"])) for row in matching}
+    return [*{row["seed"]: row for row in matching}.values()]

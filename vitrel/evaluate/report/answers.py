@@ -135,11 +135,16 @@ def answers(rows: Sequence[Row], difference: Difference = difference) -> list[An
     return [_answer(label, protocols, difference) for label, protocols in _places(rows).items()]
 
 
+def difference_in(folder: Path | None) -> Difference:
+    """Return `paired_difference` of the predictions in an evaluation's folder, or `difference` where it has none."""
+    predictions = None if folder is None else read_predictions(folder)
+    return difference if predictions is None else paired_difference(predictions)
+
+
 def answers_of(rows: Sequence[Row], folder: Path | None = None) -> list[Answer]:
     """Return `answers` for the rows of an evaluation, with the paired predictions and rescue results of its folder."""
-    predictions = None if folder is None else read_predictions(folder)
     rescued = {} if folder is None else rescue_lines(folder)
-    without_rescue = answers(rows, difference if predictions is None else paired_difference(predictions))
+    without_rescue = answers(rows, difference_in(folder))
     added = {label: (f"Without training, {line}.",) for label, line in rescued.items()}
     return [replace(answer, details=(*answer.details, *added.get(answer.label, ()))) for answer in without_rescue]
 
