@@ -10,16 +10,18 @@ k^T, grad v^T, and those of dv, dk and dq. dk and dv stay in registers. dq (floa
 of slots are added up in memory that this program alone uses, again for each of its windows, so that it stays in cache. Keys are
 the outer loop, since queries would need two such sums, dk and dv.
 
-The threads that read a sum are not those that write it (their layouts differ), so a barrier of the program lies between reading
-and writing, in every pair; as a window has at least two tiles of keys or queries, it also lies between a write and the next read.
+The threads that read a sum are not those that write it (their layouts differ), so in every pair a barrier of the program lies
+between reading and writing. A window has at least two tiles of queries, so a barrier also lies between a write and the next
+read of the same sum.
 
 Every program writes its sums separately, and torch adds them in a fixed order, so two runs are bitwise equal, without atomics.
 
-Tiles: see `window_backward_tile`. Four warps of Hopper and Blackwell multiply 64 rows together; elsewhere a warp multiplies 16.
+Tiles: see `window_backward_tile`. Four warps of Hopper and Blackwell multiply 64 rows together; before, a warp multiplied 16.
 Registers (floats): `_whole` bias, logits, their gradient and its sum, 4 * 64 * 64, and three gradients of 64 * D; `_tiles` the
 same without the sum, which it holds for one addition.
-Bytes moved: up to 64 tokens 7 * D elements per token and head (qkv and the output's gradient read, the gradient of qkv written),
-and N * N floats per program. Larger windows read D more (the output) and 12 bytes of statistics; in cache, for t tiles of keys,
+Bytes moved: up to 64 tokens 7 * D elements per token and head (qkv and the output's gradient read, the gradient of qkv
+written), and N * N floats per program.
+Larger windows read D more (the output) and 12 bytes of statistics; in cache, for t tiles of keys,
 8 * N bytes for the table, 8 * D * (t-1) for dq, and 2 * D * (t-1) elements of q and grad again.
 """
 
