@@ -117,7 +117,9 @@ def test_operators_are_registered_as_pytorch_wants():
     angle = torch.randn(1, 6, 8, device=DEVICE)
     qkv = torch.randn(1, 2, 5, 3 * 16, device=DEVICE, requires_grad=True)
     for turn in ((None, None), (angle.cos().requires_grad_(), angle.sin().requires_grad_())):
-        torch.library.opcheck(triton_ops.window_op, (qkv, bias, *turn, (2, 3), (0, 1), 1, 0.25))
+        torch.library.opcheck(triton_ops.window_op, (qkv, bias, *turn, (2, 3), (0, 1), 1, 0.25, True))
+    table = (torch.randn(1, 255, device=DEVICE) * 0.5).requires_grad_()
+    torch.library.opcheck(triton_ops.window_op, (qkv, table, None, None, (9, 8), (0, 0), 1, 0.25, True))  # saves statistics
     q, k, v = (torch.randn(1, 1, 6, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     rows, columns = (torch.randn(1, 1, 6, n, device=DEVICE, requires_grad=True) for n in (2, 3))
     for given in ((bias, None, None), (None, rows, columns), (None, None, None)):

@@ -85,7 +85,7 @@ def _keys_tile(dtype: torch.dtype, width: int, aligned: bool, device: torch.devi
     if dtype == torch.float32:
         return 32, 32, 8, 1
     if architecture(device) not in WARP_GROUPS:
-        return 32, 64, 4 if width <= 64 else 8, 1
+        return 32, 64, 8 if aligned or width > 64 else 4, 1
     if architecture(device) > 90 and not aligned and width <= 64:
         return 64, 64, 8, 1
     return (32, 64, 8, 2) if aligned or width > 64 else (64, 64, 4, 2)

@@ -148,6 +148,8 @@ def launch_window(
     programs = triton.cdiv(windows, per) * tiles * num_heads
     if programs == 0:
         return
+    if qkv.dtype == torch.float32 and not torch.version.hip:
+        arguments["maxnreg"] = 255  # as in triton_global
     with _current(qkv.device):
         kernel[(programs,)](
             **arguments,

@@ -4,16 +4,25 @@ Algorithm for windows of at most 64 tokens (`_whole`): a program owns one head a
 computes the softmax again, then the gradients of q, k and v, and sums the gradient of the bias of every pair of slots in
 registers.
 
-Larger windows do not fit into registers: the forward kernel runs again for the row statistics of the softmax (8 bytes per token
-and head). Then tiles of queries against all keys give the gradient of q (`_queries`), tiles of keys against all queries those
-of k and v (`_keys`), and each pair of tiles, over many windows, that of its bias (`_table`).
+Larger windows (`_tiles`): a program owns one head and iterates over `per` windows, their tiles of keys, and for each over the
+tiles of queries, with the row statistics and the output that the forward pass saved. Each pair of tiles takes five products: q
+k^T, grad v^T, and those of dv, dk and dq. dk and dv stay in registers. dq (float32) and the gradient of the bias of every pair
+of slots are added up in memory that this program alone uses, again for each of its windows, so that it stays in cache. Keys are
+the outer loop, since queries would need two such sums, dk and dv.
+
+The threads that read a sum are not those that write it (their layouts differ), so in every pair a barrier of the program lies
+between reading and writing. A window has at least two tiles of queries, so a barrier also lies between a write and the next
+read of the same sum.
 
 Every program writes its sums separately, and torch adds them in a fixed order, so two runs are bitwise equal, without atomics.
 
-Tile: 64 x 64 on 8 warps. Registers (floats): bias, logits, their gradient and its sum over windows, 4 * 64 * 64 (64 per
-thread), and three gradients of 64 * D.
-Bytes moved, up to 64 tokens: 7 * D elements per token and head (qkv and the output's gradient read, the gradient of qkv
-written), and N * N floats per program, for at most 2048 programs. Larger windows read 12 * D more.
+Tiles: see `window_backward_tile`. Four warps of Hopper and Blackwell multiply 64 rows together; before, a warp multiplied 16.
+Registers (floats): `_whole` bias, logits, their gradient and its sum, 4 * 64 * 64, and three gradients of 64 * D; `_tiles` the
+same without the sum, which it holds for one addition.
+Bytes moved: up to 64 tokens 7 * D elements per token and head (qkv and the output's gradient read, the gradient of qkv
+written), and N * N floats per program.
+Larger windows read D more (the output) and 12 bytes of statistics; in cache, for t tiles of keys,
+8 * N bytes for the table, 8 * D * (t-1) for dq, and 2 * D * (t-1) elements of q and grad again.
 """
 
 import torch
