@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> None:
 
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.evaluate.settings import local_device
-    from vitrel.ops.profile import VARIABLE, path_for
     from vitrel.ops.backends.tune import report, tune
+    from vitrel.ops.profile import VARIABLE, path_for
 
     device = local_device(args.device)
     if args.check:

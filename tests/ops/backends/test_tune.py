@@ -10,10 +10,10 @@ import torch
 from helpers import command
 from vitrel import Grid, Table, Terms, create_model
 from vitrel.ops import BACKENDS, attention, profile, reference, sdpa, why, window_attention
+from vitrel.ops.backends.tune import Gate, Plan, check, measure, measure_all, plans_of, report, standard_plans, tune
 from vitrel.ops.dispatch import choose
 from vitrel.ops.profile import Profile, Traits, describe, fastest, traits
 from vitrel.ops.reference import Call
-from vitrel.ops.backends.tune import Gate, Plan, check, measure, measure_all, plans_of, report, standard_plans, tune
 
 CPU = torch.device("cpu")
 
