@@ -30,6 +30,7 @@ SERVED = {  # keys that the kernels take under global attention; the others meet
 }  # fmt: skip
 MODELS = {
     "swin table": ("vitrel_swin_n", dict(depths=(2, 1), num_heads=(1, 2))),
+    "swin table, windows of 9x9": ("vitrel_swin_n", dict(depths=(2, 1), num_heads=(1, 2), window_size=9)),
     "swin rope_mixed": ("vitrel_swin_n_rope_mixed", dict(depths=(2, 1), num_heads=(1, 2))),
     "swin v2": ("vitrel_swinv2_n", dict(depths=(2, 1), num_heads=(1, 2))),
     "vit table": ("vitrel_vit_n8_table", dict(depth=2)),
@@ -198,8 +199,9 @@ def test_models_train_through_them(name):
 
 
 @runs
-def test_a_compiled_model_has_no_graph_break():
-    model, image = small("swin table", depths=(2,), num_heads=(1,))
+@pytest.mark.parametrize("name", ["swin table", "swin table, windows of 9x9"])
+def test_a_compiled_model_has_no_graph_break(name):
+    model, image = small(name, depths=(2,), num_heads=(1,))
     plain = run_model(model, image)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
