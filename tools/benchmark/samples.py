@@ -4,15 +4,14 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vitrel.cli.doctor import installed_version, processor_name
 from vitrel.files import commit as commit_of
+from vitrel.machine import driver_version, hardware_name, installed_version, processor_name
 
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
@@ -86,7 +85,7 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
     return {
         "device": hardware_name(device),
         "cpu": processor_name(),
-        "driver": _driver() if gpu else "",
+        "driver": driver_version() if gpu else "",
         "cuda": str(torch.version.cuda) if gpu else "",
         "cudnn": str(torch.backends.cudnn.version()) if gpu else "",
         "torch": torch.__version__,
@@ -127,20 +126,6 @@ def footer(about: dict[str, Any]) -> str:
     threads = f"{about['threads']} thread{'s' if about['threads'] != '1' else ''}"
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "timm", "python") if about.get(name))
     return ", ".join(filter(None, (about["device"], threads, versions, f"commit {about['commit']}" if about["commit"] else "")))
-
-
-def hardware_name(device: torch.device) -> str:
-    """Return the name of the GPU or CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return lines[0].strip()
 
 
 def _fingerprint(patterns: Iterable[str]) -> str:

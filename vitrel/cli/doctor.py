@@ -13,13 +13,13 @@ bf16 on the GPU and in float32 on the CPU. --quick runs a small form of each, al
 import argparse
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from vitrel.cli.options import write_json
 from vitrel.extras import EXTRAS, absent
 from vitrel.files import shown
+from vitrel.machine import installed_version, processor_name
 
 PACKAGES = (
     "vitrel", "torch", "torchvision", "timm", "numpy", "triton", "safetensors", "huggingface_hub", "pillow", "lightning",
@@ -141,21 +141,3 @@ def as_text(information: dict[str, Any]) -> str:
                 lines.append(f"  {name}: {value}")
     missing = [f"pip install 'vitrel[{extra}]'" for extra, state in information["extras"].items() if state != "complete"]
     return "\n".join([*lines, *(["install missing extras by: " + ", ".join(missing)] if missing else [])])
-
-
-def installed_version(package: str) -> str:
-    """Return the version of an installed package, "" for one that is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def processor_name() -> str:
-    """Return the name of the CPU, from /proc/cpuinfo or else from `platform`."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import re
 import warnings
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 from vitrel.constants import is_exporting, is_known, is_traced
 from vitrel.files import atomic_write, shown
+from vitrel.machine import driver_version, hardware_name, installed_version
 from vitrel.ops.reference import Call
 from vitrel.ops.window import hides_pairs
 
@@ -32,7 +32,6 @@ OFF = "off"
 FARTHEST = 1.5  # distance to the nearest measured call beyond which a profile says nothing, see `_place`
 _POWER = 4  # of the inverse distance by which measured calls are weighted
 _CODE = ("reference.py", "sdpa.py", "window.py", "backends/*.py")  # in this folder; another version of it needs another profile
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 Case = dict[str, Any]  # "call": traits as a dict; "ms": {backend: milliseconds}; "wrong", "failed", "refused": {backend: why}
 
@@ -235,9 +234,14 @@ def read(path: Path, device: torch.device) -> Profile:
 
 def identity(device: torch.device) -> dict[str, str]:
     """Return what a profile depends on: the device with its driver or threads, torch, Triton, and the code of the backends."""
-    known = {"device": device_name(device), "torch": torch.__version__, "triton": _version("triton"), "code": _code()}
+    known = {
+        "device": hardware_name(device),
+        "torch": torch.__version__,
+        "triton": installed_version("triton") or "none",
+        "code": _code(),
+    }
     if device.type == "cuda":
-        return known | {"driver": _driver(), "cuda": str(torch.version.cuda or torch.version.hip)}
+        return known | {"driver": driver_version(), "cuda": str(torch.version.cuda or torch.version.hip)}
     return known | {"threads": str(torch.get_num_threads())}
 
 
@@ -245,18 +249,6 @@ def file_name(identity: dict[str, str]) -> str:
     """Return the name of the file of a profile: the device, and a digest of the whole identity."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
     return f"{re.sub(r'[^a-z0-9]+', '-', identity['device'].lower()).strip('-')}-{digest}.json"
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor from /proc/cpuinfo or else from `platform`."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _read_or_warn(path: Path, device: torch.device) -> Profile | None:
@@ -364,23 +356,3 @@ def _code() -> str:
         for path in sorted(folder.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _driver() -> str:
-    """Version of the NVIDIA driver, or where the system does not say, the newest CUDA version that it serves."""
-    try:
-        words = re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", _DRIVER.read_text("utf-8", "replace"))
-    except OSError:
-        words = []
-    if words:
-        return words[0]
-    return str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")())

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitrel.files import atomic_write, commit
+from vitrel.machine import hardware_name
 from vitrel.sizes import format_size
 from vitrel.train.log import CSVLog
 from vitrel.train.progress import Speed
@@ -260,8 +261,7 @@ def _header(about: dict[str, Any], folder: Path) -> str:
 
 def _hardware(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return f"{trainer.world_size} × {name} ({device.type}), {os.cpu_count()} CPU cores, {platform.system()}"
+    return f"{trainer.world_size} × {hardware_name(device)} ({device.type}), {os.cpu_count()} CPU cores, {platform.system()}"
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
