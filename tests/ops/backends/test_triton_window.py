@@ -127,7 +127,7 @@ def test_the_geometry_is_that_of_vitrel_ops_window(grid, window, shift):
     layout, n = windows(*grid, window, shift), window[0] * window[1]
     count, slots = len(layout.slot) // n, triton.next_power_of_2(n)
     token, region = torch.zeros(2, 2 * count, slots, dtype=torch.int64, device=DEVICE).unbind()
-    shape = (1, *window, n, *shift, 16, 16, 1, slots, slots)
+    shape = (1, *window, n, *shift, 16, 16, slots, slots)
     _geometry[(1,)](token, region, *grid, 2 * count, WindowSizes(*map(tl.constexpr, shape)), slots)
     token, region = token.view(2, count, slots)[..., :n].cpu(), region.view(2, count, slots)[..., :n].cpu()
     there = torch.zeros(count * n, dtype=torch.bool)
