@@ -276,6 +276,7 @@ class Layout(torch.nn.Module):
         return tuple(windows(*x.shape, (4, 3), (2, 1), x.device))
 
 
+@pytest.mark.slow
 def test_exported_programs_hold_pytorchs_own_operators():
     sizes = {i: torch.export.Dim.DYNAMIC for i in range(2)}
     program = torch.export.export(Layout(), (torch.empty(9, 13),), dynamic_shapes=(sizes,))

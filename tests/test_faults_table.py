@@ -55,6 +55,7 @@ def test_nothing_is_unpickled_or_extracted():
                 assert "weights_only=True" in text, f"{name}: {text}"
 
 
+@pytest.mark.slow
 def test_yaml_is_parsed_in_one_place():
     """Which refuses what would crash the parser."""
     for name, tree in trees().items():

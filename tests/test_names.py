@@ -46,6 +46,7 @@ def test_the_last_word_counts_where_the_others_are_missing():
     assert nearest("vitrel_swin_rope", timm.list_models("vitrel*"), 1) == ["vitrel_swin_b_rope_axial"]
 
 
+@pytest.mark.slow
 def test_slips_are_found_at_least_as_often_as_by_spelling_alone():
     draw, known, found = random.Random(0), timm.list_models(), {nearest: 0, difflib.get_close_matches: 0}
     for name in draw.sample(known, 50):

@@ -85,6 +85,7 @@ def test_a_comparison_from_training_to_plots(finished):
     assert not torch.equal(*(stored["state_dict"]["model.head.weight"] for stored in seeds))
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
@@ -93,6 +94,7 @@ def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
     assert "parameter values are resampled by absolute bicubic at 64x96 px" in printed
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_added(again, tmp_path):
     printed = again(seeds=[0, 1, 2], models=CONFIG["models"][1:])
     assert printed.count("trained already") == 2 and "[3/3] rope-seed2: training for 1 epochs" in printed
@@ -102,6 +104,7 @@ def test_what_is_missing_is_added(again, tmp_path):
     assert len(pd.read_csv(tmp_path / "trial" / "replaced-1" / "results.csv")) == 16
 
 
+@pytest.mark.slow
 def test_rows_of_other_settings_are_moved_aside_and_told(again, tmp_path, capsys):
     printed = again(evaluate=CONFIG["evaluate"] | {"n": 12}, models=CONFIG["models"][1:], seeds=[0])
     assert "16 of the 16 rows in" in printed and "n_asked: 16 there, 12 now" in printed
@@ -119,6 +122,7 @@ def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsy
     assert len(pd.read_csv(tmp_path / "trial" / "results.csv")) == 16
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_path, monkeypatch):
     folder = tmp_path / "trial" / "rope-seed1"
     settings = yaml.safe_load((folder / "train.yaml").read_text())

@@ -17,6 +17,7 @@ def tool():
     return command("diagnose")
 
 
+@pytest.mark.slow
 def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
     small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
     diagnose = vitrel.diagnose
@@ -35,6 +36,7 @@ def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
         assert picture.format == "PNG" and picture.height > picture.width  # a row for each model
 
 
+@pytest.mark.slow
 def test_the_names_on_the_command_line(tool, capsys):
     tool.main(["test_convnext", "test_vit", "--size", "96"])
     text = capsys.readouterr().out

@@ -55,6 +55,7 @@ def test_links_to_folders_are_followed_where_asked(tool, checkpoint, tmp_path, c
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [3] and "1 rows, 0 of them done" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_evaluations):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
@@ -144,6 +145,7 @@ def weights(tmp_path):
     return ["--weights", str(path), "--model-args", "{embed_dim: 48, depth: 1, num_heads: 3, img_size: 32, patch_size: 8}"]
 
 
+@pytest.mark.slow
 def test_rescue_is_written_and_among_the_answers(tool, checkpoint, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
@@ -279,6 +281,7 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, t
     assert len(pd.read_csv(out / "results.csv")) == 2 and not list(out.glob(".*.part"))
 
 
+@pytest.mark.slow
 def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path, capsys):
     rng = np.random.default_rng(0)
     for part in ("train", "val"):
@@ -303,6 +306,7 @@ def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path
     assert set(frames[1]["decoder"]) == {"torchvision"} and set(frames[1]["resize_backend"]) == {"torchvision antialiased"}
 
 
+@pytest.mark.slow
 def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp_path):
     """80 images are 80, whatever else lies in the class folders."""
     rng = np.random.default_rng(0)

@@ -149,6 +149,7 @@ def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
     assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "taken"] and path.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_what_differs_is_not_written(tmp_path, monkeypatch):
     model = small()
     model.blocks[0].position.resize = "clip"  # on the module, where no argument tells of it

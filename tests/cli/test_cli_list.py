@@ -13,6 +13,7 @@ def rows(capsys, *arguments):
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
 
 
+@pytest.mark.slow
 def test_models_of_ours_and_of_timm(capsys):
     found = rows(capsys, "vitrel_vit_n8_rope_m*", "vitrel_swin_n", "deit_tiny_patch16_224", "resnet18")
     assert {"vitrel_vit_n8_rope_mixed", "vitrel_vit_n8_rope_mixed_table", "vitrel_swin_n"} < found.keys()

@@ -35,6 +35,7 @@ def small(monkeypatch):
     return use
 
 
+@pytest.mark.slow
 def test_pictures_of_a_model(tool, small, tmp_path, capsys):
     small("absolute+t5")
     Image.new("RGB", (90, 40), "red").save(tmp_path / "red.png")

@@ -167,6 +167,7 @@ def test_a_model_that_is_content_and_table_is_found_again():
     torch.testing.assert_close(ours(images), model(images), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refit", [True, False])
 @pytest.mark.parametrize("position", ["table", "factorised", "rope_mixed+table", "alibi+table"])
 def test_the_copy_is_relative_and_the_original_untouched(position, refit):
@@ -250,6 +251,7 @@ def test_models_of_timm(options):
     torch.testing.assert_close(faded(images), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

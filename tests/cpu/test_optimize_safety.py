@@ -319,6 +319,7 @@ def test_hooks_see_the_plain_values(kind):
         check(plain, model, image)
 
 
+@pytest.mark.slow
 @HOOKED
 def test_a_hook_on_any_one_module_fires(kind):
     """Alone, set after the model has run: it sees the plain output, may replace it, and is gone when it is removed."""

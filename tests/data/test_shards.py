@@ -143,6 +143,7 @@ def test_each_image_at_most_once_over_ranks_and_workers(packed, world, workers):
     assert len(set(seen)) == len(seen) == 16 * world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), (5, 1)])
 def test_a_plan_of_all_images_sees_all(packed, world, workers):
     def plan(epoch):
@@ -237,6 +238,7 @@ def test_batches_have_the_size_of_the_plan(packed):
     assert [tuple(images.shape) for images, _ in data] == [(2, 3, 4, 10), (3, 3, 8, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_evaluation_sees_each_image_once_and_fills_up(packed, world, workers):

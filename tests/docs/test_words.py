@@ -48,5 +48,6 @@ def test_plain_text_passes_and_a_missing_path_is_an_error(tmp_path):
         main([str(tmp_path / "b.md")])
 
 
+@pytest.mark.slow
 def test_no_file_of_the_project_has_such_terms(capsys):
     assert main([]) == 0, capsys.readouterr().out

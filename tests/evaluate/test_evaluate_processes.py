@@ -325,7 +325,8 @@ def quick_to_start(monkeypatch):
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
 
 
-@pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
 def test_processes_of_this_machine_share_the_work_and_the_threads(request, start):
     if start == "forkserver":
         request.getfixturevalue("quick_to_start")

@@ -275,6 +275,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     assert noise.decoded == 7  # the row of the training size stayed
 
 
+@pytest.mark.slow
 def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
     models = [trained("vitrel_vit_n8_table", label=label) for label in ("a", "b")]
     requested = dict(policies=("clip",), n=4)
@@ -374,6 +375,7 @@ def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monk
     assert torch.isfinite(torch.tensor([row["nll"] for row in rows])).all()
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch, whole_evaluations):
     models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu", attention_n=0)
     monkeypatch.setattr(noise, "__getitem__", _fails_after(noise.__getitem__, 12 * 3))

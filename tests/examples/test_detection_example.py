@@ -90,6 +90,7 @@ def test_the_image_keeps_its_size_and_boxes_are_pixels():
     assert len(boxes) and (boxes >= 0).all() and (boxes <= torch.tensor([SIZE[1], SIZE[0]]).repeat(2)).all()
 
 
+@pytest.mark.slow
 def test_command_line(capsys):
     example.main(["--size", "70", "109", "--steps", "18"])
     out = capsys.readouterr().out

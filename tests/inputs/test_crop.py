@@ -86,6 +86,7 @@ def test_the_crop_on_its_own_is_another():
             assert of_whole.shape == own.shape and (of_whole - own).abs().max() > 1e-3, key
 
 
+@pytest.mark.slow
 def test_one_graph_for_every_crop():
     encoding = perturbed(make("table", Grid(4, 5, 1)))
 

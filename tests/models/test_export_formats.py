@@ -74,9 +74,10 @@ def test_onnx_of_every_encoding(position, tmp_path):
     check_onnx(shallow("vitrel_vit_n8_none", depth=1, position=position, position_args=options), tmp_path, SIZES[1:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dynamic", "graphs"),
-    [("vitrel_vit_n8_rope_mixed", True, 2), pytest.param("vitrel_swin_n", False, 3, marks=pytest.mark.slow)],
+    [("vitrel_vit_n8_rope_mixed", True, 2), ("vitrel_swin_n", False, 3)],
 )
 def test_compile_dynamic_or_not(name, dynamic, graphs):
     """dynamic=False compiles one graph for each size; True is at most two graphs for all of them."""

@@ -61,6 +61,7 @@ TWINS = {  # (ours, timm's of the same function): {size: operators of ours, forw
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ours", "twin"), TWINS, ids=lambda given: given if isinstance(given, str) else "timm")
 def test_at_most_as_many_operators_as_timms(ours, twin):
     """At the native size, and at another, which rotations do not tell apart; forward and training."""
@@ -123,6 +124,7 @@ def on_every_backend(model, image, backward=False):
     return served
 
 
+@pytest.mark.slow
 def test_every_backend_on_a_device_that_holds_no_values():
     """In bfloat16 by autocast; what reads a value raises. Not flex: PyTorch needs a real GPU to compile it."""
     served = set()

@@ -79,6 +79,7 @@ def test_equals_timm_after_a_change_of_window():
     assert (outputs[1] - outputs[0]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_tiny_equals_timm_at_256():
     theirs = perturb(timm.create_model("swinv2_tiny_window8_256", num_classes=10))
     ours = vitrel.load_pretrained(timm.create_model("vitrel_swinv2_t", num_classes=10), theirs.state_dict()).eval()

@@ -77,6 +77,7 @@ def test_every_grid_up_to_sixteen(h):
         check(h, w, (7, 7), (0, 0), "sdpa", heads=1, dim=2)
 
 
+@pytest.mark.slow
 def test_every_height_up_to_thirty_quickly():
     """The diagonal and two skewed lines of the plane, in the default suite."""
     for h in range(1, 31):

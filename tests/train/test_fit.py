@@ -63,6 +63,7 @@ def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, fo
     torch.testing.assert_close(net(images), cli.model.eval()(images))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [1.0, 0.5])
 def test_of_equal_top1_the_lower_loss_is_the_best(command, tmp_path, monkeypatch, interval):
     """In runs that are resumed too, and `summary.json` says the same; of equals in both it is the first."""
@@ -91,6 +92,7 @@ def test_epochs_without_an_evaluation(command, tmp_path):
     assert saved == {"best": 2, "last": 3}
 
 
+@pytest.mark.slow
 def test_resuming_at_an_epoch_border_is_bit_exact(command, whole, tmp_path, interrupt):
     """Of a run with loader processes; those of test_resume.py have none."""
     extra = (*EVERYTHING, "--data.workers=2")
@@ -102,6 +104,7 @@ def test_resuming_at_an_epoch_border_is_bit_exact(command, whole, tmp_path, inte
     assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
 
 
+@pytest.mark.slow
 def test_the_seed_decides(command, whole, tmp_path):
     for name, seed in (("b", 3), ("c", 4)):
         run(command(name, *EVERYTHING, f"--seed_everything={seed}", epochs=1))

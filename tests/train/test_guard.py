@@ -252,6 +252,7 @@ def _named(node):
     return {name for text in texts for name in re.findall(r"(?<![\w./])[a-z_]+(?:\.[a-z_]+)+", text)}
 
 
+@pytest.mark.slow
 def test_messages_name_options_as_a_configuration_has_them():
     """And not as the class does that speaks: its group is one of the model's."""
     keys = {"model": guard.keys_of(Classifier), "data": guard.keys_of(ImageData), "trainer": guard.keys_of(Trainer)}

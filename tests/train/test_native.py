@@ -160,6 +160,7 @@ def test_killed_inside_an_epoch(command, whole, native, tmp_path):
     assert_same_run(tmp_path / "cut", whole(*extra, epochs=2))
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_every_image_and_is_resumed_at_its_shape_alone(command, native, tmp_path):
     args = command("run", *native, "--data.train_sizes=[32, 40]", "--run.predictions=6", epochs=1)
     run(args)

@@ -18,6 +18,7 @@ from vitrel.train.saving import Best, Saving
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [6, 7])
 def test_killed_at_a_batch(command, whole, tmp_path, call):
     """6 batches and 3 updates an epoch: inside an accumulation, at an epoch's last batch, and in the first of another."""
@@ -27,6 +28,7 @@ def test_killed_at_a_batch(command, whole, tmp_path, call):
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "call"),
     [
@@ -95,6 +97,7 @@ def test_killed_with_sizes_in_turn_and_repeated_views(command, whole, tmp_path):
     assert_same_run(tmp_path / "cut", whole(*extra))
 
 
+@pytest.mark.slow
 def test_another_order_or_schedule_is_refused(command_in, whole):
     """Everything that differs is named at once."""
     folder = whole(*EVERYTHING, epochs=1)
@@ -112,6 +115,7 @@ def test_another_order_or_schedule_is_refused(command_in, whole):
     assert [text for text in changes.values() if text not in str(caught.value)] == []
 
 
+@pytest.mark.slow
 def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_path):
     """Lightning logs the epoch's metrics after that save, and a resumed run does not come back there."""
     args = command("cut", *EVERYTHING, "--run.save_every=1", epochs=2)
@@ -130,6 +134,7 @@ def test_killed_just_after_the_save_at_the_end_of_an_epoch(command, whole, tmp_p
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
+@pytest.mark.slow
 def test_killed_in_an_evaluation(command, whole, tmp_path):
     """And again, in the evaluation that makes up for it."""
     args = command("cut", *EVERYTHING, epochs=2)
@@ -142,6 +147,7 @@ def test_killed_in_an_evaluation(command, whole, tmp_path):
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, epochs=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "hook", "step"), [(8, "on_train_batch_start", 4), (1, "validation_step", 3)])
 def test_sigterm_saves_and_exits_143(command, whole, tmp_path, call, hook, step):
     args = command("cut", *EVERYTHING, epochs=2)
@@ -162,6 +168,7 @@ def at_ctrl_c(*args):
     return install
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_exits_130(command, whole, tmp_path, capfd):
     args, last = command("cut", *EVERYTHING, epochs=2), tmp_path / "cut" / "checkpoints" / "last.ckpt"
     assert status(in_child(args, at_ctrl_c(8, signal.SIGINT))) == 130
@@ -213,6 +220,7 @@ def test_ctrl_c_reaches_loader_processes_too(command, tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_nobodys_in_the_background(command):
     """Where a shell has started the run with ctrl-c ignored, it stays ignored."""
 
@@ -223,6 +231,7 @@ def test_ctrl_c_is_nobodys_in_the_background(command):
     assert status(in_child(command("run", epochs=2), install)) == 0
 
 
+@pytest.mark.slow
 def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     """Saved when an evaluation ended, before the epoch did: the resumed run ends the epoch and goes on."""
     judge = Best.check_monitor_top_k
@@ -235,6 +244,7 @@ def test_from_the_best_checkpoint(command, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "again", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_former_checkpoint(command, whole, tmp_path, capfd):
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # bytes; a checkpoint has more, the logs fewer

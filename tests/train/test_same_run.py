@@ -71,6 +71,7 @@ def test_another_average_is_named(command_in, whole):
     assert "ema.decay: 0.9, now 0.8" in refused(args, folder)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_known_by_its_weights(command, tmp_path):
     """Its file may be moved; another one of the same name is another teacher."""
     paths = [tmp_path / name / "teacher.pth" for name in ("a", "b", "c")]
@@ -187,6 +188,7 @@ def zero(path):
     path.write_bytes(damaged)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(command, whole, tmp_path):
     settings = ("--model.ema={decay: 0.9}", "--model.optim.warmup_epochs=0")
     args = command("run", *settings, epochs=2)

@@ -9,6 +9,7 @@ from vitrel.inspect.plot import leak
 SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
 
 
+@pytest.mark.slow
 def test_all_rows_show_one_stage():
     """The stage where the first model leaks most decides, whatever leaks most in the others."""
     theirs = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)

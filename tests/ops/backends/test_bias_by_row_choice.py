@@ -79,6 +79,7 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster():
     torch.testing.assert_close(attention(*tensors, terms, Grid(32, 32)), sdpa.attention(*tensors, terms, Grid(32, 32)))
 
 
+@pytest.mark.slow
 def test_graphs_take_another_backend():
     """A sweep on both sides of the size from which "auto" comes here compiles twice, a traced graph holds no row either."""
     torch._dynamo.reset()
@@ -97,6 +98,7 @@ def test_graphs_take_another_backend():
     assert str(traced.graph).count("aten::scaled_dot_product_attention") == 1
 
 
+@pytest.mark.slow
 def test_an_exported_program_serves_every_size():
     class Attend(torch.nn.Module):
         def __init__(self):

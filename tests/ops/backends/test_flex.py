@@ -83,6 +83,7 @@ def test_a_field_of_view_and_a_mask_over_keys():
     assert (out == 0).all(-1).any()
 
 
+@pytest.mark.slow
 def test_temperature():
     grid = Grid(2, 4, 1)
     terms = perturbed(make("pape+deberta", grid, dtype=double))(grid)

@@ -258,6 +258,7 @@ def test_statistics_are_computed_only_for_a_backward_pass():
     assert triton_window.window_forward(qkv, *tables, (4, 4), (0, 0), 1, 1.0, grad=True)[1].numel() == 0
 
 
+@pytest.mark.slow
 @compiles
 def test_the_grid_compiles_nothing_anew():
     kernels = triton_window._forward, triton_window_backward._whole

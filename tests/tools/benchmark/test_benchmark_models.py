@@ -182,6 +182,7 @@ def test_a_definition_that_fails_is_said(engine):
     assert {row["text"] for row in by_contender(engine, "wrong", VIT).values()} == {text}
 
 
+@pytest.mark.slow
 def test_models_against_each_other(engine):
     engine.measure(BOTH)
     assert {name.partition(":")[0] for name in by_contender(engine, "time", BOTH)} == {"Swin nano", "ViT nano absolute"}

@@ -147,6 +147,7 @@ def test_worker_tells_what_its_call_tells_compiles_and_raises():
             one.run(1)
 
 
+@pytest.mark.slow
 def test_extra_bytes_forget_what_is_given_back():
     """Small blocks stay with the process after use; they count again when they are used again."""
     torch.ones(2**22).sum()

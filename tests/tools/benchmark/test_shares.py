@@ -128,6 +128,7 @@ def test_inside_attention_the_operators_tell(counted, monkeypatch, training):
         assert set(found) <= {"layout"} and found.get("layout", 0) >= 2 * 3 * 2 * training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_everything_has_its_place(counted, training):
     """In our models and timm's: nothing is left over, and no hook stays."""
@@ -164,6 +165,7 @@ def test_optimized_models(counted, name, size):
     assert found["GELU"] > 0 and found["unattributed"] < 0.03 * sum(found.values())
 
 
+@pytest.mark.slow
 def test_the_sum_is_the_step():
     model, took = swin().eval(), []
 

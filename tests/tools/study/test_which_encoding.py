@@ -86,6 +86,7 @@ def test_places_are_filled_and_named():
         read_costs(Path("nowhere/costs.csv"))
 
 
+@pytest.mark.slow
 def test_ratios_are_of_the_same_round(monkeypatch):
     """Each round runs every encoding in turn; the first is for warming up; ratios are taken round by round."""
     ran = []
