@@ -343,6 +343,7 @@ def test_processes_of_this_machine_share_the_work_and_the_threads(request, start
         assert processes.on_all(lambda: 3) == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "arguments", "reported"),
     [
@@ -357,6 +358,7 @@ def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, argu
     assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_while_all_connect_is_told(quick_to_start, monkeypatch):
     def peer_is_gone(*arguments, **options):
         raise RuntimeError("Gloo connectFullMesh failed: Connection closed by peer")

@@ -247,6 +247,7 @@ def test_a_model_beside_others_may_have_other_weights(model, noise, tmp_path):
     assert "may not stand" not in describe_tasks([model], sweep(64), tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, capsys):
     run_sweep([model], sweep(48, 64, translations=(0,)), tmp_path)
     first = read_csv(tmp_path / "results.csv")
@@ -424,6 +425,7 @@ def models(trained):
     return [trained("vitrel_vit_n8_table"), trained("vitrel_swin_n", model_args={"depths": (1, 1, 1)}), foreign]
 
 
+@pytest.mark.slow
 def test_every_row_is_told(models, noise, tmp_path, whole_evaluations):
     sweep = Sweep("noise", ((48, 40),), ("scale",), device="cpu", translations=(0, 4))
     text = describe_tasks(models, sweep, tmp_path / "none")

@@ -33,6 +33,7 @@ def dynamic():
     return vitrel.diagnose(swin(dynamic_img_size=True), SIZES)
 
 
+@pytest.mark.slow
 def test_borders_meet_at_the_known_sizes(dynamic):
     """Rolling before padding: on 8, 9, 11, 12 and 13 rows modulo 7, so at every size but those that windows divide."""
     leaking = [line.size[0] for line in only(dynamic).sizes if any(stage.leaking for stage in line.stages)]

@@ -26,6 +26,7 @@ def interrupt(monkeypatch):
         yield patch
 
 
+@pytest.mark.slow
 def test_a_run_lowers_the_loss_and_leaves_its_folder(command, tmp_path):
     cli = run(command("run", epochs=6))
     log = rows(tmp_path / "run" / "metrics.csv")

@@ -378,6 +378,7 @@ def test_imagenet_weights_predict_as_in_timm():
     assert right / 500 == pytest.approx(0.698, abs=0.0005)
 
 
+@pytest.mark.slow
 def test_timms_route_refuses_for_another_task_too(tmp_path):
     """With other classes, or as a backbone, timm loads what fits and only logs the rest."""
     scaled = timm.create_model("vitrel_vit_n8_absolute", block_args=dict(init_values=0.1))

@@ -3,6 +3,7 @@ import matplotlib.image
 from vitrel.evaluate.report.plots import plot_all
 
 
+@pytest.mark.slow
 def test_plots_are_pictures_of_some_size(rows, tmp_path):
     paths = plot_all(rows, tmp_path / "plots", "noise")
     assert [path.name for path in paths] == ["accuracy.png", "throughput.png", "tradeoff.png"]

@@ -150,6 +150,7 @@ def test_the_gate_catches_a_backend_that_forgets_the_shift(backend):
     assert "error of output" in found["wrong"]["added"] and "added" not in found["ms"] and found["ms"]["sdpa"] > 0
 
 
+@pytest.mark.slow
 def test_the_gate_catches_a_wrong_gradient_and_what_raises(backend):
     class Halved(torch.autograd.Function):
         @staticmethod

@@ -114,6 +114,7 @@ def test_definition_is_computed_in_parts(monkeypatch):
         torch.testing.assert_close(found[name], value, atol=1e-12, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_gate_of_half_precision():
     """Gradients that cancel may be as far off as the peer's, but not absent; the loss has to be there."""
     case = model_case(QUICK_TASKS[1]._replace(dtype="amp"), False, True)
