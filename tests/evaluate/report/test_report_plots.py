@@ -1,4 +1,5 @@
 import matplotlib.image
+import pytest
 
 from vitrel.evaluate.report.plots import plot_all
 
