@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.sizes import Sizes
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, reference, why, window_attention
@@ -42,19 +42,6 @@ def both(encoding, grid, queries, dtype=double):
         gradients = torch.autograd.grad((out * weight).sum(), [q, k, v, *encoding.parameters()], allow_unused=True)
         found.append([out, *(g for g in gradients if g is not None)])
     return found
-
-
-class Sizes(TorchDispatchMode):
-    """Number of elements of every tensor that an operator returns, in `seen`."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.seen += [t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)]
-        return out
 
 
 def bias_terms(grid, heads=2, std=0.5, dtype=torch.float32):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from helpers.sizes import Sizes
 from helpers.variants import perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, reference, sdpa
@@ -220,13 +220,7 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("grid", [Grid(24, 15), Grid(24, 15, 2), Grid(2, 300, 1)], ids=str)
 def test_nothing_of_all_pairs_and_flash_kernels_alone(grid, monkeypatch):
     """Forward and backward; a row wider than a block goes alone."""
-    largest, plain, seen = [], F.scaled_dot_product_attention, []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            largest.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
-            return out
+    plain, seen = F.scaled_dot_product_attention, []
 
     def recorded(q, *others, **options):
         seen.append(q.shape[-2])
@@ -235,10 +229,10 @@ def test_nothing_of_all_pairs_and_flash_kernels_alone(grid, monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     tensors, bias = inputs(grid, batch=(1,), dtype=torch.float32), table(grid, dtype=torch.float32)
-    with Sizes():
+    with Sizes() as sizes:
         bias_by_row.attention(*tensors, Terms(tables=(Table(bias=bias),)), grid).square().sum().backward()
     assert bias.grad is not None and sum(seen) == grid.tokens
-    assert max(seen) <= max(256, grid.w) and max(largest) < 2 * grid.tokens**2
+    assert max(seen) <= max(256, grid.w) and max(sizes.seen) < 2 * grid.tokens**2
 
 
 _MEMORY = """

@@ -8,9 +8,9 @@ import os
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import run_in_the_interpreter
+from helpers.sizes import Sizes
 from vitrel.grid import Grid
 from vitrel.ops import reference
 from vitrel.position.terms import Table, Terms
@@ -158,19 +158,6 @@ def test_everything_is_written(monkeypatch):
         check(leaves, grad, grid, options.get("axes", ()))
 
 
-class Largest(TorchDispatchMode):
-    """Records the most elements of any tensor an operator returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
-
-
 @on_kernels
 @pytest.mark.slow
 def test_memory_grows_as_the_tokens():
@@ -179,10 +166,10 @@ def test_memory_grows_as_the_tokens():
         grid = Grid(side, side)
         (q, k, v, bias), grad = inputs(grid, torch.float32)
         arguments = (q.detach(), k.detach(), v.detach(), bias.detach(), None, None)
-        with Largest() as record:
+        with Sizes() as sizes:
             out, lse = triton_global.biased_forward(*arguments, grid, 0.3)
             triton_global_backward.biased_backward(grad, *arguments, out, lse, grid, 0.3)
-        largest[grid.tokens] = record.numel
+        largest[grid.tokens] = max(sizes.seen)
     assert largest[256] <= 4 * largest[64] and largest[256] < 256 * 256
 
 
