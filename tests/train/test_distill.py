@@ -28,13 +28,19 @@ def resnet(weights, **how):
     return Distillation("resnet10t", checkpoint=str(weights / "resnet.pt"), **how)
 
 
+def teacher_of(settings):
+    teacher = Teacher(settings, 4)
+    teacher.set_normalisation(MEAN, STD)
+    return teacher
+
+
 def classifier(distillation, **how):
     return small(objective=Objective(distillation=distillation), **how)
 
 
 @pytest.mark.parametrize("size", [None, (48, 64)])
 def test_the_teacher_sees_its_own_preprocessing(weights, size):
-    teacher = Teacher(resnet(weights, img_size=size), 4, MEAN, STD)
+    teacher = teacher_of(resnet(weights, img_size=size))
     assert teacher.size == (size or timm.get_pretrained_cfg("resnet10t").input_size[-2:])
     pixels = torch.rand(2, 3, 32, 32)
     mean, std = (torch.tensor(v)[:, None, None] for v in (MEAN, STD))
@@ -49,13 +55,13 @@ def test_the_teacher_sees_its_own_preprocessing(weights, size):
 
 def test_soft_and_hard_losses(weights):
     images, student, labels = torch.randn(3, 3, 32, 32), torch.randn(3, 4), torch.tensor([0, 1, 2])
-    hard = Teacher(resnet(weights, kind="hard", alpha=0.3, img_size=32), 4, MEAN, STD)
+    hard = teacher_of(resnet(weights, kind="hard", alpha=0.3, img_size=32))
     given, answers = F.cross_entropy(student, labels), hard(images)
     want = 0.7 * given + 0.3 * F.cross_entropy(student, answers.argmax(-1))
-    torch.testing.assert_close(hard.loss(student, images, given), want)
-    soft = Teacher(resnet(weights, alpha=1.0, tau=3.0, img_size=32), 4, MEAN, STD)
+    torch.testing.assert_close(hard.loss(student, answers, given), want)
+    soft = teacher_of(resnet(weights, alpha=1.0, tau=3.0, img_size=32))
     p, q = F.softmax(answers / 3, -1), F.softmax(student / 3, -1)
-    torch.testing.assert_close(soft.loss(student, images, given), 9 * (p * (p / q).log()).sum(-1).mean())
+    torch.testing.assert_close(soft.loss(student, answers, given), 9 * (p * (p / q).log()).sum(-1).mean())
 
 
 def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path):
@@ -109,7 +115,7 @@ def test_a_checkpoint_of_a_run_tells_how_the_teacher_was_built(tmp_path):
 
 def test_a_vitrel_teacher_of_another_size(weights):
     how = Distillation("vitrel_vit_n8_table", str(weights / "vit.safetensors"), img_size=(64, 48), teacher_args={"depth": 1})
-    teacher = Teacher(how, 4, MEAN, STD)
+    teacher = teacher_of(how)
     assert teacher(torch.randn(2, 3, 32, 32)).shape == (2, 4) and teacher.model.model.img_size == (64, 48)
 
 
