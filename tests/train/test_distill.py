@@ -135,15 +135,15 @@ def test_settings_are_checked(how, text):
 
 def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
     with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot load .*resnet.pt: .*size mismatch for fc"):
-        Teacher(resnet(weights), 5, MEAN, STD)
+        Teacher(resnet(weights), 5)
     state = torch.load(weights / "resnet.pt", weights_only=True)
     torch.save({f"model.{name}": value for name, value in state.items()} | {"loss.scale": torch.ones(1)}, weights / "more.pt")
     with pytest.raises(ValueError, match=r"cannot load .*more.pt: .* holds loss.scale besides the weights"):
-        Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4, MEAN, STD)
+        Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4)
     with pytest.raises(ValueError, match=r"unknown model 'resnet10'; nearest: .*resnet1"):
-        Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4, MEAN, STD)
+        Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):
-        Teacher(Distillation("resnet10t", "nowhere.pt"), 4, MEAN, STD)
+        Teacher(Distillation("resnet10t", "nowhere.pt"), 4)
     requested = []
 
     def create_model(name, pretrained, **how):
@@ -153,5 +153,47 @@ def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
     original = timm.create_model
     monkeypatch.setattr(timm, "create_model", create_model)
     with pytest.raises(ValueError, match="resnet10t has 1000 classes, the student 4: use a teacher of the same classes"):
-        Teacher(Distillation("resnet10t", pretrained=True), 4, MEAN, STD)
+        Teacher(Distillation("resnet10t", pretrained=True), 4)
     assert requested == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on
+
+
+def test_without_labels_the_student_takes_the_teachers_classes_and_answers(tmp_path):
+    torch.manual_seed(3)
+    save(timm.create_model("vitrel_vit_n8_table", num_classes=7, img_size=32, depth=1), tmp_path / "teacher.safetensors")
+    how = {"checkpoint": str(tmp_path / "teacher.safetensors"), "teacher_args": {"depth": 1, "num_classes": 7}, "img_size": 32}
+    data = Tensors()  # of 4 classes, whose labels are not used
+    recipe = classifier(Distillation("vitrel_vit_n8_table", alpha=1.0, labels=False, **how))
+    assert recipe.num_classes == recipe.model.num_classes == 7 and data.num_classes == 4
+    trainer = fit(recipe, data, max_epochs=1)
+    with torch.no_grad():
+        agree = recipe.eval()(data.images[:6]).argmax(-1) == recipe.teacher(data.images[:6]).argmax(-1)
+    assert trainer.callback_metrics["val/top1"] == agree.float().mean()
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    stored = torch.load(tmp_path / "run.ckpt", weights_only=True)["vitrel"]
+    assert stored["classes"] == [str(i) for i in range(7)] and "class_counts" not in stored
+    mixed = classifier(Distillation("vitrel_vit_n8_table", labels=False, **how), mixing=Mixing(mixup=0.5))
+    fit(mixed, Tensors(num_classes=9), max_epochs=1)  # labels above the number of the teacher's classes
+
+
+def test_a_teacher_of_imagenet_names_its_classes_by_wordnet_ids(tmp_path):
+    save(timm.create_model("vitrel_vit_n8_none", img_size=32, depth=1), tmp_path / "teacher.safetensors")
+    settings = Distillation(
+        "vitrel_vit_n8_none", str(tmp_path / "teacher.safetensors"), labels=False, img_size=32, teacher_args={"depth": 1}
+    )
+    names = Teacher(settings, 3).class_names()
+    assert len(names) == 1000 and names[0] == "n01440764" and names[491] == "n03000684"
+
+
+def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(weights):
+    settings = resnet(weights, alpha=1.0, img_size=32, sizes=[16, (24, 40)])
+    recipe, seen = classifier(settings), []
+    recipe.model.register_forward_pre_hook(lambda model, args: seen.append((model.training, tuple(args[0].shape[2:]))))
+    recipe.teacher.model.register_forward_pre_hook(lambda model, args: seen.append(tuple(args[0].shape[2:])))
+    fit(recipe, max_epochs=1)
+    assert seen[:4] == [(32, 32), (True, (16, 16)), (32, 32), (True, (24, 40))]
+    assert {shape for entry in seen if len(entry) == 2 and entry[0] is False for shape in [entry[1]]} == {(32, 32)}
+    images = torch.randn(2, 3, 32, 32)
+    small = F.interpolate(images, (24, 40), mode="bicubic", antialias=True)
+    torch.testing.assert_close(settings.student_view(images, 3), small)
+    with pytest.raises(ValueError, match=r"distillation.sizes takes sides"):
+        resnet(weights, sizes=[0])

@@ -1,12 +1,12 @@
 """The study from ImageNet weights: what `vitrel compare configs/study_imagenet.yaml` needs besides the configuration.
 
-    python -m tools.study.imagenet_weights prepare --imagenette imagenette224 --flowers flowers256 --ilsvrc ilsvrc-val-nette224 \
-        --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
+    python -m tools.study.imagenet_weights prepare --imagenette imagenette224 --flowers flowers256 \
+        --ilsvrc ilsvrc-val-nette224 --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
     vitrel compare configs/study_imagenet.yaml --jobs 2
 
-`prepare` writes the folder study_imagenet: links to the photographs, to the images of the evaluation and to the weights, and two
-students' initial weights. The photographs are those of both data sets without ILSVRC's validation images; of these, 450 are kept
-apart for the pilot (photographs/val), and no student is trained on them.
+`prepare` writes the folder study_imagenet: links to the photographs, to the images of the evaluation and to the weights, and
+two students' initial weights. The photographs are those of both data sets without ILSVRC's validation images; of these, 450 are
+kept apart for the pilot (photographs/val), and no student is trained on them.
 """
 
 import argparse

@@ -67,7 +67,7 @@ class Distillation:
         if not 0 <= self.alpha <= 1 or not self.tau > 0:
             raise ValueError(f"distillation.alpha ({self.alpha}) is within 0..1, distillation.tau ({self.tau}) positive")
         if self.sizes is not None and (not self.sizes or any(side < 1 for size in self.sizes for side in to_2tuple(size))):
-            raise ValueError(f"distillation.sizes takes sides or [H, W] in pixels, such as [128, 224, [160, 288]], not {self.sizes}")
+            raise ValueError(f"distillation.sizes takes sides or [H, W] in pixels, e.g. [128, [160, 288]], not {self.sizes}")
 
     def student_view(self, images: Tensor, batch: int) -> Tensor:
         """Return the images [B, 3, h, w] as the student sees them in training batch number `batch`, at its size of `sizes`."""
@@ -165,7 +165,8 @@ def _build(
     # without the arguments that would load weights first, perhaps from a file that is gone
     model_args = {name: value for name, value in model_args.items() if name not in WEIGHT_ARGUMENTS}
     arguments = {**model_args, **(settings.teacher_args or {}), "pretrained": settings.pretrained}
-    if not settings.pretrained and num_classes is not None:  # with pretrained weights, timm would silently give another number of classes a new head
+    # with pretrained weights, timm would silently give another number of classes a new head
+    if not settings.pretrained and num_classes is not None:
         arguments["num_classes"] = num_classes
     if size is not None:
         try:
