@@ -7,9 +7,11 @@ from torch.nn import functional as F
 
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
+from vitrel.train import Classifier, Optimisation
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
+from vitrel.train.tuning import Tuning
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
@@ -197,3 +199,29 @@ def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(wei
     torch.testing.assert_close(settings.student_view(images, 3), small)
     with pytest.raises(ValueError, match=r"distillation.sizes takes sides"):
         resnet(weights, sizes=[0])
+
+
+def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_changed(tmp_path):
+    torch.manual_seed(4)
+    model = timm.create_model("vitrel_vit_n8_absolute", num_classes=7, img_size=32, **SMALL)
+    torch.nn.init.normal_(model.pos_embed.pos_embed)  # one that matters
+    save(model.eval(), tmp_path / "start.safetensors")
+    tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="rope_mixed", absolute="drop")
+    how = {"objective": Objective(distillation=Distillation(alpha=1.0, labels=False)), "tuning": tuning}
+    recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, optim=Optimisation(lr=1e-2, warmup_epochs=0))
+    assert recipe.num_classes == 7 and recipe.model.pos_embed is None
+    images = Tensors().images
+    with torch.no_grad():
+        torch.testing.assert_close(recipe.teacher(images), model(images))
+
+        def distance():
+            return float((recipe.eval()(images) - model(images)).square().mean())
+
+        before = distance()
+        with torch.enable_grad():
+            fit(recipe.train(), max_epochs=8)
+        assert distance() < 0.5 * before
+    with pytest.raises(ValueError, match="random weights"):
+        classifier(Distillation(labels=False))
+    with pytest.raises(ValueError, match="belong to a teacher"):
+        Distillation(checkpoint="x")

@@ -29,7 +29,8 @@ class Distillation:
     """Distillation settings: loss = (1 - alpha) * label loss + alpha * distillation loss.
 
     Args:
-        teacher: timm name of the teacher, a vitrel model or any other.
+        teacher: timm name of the teacher, a vitrel model or any other. Null: the student itself as it is before training, with
+            the weights and the position encoding that it starts from (`Tuning`), at their image size.
         checkpoint: file with the teacher's weights; a checkpoint of vitrel train also holds its model arguments, image size
             and class names.
         pretrained: use timm's pretrained weights for `teacher`, downloaded unless they are in timm's cache.
@@ -47,7 +48,7 @@ class Distillation:
             them as they are loaded. Null: the student sees them as they are loaded, too.
     """
 
-    teacher: str
+    teacher: str | None = None
     checkpoint: str | None = None
     pretrained: bool = False
     kind: Literal["soft", "hard"] = "soft"
@@ -59,7 +60,9 @@ class Distillation:
     sizes: list[int | tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (not self.pretrained):
+        if self.teacher is None and (self.checkpoint is not None or self.pretrained or self.teacher_args):
+            raise ValueError("distillation.checkpoint, pretrained and teacher_args belong to a teacher: name one, or omit them")
+        if self.teacher is not None and (self.checkpoint is None) == (not self.pretrained):
             raise ValueError(
                 f"distillation: a teacher has learned something: give {self.teacher} either a checkpoint, or pretrained: true "
                 "to fetch timm's weights"
@@ -84,6 +87,8 @@ class Teacher:
     Args:
         settings: which teacher, and how it is distilled.
         num_classes: number of classes of the data, which must be the teacher's unless labels are ignored.
+        initial: (the student with its initial weights, before an encoding is added; names of its classes or None), which is the
+            teacher where `settings` names none.
 
     Attributes:
         classes: the class names stored in its checkpoint, or None.
@@ -94,20 +99,34 @@ class Teacher:
         ValueError: an unknown name, weights that do not fit, or another number of classes.
     """
 
-    def __init__(self, settings: Distillation, num_classes: int) -> None:
+    def __init__(
+        self, settings: Distillation, num_classes: int, initial: tuple[nn.Module, list[str] | None] | None = None
+    ) -> None:
         self.settings = settings
-        loaded = {} if settings.checkpoint is None else read_file(settings.checkpoint)
-        stored = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
-        self.classes: list[str] | None = stored.get("classes")
-        size = settings.img_size or stored.get("img_size")
-        expected = num_classes if settings.labels else (None if self.classes is None else len(self.classes))
-        model = _build(settings, expected, size, stored.get("model_args") or {})
-        if settings.checkpoint is not None:
-            _load(model, settings, loaded)
+        self.name = settings.teacher or "of the initial weights"
+        model: Any
+        size: Any
+        if settings.teacher is None:
+            if initial is None:
+                raise ValueError(
+                    "distillation.teacher: null takes the student before training, which has random weights here: set "
+                    "model.tuning.init_from or pretrained, or name a teacher"
+                )
+            model, self.classes = initial
+            size = settings.img_size or model.img_size
+        else:
+            loaded = {} if settings.checkpoint is None else read_file(settings.checkpoint)
+            stored = loaded.get("vitrel", {}) if isinstance(loaded, dict) else {}
+            self.classes = stored.get("classes")
+            size = settings.img_size or stored.get("img_size")
+            expected = num_classes if settings.labels else (None if self.classes is None else len(self.classes))
+            model = _build(settings, expected, size, stored.get("model_args") or {})
+            if settings.checkpoint is not None:
+                _load(model, settings, loaded)
         self.num_classes: int = model.num_classes
         if settings.labels and self.num_classes != num_classes:
             raise ValueError(
-                f"distillation teacher {settings.teacher} has {model.num_classes} classes, the student {num_classes}: use a "
+                f"distillation teacher {self.name} has {model.num_classes} classes, the student {num_classes}: use a "
                 "teacher of the same classes, or distillation.labels: false, which needs no labels"
             )
         # identifies the teacher by its weights, since its file may be moved

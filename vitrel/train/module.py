@@ -90,7 +90,7 @@ class Classifier(LightningModule):
         self.model_args = dict(model_args or {})
         self.optim, self.mixing, self.objective = optim, mixing, objective
         self.tuning, self.ema, self.execution = tuning, ema, execution
-        self.teacher = None if objective.distillation is None else Teacher(objective.distillation, num_classes)
+        self.teacher = self._teacher(num_classes)
         self.num_classes = num_classes if self.teacher is None else self.teacher.num_classes
         self.model, self.start_classes = tuning.build(model, self.num_classes, self.img_size, self.model_args)
         tuning.freeze(self.model)
@@ -105,6 +105,13 @@ class Classifier(LightningModule):
         self.top_k = [k for k in (1, 5) if k < max(self.num_classes, 2)]
         self.val_means = torch.nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
         self.train()
+
+    def _teacher(self, num_classes: int) -> Teacher | None:
+        settings = self.objective.distillation
+        if settings is None:
+            return None
+        of_itself = settings.teacher is None and self.tuning.has_weights(self.name)
+        return Teacher(settings, num_classes, self.tuning.initial(self.name) if of_itself else None)
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode as `nn.Module.train` does, but keep frozen parts in evaluation mode."""
@@ -143,7 +150,7 @@ class Classifier(LightningModule):
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
         if self.start_classes is not None and list(self.start_classes) != self.classes:
-            owner = f"of the teacher {self.teacher.settings.teacher}" if self.ignores_labels else f"of {data.data}"  # type: ignore[union-attr]
+            owner = f"of the teacher {self.teacher.name}" if self.ignores_labels else f"of {data.data}"  # type: ignore[union-attr]
             why = f"the weights were trained on classes other than those {owner}, or in another order"
             self.tuning.reset(self.model, self.num_classes, why)
             self.tuning.freeze(self.model)
