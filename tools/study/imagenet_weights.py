@@ -9,9 +9,9 @@
 two students' initial weights. The photographs are those of both data sets without ILSVRC's validation images; of these, 450 are
 kept apart for the pilot (photographs/val), and no student is trained on them.
 
-`flowers` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px (logistic
-regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at native shape
-as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into the folder runs/study_imagenet_flowers.
+`flowers` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px
+(logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
+native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into the folder runs/study_imagenet_flowers.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--ilsvrc", type=Path, required=True, help="500 ILSVRC validation images, val/<WordNet ID>/")
     add("--weights", type=Path, required=True, help="the ViT-Tiny/16, of timm's names")
     add("--out", type=Path, default=Path("study_imagenet"))
-    add = commands.add_parser("flowers", help="evaluate a linear classifier of flowers on every student's features").add_argument
+    add = commands.add_parser("flowers", help="evaluate linear classifiers of flowers on the students' features").add_argument
     add("runs", type=Path, help="folder of the comparison, e.g. runs/study_imagenet")
     add("--config", type=Path, default=Path("configs/study_imagenet.yaml"))
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
