@@ -11,7 +11,7 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 
 `flowers` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
-native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into the folder runs/study_imagenet_flowers.
+native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
 """
 
 import argparse
