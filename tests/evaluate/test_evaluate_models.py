@@ -1,6 +1,7 @@
 """Trained models as an evaluation takes them: checkpoints of the trainer, timm's names with weights, classes and outputs."""
 
 import argparse
+import math
 import os
 import re
 import socket
@@ -557,6 +558,7 @@ def test_only_the_classes_of_the_data_compete_where_asked(noise):
     assert rows[False]["top1"] == 0
     hits = (logits[:, [5, 0, 7]].argmax(1) == torch.arange(12) % 3).double().mean()
     assert rows[True]["top1"] == pytest.approx(100 * hits.item(), abs=1e-3) and hits > 0
+    assert rows[True]["top1"] == rows[False]["top1_among"] and math.isnan(rows[True]["top1_among"])
     assert rows[True]["class_map"] == f"{rows[False]['class_map']}, restricted"
 
 

@@ -7,9 +7,11 @@ from torch.nn import functional as F
 
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
+from vitrel.train import Classifier, Optimisation
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
 from vitrel.train.objective import Mixing, Objective
+from vitrel.train.tuning import Tuning
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
@@ -28,13 +30,19 @@ def resnet(weights, **how):
     return Distillation("resnet10t", checkpoint=str(weights / "resnet.pt"), **how)
 
 
+def teacher_of(settings):
+    teacher = Teacher(settings, 4)
+    teacher.set_normalisation(MEAN, STD)
+    return teacher
+
+
 def classifier(distillation, **how):
     return small(objective=Objective(distillation=distillation), **how)
 
 
 @pytest.mark.parametrize("size", [None, (48, 64)])
 def test_the_teacher_sees_its_own_preprocessing(weights, size):
-    teacher = Teacher(resnet(weights, img_size=size), 4, MEAN, STD)
+    teacher = teacher_of(resnet(weights, img_size=size))
     assert teacher.size == (size or timm.get_pretrained_cfg("resnet10t").input_size[-2:])
     pixels = torch.rand(2, 3, 32, 32)
     mean, std = (torch.tensor(v)[:, None, None] for v in (MEAN, STD))
@@ -49,13 +57,13 @@ def test_the_teacher_sees_its_own_preprocessing(weights, size):
 
 def test_soft_and_hard_losses(weights):
     images, student, labels = torch.randn(3, 3, 32, 32), torch.randn(3, 4), torch.tensor([0, 1, 2])
-    hard = Teacher(resnet(weights, kind="hard", alpha=0.3, img_size=32), 4, MEAN, STD)
+    hard = teacher_of(resnet(weights, kind="hard", alpha=0.3, img_size=32))
     given, answers = F.cross_entropy(student, labels), hard(images)
     want = 0.7 * given + 0.3 * F.cross_entropy(student, answers.argmax(-1))
-    torch.testing.assert_close(hard.loss(student, images, given), want)
-    soft = Teacher(resnet(weights, alpha=1.0, tau=3.0, img_size=32), 4, MEAN, STD)
+    torch.testing.assert_close(hard.loss(student, answers, given), want)
+    soft = teacher_of(resnet(weights, alpha=1.0, tau=3.0, img_size=32))
     p, q = F.softmax(answers / 3, -1), F.softmax(student / 3, -1)
-    torch.testing.assert_close(soft.loss(student, images, given), 9 * (p * (p / q).log()).sum(-1).mean())
+    torch.testing.assert_close(soft.loss(student, answers, given), 9 * (p * (p / q).log()).sum(-1).mean())
 
 
 def test_the_teacher_is_neither_trained_nor_saved_nor_averaged(weights, tmp_path):
@@ -109,7 +117,7 @@ def test_a_checkpoint_of_a_run_tells_how_the_teacher_was_built(tmp_path):
 
 def test_a_vitrel_teacher_of_another_size(weights):
     how = Distillation("vitrel_vit_n8_table", str(weights / "vit.safetensors"), img_size=(64, 48), teacher_args={"depth": 1})
-    teacher = Teacher(how, 4, MEAN, STD)
+    teacher = teacher_of(how)
     assert teacher(torch.randn(2, 3, 32, 32)).shape == (2, 4) and teacher.model.model.img_size == (64, 48)
 
 
@@ -129,15 +137,15 @@ def test_settings_are_checked(how, text):
 
 def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
     with pytest.raises(ValueError, match=r"distillation teacher resnet10t cannot load .*resnet.pt: .*size mismatch for fc"):
-        Teacher(resnet(weights), 5, MEAN, STD)
+        Teacher(resnet(weights), 5)
     state = torch.load(weights / "resnet.pt", weights_only=True)
     torch.save({f"model.{name}": value for name, value in state.items()} | {"loss.scale": torch.ones(1)}, weights / "more.pt")
     with pytest.raises(ValueError, match=r"cannot load .*more.pt: .* holds loss.scale besides the weights"):
-        Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4, MEAN, STD)
+        Teacher(Distillation("resnet10t", str(weights / "more.pt")), 4)
     with pytest.raises(ValueError, match=r"unknown model 'resnet10'; nearest: .*resnet1"):
-        Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4, MEAN, STD)
+        Teacher(Distillation("resnet10", str(weights / "resnet.pt")), 4)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at nowhere.pt"):
-        Teacher(Distillation("resnet10t", "nowhere.pt"), 4, MEAN, STD)
+        Teacher(Distillation("resnet10t", "nowhere.pt"), 4)
     requested = []
 
     def create_model(name, pretrained, **how):
@@ -147,5 +155,73 @@ def test_teachers_that_do_not_fit_are_refused(weights, monkeypatch):
     original = timm.create_model
     monkeypatch.setattr(timm, "create_model", create_model)
     with pytest.raises(ValueError, match="resnet10t has 1000 classes, the student 4: use a teacher of the same classes"):
-        Teacher(Distillation("resnet10t", pretrained=True), 4, MEAN, STD)
+        Teacher(Distillation("resnet10t", pretrained=True), 4)
     assert requested == [("resnet10t", True, {})]  # with num_classes timm would have put an untrained head on
+
+
+def test_without_labels_the_student_takes_the_teachers_classes_and_answers(tmp_path):
+    torch.manual_seed(3)
+    save(timm.create_model("vitrel_vit_n8_table", num_classes=7, img_size=32, depth=1), tmp_path / "teacher.safetensors")
+    how = {"checkpoint": str(tmp_path / "teacher.safetensors"), "teacher_args": {"depth": 1, "num_classes": 7}, "img_size": 32}
+    data = Tensors()  # of 4 classes, whose labels are not used
+    recipe = classifier(Distillation("vitrel_vit_n8_table", alpha=1.0, labels=False, **how))
+    assert recipe.num_classes == recipe.model.num_classes == 7 and data.num_classes == 4
+    trainer = fit(recipe, data, max_epochs=1)
+    with torch.no_grad():
+        agree = recipe.eval()(data.images[:6]).argmax(-1) == recipe.teacher(data.images[:6]).argmax(-1)
+    assert trainer.callback_metrics["val/top1"] == agree.float().mean()
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    stored = torch.load(tmp_path / "run.ckpt", weights_only=True)["vitrel"]
+    assert stored["classes"] == [str(i) for i in range(7)] and "class_counts" not in stored
+    mixed = classifier(Distillation("vitrel_vit_n8_table", labels=False, **how), mixing=Mixing(mixup=0.5))
+    fit(mixed, Tensors(num_classes=9), max_epochs=1)  # labels above the number of the teacher's classes
+
+
+def test_a_teacher_of_imagenet_names_its_classes_by_wordnet_ids(tmp_path):
+    save(timm.create_model("vitrel_vit_n8_none", img_size=32, depth=1), tmp_path / "teacher.safetensors")
+    settings = Distillation(
+        "vitrel_vit_n8_none", str(tmp_path / "teacher.safetensors"), labels=False, img_size=32, teacher_args={"depth": 1}
+    )
+    names = Teacher(settings, 3).class_names()
+    assert len(names) == 1000 and names[0] == "n01440764" and names[491] == "n03000684"
+
+
+def test_the_student_sees_its_own_sizes_and_the_teacher_the_images_as_loaded(weights):
+    settings = resnet(weights, alpha=1.0, img_size=32, sizes=[16, (24, 40)])
+    recipe, seen = classifier(settings), []
+    recipe.model.register_forward_pre_hook(lambda model, args: seen.append((model.training, tuple(args[0].shape[2:]))))
+    recipe.teacher.model.register_forward_pre_hook(lambda model, args: seen.append(tuple(args[0].shape[2:])))
+    fit(recipe, max_epochs=1)
+    assert seen[:4] == [(32, 32), (True, (16, 16)), (32, 32), (True, (24, 40))]
+    assert {shape for entry in seen if len(entry) == 2 and entry[0] is False for shape in [entry[1]]} == {(32, 32)}
+    images = torch.randn(2, 3, 32, 32)
+    small = F.interpolate(images, (24, 40), mode="bicubic", antialias=True)
+    torch.testing.assert_close(settings.student_view(images, 3), small)
+    with pytest.raises(ValueError, match=r"distillation.sizes takes sides"):
+        resnet(weights, sizes=[0])
+
+
+def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_changed(tmp_path):
+    torch.manual_seed(4)
+    model = timm.create_model("vitrel_vit_n8_absolute", num_classes=7, img_size=32, **SMALL)
+    torch.nn.init.normal_(model.pos_embed.pos_embed)  # one that matters
+    save(model.eval(), tmp_path / "start.safetensors")
+    tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="rope_mixed", absolute="drop")
+    how = {"objective": Objective(distillation=Distillation(alpha=1.0, labels=False)), "tuning": tuning}
+    recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, optim=Optimisation(lr=1e-2, warmup_epochs=0))
+    assert recipe.num_classes == 7 and recipe.model.pos_embed is None
+    images = Tensors().images
+    with torch.no_grad():
+        torch.testing.assert_close(recipe.teacher(images), model(images))
+
+        def distance():
+            return float((recipe.eval()(images) - model(images)).square().mean())
+
+        before = distance()
+        with torch.enable_grad():
+            fit(recipe.train(), max_epochs=8)
+        assert distance() < 0.5 * before
+    with pytest.raises(ValueError, match="random weights"):
+        classifier(Distillation(labels=False))
+    with pytest.raises(ValueError, match="belong to a teacher"):
+        Distillation(checkpoint="x")

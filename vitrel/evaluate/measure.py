@@ -447,6 +447,7 @@ def _count(
     outputs: the model's output for each class of the data.
     """
     tally, answers, left_out, output_of = Tally(), Answers(), 0, torch.tensor(outputs)
+    among = output_of if len(outputs) < task.trained.model.num_classes else None
     share = len(share_of(len(images.dataset(task.preprocessing)), *rank_and_world())) * (1 + len(task.translations))
     try:
         for pixels, labels in images.batches(task.preprocessing, *rank_and_world()):
@@ -459,7 +460,7 @@ def _count(
                 if task.trained.restrict:
                     answers.add(all_labels, *tally.update(logits[:, output_of], labels))
                 else:
-                    best, *rest = tally.update(logits, output_of[labels])
+                    best, *rest = tally.update(logits, output_of[labels], among)
                     answers.add(all_labels, class_of_output(best, labels, output_of), *rest)
             else:
                 answers.add(all_labels)

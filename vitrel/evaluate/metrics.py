@@ -109,14 +109,16 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.n = self.hits1 = self.hits5 = 0
+        self.n = self.hits1 = self.hits5 = self.n_among = self.hits_among = 0
         self.nll_sum = 0.0
         self.class_n: Counter[int] = Counter()
         self.bin_gap: Counter[int] = Counter()  # sum of (hit - confidence), by bin of the confidence
 
-    def update(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def update(self, logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Add a batch of logits [B, K] and labels [B]; return three tensors [B]: the index of the highest logit, its
         probability, and whether the label is among the 5 highest. FloatingPointError when a logit is not finite.
+
+        classes: the labels of the data's classes, for top1_among; None: all K.
         """
         logits = logits.double()
         if not torch.isfinite(logits).all():
@@ -126,6 +128,9 @@ class Tally:
         self.n += len(labels)
         self.hits1 += int(right[:, 0].sum())
         self.hits5 += int(right.sum())
+        if classes is not None:
+            self.n_among += len(labels)
+            self.hits_among += int((classes[logits[:, classes].argmax(-1)] == labels).sum())
         self.class_n.update(labels.tolist())
         self.nll_sum += F.cross_entropy(logits, labels, reduction="sum").item()
         confidence = logits.softmax(-1).amax(-1)  # [B]
@@ -144,8 +149,8 @@ class Tally:
 
     def columns(self) -> dict[str, float | int]:
         """Return the metrics as columns of results.csv: top1, top1_err, top5, top5_err (percent), top1_low, top1_high (95 %
-        Wilson interval), nll (nats), ece (percent; 15 equal bins, arXiv 1706.04599, eq. 3), n, and majority (share of the
-        most frequent class, percent).
+        Wilson interval), top1_among (percent, among the data's classes; nan where these are all), nll (nats), ece (percent; 15
+        equal bins, arXiv 1706.04599, eq. 3), n, and majority (share of the most frequent class, percent).
         """
         top1, top5 = 100 * self.hits1 / self.n, 100 * self.hits5 / self.n
         low, high = wilson(self.hits1, self.n)
@@ -154,6 +159,7 @@ class Tally:
             "top1_err": round(100 - top1, 4),
             "top1_low": round(low, 4),
             "top1_high": round(high, 4),
+            "top1_among": round(100 * self.hits_among / self.n_among, 4) if self.n_among else math.nan,
             "top5": round(top5, 4),
             "top5_err": round(100 - top5, 4),
             "nll": round(self.nll_sum / self.n, 6),

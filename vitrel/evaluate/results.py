@@ -55,6 +55,8 @@ COLUMNS = {
     "top1_err": "100 - top1",
     "top1_low": "lower end of the 95 % Wilson interval over images",
     "top1_high": "upper end of the 95 % Wilson interval over images",
+    "top1_among": "top-1 accuracy among the data's classes only, percent; empty where the model has no others "
+    "or is restricted to them",
     "top5": "top-5 accuracy, label among the 5 highest logits, percent (100 with 5 classes or fewer)",
     "top5_err": "100 - top5",
     "nll": "mean negative log-likelihood, nats",
@@ -123,7 +125,7 @@ ADDED = (
     "saturated", "left_out", "majority", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops",
     "attention_entropy", "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std",
     "class_map", "decoder", "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "images",
-    "python", "torchvision", "commit", "budget",
+    "python", "torchvision", "commit", "budget", "top1_among",
 )  # fmt: skip
 TEXT = (
     "model",
@@ -169,7 +171,7 @@ WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that th
 LOCK_PATIENCE = 10.0  # seconds to wait for the folder's lock: DataLoader workers outlive a killed evaluation by a few seconds
 CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
 MEANS = [
-    "top1", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
+    "top1", "top1_among", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
     "attention_distance", "attention_distance_share",
 ]  # fmt: skip
 

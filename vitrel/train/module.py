@@ -53,7 +53,7 @@ class Classifier(LightningModule):
 
     Args:
         model: timm name, e.g. "vitrel_vit_n8_table", or a file that `vitrel.load` takes.
-        num_classes: number of outputs of the head.
+        num_classes: number of classes of the data, and of outputs of the head unless a teacher has others (`Distillation`).
         img_size: (H, W) in pixels for which the model is built.
         model_args: further keywords of `timm.create_model`, e.g. `drop_path_rate`, `position`, `pretrained`.
         optim: optimiser and learning-rate schedule.
@@ -85,24 +85,33 @@ class Classifier(LightningModule):
         execution: Execution = Execution(),
     ) -> None:
         super().__init__()
-        self.name, self.num_classes, self.seed, self.label_smoothing = model, num_classes, seed, label_smoothing
+        self.name, self.seed, self.label_smoothing = model, seed, label_smoothing
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
         self.model_args = dict(model_args or {})
         self.optim, self.mixing, self.objective = optim, mixing, objective
         self.tuning, self.ema, self.execution = tuning, ema, execution
-        self.model, self.start_classes = tuning.build(model, num_classes, self.img_size, self.model_args)
+        self.teacher = self._teacher(num_classes)
+        self.num_classes = num_classes if self.teacher is None else self.teacher.num_classes
+        self.model, self.start_classes = tuning.build(model, self.num_classes, self.img_size, self.model_args)
         tuning.freeze(self.model)
         # before a strategy wraps the modules, which would hide their classes
         self.position, self.stored = position_record(self.model), tuning.stored(self.model, model, self.model_args)
         execution.apply(self.model)
-        self.mixup = mixing.build(num_classes, label_smoothing)
+        self.mixup = mixing.build(self.num_classes, label_smoothing)
         self.loss = objective.build(label_smoothing)
-        cfg, distillation = self.preprocessing, objective.distillation
-        self.teacher = None if distillation is None else Teacher(distillation, num_classes, cfg["mean"], cfg["std"])
+        if self.teacher is not None:
+            self.teacher.set_normalisation(self.preprocessing["mean"], self.preprocessing["std"])
         self.means = EpochMeans("train/loss", "train/top1")
-        self.top_k = [k for k in (1, 5) if k < max(num_classes, 2)]
+        self.top_k = [k for k in (1, 5) if k < max(self.num_classes, 2)]
         self.val_means = torch.nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
         self.train()
+
+    def _teacher(self, num_classes: int) -> Teacher | None:
+        settings = self.objective.distillation
+        if settings is None:
+            return None
+        of_itself = settings.teacher is None and self.tuning.has_weights(self.name)
+        return Teacher(settings, num_classes, self.tuning.initial(self.name) if of_itself else None)
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode as `nn.Module.train` does, but keep frozen parts in evaluation mode."""
@@ -122,27 +131,35 @@ class Classifier(LightningModule):
             "interpolation": str(cfg["interpolation"]),
         }
 
+    @property
+    def ignores_labels(self) -> bool:
+        """Whether the teacher's most probable class takes the place of an image's label."""
+        return self.teacher is not None and not self.teacher.settings.labels
+
     def setup(self, stage: str) -> None:
         """Check that model, data and trainer fit each other, ValueError if not; reset the head for other class names."""
         data = self.trainer.datamodule
-        if data.num_classes != self.num_classes:
+        self.classes: list[str] = self.teacher.class_names() if self.ignores_labels else list(data.classes)  # type: ignore[union-attr]
+        if len(self.classes) != self.num_classes:
             raise ValueError(
                 f"the model has {self.num_classes} classes, {data.data} has {data.num_classes}: set num_classes to "
                 f"{data.num_classes}"
             )
-        self.class_counts = data.train_set.class_counts() if hasattr(data, "train_set") else None
+        counted = hasattr(data, "train_set") and not self.ignores_labels
+        self.class_counts = data.train_set.class_counts() if counted else None
         if self.mixup is not None:
             self.mixing.check_batch(data.batch_size, self.img_size)
-        if self.start_classes is not None and list(self.start_classes) != list(data.classes):
-            why = f"the weights were trained on classes other than those of {data.data}, or in another order"
+        if self.start_classes is not None and list(self.start_classes) != self.classes:
+            owner = f"of the teacher {self.teacher.name}" if self.ignores_labels else f"of {data.data}"  # type: ignore[union-attr]
+            why = f"the weights were trained on classes other than those {owner}, or in another order"
             self.tuning.reset(self.model, self.num_classes, why)
             self.tuning.freeze(self.model)
             self.start_classes = None
         teacher = None if self.teacher is None else self.teacher.classes
-        if teacher is not None and list(teacher) != list(data.classes):
+        if teacher is not None and list(teacher) != self.classes:
             raise ValueError(
                 f"distillation.checkpoint was trained on classes other than those of {data.data}, or in another order: "
-                "use a teacher of the same classes"
+                "use a teacher of the same classes, or distillation.labels: false, which needs no labels"
             )
         check_strategy(self.trainer.strategy)
         if self.tuning.trainable is not None:  # frozen modules are in evaluation mode on purpose
@@ -231,11 +248,15 @@ class Classifier(LightningModule):
         """Return the loss of a batch, and log loss and top-1; with mixed labels, the one with the larger share counts."""
         images, labels = batch
         if self.mixup is not None and self.mixing.active(self.current_epoch):
-            images, labels = self.mixup(images, labels)
-        logits = self(images).float()
-        loss = self.loss(logits, labels)
-        if self.teacher is not None:
-            loss = self.teacher.loss(logits, images, loss)
+            images, labels = self.mixup(images, torch.zeros_like(labels) if self.ignores_labels else labels)
+        if self.teacher is None:
+            logits = self(images).float()
+            loss = self.loss(logits, labels)
+        else:
+            answers = self.teacher(images)
+            labels = answers.argmax(-1) if self.ignores_labels else labels
+            logits = self(self.teacher.settings.student_view(images, batch_idx)).float()
+            loss = self.teacher.loss(logits, answers, self.loss(logits, labels))
         hard = labels if labels.ndim == 1 else labels.argmax(-1)
         values = {"train/loss": loss.detach().expand(len(images)), "train/top1": (logits.detach().argmax(-1) == hard).float()}
         self.means.add(self.current_epoch, values)
@@ -252,6 +273,8 @@ class Classifier(LightningModule):
         Images of label -1, which pad the last batches of several ranks, are not counted.
         """
         images, labels = batch
+        if self.ignores_labels:
+            labels = torch.where(labels < 0, labels, self.teacher(images).argmax(-1))  # type: ignore[misc]
         logits = self(images).float()
         values = {"val/loss": F.cross_entropy(logits, labels, ignore_index=-1, reduction="none")}
         for k in self.top_k:
@@ -271,7 +294,7 @@ class Classifier(LightningModule):
         checkpoint["vitrel"] = {
             "model": name,
             "model_args": arguments,
-            "classes": list(data.classes),
+            "classes": self.classes,
             "img_size": list(self.img_size),
             "position": self.position,
             **preprocessing,
@@ -296,7 +319,7 @@ class Classifier(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the epoch's means; ValueError if the checkpoint's run had another model, classes, data or settings."""
         saved = {"ema": False} | checkpoint.get("vitrel", {})
-        current = {"model": self.stored[0], "classes": list(self.trainer.datamodule.classes), "ema": self.ema is not None}
+        current = {"model": self.stored[0], "classes": self.classes, "ema": self.ema is not None}
         for key, value in current.items():
             if (old := saved.get(key)) != value:
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")

@@ -159,7 +159,7 @@ class Predictions(Callback):
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.samples and trainer.is_global_zero:
             cfg = module.preprocessing
-            draw_predictions(self.samples, list(trainer.datamodule.classes), cfg["mean"], cfg["std"], self.path)
+            draw_predictions(self.samples, module.classes, cfg["mean"], cfg["std"], self.path)
 
 
 def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -241,7 +241,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "img_size": list(module.img_size),
         "tokens": data.budget if data.shape == "native" else None,
         "data": data.data,
-        "classes": len(data.classes),
+        "classes": module.num_classes,
         "train_images": len(data.train_set),
         "val_images": len(data.val_set),
         "max_epochs": trainer.max_epochs,

@@ -78,23 +78,36 @@ class Tuning:
         """
         if reserved := sorted({"num_classes", "img_size"} & model_args.keys()):
             raise ValueError(f"model_args must not set {' and '.join(reserved)}, which data.data and data.size determine")
+        if self._rebuilds(name):
+            base, classes = self.initial(name)
+            return self._changed(base, num_classes, img_size, model_args), classes
+        check_registered(name)
+        with guarding(name, model_args):
+            model = timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)
+        return model, self._load(model)
+
+    def initial(self, name: str) -> tuple[Backbone, list[str] | None]:
+        """Return the model with its initial weights as a vitrel model, without the encoding `position`, and its class names.
+
+        The names are those stored with the weights, or None. Without pretrained, init_from or a file as `name` the weights are
+        random.
+
+        Raises:
+            ValueError: an unknown model, one that `vitrel.from_timm` does not take, or weights that do not fit.
+        """
         if Path(name).exists():
             if self.init_from is not None or self.pretrained:
                 raise ValueError(f"model {name!r} is a file that holds the weights: leave out pretrained and init_from")
-            base, classes = self._from_file(name, None)
-            return self._changed(base, num_classes, img_size, model_args), classes
+            return self._from_file(name, None)
         check_registered(name)
-        if not self._rebuilds(name):
-            with guarding(name, model_args):
-                model = timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)
-            return model, self._load(model)
         if self.init_from is not None:
-            base, classes = self._from_file(self.init_from, name)
-        else:
-            base, classes = from_timm(name, pretrained=self.pretrained), None
-            if self.pretrained:
-                classes = (getattr(base, "pretrained_cfg", None) or {}).get("label_names")
-        return self._changed(base, num_classes, img_size, model_args), None if classes is None else list(classes)
+            return self._from_file(self.init_from, name)
+        base = from_timm(name, pretrained=self.pretrained)
+        return base, _label_names(base) if self.pretrained else None
+
+    def has_weights(self, name: str) -> bool:
+        """Return whether training starts from given weights instead of random ones."""
+        return self.pretrained or self.init_from is not None or Path(name).exists()
 
     def fade_over(self, model: nn.Module, passes: int) -> dict[str, int]:
         """Make the absolute embedding fade out over the first half of a run, if `absolute` is "fade".
@@ -193,7 +206,7 @@ class Tuning:
             model = model if isinstance(model, Backbone) else from_timm(model)
         except ValueError as error:
             raise ValueError(f"model.tuning.init_from {path}: {error}") from error
-        return model, (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
+        return model, _label_names(model)
 
     def _changed(self, base: Backbone, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]) -> Backbone:
         """The model `base` rebuilt for this image size and these classes, with the encoding `position` added."""
@@ -207,6 +220,11 @@ class Tuning:
         if self.reset_head or model.num_classes != num_classes:
             self.reset(model, num_classes, f"weights of {base.num_classes} classes, data of {num_classes}")
         return model.train()
+
+
+def _label_names(model: Backbone) -> list[str] | None:
+    names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
+    return None if names is None else list(names)
 
 
 def within(name: str, prefixes: Iterable[str]) -> bool:

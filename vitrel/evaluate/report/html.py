@@ -58,6 +58,7 @@ class Metric(NamedTuple):
 
 METRICS = {
     "top1": Metric("top-1", "%"),
+    "top1_among": Metric("top-1 among the data's classes", "%"),
     "retention": Metric("retention of top-1", "%"),
     "top5": Metric("top-5", "%"),
     "nll": Metric("NLL", "nats"),

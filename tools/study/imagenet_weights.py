@@ -1,0 +1,179 @@
+"""The study from ImageNet weights: what `vitrel compare configs/study_imagenet.yaml` needs besides the configuration.
+
+    python -m tools.study.imagenet_weights prepare --imagenette imagenette224 --flowers flowers256 \
+        --ilsvrc ilsvrc-val-nette224 --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
+    vitrel compare configs/study_imagenet.yaml --jobs 2
+    python -m tools.study.imagenet_weights probe runs/study_imagenet --jobs 2
+
+`prepare` writes the folder study_imagenet: links to the photographs, to the images of the evaluation and to the weights, and
+two students' initial weights. The photographs are those of both data sets without ILSVRC's validation images; of these, 450 are
+kept apart for the pilot (photographs/val), and no student is trained on them.
+
+`probe` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px (logistic
+regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at native shape
+as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into the folder runs/study_imagenet_flowers.
+"""
+
+import argparse
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vitrel
+from vitrel.convert.absolute_to_relative import absolute_to_relative
+from vitrel.data import Folder, Prepare
+from vitrel.evaluate.compare import load_comparison, trained_models
+from vitrel.evaluate.models import Trained
+from vitrel.evaluate.processes import shared_with
+from vitrel.evaluate.run import evaluate_rows, run_sweep
+from vitrel.evaluate.settings import Sweep
+from vitrel.exits import reported, terminable
+from vitrel.files import atomic_write
+
+ARCHITECTURE = "vitrel_vit_ti16_absolute"
+HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
+APART = {"imagenette": 300, "flowers": 150}  # photographs for the pilot
+PROBE_SIZES = ((128, 128), (224, 224), (384, 384))  # pixels; at native shape, budgets of as many tokens
+FITTED = 64  # photographs to which the table is fitted
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; exit with a message and status 1 on bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("prepare", help="write the folder of photographs, images and initial weights").add_argument
+    add("--imagenette", type=Path, required=True, help="folder with train/<class>/ and val/<class>/")
+    add("--flowers", type=Path, required=True, help="folder with train/<class>/ and val/<class>/")
+    add("--ilsvrc", type=Path, required=True, help="500 ILSVRC validation images, val/<WordNet ID>/")
+    add("--weights", type=Path, required=True, help="the ViT-Tiny/16, of timm's names")
+    add("--out", type=Path, default=Path("study_imagenet"))
+    add = commands.add_parser("probe", help="evaluate a linear classifier of flowers on every student's features").add_argument
+    add("runs", type=Path, help="folder of the comparison, e.g. runs/study_imagenet")
+    add("--config", type=Path, default=Path("configs/study_imagenet.yaml"))
+    add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
+    add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
+    add("--jobs", type=int, default=1, help="processes that share the images")
+    args = parser.parse_args(argv)
+    with reported("the same command goes on"), terminable():
+        if args.command == "prepare":
+            prepare(args.imagenette, args.flowers, args.ilsvrc, args.weights, args.out)
+        else:
+            probe(args.config, args.runs, args.flowers, args.out, args.jobs)
+
+
+def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: Path) -> None:
+    """Write the folder `out`; FileNotFoundError for a missing source, FileExistsError if `out` exists."""
+    for source in (imagenette / "train", imagenette / "val", flowers / "train", flowers / "val", ilsvrc / "val", weights):
+        if not source.exists():
+            raise FileNotFoundError(f"{source} does not exist")
+    if out.exists():
+        raise FileExistsError(f"{out} exists: remove it, or choose another folder with --out")
+    validation = {path.name.split(".")[0] for path in (ilsvrc / "val").glob("*/*")}
+    sources = {"imagenette": [*imagenette.glob("*/*/*")], "flowers": [*(flowers / "train").glob("*/*")]}
+    for name, paths in sources.items():
+        images = sorted(path for path in paths if path.suffix.lower() in (".jpg", ".jpeg") and not _known(path, validation))
+        random.Random(0).shuffle(images)
+        for part, chosen in (("val", images[: APART[name]]), ("train", images[APART[name] :])):
+            (folder := out / "photographs" / part / name).mkdir(parents=True)
+            for path in chosen:
+                (folder / f"{path.parent.name}-{path.name}").symlink_to(path.resolve())
+            print(f"{len(chosen)} photographs of {name} in {folder}")
+    (out / "ilsvrc-val").symlink_to(ilsvrc.resolve())
+    (out / "flowers").symlink_to(flowers.resolve())
+    (out / "weights.pth").symlink_to(weights.resolve())
+    preprocessing = {"mean": HALF, "std": HALF, "crop_pct": 1.0}
+    model = timm.create_model(ARCHITECTURE, pretrained_cfg_overlay=preprocessing)
+    vitrel.load_pretrained(model, weights)
+    table = absolute_to_relative(model.eval(), _photographs(out), "table")
+    print(table.conversion)
+    vitrel.save(table, out / "table.safetensors")
+    with torch.no_grad():
+        model.pos_embed.pos_embed.zero_()
+    vitrel.save(model, out / "relearned.safetensors")
+
+
+def _known(path: Path, validation: set[str]) -> bool:
+    return path.name.split(".")[0] in validation or "ILSVRC2012_val" in path.name
+
+
+def _photographs(out: Path) -> torch.Tensor:
+    """The images [n, 3, 224, 224] that the table is fitted to, drawn from the training photographs."""
+    data = Folder(out / "photographs", "train", Prepare((224, 224), HALF, HALF))
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:FITTED]
+    return torch.stack([data[i][0] for i in chosen.tolist()])
+
+
+def probe(config: Path, runs: Path, flowers: Path, out: Path, jobs: int) -> None:
+    """Evaluate the flower classifiers of all students of a comparison, and write the results into `out`."""
+    sweep = Sweep(str(flowers), PROBE_SIZES, ("scale", "native"), batch_size=50, attention_n=0, border_leak=False)
+    models = probed_models(config, runs, flowers)
+    with shared_with(jobs - 1, evaluate_probes, config, runs, flowers, sweep):
+        run_sweep(models, sweep, out, "Flowers, linear classifiers", replace=True)
+
+
+def evaluate_probes(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> None:
+    """Evaluate the share of a process with rank 1 or higher."""
+    for _ in evaluate_rows(probed_models(config, runs, flowers), sweep):
+        pass  # process 0 writes the rows
+
+
+def probed_models(config: Path, runs: Path, flowers: Path) -> list[Trained]:
+    """Return every student of the comparison with a classifier of the flowers, which is stored in its run's folder."""
+    data = Folder(flowers, "train", Prepare((224, 224), HALF, HALF))
+    labels, models = torch.tensor([data.label(i) for i in range(len(data))]), []
+    for trained in trained_models(load_comparison(config)[0], runs):
+        # students with options that act at other sizes only share the file, since their features at 224 px are the same
+        stored = trained.path.parent / "flowers.pt"
+        if not stored.exists():
+            print(f"{trained.label}, seed {trained.seed}: features of {len(data)} flowers", flush=True)
+            head = logistic_regression(features_of(trained.model, data), labels, len(data.classes))
+            with atomic_write(stored) as part:
+                torch.save(head.state_dict(), part)
+        trained.model.reset_classifier(len(data.classes))
+        trained.model.get_classifier().load_state_dict(torch.load(stored, weights_only=True))
+        models.append(replace(trained, classes=tuple(data.classes)))
+    return models
+
+
+@torch.inference_mode()
+def features_of(model: nn.Module, data: Folder, batch: int = 50) -> Tensor:
+    """Return what the model's classifier sees of every image, [n, C]."""
+    features = []
+    for indices in torch.arange(len(data)).split(batch):
+        images = torch.stack([data[i][0] for i in indices.tolist()])
+        features.append(model.forward_head(model.forward_features(images), pre_logits=True))
+    return torch.cat(features)
+
+
+def logistic_regression(features: Tensor, labels: Tensor, classes: int, penalty: float = 1e-3) -> nn.Linear:
+    """Return the linear classifier of features [n, C] with the lowest cross-entropy plus `penalty` times the squared weights.
+
+    The penalty is on the weights of features that are scaled to mean 0 and variance 1.
+    """
+    mean, std = features.double().mean(0), features.double().std(0) + 1e-6
+    scaled = (features.double() - mean) / std
+    weight = torch.zeros(classes, features.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(scaled @ weight.T + bias, labels) + penalty * weight.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    head = nn.Linear(features.shape[1], classes)
+    with torch.no_grad():
+        head.weight.copy_(weight / std)
+        head.bias.copy_(bias - (weight / std) @ mean)
+    return head
+
+
+if __name__ == "__main__":
+    main()
