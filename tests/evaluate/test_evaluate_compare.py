@@ -215,11 +215,11 @@ def test_no_configuration_names_a_place_outside_the_checkout(path):
     assert "../" not in path.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes"])
+@pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes", "study_imagenet"])
 def test_the_configurations_of_the_repository_are_valid(name, request, monkeypatch):
     folder = request.config.rootpath / ("vitrel/configs" if name == "quickstart" else "configs")
     path = folder / f"{name}.yaml"
-    monkeypatch.setattr("vitrel.evaluate.compare._data", lambda data, path: data)
+    monkeypatch.setattr("vitrel.evaluate.compare._data", lambda data, path, key="data": data)
     for found in load_comparison(path):
         assert found.name.split("/")[0] == name and len(found.entries) >= 4
     header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
