@@ -3,15 +3,15 @@
     python -m tools.study.imagenet_weights prepare --imagenette imagenette224 --flowers flowers256 \
         --ilsvrc ilsvrc-val-nette224 --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
     vitrel compare configs/study_imagenet.yaml --jobs 2
-    python -m tools.study.imagenet_weights probe runs/study_imagenet --jobs 2
+    python -m tools.study.imagenet_weights flowers runs/study_imagenet --jobs 2
 
 `prepare` writes the folder study_imagenet: links to the photographs, to the images of the evaluation and to the weights, and
 two students' initial weights. The photographs are those of both data sets without ILSVRC's validation images; of these, 450 are
 kept apart for the pilot (photographs/val), and no student is trained on them.
 
-`probe` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px (logistic
-regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at native shape
-as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into the folder runs/study_imagenet_flowers.
+`flowers` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px
+(logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
+native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into the folder runs/study_imagenet_flowers.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from vitrel.files import atomic_write
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
 APART = {"imagenette": 300, "flowers": 150}  # photographs for the pilot
-PROBE_SIZES = ((128, 128), (224, 224), (384, 384))  # pixels; at native shape, budgets of as many tokens
+FLOWER_SIZES = ((128, 128), (224, 224), (384, 384))  # pixels; at native shape, budgets of as many tokens
 FITTED = 64  # photographs to which the table is fitted
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--ilsvrc", type=Path, required=True, help="500 ILSVRC validation images, val/<WordNet ID>/")
     add("--weights", type=Path, required=True, help="the ViT-Tiny/16, of timm's names")
     add("--out", type=Path, default=Path("study_imagenet"))
-    add = commands.add_parser("probe", help="evaluate a linear classifier of flowers on every student's features").add_argument
+    add = commands.add_parser("flowers", help="evaluate linear classifiers of flowers on the students' features").add_argument
     add("runs", type=Path, help="folder of the comparison, e.g. runs/study_imagenet")
     add("--config", type=Path, default=Path("configs/study_imagenet.yaml"))
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.command == "prepare":
             prepare(args.imagenette, args.flowers, args.ilsvrc, args.weights, args.out)
         else:
-            probe(args.config, args.runs, args.flowers, args.out, args.jobs)
+            evaluate_flowers(args.config, args.runs, args.flowers, args.out, args.jobs)
 
 
 def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: Path) -> None:
@@ -108,21 +108,21 @@ def _photographs(out: Path) -> torch.Tensor:
     return torch.stack([data[i][0] for i in chosen.tolist()])
 
 
-def probe(config: Path, runs: Path, flowers: Path, out: Path, jobs: int) -> None:
+def evaluate_flowers(config: Path, runs: Path, flowers: Path, out: Path, jobs: int) -> None:
     """Evaluate the flower classifiers of all students of a comparison, and write the results into `out`."""
-    sweep = Sweep(str(flowers), PROBE_SIZES, ("scale", "native"), batch_size=50, attention_n=0, border_leak=False)
-    models = probed_models(config, runs, flowers)
-    with shared_with(jobs - 1, evaluate_probes, config, runs, flowers, sweep):
+    sweep = Sweep(str(flowers), FLOWER_SIZES, ("scale", "native"), batch_size=50, attention_n=0, border_leak=False)
+    models = flower_models(config, runs, flowers)
+    with shared_with(jobs - 1, evaluate_share, config, runs, flowers, sweep):
         run_sweep(models, sweep, out, "Flowers, linear classifiers", replace=True)
 
 
-def evaluate_probes(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> None:
+def evaluate_share(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> None:
     """Evaluate the share of a process with rank 1 or higher."""
-    for _ in evaluate_rows(probed_models(config, runs, flowers), sweep):
+    for _ in evaluate_rows(flower_models(config, runs, flowers), sweep):
         pass  # process 0 writes the rows
 
 
-def probed_models(config: Path, runs: Path, flowers: Path) -> list[Trained]:
+def flower_models(config: Path, runs: Path, flowers: Path) -> list[Trained]:
     """Return every student of the comparison with a classifier of the flowers, which is stored in its run's folder."""
     data = Folder(flowers, "train", Prepare((224, 224), HALF, HALF))
     labels, models = torch.tensor([data.label(i) for i in range(len(data))]), []

@@ -2,11 +2,12 @@
 
     vitrel train --model vit_tiny_patch16_224 --pretrained --data flowers
     vitrel train --model vit_tiny_patch16_224 --weights vit_tiny.pth --position table --absolute fade --data flowers
+    vitrel train --model vit_tiny_patch16_224 --pretrained --position table --absolute drop --distill --data photographs
     vitrel train --config my_run.yaml
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
 `--ckpt_path auto` resumes an interrupted run, `--KEY VALUE` overrides a key of the file. Without --config the settings are
-those of vitrel/configs/train: finetune.yaml where weights are given, else scratch.yaml.
+those of vitrel/configs/train: distill.yaml with --distill, finetune.yaml where weights are given, else scratch.yaml.
 """
 
 import os
@@ -21,6 +22,10 @@ from typing import Any
 
 from vitrel.cli.options import check_data
 
+FLAGS = {  # {option without a value: keys of a configuration}
+    "--pretrained": ["--model.tuning.pretrained=true"],
+    "--distill": ["--model.objective.distillation.alpha=1.0", "--model.objective.distillation.labels=false"],
+}
 SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--model": "--model.model",
     "--model-args": "--model.model_args",
@@ -36,17 +41,19 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--out": "--trainer.default_root_dir",
     "-o": "--trainer.default_root_dir",
 }
-HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--config FILE]
-                    [--ckpt_path auto|FILE] [--KEY VALUE ...]
+HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--distill]
+                    [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
 Train or fine-tune a model on an image folder. Every KEY may also be set in the file, as sections of YAML; later files and
-options override earlier ones. Default of --config: a recipe for fine-tuning where weights are given, else one for training from
-scratch.
+options override earlier ones. Default of --config: a recipe for distillation with --distill, for fine-tuning where weights are
+given, else for training from scratch.
 
   --data FOLDER                   folder with train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
   --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the absolute embedding
+  --distill                       labels are ignored: the model learns to answer as it did before --position and --absolute
+                                  changed it, and keeps its classes
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --shape native, --tokens N      every image at its own aspect ratio, with at most N tokens (default those of --size)
   --out DIR                       folder of the run
@@ -116,14 +123,14 @@ def expanded(argv: list[str]) -> list[str]:
     names = [arg.partition("=")[0] for arg in argv]
     keys = []
     for arg, name in zip(argv, names, strict=True):
-        key = SHORT.get(name, name) + arg[len(name) :]
-        keys.append("--model.tuning.pretrained=true" if name == "--pretrained" else key)
+        keys += FLAGS.get(name, [SHORT.get(name, name) + arg[len(name) :]])
     keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
-    short = any(name in SHORT or name == "--pretrained" for name in names)
+    short = any(name in SHORT or name in FLAGS for name in names)
     if not short or any(name in ("--config", "-c", "-h", "--help", "--help-all") for name in names):
         return keys
     tuned = "--pretrained" in names or any(arg.startswith("--model.tuning.init_from") for arg in keys)
-    recipe = "finetune" if tuned or any(Path(model).exists() for model in _values("--model.model", keys)) else "scratch"
+    tuned = tuned or any(Path(model).exists() for model in _values("--model.model", keys))
+    recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
     generated = [*_values("--data.data", keys), ""][0].startswith("shapes")  # varied enough without augmentation
     config = f"--config={files('vitrel') / 'configs' / 'train' / recipe}.yaml"
     return [config, *(["--data.augment=null"] if generated else []), *keys]
