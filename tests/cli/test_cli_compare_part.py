@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from PIL import Image
 
 from helpers import command
 from vitrel.train import several
@@ -25,6 +26,7 @@ def compare(tmp_path, monkeypatch, capsys):
     for split in ("train", "val"):
         for name in ("cat", "dog"):
             (tmp_path / "folders" / "animals" / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / "folders" / "animals" / split / name / "1.png")
     tool, trained, evaluated = command("compare"), [], []
     configs, photographs = {}, []
 

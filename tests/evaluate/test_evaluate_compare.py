@@ -189,16 +189,37 @@ def test_where_the_data_lie_may_be_said_beside_the_file(load, tmp_path, monkeypa
         assert reported in str(caught.value)
 
 
+def test_the_evaluation_may_have_data_of_its_own(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("photographs", "elsewhere/photographs", "labelled"):
+        (tmp_path / name).mkdir(parents=True)
+    evaluate = CONFIG["evaluate"] | {"data": "labelled"}
+
+    def found(comparison):
+        return comparison.data, comparison.sweep.data, comparison.training(comparison.entries[0], 0, tmp_path)["data"]["data"]
+
+    assert found(load(data="photographs")) == ("photographs",) * 3
+    assert found(load(data="photographs", evaluate=evaluate)) == ("photographs", "labelled", "photographs")
+    [moved] = load_comparison(tmp_path / "trial.yaml", "elsewhere/photographs")  # the data of training
+    assert found(moved) == ("elsewhere/photographs", "labelled", "elsewhere/photographs")
+    items = [{"data": "photographs", "evaluate": {"data": "labelled"}}, "shapes"]
+    assert [found(one)[:2] for one in load(data=items)] == [("photographs", "labelled"), ("shapes", "shapes")]
+    with pytest.raises(FileNotFoundError, match=r"no data folder none in .* for evaluate\.data"):
+        load(data="photographs", evaluate=evaluate | {"data": "none"})
+    with pytest.raises(ValueError, match=r"evaluate\.data must be a folder"):
+        load(evaluate=evaluate | {"data": ["labelled"]})
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_no_configuration_names_a_place_outside_the_checkout(path):
     assert "../" not in path.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes"])
+@pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes", "study_imagenet"])
 def test_the_configurations_of_the_repository_are_valid(name, request, monkeypatch):
     folder = request.config.rootpath / ("vitrel/configs" if name == "quickstart" else "configs")
     path = folder / f"{name}.yaml"
-    monkeypatch.setattr("vitrel.evaluate.compare._data", lambda data, path: data)
+    monkeypatch.setattr("vitrel.evaluate.compare._data", lambda data, path, key="data": data)
     for found in load_comparison(path):
         assert found.name.split("/")[0] == name and len(found.entries) >= 4
     header = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
@@ -272,6 +293,45 @@ def test_what_cannot_be_a_source_is_refused_with_both_labels(load_tuned, entry, 
     load_tuned(*others)
     with pytest.raises(ValueError, match=rf"trial.yaml.*\btuned\b.*tuned_from.*{source}"):
         load_tuned(*([*others, entry] if last else [entry, *others]))
+
+
+def runs(found):
+    return [(entry.label, seed) for entry, seed in found.runs]
+
+
+def test_an_entry_may_have_fewer_seeds_and_those_that_need_its_weights_have_them_too(load_tuned):
+    (found,) = load_tuned(
+        TUNED_AID, TABLE | {"seeds": 2}, BASE | {"seeds": [2, 0]}, TUNED, AID | {"seeds": [2]}, seeds=[0, 1, 2]
+    )
+    assert runs(found) == [
+        ("tuned-aid", 0), ("tuned-aid", 2), ("table", 2), ("base", 0), ("base", 2), ("tuned", 0), ("tuned", 2), ("aid", 2)
+    ]  # fmt: skip
+    (found,) = load_tuned(BASE, TABLE)
+    assert runs(found) == [("base", 0), ("base", 1), ("table", 0), ("table", 1)]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([BASE | {"seeds": [0, 2]}], r"base has the seed 2, but the comparison has only \[0, 1\]"),
+        ([BASE | {"seeds": []}], r"base: seeds must be a list"),
+        (
+            [BASE | {"seeds": [0]}, AID | {"seeds": [1]}],
+            r"aid has the seed 1, but base, whose weights it needs, has only \[0\]",
+        ),
+        ([BASE, TUNED | {"seeds": [0]}, TUNED_AID | {"seeds": [0, 1]}], r"tuned-aid has the seed 1, but tuned, "),
+    ],
+)
+def test_seeds_that_are_not_trained_are_refused(load_tuned, models, message):
+    with pytest.raises(ValueError, match=message):
+        load_tuned(*models)
+
+
+def test_a_claim_on_models_without_a_common_seed_is_refused(load_tuned):
+    claim = {"text": "It is better.", "better": "base", "than": ["table"], "img_size": 64}
+    load_tuned(BASE | {"seeds": [0]}, TABLE, claims=[claim])
+    with pytest.raises(ValueError, match="claim 1: base and table have no seed in common"):
+        load_tuned(BASE | {"seeds": [0]}, TABLE | {"seeds": [1]}, claims=[claim])
 
 
 def test_a_tuned_model_lends_its_weights_to_its_own_kind_alone(load_tuned):

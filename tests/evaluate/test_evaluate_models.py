@@ -14,6 +14,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
+from torch.utils.data import Dataset
 
 import vitrel
 from helpers import shared
@@ -201,15 +202,51 @@ def test_a_damaged_record_of_positions_is_named(checkpoint, record):
         load_checkpoint(checkpoint(position=record))
 
 
-def test_classes_must_be_those_of_training(trained):
+def test_classes_that_the_model_knows_are_matched_by_name(trained):
     model = trained("vitrel_vit_n8_none")
-    class_outputs(model, ["left", "right", "above"], "here")
-    with pytest.raises(ValueError, match=r"trained on 3 classes, but here has 2: it lacks right\. Evaluate on data"):
-        class_outputs(model, ["left", "above"], "here")
-    with pytest.raises(ValueError, match="lacks above and adds below"):
-        class_outputs(model, ["left", "right", "below"], "here")
-    with pytest.raises(ValueError, match="lists them in another order"):
-        class_outputs(model, ["right", "left", "above"], "here")
+    for names, outputs, reported in [
+        (["left", "right", "above"], (0, 1, 2), "order"),
+        (["above", "left"], (2, 0), "names"),
+        (["right", "left", "above"], (1, 0, 2), "names"),
+    ]:
+        assert class_outputs(model, names, "here") == outputs and class_map(model, names) == reported
+    assert class_map(replace(model, restrict=True), ["above"]) == "names, restricted"
+    with pytest.raises(ValueError, match=r"last\.ckpt was trained on 3 classes \(left, .*lack 1 of the 2 .* here: below\."):
+        class_outputs(model, ["left", "below"], "here")
+    ambiguous = replace(model, classes=("left", "right", "left"))
+    assert class_outputs(ambiguous, ["left", "right", "left"], "here") == (0, 1, 2)
+    with pytest.raises(ValueError, match="several outputs named left"):
+        class_outputs(ambiguous, ["right"], "here")
+
+
+class Few(Dataset):
+    """Random images of two of the model's three classes, which it lists in another order."""
+
+    classes = ("above", "left")
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index)), index % 2
+
+
+@pytest.mark.parametrize("restrict", [False, True])
+def test_a_model_of_more_classes_than_the_data_is_evaluated_at_the_outputs_of_these(trained, restrict):
+    model, few, outputs = trained("vitrel_vit_n8_none", restrict=restrict), Few(), torch.tensor([2, 0])
+    with torch.no_grad():
+        logits = model.model(torch.stack([few[i][0] for i in range(len(few))]))
+        model.model.head.bias.sub_(logits.mean(0))  # else all images are of one class
+        logits = logits - logits.mean(0)
+    best = outputs[logits[:, outputs].argmax(1)] if restrict else logits.argmax(1)
+    right = best == outputs[torch.arange(len(few)) % 2]
+    sweep = Sweep("few", ((32, 32),), ("scale",), device="cpu", attention_n=0)
+    [one] = evaluate_rows([model], sweep, source=lambda size, **how: few)
+    assert 0 < right.sum() < len(few) and one.row["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
+    assert one.row["class_map"] == ("names, restricted" if restrict else "names")
+    predicted = [{2: 0, 0: 1}.get(output, NO_CLASS) for output in best.tolist()]
+    assert one.predicted.predicted.tolist() == predicted and (NO_CLASS in predicted) != restrict
+    assert [counts.sum() for counts in one.predicted.class_counts()] == [len(few), right.sum()]
 
 
 def test_a_model_of_timm_that_our_trainer_trained_is_read(checkpoint):

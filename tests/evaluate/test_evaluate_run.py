@@ -559,6 +559,8 @@ def test_checkpoints_and_timm_models(checkpoint, noise):
     assert set(frame["label"]) == {"run"} and set(frame["model"]) == {"vitrel_vit_n8_table"} and set(frame["seed"]) == {7}
     with pytest.raises(ValueError, match="img_size, preprocessing and class_indices are for plain models"):
         at_sizes(path, "noise", [32], img_size=(32, 32), **HOW)
+    closed = at_sizes(path, "noise", [(32, 48)], n=4, restrict=True, **HOW)
+    assert set(closed["class_map"]) == {"order, restricted"}
     resnet = timm.create_model("resnet10t", num_classes=9)
     frame = at_sizes(resnet, "noise", [64], class_indices={"left": 8, "right": 2, "above": 0}, img_size=(32, 32), **HOW)
     assert frame["img_size"].unique().tolist() == ["32x32", "64x64"] and set(frame["encoding"]) == {"timm"}

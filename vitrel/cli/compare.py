@@ -12,19 +12,26 @@ per core is trained at a time, and as many processes share the images of the eva
 """
 
 import argparse
+import contextlib
+import io
 import logging
 import time
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from vitrel.cli.options import count
 from vitrel.exits import terminable
 
 if TYPE_CHECKING:
-    from vitrel.evaluate.compare import Comparison
+    from torch import nn
+
+    from vitrel.evaluate.compare import Comparison, Entry
 
 GO_ON = "the same command resumes from here"
+CLASSES = 10  # of models that are only built to check them; any number will do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +67,16 @@ def run(args: argparse.Namespace) -> None:
 
     comparisons = load_comparison(config, args.data)
     for comparison in comparisons:  # before the first is trained
+        check_training_data(comparison)
         for size in comparison.train_sizes:
             check_data(comparison.sweep, size)
-        check_models(comparison)
+        check_models(comparison, args.out / comparison.name)
     for comparison in comparisons:
         compare(comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report, args.images)
 
 
 def default_jobs(comparison: "Comparison") -> int:
-    """Return the default of --jobs: the number of models times seeds, at most PyTorch's threads.
+    """Return the default of --jobs: the number of runs evaluated, at most PyTorch's threads.
 
     It is 1 where training or evaluation would not run on the CPU, or trainer.devices is neither "auto" nor 1.
 
@@ -80,32 +88,85 @@ def default_jobs(comparison: "Comparison") -> int:
     other = torch.accelerator.is_available() and trainer.get("accelerator", "auto") != "cpu"
     if other or comparison.sweep.torch_device.type != "cpu" or trainer.get("devices", "auto") not in ("auto", 1):
         return 1
-    return min(torch.get_num_threads(), len(comparison.entries) * len(comparison.seeds))
+    return min(torch.get_num_threads(), len(comparison.runs))
 
 
-def check_models(comparison: "Comparison") -> None:
-    """Raise ValueError, before any training, for a model that cannot be built, or has no parameters for position_lr_scale."""
-    import timm
+def check_training_data(comparison: "Comparison") -> None:
+    """Raise ValueError or OSError, before any training, where the training images cannot be found."""
+    from vitrel.data import create_dataset
 
-    from vitrel.train.tuning import Tuning, within
+    try:
+        create_dataset(comparison.data, "train", comparison.train_size, mean=(0.5,) * 3, std=(0.5,) * 3, n=1)
+    except ValueError as error:
+        raise ValueError(f"training on {comparison.data}: {error}") from error
+
+
+def check_models(comparison: "Comparison", folder: Path) -> None:
+    """Raise ValueError or OSError, before any training, for models that cannot be built or trained as configured.
+
+    They are built as in training, from the weights that model.tuning names; entries with `weights_of` get the weights of their
+    source. OSError where such weights are missing; an entry whose runs all have a checkpoint in `folder` no longer needs them.
+    """
+    from vitrel.evaluate.compare import variant
 
     for entry in comparison.entries:
-        config = comparison.training(entry, 0, Path())
-        model, size = config["model"], config["data"]["size"]
-        trained = (model.get("tuning") or {}).get("trainable")
+        first = comparison.entry(entry.tuned_from or entry.label)
+        tuning = comparison.training(first, 0, Path())["model"].get("tuning") or {}
+        done = all(comparison.checkpoint_of(first.label, seed, folder).exists() for seed in first.seeds or ())
+        if entry.weights_of is not None or (done and (tuning.get("init_from") or tuning.get("pretrained"))):
+            continue
+        built, name, _ = _built(comparison, entry)
+        for other in comparison.entries:
+            if other.weights_of == entry.label:
+                variant(built, name, other)
+
+
+def _built(comparison: "Comparison", entry: "Entry") -> "tuple[nn.Module, str, dict[str, Any]]":
+    """Build the model of a trained entry as at the start of its training; return it with the name and arguments that its
+    checkpoints will have. An entry with `tuned_from` starts from its source before training. Errors as in `check_models`.
+    """
+    from vitrel.train.tuning import Tuning, within
+
+    config = comparison.training(entry, 0, Path())
+    model, size = config["model"], config["data"]["size"]
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    settings = {**(model.get("tuning") or {}), "reset_head": None}  # the number of classes does not matter here
+    with TemporaryDirectory() as place:
+        if entry.tuned_from:
+            settings["init_from"] = str(_untrained(comparison, comparison.entry(entry.tuned_from), Path(place)))
+        elif (path := settings.get("init_from")) and not Path(path).exists():
+            raise FileNotFoundError(f"{entry.label} starts from model.tuning.init_from {path}, which is not in {Path.cwd()}")
         try:
-            built = timm.create_model(entry.name, img_size=size, **model["model_args"])
-            Tuning(trainable=trained).freeze(built)
-        except (RuntimeError, TypeError, ValueError) as error:
-            what = f"have the weights of {entry.weights_of}" if entry.weights_of else "be built"
-            raise ValueError(f"{entry.label} cannot {what}: {error}") from error
-        scale = (model.get("optim") or {}).get("position_lr_scale", 1)
-        position = built.position_parameters() if hasattr(built, "position_parameters") else set()
-        if scale != 1 and entry.weights_of is None and not [n for n in position if trained is None or within(n, trained)]:
-            raise ValueError(
-                f"{entry.label} has no position parameters to train {scale:g} times as fast: give it "
-                "train: {model: {optim: {position_lr_scale: 1}}}"
-            )
+            tuning = Tuning(**settings)
+            with contextlib.redirect_stdout(io.StringIO()):
+                built, _ = tuning.build(entry.name, CLASSES, size, model["model_args"])
+            tuning.freeze(built)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            start = f", starting from {entry.tuned_from}" if entry.tuned_from else ""
+            raise ValueError(f"{entry.label} cannot be built{start}: {error}") from error
+    scale, trainable = (model.get("optim") or {}).get("position_lr_scale", 1), tuning.trainable
+    position = built.position_parameters() if hasattr(built, "position_parameters") else set()
+    if scale != 1 and not [name for name in position if trainable is None or within(name, trainable)]:
+        raise ValueError(
+            f"{entry.label} has no position parameters to train {scale:g} times as fast: give it "
+            "train: {model: {optim: {position_lr_scale: 1}}}"
+        )
+    return built, *tuning.stored(built, entry.name, model["model_args"])
+
+
+def _untrained(comparison: "Comparison", entry: "Entry", folder: Path) -> Path:
+    """Write a checkpoint of an entry's model before training into `folder`, and return its path."""
+    import torch
+
+    from vitrel.weights.record import position_record
+
+    model, name, arguments = _built(comparison, entry)
+    about = {"model": name, "model_args": arguments, "classes": [*map(str, range(CLASSES))], "position": position_record(model)}
+    about |= {key: model.pretrained_cfg[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    about["img_size"] = comparison.training(entry, 0, Path())["data"]["size"]
+    state = {f"model.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"state_dict": state, "vitrel": about}, folder / "untrained.ckpt")
+    return folder / "untrained.ckpt"
 
 
 def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True, images: bool = True) -> None:
@@ -123,18 +184,16 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool 
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     start = time.perf_counter()
-    entries = {entry.label: entry for entry in comparison.entries if entry.weights_of is None}
-    tuned = {label: bool(entry.tuned_from) for label, entry in entries.items()}
-    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
-    listed = f"{len(entries)} models ({', '.join(entries)})"
-    print(f"{comparison.name}: {listed}, {seeds}, trained on {comparison.data}, {jobs} at a time")
+    trainings = [(entry, seed) for entry, seed in comparison.runs if entry.weights_of is None]
+    # all models with the first seed, then all with the second; what is fine-tuned comes after what it starts from
+    trainings.sort(key=lambda run: (comparison.seeds.index(run[1]), bool(run[0].tuned_from)))
+    print(_heading(comparison, trainings, jobs))
     print(f"checkpoints and results are written to {folder}", flush=True)
-    folders = {(label, seed): folder / f"{label}-seed{seed}" for seed in comparison.seeds for label in entries}
-    order = [(label, seed) for seed in comparison.seeds for label in sorted(entries, key=lambda label: tuned[label])]
     # with several jobs, all fine-tuning waits until the weights that it starts from are trained
-    parts = [order] if jobs == 1 else [[run for run in order if tuned[run[0]] == is_tuned] for is_tuned in (False, True)]
-    for part in filter(None, parts):
-        train_all({folders[run]: comparison.training(entries[run[0]], run[1], folders[run]) for run in part}, jobs)
+    tuned = [[run for run in trainings if bool(run[0].tuned_from) == is_tuned] for is_tuned in (False, True)]
+    for part in filter(None, [trainings] if jobs == 1 else tuned):
+        places = {folder / f"{entry.label}-seed{seed}": (entry, seed) for entry, seed in part}
+        train_all({place: comparison.training(*run, place) for place, run in places.items()}, jobs)
     trained = time.perf_counter()
     models, sweep = trained_models(comparison, folder), comparison.sweep
     others = jobs - 1 if sweep.torch_device.type == "cpu" else 0
@@ -149,3 +208,14 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool 
     print(f"{left_out_note(rows, folder)}{seconds}; written to {folder}: {files}")
     if report:
         print(f"open {folder / 'report.html'} in a browser")
+
+
+def _heading(comparison: "Comparison", trainings: "Sequence[tuple[Entry, int]]", jobs: int) -> str:
+    """The line printed at the start: models, seeds, data."""
+    labels = dict.fromkeys(entry.label for entry, _ in trainings)
+    seeds = f"{len(comparison.seeds)} seed{'s' if len(comparison.seeds) > 1 else ''}"
+    if len(trainings) < len(labels) * len(comparison.seeds):
+        seeds += f" ({len(trainings)} runs)"
+    data, evaluated = comparison.data, comparison.sweep.data
+    on = f"trained on {data}" + (f", evaluated on {evaluated}" if evaluated != data else "")
+    return f"{comparison.name}: {len(labels)} models ({', '.join(labels)}), {seeds}, {on}, {jobs} at a time"

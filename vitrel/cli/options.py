@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +73,9 @@ def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: boo
 def open_models(args: argparse.Namespace, random: bool = False, **about: Any) -> list["Trained"]:
     """Load the models of the command line (`add_models`), in eval mode on the CPU.
 
-    random: as for `add_weights`. about: arguments of `vitrel.evaluate.models.trained_model` for models by name. ValueError or
-    OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name without weights.
+    random: as for `add_weights`. about: arguments of `vitrel.evaluate.models.trained_model` for models by name; `restrict` is
+    for all. ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name
+    without weights.
     """
     from vitrel.evaluate.models import load_checkpoint, load_model, random_model
 
@@ -95,7 +97,8 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
             loaded.append(load_model(model, file, **options, **about))
         else:
             path = Path(model)
-            loaded.append(load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path))
+            trained = load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path)
+            loaded.append(replace(trained, restrict=about.get("restrict", False)))
     return loaded
 
 

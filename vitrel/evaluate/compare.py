@@ -5,13 +5,16 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import timm
+from timm.models import get_model_args
+from torch import nn
 
 from vitrel.data import SHAPES
-from vitrel.evaluate.models import Trained, load_checkpoint
+from vitrel.evaluate.models import Trained, encoding_of, load_checkpoint
 from vitrel.evaluate.report import Claim, read_claim
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
@@ -24,8 +27,8 @@ OPTIONAL = ("claims",)
 # keys of an item of the list `data`; except data and only, they update the comparison's
 DATA_KEYS = ("data", "only", "seeds", "train", "evaluate", "claims")
 CHECKPOINTS = ("last", "best")
-EVALUATE_KEYS = (*(one.name for one in fields(Sweep) if one.name != "data"), "checkpoint")
-MODEL_KEYS = ("name", "label", "position", "model_args", "weights_of", "tuned_from", "train")
+EVALUATE_KEYS = (*(one.name for one in fields(Sweep)), "checkpoint")
+MODEL_KEYS = ("name", "label", "position", "model_args", "weights_of", "tuned_from", "seeds", "train")
 TRAIN_KEYS = ("trainer", "data", "model")
 # training keys that the comparison sets, and why a configuration may not
 DECIDED = {
@@ -40,9 +43,11 @@ DECIDED = {
 class Entry:
     """A model of a comparison.
 
-    name: timm name. label: name in tables and folders. model_args: keywords of `timm.create_model`. weights_of: label of the
-    entry whose trained weights it uses; None: it is trained. tuned_from: label of the entry whose trained weights its training
-    starts from. train: training configuration that updates the comparison's.
+    name: timm name. label: name in tables and folders. model_args: keywords of `timm.create_model`; of an entry with
+    `weights_of` only those that differ from its source. weights_of: label of the entry whose trained weights it uses; None: it
+    is trained. tuned_from: label of the entry whose trained weights its training starts from. seeds: those that it is trained
+    or evaluated with; None in a file: those of its source, or of the comparison. train: training configuration that updates
+    the comparison's.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Entry:
     model_args: dict[str, Any]
     weights_of: str | None = None
     tuned_from: str | None = None
+    seeds: tuple[int, ...] | None = None
     train: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,9 +68,10 @@ class Entry:
 class Comparison:
     """A checked configuration of a comparison on one data set.
 
-    data: path or built-in name of the data set. train: the sections trainer, data and model of a training configuration,
-    without the model's name, the data set, the seed and the output folder. checkpoint: which checkpoint of a run is evaluated,
-    "last", or "best", chosen on the evaluated images and so too optimistic.
+    data: path or built-in name of the data set that models are trained on; `sweep.data` is the one they are evaluated on.
+    seeds: of the comparison; the seeds of every entry are among them. train: the sections trainer, data and model of a training
+    configuration, without the model's name, the data set, the seed and the output folder. checkpoint: which checkpoint of a run
+    is evaluated, "last", or "best", chosen on the evaluation images of `data` and so too optimistic on these.
     """
 
     name: str
@@ -87,6 +94,15 @@ class Comparison:
         of_entries = (_merged(self.train, entry.train)["data"]["size"] for entry in self.entries)
         return tuple(dict.fromkeys((self.train_size, *map(_pair, of_entries))))
 
+    def entry(self, label: str) -> Entry:
+        """Return the entry with this label."""
+        return next(entry for entry in self.entries if entry.label == label)
+
+    @property
+    def runs(self) -> tuple[tuple[Entry, int], ...]:
+        """The runs (entry, seed) that are evaluated, entry by entry; those without `weights_of` are trained."""
+        return tuple((entry, seed) for entry in self.entries for seed in entry.seeds or ())
+
     def checkpoint_of(self, label: str, seed: int, folder: Path) -> Path:
         """Return the path of the checkpoint of a run, from which it is evaluated or another run is fine-tuned.
 
@@ -102,7 +118,7 @@ class Comparison:
         """
         train = _merged(self.train, entry.train)
         common = train.get("model") or {}
-        started = next((other.model_args for other in self.entries if other.label == entry.tuned_from), {})
+        started = self.entry(entry.tuned_from).model_args if entry.tuned_from else {}
         arguments = {**(common.get("model_args") or {}), **started, **entry.model_args}
         if entry.tuned_from:
             source = self.checkpoint_of(entry.tuned_from, seed, folder.parent)
@@ -119,11 +135,13 @@ def load_comparison(path: str | Path, data: str | None = None) -> list[Compariso
     """Read and check a YAML configuration; return one comparison per data set. Nothing in the file is executed.
 
     Where the key `data` is a list, each of its data sets gives a comparison <name>/<data set> of all models; an item may be
-    {data: ..., evaluate: {...}} with settings that differ for this data set. A relative data folder is searched in the working
-    directory, then in the folder of the file.
+    {data: ..., evaluate: {...}} with settings that differ for this data set. Models are evaluated on the data set that they are
+    trained on, or on that of the key evaluate.data. A relative data folder is searched in the working directory, then in the
+    folder of the file.
 
     data: use only the data set of this name (the last part of its path). With a path, such as /data/flowers256 or ./flowers256,
-    that folder replaces the one in the file; if the file has only one data set, the names may differ.
+    that folder replaces the one in the file; if the file has only one data set, the names may differ. It does not replace
+    evaluate.data.
     Raises FileNotFoundError for a missing file or data folder, ValueError for unknown, missing or invalid settings.
     """
     path = Path(path)
@@ -151,14 +169,31 @@ def load_comparison(path: str | Path, data: str | None = None) -> list[Compariso
 def trained_models(comparison: Comparison, folder: Path) -> list[Trained]:
     """Load every model to evaluate, entry by entry and seed by seed, from the checkpoints of the runs in `folder`.
 
-    An entry with `weights_of` is built with its own arguments and loads that entry's weights. ValueError where they do not fit.
+    An entry with `weights_of` has that entry's weights, see `variant`. ValueError where they do not fit.
     """
     models = []
-    for entry in comparison.entries:
-        for seed in comparison.seeds:
-            model = load_checkpoint(comparison.checkpoint_of(entry.weights_of or entry.label, seed, folder), entry.label, seed)
-            models.append(model if entry.weights_of is None else _with_arguments(model, entry, comparison))
+    for entry, seed in comparison.runs:
+        trained = load_checkpoint(comparison.checkpoint_of(entry.weights_of or entry.label, seed, folder), entry.label, seed)
+        if entry.weights_of is not None:
+            model = variant(trained.model, trained.name, entry).eval()
+            arguments = json.dumps(entry.model_args, sort_keys=True)
+            trained = replace(trained, model=model, encoding=encoding_of(model), model_args=arguments)
+        models.append(trained)
     return models
+
+
+def variant(source: nn.Module, name: str, entry: Entry) -> nn.Module:
+    """Build the model of an entry with `weights_of`: the model `source` with other arguments and the same weights.
+
+    name: timm name of `source`, whose arguments are updated by those of the entry, nested ones such as position_args too.
+    ValueError where no such model can be built, or the weights do not fit it.
+    """
+    try:
+        model = timm.create_model(name, **_merged(get_model_args(source), entry.model_args))
+        model.load_state_dict(source.state_dict())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
+    return model
 
 
 def evaluate_share(comparison: Comparison, folder: Path) -> None:
@@ -194,16 +229,19 @@ def _read_comparison(path: Path) -> dict[str, Any]:
 def _comparison(name: str, config: dict[str, Any], entries: tuple[Entry, ...], path: Path) -> Comparison:
     """The checked comparison of a configuration whose data is one data set."""
     evaluation, data = _section(config["evaluate"], EVALUATE_KEYS, f"{path}, evaluate"), _data(config["data"], path)
+    evaluated = evaluation.pop("data", None)
+    evaluated = data if evaluated is None else _data(evaluated, path, "evaluate.data")
     checkpoint = evaluation.pop("checkpoint", "last")
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"{path}: evaluate.checkpoint is last or best, got {checkpoint!r}")
     seeds, train = _seeds(config["seeds"], path), _train(config["train"], path)
+    entries = _with_seeds(entries, seeds, path)
     for entry in entries:
         own_train = _train(_merged(train, entry.train), f"{path}, {entry.label}")
         if entry.tuned_from and ((own_train.get("model") or {}).get("tuning") or {}).get("init_from"):
             raise ValueError(f"{path}: {entry.label} starts from {entry.tuned_from}: leave model.tuning.init_from out")
     claims = _claims(config.get("claims") or [], entries, path)
-    comparison = Comparison(name, data, entries, seeds, train, _sweep(evaluation, data, path), checkpoint, claims)
+    comparison = Comparison(name, data, entries, seeds, train, _sweep(evaluation, evaluated, path), checkpoint, claims)
     for number, claim in enumerate(claims, 1):
         _check_claim(claim, comparison, f"{path}: claim {number}")
     return comparison
@@ -220,7 +258,10 @@ def _read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
             raise ValueError(f"{path}: unknown model {name!r}; the nearest are {near}")
         if "position" in section:
             arguments["position"] = section["position"]
+        if reserved := sorted({"num_classes", "img_size"} & arguments.keys()):
+            raise ValueError(f"{path}, models: model_args of {name} must not set {reserved[0]}: data and train.data.size do")
         label = _plain_name(section.get("label", name), f"{path}: label")
+        seeds = None if section.get("seeds") is None else _seeds(section["seeds"], f"{path}, {label}")
         own_train = section.get("train")
         train = _section({} if own_train is None else own_train, TRAIN_KEYS, f"{path}, train of {label}")
         _check_decided(train, f"{path}, train of {label}")
@@ -228,7 +269,7 @@ def _read_entries(models: Any, path: Path) -> tuple[Entry, ...]:
         for key, source in sources.items():
             if not isinstance(source, str | None):
                 raise ValueError(f"{path}: {label} has {key}: {source!r}, which is not a model's label")
-        entries.append(Entry(name, label, arguments, **sources, train=train))
+        entries.append(Entry(name, label, arguments, **sources, seeds=seeds, train=train))
     labels = [entry.label for entry in entries]
     trained = {entry.label: entry for entry in entries if entry.weights_of is None}
     for entry in entries:
@@ -271,6 +312,25 @@ def _only_entries(labels: list[str] | None, entries: tuple[Entry, ...], path: Pa
     return tuple(entry for entry in entries if entry.label in kept)
 
 
+def _with_seeds(entries: tuple[Entry, ...], seeds: tuple[int, ...], path: Path) -> tuple[Entry, ...]:
+    """The entries with their seeds, by default those of the entry whose weights they need, or of the comparison.
+
+    ValueError for other seeds than these.
+    """
+    by_label = {entry.label: entry for entry in entries}
+
+    def seeds_of(entry: Entry) -> tuple[int, ...]:
+        possible = seeds if entry.source is None else seeds_of(by_label[entry.source])
+        if entry.seeds is None:
+            return possible
+        if further := [seed for seed in entry.seeds if seed not in possible]:
+            whose = f"{entry.source}, whose weights it needs, has" if entry.source else "the comparison has"
+            raise ValueError(f"{path}: {entry.label} has the seed {further[0]}, but {whose} only {[*possible]}")
+        return tuple(seed for seed in possible if seed in entry.seeds)
+
+    return tuple(replace(entry, seeds=seeds_of(entry)) for entry in entries)
+
+
 def _claims(items: Any, entries: tuple[Entry, ...], path: Path) -> tuple[Claim, ...]:
     labels = {entry.label for entry in entries}
     claims = []
@@ -285,7 +345,13 @@ def _claims(items: Any, entries: tuple[Entry, ...], path: Path) -> tuple[Claim, 
 
 
 def _check_claim(claim: Claim, comparison: Comparison, where: str) -> None:
-    """ValueError, before any training, for a claim on a size, protocol or translation that is not evaluated."""
+    """ValueError, before any training, for a claim on a size, protocol or translation that is not evaluated, or on two models
+    without a common seed.
+    """
+    for a, b in product(claim.better, claim.than if isinstance(claim.than, tuple) else ()):
+        labels = a.split("/")[0], b.split("/")[0]
+        if not set.intersection(*(set(comparison.entry(label).seeds or ()) for label in labels)):
+            raise ValueError(f"{where}: {labels[0]} and {labels[1]} have no seed in common")
     sweep, trained = comparison.sweep, format_size(comparison.train_size)
     sizes = [trained, *map(format_size, sweep.sizes)]
     if claim.img_size not in sizes and not any(isinstance(size, Budget) for size in sweep.sizes):  # pixels depend on the model
@@ -345,37 +411,28 @@ def _sweep(settings: dict[str, Any], data: str, path: Path) -> Sweep:
         raise ValueError(f"{path}, evaluate: {error}") from error
 
 
-def _data(data: Any, path: Path) -> str:
-    """The name of generated data, or the path of the data folder from the working directory."""
+def _data(data: Any, path: Path, key: str = "data") -> str:
+    """The name of generated data, or the path of the data folder from the working directory; `key` names it in messages."""
+    if not isinstance(data, str):
+        raise ValueError(f"{path}: {key} must be a folder or the name of a built-in data set, got {data!r}")
     if data in SHAPES:
         return data
-    beside = os.path.relpath(path.parent / str(data))
-    for folder in (str(data), beside):
+    beside = os.path.relpath(path.parent / data)
+    for folder in (data, beside):
         if Path(folder).is_dir():
             return folder
+    hint = f"by --data path/to/{Path(data).name} or " if key == "data" else f"for {key}, "
     raise FileNotFoundError(
-        f"{path}: there is no data folder {data} in {Path.cwd()}, nor {beside}; give its path, by --data "
-        f"path/to/{Path(str(data)).name} or in the file: a folder with train/<class>/ and val/<class>/, or a built-in data "
-        f"set: {', '.join(SHAPES)}"
+        f"{path}: there is no data folder {data} in {Path.cwd()}, nor {beside}; give its path, {hint}in the file: "
+        f"a folder with train/<class>/ and val/<class>/, or a built-in data set: {', '.join(SHAPES)}"
     )
 
 
-def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
+def _seeds(seeds: Any, path: Path | str) -> tuple[int, ...]:
     seeds = seeds if isinstance(seeds, list) else [seeds]
-    if len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise ValueError(f"{path}: seeds must be a list of different whole numbers such as [0, 1, 2], got {seeds}")
     return tuple(seeds)
-
-
-def _with_arguments(trained: Trained, entry: Entry, comparison: Comparison) -> Trained:
-    """The model of an entry with `weights_of`: built with the entry's arguments, with the weights of `trained`."""
-    arguments = comparison.training(entry, 0, Path())["model"]["model_args"]
-    try:
-        model = timm.create_model(entry.name, num_classes=len(trained.classes), img_size=trained.img_size, **arguments)
-        model.load_state_dict(trained.model.state_dict())
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{entry.label} cannot have the weights of {entry.weights_of}: {error}") from error
-    return replace(trained, model=model.eval(), label=entry.label, model_args=json.dumps(arguments, sort_keys=True))
 
 
 def _section(value: Any, allowed: Collection[str], where: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Trained:
     training size (h, w) in pixels. classes: names in the order of the outputs, () where unknown. mean, std, crop_pct,
     interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs: {class of the
     data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes. model_args:
-    JSON of the arguments it was built with, "" where the checkpoint contains them.
+    JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
     """
 
     model: nn.Module
@@ -224,13 +224,13 @@ def encoding_of(model: nn.Module) -> str:
 def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
     """Return the index of the model's output for each class of the data, in the data's order.
 
-    A model that knows its classes needs data with the same classes in the same order. For others: `trained.outputs` where it
-    is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the classes' own order, with as many
-    outputs as classes. ValueError where classes and outputs do not match; `data` names the data in messages.
+    A model that knows its classes has to know all classes of the data, by name, and may know more. For others:
+    `trained.outputs` where it is given; an ImageNet head where the classes are named by WordNet IDs (n01440764); else the
+    classes' own order, with as many outputs as classes. ValueError where classes and outputs do not match; `data` names the
+    data in messages.
     """
     if trained.classes:
-        _check_classes(trained, classes, data)
-        return tuple(range(len(classes)))
+        return _by_name(trained, classes, data)
     count = trained.model.num_classes
     if trained.outputs is not None:
         if missing := [name for name in classes if name not in trained.outputs]:
@@ -250,14 +250,17 @@ def class_outputs(trained: Trained, classes: Sequence[str], data: str) -> tuple[
 
 
 def class_map(trained: Trained, classes: Sequence[str]) -> str:
-    """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "wordnet" (by WordNet IDs), or "file"
-    with a digest of `trained.outputs`; followed by ", restricted" where only these outputs are compared.
+    """Return the column class_map, how `class_outputs` maps classes to outputs: "order", "names" (the model knows them in
+    another order, or knows more), "wordnet" (by WordNet IDs), or "file" with a digest of `trained.outputs`; followed by
+    ", restricted" where only these outputs are compared.
     """
-    if trained.outputs is not None and not trained.classes:
+    if trained.classes:
+        source = "order" if list(trained.classes) == list(classes) else "names"
+    elif trained.outputs is not None:
         pairs = repr(sorted(trained.outputs.items()))
         source = f"file {hashlib.sha256(pairs.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
     else:
-        by_id = not trained.classes and _by_wordnet(trained.model.num_classes, classes) is not None
+        by_id = _by_wordnet(trained.model.num_classes, classes) is not None
         source = "wordnet" if by_id else "order"
     return f"{source}, restricted" if trained.restrict else source
 
@@ -292,17 +295,25 @@ def _by_wordnet(count: int, classes: Sequence[str]) -> tuple[int, ...] | None:
     return tuple(index[name] for name in classes) if all(name in index for name in classes) else None
 
 
-def _check_classes(trained: Trained, classes: Sequence[str], data: str) -> None:
-    """ValueError where the data's classes differ from those of training, in names or order: labels would be shifted."""
-    trained_on, in_data = list(trained.classes), list(classes)
-    if trained_on == in_data:
-        return
-    missing, extra = sorted(set(trained_on) - set(in_data)), sorted(set(in_data) - set(trained_on))
-    parts = [f"{word} {', '.join(names[:5])}" for word, names in (("lacks", missing), ("adds", extra)) if names]
-    raise ValueError(
-        f"{trained.path} was trained on {len(trained_on)} classes, but {data} has {len(in_data)}: "
-        f"it {' and '.join(parts) or 'lists them in another order'}. Evaluate on data with the same classes as in training."
-    )
+def _by_name(trained: Trained, classes: Sequence[str], data: str) -> tuple[int, ...]:
+    """The outputs of classes by the names that the model knows; ValueError where it does not know all, or one name twice."""
+    if list(trained.classes) == list(classes):
+        return tuple(range(len(classes)))
+    index = {name: i for i, name in enumerate(trained.classes)}
+    if unknown := [name for name in classes if name not in index]:
+        raise ValueError(
+            f"{trained.path} was trained on {len(trained.classes)} classes ({_listed(trained.classes)}), which lack "
+            f"{len(unknown)} of the {len(classes)} classes of {data}: {_listed(unknown)}. Evaluate on data with classes of the "
+            "training data alone, under the same names"
+        )
+    if len(index) < len(trained.classes):
+        twice = next(name for name in trained.classes if trained.classes.count(name) > 1)
+        raise ValueError(f"{trained.path} has several outputs named {twice}: evaluate on data with its classes in its order")
+    return tuple(index[name] for name in classes)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _build_from_weights(name: str, weights: Path, arguments: dict[str, Any]) -> nn.Module:

@@ -97,8 +97,8 @@ COLUMNS = {
     "interpolation": "interpolation by which images are resized",
     "mean": "mean of the pixels, subtracted from them",
     "std": "standard deviation of the pixels, by which they are divided",
-    "class_map": "how classes map to outputs: order, wordnet (by WordNet ID) or file (with its digest); restricted: only the "
-    "outputs of these classes are compared",
+    "class_map": "how classes map to outputs: order, names, wordnet (by WordNet ID) or file (with its digest); restricted: "
+    "only the outputs of these classes are compared",
     "decoder": "decoder of image files",
     "resize_backend": "library that resizes images",
     "dtype": "precision of the computation",

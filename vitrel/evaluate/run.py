@@ -388,13 +388,13 @@ def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
 
 
 def _as_trained(model: nn.Module | Trained | str | Path, options: Mapping[str, Any]) -> Trained:
-    """`model` as Trained; options: arguments of `trained_model`, of which checkpoints take only the label."""
+    """`model` as Trained; options: arguments of `trained_model`, of which checkpoints take only label and restrict."""
     if isinstance(model, nn.Module):
         return trained_model(model, **options)
     trained = model if isinstance(model, Trained) else load_checkpoint(model)
-    if any(options[name] for name in options if name != "label"):
+    if any(options[name] for name in options if name not in ("label", "restrict")):
         raise ValueError("img_size, preprocessing and class_indices are for plain models: a checkpoint contains its own")
-    return replaced(trained, label=options["label"] or trained.label)
+    return replaced(trained, label=options["label"] or trained.label, restrict=options["restrict"] or trained.restrict)
 
 
 @contextmanager

@@ -289,7 +289,7 @@ def _described_classes(models: Sequence[Trained], task: Task, samples: Images) -
         names, described = config.get("label_names") or (), config.get("label_descriptions") or {}
         numbered = {str(index): name for index, name in enumerate(names)} if len(names) == len(classes) else {}
         for raw in map(str, classes):
-            name = numbered.get(raw, raw)
+            name = raw if raw in names else numbered.get(raw, raw)
             if name != raw or name in described:
                 words.setdefault(raw, str(described.get(name, name)))
     return words

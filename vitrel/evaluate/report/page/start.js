@@ -1,11 +1,12 @@
 // Puts the page together.
 function lead() {
-  const labels = [...new Set(DATA.rows.map((row) => row.label))], seeds = Math.max(...DATA.rows.map((row) => row.seeds));
+  const labels = [...new Set(DATA.rows.map((row) => row.label))], counts = DATA.rows.map((row) => row.seeds);
+  const fewest = Math.min(...counts), seeds = Math.max(...counts);
   const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   const about = Object.fromEntries(DATA.common.map(([key, , value]) => [key, value]));
   const where = [about.device, about.dtype].filter(Boolean).join(", "), named = labels.length > 4 ? many(labels.length, "model") : labels.join(", ");
   const images = Math.max(...DATA.rows.map((row) => row.n));
-  $("lead").textContent = `${named} on ${DATA.data} (${many(number(images), "image")}): ${many(seeds, "seed")}, trained at ${trainSizes.join(", ")}, evaluated at ${many(DATA.sizes.length, "size")} in the ${DATA.protocols.join(" and ")} protocol${DATA.protocols.length > 1 ? "s" : ""}${where ? `; ${where}` : ""}.`;
+  $("lead").textContent = `${named} on ${DATA.data} (${many(number(images), "image")}): ${fewest < seeds ? `${fewest} to ` : ""}${many(seeds, "seed")}, trained at ${trainSizes.join(", ")}, evaluated at ${many(DATA.sizes.length, "size")} in the ${DATA.protocols.join(" and ")} protocol${DATA.protocols.length > 1 ? "s" : ""}${where ? `; ${where}` : ""}.`;
 }
 
 function theme() {

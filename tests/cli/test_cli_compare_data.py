@@ -1,0 +1,104 @@
+"""`vitrel compare` with other data for the evaluation, seeds per model, and the weights of a model with an added encoding."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from helpers import command
+from vitrel.evaluate.compare import load_comparison, trained_models
+from vitrel.train import several
+
+pytestmark = pytest.mark.usefixtures("brief_evaluations")
+ABSOLUTE = "vitrel_vit_n8_absolute"
+ADDED = {"position": "rope_mixed", "position_args": {"base": 5.0}}
+CONFIG = {
+    "name": "trial",
+    "data": "photographs",
+    "models": [
+        {"name": ABSOLUTE, "label": "aid", "weights_of": "roped", "model_args": {"position_args": {"scaling": "ntk"}}},
+        {"name": ABSOLUTE, "label": "roped", "seeds": [0], "train": {"model": {"tuning": ADDED}}},
+        {"name": ABSOLUTE, "label": "plain", "train": {"model": {"optim": {"position_lr_scale": 1}}}},
+    ],
+    "seeds": [0, 1],
+    "train": {
+        "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
+        "data": {"size": 32, "batch_size": 8},
+        "model": {"optim": {"lr": 1e-3, "warmup_epochs": 0.5, "position_lr_scale": 2}},
+    },
+    "evaluate": {"data": "labelled", "sizes": [32, 64], "protocols": ["scale"], "device": "cpu"},
+}
+
+
+def images(folder, names, count=4):
+    for index, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.random.default_rng((index, i)).integers(0, 256, (32, 32, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """compare(**changes): run the comparison in tmp_path, and return the path of its configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
+    for split in ("train", "val"):
+        images(tmp_path / "photographs" / split, ["ant", "bee", "cat", "dog"])
+    images(tmp_path / "labelled" / "val", ["bee", "dog"])
+
+    def run(**changes):
+        (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | changes))
+        command("compare").main(["trial.yaml", "--jobs", "1", "--no-report"])
+
+    return run
+
+
+@pytest.mark.slow
+def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tmp_path, capsys):
+    compare()
+    printed = capsys.readouterr().out
+    assert "trained on photographs, evaluated on labelled" in printed and "[3/3] plain-seed1" in printed
+    folder = tmp_path / "runs" / "trial"
+    assert sorted(path.parent.name for path in folder.glob("*/checkpoints")) == ["plain-seed0", "plain-seed1", "roped-seed0"]
+    rows = pd.read_csv(folder / "results.csv")
+    assert set(zip(rows["label"], rows["seed"], strict=True)) == {("aid", 0), ("roped", 0), ("plain", 0), ("plain", 1)}
+    assert set(rows["class_map"]) == {"names"} and set(rows["data"]) == {"labelled"} and set(rows["n"]) == {8}
+    [comparison] = load_comparison(tmp_path / "trial.yaml")
+    aid, roped, *_ = trained_models(comparison, folder)
+    assert aid.model.arguments["position_args"] == {"base": 5.0, "scaling": "ntk"} and aid.encoding == "absolute+rope_mixed"
+    with torch.no_grad():
+        for side, equal in ((32, True), (64, False)):
+            image = torch.randn(2, 3, side, side)
+            assert torch.equal(aid.model(image), roped.model(image)) == equal
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (
+            [{"name": ABSOLUTE, "label": "a", "train": {"model": {"tuning": {"init_from": "gone.ckpt"}}}}],
+            r"a starts .*gone\.ckpt",
+        ),
+        ([CONFIG["models"][1], CONFIG["models"][0] | {"position": "table"}], "aid cannot have the weights of roped"),
+        (
+            [CONFIG["models"][1], {"name": ABSOLUTE, "label": "t", "tuned_from": "roped"}],
+            "t cannot be built, starting from roped",
+        ),
+        ([CONFIG["models"][1] | {"train": {"model": {"tuning": {"position": "tabel"}}}}], "roped cannot be built: .*tabel"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused_before_training(compare, monkeypatch, models, message):
+    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained"))
+    with pytest.raises(SystemExit, match=message):
+        compare(models=models)
+
+
+def test_training_data_without_images_are_refused_before_training(compare, tmp_path, monkeypatch):
+    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained"))
+    for path in (tmp_path / "photographs" / "train" / "cat").iterdir():
+        path.unlink()
+    with pytest.raises(SystemExit, match=r"training on photographs: .*without images"):
+        compare()
