@@ -4,6 +4,7 @@
         --ilsvrc ilsvrc-val-nette224 --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
     vitrel compare configs/study_imagenet.yaml --jobs 2
     python -m tools.study.imagenet_weights flowers runs/study_imagenet --jobs 2
+    python -m tools.study.imagenet_weights pages
 
 `prepare` writes the folder study_imagenet: links to the photographs, to the images of the evaluation and to the weights, and
 two students' initial weights. The photographs are those of both data sets without ILSVRC's validation images; of these, 450 are
@@ -12,33 +13,60 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 `flowers` is the second task: a linear classifier of the flowers' 36 classes on the features of every student at 224 px
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
 native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
+
+`pages` writes the tables and pictures of docs/studies/imagenet_weights.md from results/study/imagenet and imagenet_flowers,
+which hold these files of both folders.
 """
 
 import argparse
 import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vitrel
+from tools.study.curves import Curve, small_multiples
+from tools.study.pages import fill
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
+from vitrel.evaluate.metrics import Z95, t_interval
 from vitrel.evaluate.models import Trained
+from vitrel.evaluate.predictions import Predicted, compare_pairs, over_seeds, read_predictions
 from vitrel.evaluate.processes import shared_with
+from vitrel.evaluate.report import markdown
+from vitrel.evaluate.results import aggregate, line_key, read_csv, top1_interval
 from vitrel.evaluate.run import evaluate_rows, run_sweep
-from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.settings import Row, Sweep
 from vitrel.exits import reported, terminable
 from vitrel.files import atomic_write
 
+ROOT = Path(__file__).parents[2]
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
 APART = {"imagenette": 300, "flowers": 150}  # photographs for the pilot
 FLOWER_SIZES = ((128, 128), (224, 224), (384, 384))  # pixels; at native shape, budgets of as many tokens
+SIZES = ["64x64", "96x96", "128x128", "160x160", "224x224", "128x256", "320x224", "288x288", "384x384", "512x512"]
+FIXED = {  # curves of the page, trained at 224 px
+    ("absolute", "bicubic"): "absolute, kept",
+    ("absolute-relearned", "bicubic"): "absolute, relearned",
+    ("table", "geometric"): "table, geometric",
+    ("table", "bicubic"): "table, bicubic",
+    ("table", "clip"): "table, clip",
+    ("cpb", "keep"): "cpb",
+    ("log_decay", "keep"): "log_decay",
+    ("rope_mixed", "none"): "rope_mixed",
+    ("none", "none"): "none",
+}
+SCALED = {(f"rope_mixed+{key}", "none"): f"rope_mixed, {key}" for key in ("linear", "ntk", "yarn", "log_n")}
+SEVERAL = {(f"{label}-sizes", policy): name for (label, policy), name in FIXED.items()}
 FITTED = 64  # photographs to which the table is fitted
 
 
@@ -58,10 +86,15 @@ def main(argv: list[str] | None = None) -> None:
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
     add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
     add("--jobs", type=int, default=1, help="processes that share the images")
+    add = commands.add_parser("pages", help="write the study's page from the results").add_argument
+    add("--results", type=Path, default=ROOT / "results" / "study")
+    add("--root", type=Path, default=ROOT, help="folder of docs/")
     args = parser.parse_args(argv)
     with reported("the same command goes on"), terminable():
         if args.command == "prepare":
             prepare(args.imagenette, args.flowers, args.ilsvrc, args.weights, args.out)
+        elif args.command == "pages":
+            write_pages(args.results, args.root)
         else:
             evaluate_flowers(args.config, args.runs, args.flowers, args.out, args.jobs)
 
@@ -173,6 +206,123 @@ def logistic_regression(features: Tensor, labels: Tensor, classes: int, penalty:
         head.weight.copy_(weight / std)
         head.bias.copy_(bias - (weight / std) @ mean)
     return head
+
+
+class Evaluated:
+    """The rows and predictions of an evaluation's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
+        if not self.rows or predictions is None:
+            raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
+        self.predictions = predictions.rows
+        self.trained = self.rows[0]["train_size"]
+
+    def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
+        """Return {seed: row} of a label under a policy, or of rows that hold for every policy; ValueError without any."""
+        label, policy = curve
+        found = {
+            int(row["seed"]): row
+            for row in self.rows
+            if (row["label"], row["img_size"], row["protocol"]) == (label, size, protocol) and row["policy"] in (policy, "none")
+        }
+        if not found:
+            raise ValueError(f"no row of {label}/{policy} at {size} in the {protocol} protocol")
+        return found
+
+    def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
+        """Return the mean over seeds of a column, with half the 95 % interval for top1 (`top1_interval`)."""
+        rows = [*self.seeds(curve, size, protocol).values()]
+        mean = sum(row[column] for row in rows) / len(rows)
+        if column != "top1":
+            return f"{mean:.1f}"
+        low, high, _ = top1_interval([row["top1"] for row in rows], rows[0]["n"])
+        return f"{mean:.1f} ±{(high - low) / 2:.1f}"
+
+    def ahead(self, curve: Curve, other: Curve, size: str, protocol: str) -> str:
+        """Return the difference in top-1 to another curve, paired by image and seed, ± half its interval (`over_seeds`)."""
+        ours, theirs = (self.seeds(one, size, protocol) for one in (curve, other))
+        pairs = [compare_pairs(self._predicted(ours[seed]), self._predicted(theirs[seed])) for seed in ours if seed in theirs]
+        mean, low, high = over_seeds(pairs)
+        return f"{mean:+.1f} ±{(high - low) / 2:.1f}"
+
+    def kept(self, curve: Curve, other: Curve, size: str, protocol: str) -> str:
+        """Return how many points less a curve loses from the training size on than another, ± half its 95 % interval.
+
+        Every image counts (right here - right at the training size) of the curve minus the same of the other, seed by seed. Two
+        half widths are added in quadrature: normal over the images, of the mean over seeds, and Student's over seeds.
+        """
+        ends = [self.seeds(one, place, protocol) for one in (curve, other) for place in (size, self.trained)]
+        shared = [seed for seed in ends[0] if all(seed in rows for rows in ends)]
+        by_seed = []
+        for seed in shared:
+            right = [self._predicted(rows[seed]).right.astype(float) for rows in ends]
+            by_seed.append(100 * (right[0] - right[1] - right[2] + right[3]))
+        values = np.mean(by_seed, axis=0)  # [n]
+        half = Z95 * values.std(ddof=1) / len(values) ** 0.5
+        if len(shared) > 1:
+            low, high = t_interval([float(one.mean()) for one in by_seed])
+            half = (half**2 + ((high - low) / 2) ** 2) ** 0.5
+        return f"{values.mean():+.1f} ±{half:.1f}"
+
+    def _predicted(self, row: Row) -> Predicted:
+        return self.predictions[line_key(row)]
+
+
+def sides(size: str) -> str:
+    """Return a size as tables show it: 96 for 96x96, 320×224 for 320x224."""
+    height, width = size.split("x")
+    return height if height == width else f"{height}×{width}"
+
+
+def table_of(cells: Callable[[Curve, str], str], shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
+    """Return a Markdown table of `cells(curve, size)`: a line for each curve, a column for each size."""
+    head = ["", *(f"{sides(size)} (trained)" if size == trained else sides(size) for size in sizes)]
+    return markdown(head, [[name, *(cells(curve, size) for size in sizes)] for curve, name in shown.items()]).rstrip()
+
+
+def page_tables(results: Path) -> list[tuple[str, str]]:
+    """Return (name, Markdown) of every table of the page, from results/imagenet and results/imagenet_flowers."""
+    imagenet, flowers = Evaluated(results / "imagenet"), Evaluated(results / "imagenet_flowers")
+    trained, control = imagenet.trained, ("absolute-relearned", "bicubic")
+    others = {curve: name for curve, name in {**FIXED, **SCALED}.items() if curve != control}
+    several = {curve: name for curve, name in SEVERAL.items() if curve[0] != "absolute-relearned-sizes"}
+    columns: list[tuple[str, Callable[[Curve, str], str], Mapping[Curve, str], Sequence[str]]] = [
+        ("scale", lambda curve, size: imagenet.cell(curve, size, "scale"), FIXED | SCALED, SIZES),
+        ("canvas", lambda curve, size: imagenet.cell(curve, size, "canvas"), FIXED | SCALED, SIZES[:-1]),
+        ("among", lambda curve, size: imagenet.cell(curve, size, "scale", "top1_among"), FIXED, SIZES),
+        ("ahead", lambda curve, size: imagenet.ahead(curve, control, size, "scale"), others, SIZES),
+        ("kept", lambda curve, size: imagenet.kept(curve, control, size, "scale"), others, [s for s in SIZES if s != trained]),
+        ("several", lambda curve, size: imagenet.cell(curve, size, "scale"), SEVERAL, SIZES),
+        (
+            "several_ahead",
+            lambda curve, size: imagenet.ahead(curve, ("absolute-relearned-sizes", "bicubic"), size, "scale"),
+            several,
+            SIZES,
+        ),
+    ]
+    found = [(name, table_of(cells, shown, sizes, trained)) for name, cells, shown, sizes in columns]
+    for protocol in ("scale", "native"):
+        cells = partial(_flower_cell, flowers, protocol)
+        found.append((f"flowers_{protocol}", table_of(cells, FIXED, [f"{h}x{w}" for h, w in FLOWER_SIZES], trained)))
+    claims = (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()
+    return [*found, ("claims", claims)]
+
+
+def _flower_cell(flowers: Evaluated, protocol: str, curve: Curve, size: str) -> str:
+    return flowers.cell(curve, size, protocol)
+
+
+def write_pages(results: Path, root: Path) -> None:
+    """Fill the tables of the study's page, and draw its pictures."""
+    page = root / "docs" / "studies" / "imagenet_weights.md"
+    page.write_text(fill(page.read_text("utf-8"), page_tables(results)), "utf-8")
+    table = aggregate(read_csv(results / "imagenet" / "results.csv"))
+    drawn = {control: FIXED[control] for control in [("absolute-relearned", "bicubic")]} | FIXED
+    for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
+        title = f"ImageNet weights, distilled at 224 px and used at other sizes: {protocol}, {what}"
+        figure = small_multiples({"1,000 classes": table}, drawn, protocol, title)
+        figure.savefig(root / "docs" / "images" / f"imagenet_weights_{protocol}.png", dpi=130, bbox_inches="tight")
 
 
 if __name__ == "__main__":

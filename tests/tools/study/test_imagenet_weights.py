@@ -1,0 +1,110 @@
+"""The study from ImageNet weights: the folder it prepares, its tables against plain loops, the flower classifiers."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from torchvision.io import write_jpeg
+
+from helpers import ROOT
+from tools.study import imagenet_weights as study
+from tools.study.imagenet_weights import FIXED, SCALED, SEVERAL, SIZES, Evaluated, logistic_regression, prepare, table_of
+from vitrel.evaluate.metrics import t_interval
+from vitrel.evaluate.models import trained_model
+from vitrel.evaluate.results import line_key
+from vitrel.evaluate.run import run_sweep
+from vitrel.evaluate.settings import Sweep
+from vitrel.plain_yaml import read_yaml
+from vitrel.sizes import format_size, parse_size
+
+
+def pictures(folder, names):
+    folder.mkdir(parents=True)
+    for name in names:
+        write_jpeg(torch.randint(0, 255, (3, 240, 260), dtype=torch.uint8), str(folder / name))
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """Two models of two seeds on 30 scenes at two sizes."""
+    models = []
+    for label, key in (("a", "absolute"), ("b", "rope_mixed")):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = timm.create_model(f"vitrel_vit_n8_{key}", num_classes=4, img_size=64, depth=1).eval()
+            models.append(replace(trained_model(model, label=label), seed=seed))
+    sweep = Sweep("shapes", ((64, 64), (32, 48)), ("scale",), n=30, device="cpu", attention_n=0)
+    run_sweep(models, sweep, tmp_path)
+    return Evaluated(tmp_path)
+
+
+def right(evaluated, label, seed, size):
+    row = next(r for r in evaluated.rows if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
+    return [int(x) for x in evaluated.predictions[line_key(row)].right]
+
+
+def test_differences_and_losses_are_those_of_plain_loops(evaluated):
+    a, b = ("a", "bicubic"), ("b", "none")
+    ahead, kept, spread = [], [], []
+    for seed in (0, 1):
+        there = [right(evaluated, label, seed, size) for label in "ab" for size in ("32x48", "64x64")]
+        ahead.append(100 * sum(x - y for x, y in zip(there[0], there[2], strict=True)) / 30)
+        images = [100 * (x - y - z + w) for x, y, z, w in zip(*there, strict=True)]
+        kept.append(sum(images) / 30)
+        spread.append(images)
+    mean, _, half = re.fullmatch(r"([+-][\d.]+) (±)([\d.]+)", evaluated.ahead(a, b, "32x48", "scale")).groups()
+    assert float(mean) == pytest.approx(sum(ahead) / 2, abs=0.06) and float(half) > 0
+    mean, half = evaluated.kept(a, b, "32x48", "scale").split(" ±")
+    assert float(mean) == pytest.approx(sum(kept) / 2, abs=0.06)
+    images = torch.tensor(spread, dtype=torch.float64).mean(0)
+    low, high = t_interval(kept)
+    want = ((1.96 * images.std().item() / 30**0.5) ** 2 + ((high - low) / 2) ** 2) ** 0.5
+    assert float(half) == pytest.approx(want, abs=0.06)
+    with pytest.raises(ValueError, match="no row of c/none at 32x48"):
+        evaluated.seeds(("c", "none"), "32x48", "scale")
+    table = table_of(lambda curve, size: evaluated.cell(curve, size, "scale"), {a: "A", b: "B"}, ["32x48", "64x64"], "64x64")
+    assert "32×48" in table and "64 (trained)" in table and table.count("±") == 4
+
+
+def test_the_prepared_photographs_leave_out_what_is_evaluated(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "APART", {"imagenette": 2, "flowers": 1})
+    monkeypatch.setattr(study, "FITTED", 2)
+    data = {name: tmp_path / name for name in ("imagenette", "flowers", "ilsvrc")}
+    pictures(
+        data["imagenette"] / "train" / "n01440764", ["n01440764_1.JPEG", "ILSVRC2012_val_00000001.JPEG", "n01440764_2.JPEG"]
+    )
+    pictures(data["imagenette"] / "val" / "n01440764", ["n01440764_3.JPEG", known[1]])
+    pictures(data["flowers"] / "train" / "rose", ["a.jpg", "b.jpg", "c.jpg"])
+    pictures(data["flowers"] / "val" / "rose", ["d.jpg"])
+    pictures(data["ilsvrc"] / "val" / "n01440764", known)
+    torch.manual_seed(0)
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = timm.create_model("vitrel_vit_ti16_absolute", **small)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    original = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, **how: original(name, **how | small))
+    out = tmp_path / "study"
+    prepare(data["imagenette"], data["flowers"], data["ilsvrc"], tmp_path / "weights.pth", out)
+    found = {part: sorted(path.name for path in (out / "photographs" / part).glob("*/*")) for part in ("train", "val")}
+    assert len(found["train"]) == 3 and len(found["val"]) == 3 and not {*found["train"]} & {*found["val"]}
+    assert not any("ILSVRC" in name for names in found.values() for name in names)
+    relearned = study.vitrel.load(out / "relearned.safetensors")
+    assert not relearned.pos_embed.pos_embed.any() and study.vitrel.load(out / "table.safetensors").pos_embed is None
+    with pytest.raises(FileExistsError, match="--out"):
+        prepare(data["imagenette"], data["flowers"], data["ilsvrc"], tmp_path / "weights.pth", out)
+
+
+def test_the_flower_classifier_separates_what_is_separable():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(200, 6, generator=generator) * torch.tensor([0.01, 1, 5, 20, 1, 1]) + 3
+    labels = (features[:, :3] / torch.tensor([0.01, 1, 5])).argmax(1)
+    head = logistic_regression(features, labels, 3)
+    assert (head(features).argmax(1) == labels).double().mean() > 0.95
+
+
+def test_the_page_shows_the_models_of_the_configuration():
+    config = read_yaml(ROOT / "configs" / "study_imagenet.yaml")
+    assert {model["label"] for model in config["models"]} == {label for label, _ in FIXED | SCALED | SEVERAL}
+    assert {format_size(parse_size(str(size))) for size in config["evaluate"]["sizes"]} == {*SIZES}
