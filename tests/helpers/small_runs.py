@@ -40,6 +40,9 @@ class Tensors(LightningDataModule):
         self.images = torch.randn(n, 3, 32, 32, generator=generator)
         self.labels = torch.arange(n) % num_classes
 
+    def unaugmented(self, n: int) -> torch.Tensor:
+        return self.images[:n].clone()
+
     def train_dataloader(self) -> Batches:
         return Batches(self.images, self.labels, self.batch_size, self.skip)
 

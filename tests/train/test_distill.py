@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel import save
+from vitrel.convert import drop_absolute
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.distill import Distillation, Teacher
 from vitrel.train.ema import Ema
@@ -225,3 +226,34 @@ def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_ch
         classifier(Distillation(labels=False))
     with pytest.raises(ValueError, match="belong to a teacher"):
         Distillation(checkpoint="x")
+
+
+@pytest.mark.parametrize("absolute", ["drop", "fade"])
+def test_an_encoding_is_fitted_before_training(tmp_path, capsys, absolute):
+    torch.manual_seed(4)
+    model = timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=32, **SMALL)
+    torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
+    save(model.eval(), tmp_path / "start.safetensors")
+    tuning = {"init_from": str(tmp_path / "start.safetensors"), "position": "table", "absolute": absolute}
+    data, found, still = Tensors(), {}, Optimisation(lr=1e-9, warmup_epochs=0)
+    for fit_to in (0, 16):
+        recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=Tuning(**tuning, fit=fit_to), optim=still)
+        trainer = fit(recipe, data, max_epochs=1)
+        fitted = drop_absolute(copy.deepcopy(recipe.model), force=True) if absolute == "fade" else recipe.model
+        with torch.no_grad():
+            found[fit_to] = (fitted.eval()(data.images) - model(data.images)).square().mean()
+    assert "table fitted to 16 images" in capsys.readouterr().out
+    assert found[16] < found[0] * (0.5 if absolute == "drop" else 1)
+    how = {"tuning": Tuning(**tuning, fit=16), "optim": still}
+    averaged = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how, ema=Ema(every=100))
+    fit(averaged, data, max_epochs=1).save_checkpoint(tmp_path / "averaged.ckpt")
+    for name, value in torch.load(tmp_path / "averaged.ckpt", weights_only=True)["state_dict"].items():
+        if not name.endswith("steps"):  # of the fade, which the average counts at its own updates
+            torch.testing.assert_close(value, recipe.state_dict()[name], atol=1e-5, rtol=1e-4)
+    capsys.readouterr()
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), **how)
+    fit(resumed, data, max_epochs=1, ckpt_path=tmp_path / "run.ckpt")
+    assert "fitted" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"model.tuning.fit .* absolute: drop"):
+        Tuning(fit=16)

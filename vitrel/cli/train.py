@@ -2,7 +2,7 @@
 
     vitrel train --model vit_tiny_patch16_224 --pretrained --data flowers
     vitrel train --model vit_tiny_patch16_224 --weights vit_tiny.pth --position table --absolute fade --data flowers
-    vitrel train --model vit_tiny_patch16_224 --pretrained --position table --absolute drop --distill --data photographs
+    vitrel train --model vit_tiny_patch16_224 --pretrained --position table --absolute drop --fit 64 --distill --data photos
     vitrel train --config my_run.yaml
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
@@ -33,6 +33,7 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--position": "--model.tuning.position",
     "--position-args": "--model.tuning.position_args",
     "--absolute": "--model.tuning.absolute",
+    "--fit": "--model.tuning.fit",
     "--data": "--data.data",
     "--size": "--data.size",
     "--shape": "--data.shape",
@@ -52,6 +53,7 @@ given, else for training from scratch.
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
   --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the absolute embedding
+  --fit N                         fit that encoding to N images first, so that it does what the embedding did
   --distill                       labels are ignored: the model learns to answer as it did before --position and --absolute
                                   changed it, and keeps its classes
   --size N|HxW, --epochs N        image size in pixels, and number of epochs

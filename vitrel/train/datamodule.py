@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule
 from timm.layers import to_2tuple
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
@@ -138,6 +138,12 @@ class ImageData(LightningDataModule):
             raise ValueError("data.region is the part of an image in which `shapes` are drawn: leave it out for other data")
         mean, std = preprocessing["mean"], preprocessing["std"]
         return create_shapes("train", self.n_train, self.seed, size=self.size, mean=mean, std=std, region=self.region)
+
+    def unaugmented(self, n: int) -> Tensor:
+        """Return n training images at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which."""
+        preprocessing = self.trainer.lightning_module.preprocessing
+        chosen = create_dataset(self.data, "train", self.size, **preprocessing, n=n, seed=self.seed, reading=self.reading)
+        return torch.stack([chosen[i][0] for i in range(len(chosen))])
 
     def teardown(self, stage: str) -> None:
         """Free the cached images, because Lightning keeps the trainers of former runs, and their data, in memory."""

@@ -79,6 +79,12 @@ class AveragedWeights(WeightAveraging):
         # update would wait for the GPU and copy all weights.
         self._average_model.module.to(pl_module.device)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning also copied them before the module gave the model a new classifier or fitted its position encoding
+        if not self._average_model.n_averaged:
+            self._average_model.update_parameters(pl_module)  # copies the weights, since n_averaged is 0
+            self._average_model.n_averaged.zero_()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

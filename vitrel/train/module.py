@@ -101,6 +101,7 @@ class Classifier(LightningModule):
         self.loss = objective.build(label_smoothing)
         if self.teacher is not None:
             self.teacher.set_normalisation(self.preprocessing["mean"], self.preprocessing["std"])
+        self.resumed = False
         self.means = EpochMeans("train/loss", "train/top1")
         self.top_k = [k for k in (1, 5) if k < max(self.num_classes, 2)]
         self.val_means = torch.nn.ModuleDict({name: ImageMean() for name in ("val/loss", *map("val/top{}".format, self.top_k))})
@@ -215,6 +216,16 @@ class Classifier(LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, self.optim.clip_mode or gradient_clip_algorithm)
 
+    def on_fit_start(self) -> None:
+        """Fit the position encoding where `tuning.fit` asks for it; a resumed run has its weights already."""
+        if self.tuning.fit and not self.resumed:
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                raise ValueError(
+                    "model.tuning.fit needs all weights on one device, and this strategy shards them: fit with vitrel convert, "
+                    "and start from its file"
+                )
+            self.tuning.fit_position(self.model, self.name, self.trainer.datamodule.unaugmented(self.tuning.fit))
+
     def updates_per_epoch(self) -> int:
         """Number of optimiser updates in an epoch, an incomplete last accumulation included; does not build the loaders.
 
@@ -324,5 +335,6 @@ class Classifier(LightningModule):
             if (old := saved.get(key)) != value:
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")
         check_same_run(self.trainer, checkpoint)
+        self.resumed = True
         if "epoch_means" in checkpoint:
             self.means.restore(checkpoint["epoch_means"], self.global_rank)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import timm
 from lightning.pytorch.utilities import rank_zero_only
-from torch import nn
+from torch import Tensor, nn
 
 import vitrel.models  # noqa: F401  registers our names with timm
-from vitrel.convert import from_timm, load, relativize
+from vitrel.convert import absolute_to_relative, from_timm, load, relativize
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
@@ -37,6 +37,9 @@ class Tuning:
         position_args: options of `position`.
         absolute: what happens to the absolute embedding when `position` is added: "keep" it, "drop" it, or "fade" it out over
             the first half of the run.
+        fit: number of training images, without augmentation, to which `position` is fitted before the first update, together
+            with two linear layers per block (`vitrel.convert.absolute_to_relative`; with absolute "drop" or "fade", and a
+            table or rotation); about 100 are enough. 0: the encoding starts at zero.
         reset_head: true: start with a new classifier; false: never; null: only if the classes of the data differ from those
             of the weights.
         trainable: names of modules and parameters to train, including everything below them, e.g. [norm, fc_norm, head]; all
@@ -48,6 +51,7 @@ class Tuning:
     position: str | None = None
     position_args: dict[str, Any] | None = None
     absolute: Literal["keep", "drop", "fade"] = "keep"
+    fit: int = 0
     reset_head: bool | None = None
     trainable: list[str] | None = None
 
@@ -60,6 +64,11 @@ class Tuning:
             raise ValueError("model.tuning.pretrained and model.tuning.init_from exclude each other: set only one of them")
         if self.position is None and (self.absolute != "keep" or self.position_args):
             raise ValueError("model.tuning.absolute and position_args need model.tuning.position: name the encoding to add")
+
+        if self.fit < 0 or (self.fit and (self.position is None or self.absolute == "keep")):
+            raise ValueError(
+                f"model.tuning.fit ({self.fit}) is a number of images, and needs a position with absolute: drop or fade"
+            )
 
     def build(
         self, name: str, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]
@@ -123,6 +132,27 @@ class Tuning:
             return {}
         model.absolute_fade.fade_steps = max(passes // 2, 1)
         return {"absolute_fade": model.absolute_fade.fade_steps}
+
+    def fit_position(self, model: nn.Module, name: str, images: Tensor) -> None:
+        """Fit the added encoding, in place, to what the absolute embedding does; `absolute_to_relative` says how.
+
+        Args:
+            model: the model that `build` returned for `name`; its classifier is left as it is.
+            images: normalised images [n, 3, H, W] of the model's size, without labels.
+
+        Raises:
+            ValueError: an encoding that cannot be fitted, or a model without an absolute embedding.
+        """
+        assert self.position is not None
+        original = rebuilt(self.initial(name)[0], img_size=tuple(images.shape[2:]))
+        fade = {"fade_steps": 1} if self.absolute == "fade" else {}
+        fitted = absolute_to_relative(original, images, self.position, self.position_args, absolute=self.absolute, **fade)
+        head = {name: value for name, value in model.state_dict().items() if name.startswith("head.")}
+        model.load_state_dict(fitted.state_dict() | head)
+        explained = ", ".join(f"{share:.2f}" for share in fitted.conversion.logits)
+        rank_zero_only(print)(
+            f"position: {self.position} fitted to {len(images)} images; share of the logits explained: {explained}"
+        )
 
     def stored(self, model: nn.Module, name: str, model_args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the name and the arguments with which timm.create_model rebuilds the model, for checkpoints."""
