@@ -34,6 +34,17 @@ def row(classes, labels=LABELS, confidence=0.5):
     return Predicted(images, *answers, np.arange(n) % 2 == 0)
 
 
+def test_pairs_are_compared_among_the_classes_of_the_data_where_asked(tmp_path):
+    a, b = row([0, NO_CLASS, NO_CLASS, LEFT_OUT]), row([0, 1, 0, LEFT_OUT])
+    a = replace(a, among=np.array([True, True, True, True]))  # the last image could not be read
+    write_predictions({("a",): a, ("b",): b}, tmp_path)
+    rows = read_predictions(tmp_path).rows
+    assert rows["a",].right_among.tolist() == [True, True, True, False]
+    assert rows["b",].right_among.tolist() == rows["b",].right.tolist()  # it has no other classes
+    found = [compare_pairs(rows["a",], rows["b",], among) for among in (False, True)]
+    assert [(pair.only_a, pair.only_b, pair.n) for pair in found] == [(0, 1, 3), (1, 0, 3)]
+
+
 def test_the_file_gives_back_what_was_written(tmp_path):
     assert read_predictions(tmp_path) is None
     rows = {("a", "0"): row([0, 1, NO_CLASS, LEFT_OUT]), ("b", ""): row([1, LEFT_OUT, 0, LEFT_OUT], (0, -1, 1, -1), 0.1)}

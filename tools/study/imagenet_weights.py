@@ -231,22 +231,20 @@ class Evaluated:
         return found
 
     def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
-        """Return the mean over seeds of a column, with half the 95 % interval for top1 (`top1_interval`)."""
+        """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval (`top1_interval`)."""
         rows = [*self.seeds(curve, size, protocol).values()]
-        mean = sum(row[column] for row in rows) / len(rows)
-        if column != "top1":
-            return f"{mean:.1f}"
-        low, high, _ = top1_interval([row["top1"] for row in rows], rows[0]["n"])
-        return f"{mean:.1f} ±{(high - low) / 2:.1f}"
+        values = [row[column] for row in rows]
+        low, high, _ = top1_interval(values, rows[0]["n"])
+        return f"{sum(values) / len(values):.1f} ±{(high - low) / 2:.1f}"
 
-    def ahead(self, curve: Curve, other: Curve, size: str, protocol: str) -> str:
+    def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, among: bool = False) -> str:
         """Return the difference in top-1 to another curve, paired by image and seed, ± half its interval (`over_seeds`)."""
         ours, theirs = (self.seeds(one, size, protocol) for one in (curve, other))
-        pairs = [compare_pairs(self._predicted(ours[seed]), self._predicted(theirs[seed])) for seed in ours if seed in theirs]
-        mean, low, high = over_seeds(pairs)
+        both = [(self._predicted(ours[seed]), self._predicted(theirs[seed])) for seed in ours if seed in theirs]
+        mean, low, high = over_seeds([compare_pairs(*pair, among) for pair in both])
         return f"{mean:+.1f} ±{(high - low) / 2:.1f}"
 
-    def kept(self, curve: Curve, other: Curve, size: str, protocol: str) -> str:
+    def kept(self, curve: Curve, other: Curve, size: str, protocol: str, among: bool = False) -> str:
         """Return how many points less a curve loses from the training size on than another, ± half its 95 % interval.
 
         Every image counts (right here - right at the training size) of the curve minus the same of the other, seed by seed. Two
@@ -256,7 +254,8 @@ class Evaluated:
         shared = [seed for seed in ends[0] if all(seed in rows for rows in ends)]
         by_seed = []
         for seed in shared:
-            right = [self._predicted(rows[seed]).right.astype(float) for rows in ends]
+            predicted = [self._predicted(rows[seed]) for rows in ends]
+            right = [(one.right_among if among else one.right).astype(float) for one in predicted]
             by_seed.append(100 * (right[0] - right[1] - right[2] + right[3]))
         values = np.mean(by_seed, axis=0)  # [n]
         half = Z95 * values.std(ddof=1) / len(values) ** 0.5
@@ -287,12 +286,15 @@ def page_tables(results: Path) -> list[tuple[str, str]]:
     trained, control = imagenet.trained, ("absolute-relearned", "bicubic")
     others = {curve: name for curve, name in {**FIXED, **SCALED}.items() if curve != control}
     several = {curve: name for curve, name in SEVERAL.items() if curve[0] != "absolute-relearned-sizes"}
+    away = [size for size in SIZES if size != trained]
     columns: list[tuple[str, Callable[[Curve, str], str], Mapping[Curve, str], Sequence[str]]] = [
         ("scale", lambda curve, size: imagenet.cell(curve, size, "scale"), FIXED | SCALED, SIZES),
         ("canvas", lambda curve, size: imagenet.cell(curve, size, "canvas"), FIXED | SCALED, SIZES[:-1]),
         ("among", lambda curve, size: imagenet.cell(curve, size, "scale", "top1_among"), FIXED, SIZES),
         ("ahead", lambda curve, size: imagenet.ahead(curve, control, size, "scale"), others, SIZES),
-        ("kept", lambda curve, size: imagenet.kept(curve, control, size, "scale"), others, [s for s in SIZES if s != trained]),
+        ("ahead_among", lambda curve, size: imagenet.ahead(curve, control, size, "scale", True), others, SIZES),
+        ("kept", lambda curve, size: imagenet.kept(curve, control, size, "scale"), others, away),
+        ("kept_among", lambda curve, size: imagenet.kept(curve, control, size, "scale", True), others, away),
         ("several", lambda curve, size: imagenet.cell(curve, size, "scale"), SEVERAL, SIZES),
         (
             "several_ahead",

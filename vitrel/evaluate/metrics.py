@@ -114,9 +114,10 @@ class Tally:
         self.class_n: Counter[int] = Counter()
         self.bin_gap: Counter[int] = Counter()  # sum of (hit - confidence), by bin of the confidence
 
-    def update(self, logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a batch of logits [B, K] and labels [B]; return three tensors [B]: the index of the highest logit, its
-        probability, and whether the label is among the 5 highest. FloatingPointError when a logit is not finite.
+    def update(self, logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Add a batch of logits [B, K] and labels [B]; return four tensors [B]: the index of the highest logit, its
+        probability, whether the label is among the 5 highest, and whether it is the highest of `classes`. FloatingPointError
+        when a logit is not finite.
 
         classes: the labels of the data's classes, for top1_among; None: all K.
         """
@@ -128,16 +129,18 @@ class Tally:
         self.n += len(labels)
         self.hits1 += int(right[:, 0].sum())
         self.hits5 += int(right.sum())
+        among = right[:, 0]
         if classes is not None:
+            among = classes[logits[:, classes].argmax(-1)] == labels
             self.n_among += len(labels)
-            self.hits_among += int((classes[logits[:, classes].argmax(-1)] == labels).sum())
+            self.hits_among += int(among.sum())
         self.class_n.update(labels.tolist())
         self.nll_sum += F.cross_entropy(logits, labels, reduction="sum").item()
         confidence = logits.softmax(-1).amax(-1)  # [B]
         bins = (confidence * ECE_BINS).ceil().long() - 1  # (0, 1/15], (1/15, 2/15], ...
         for confidence_bin, gap in zip(bins.tolist(), (right[:, 0].double() - confidence).tolist(), strict=True):
             self.bin_gap[confidence_bin] += gap
-        return ranked[:, 0], confidence, right.any(1)
+        return ranked[:, 0], confidence, right.any(1), among
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another Tally, of other images."""

@@ -1,7 +1,8 @@
 """predictions.npz, the predicted class of every image for every row of an evaluation, and paired comparison of two rows.
 
-The file lies beside results.csv. Image names, labels and classes are stored once; a row takes 4 1/8 bytes per image: predicted
-class, confidence in half precision, and one bit for top-5. `compare_pairs` compares two rows on the same images.
+The file lies beside results.csv. Image names, labels and classes are stored once; a row takes 4 1/4 bytes per image: predicted
+class, confidence in half precision, one bit for top-5 and one for top-1 among the data's classes. `compare_pairs` compares two
+rows on the same images.
 """
 
 import json
@@ -33,7 +34,8 @@ class Predicted:
     images: names of the images and classes. labels: int32 [n], LEFT_OUT where the image could not be read. predicted:
     int32 [n], index of the class; LEFT_OUT where the image could not be read, NO_CLASS where the highest logit is that of an
     output that stands for none of the classes. confidence: float32 [n], the highest probability, stored as float16; 0 where
-    the image could not be read. top5: bool [n], whether the label is among the 5 highest logits.
+    the image could not be read. top5: bool [n], whether the label is among the 5 highest logits. among: bool [n], whether it
+    has the highest logit among the outputs of the data's classes; None: the model has no others.
     """
 
     images: ImageList
@@ -41,6 +43,7 @@ class Predicted:
     predicted: np.ndarray
     confidence: np.ndarray
     top5: np.ndarray
+    among: np.ndarray | None = None
 
     @property
     def seen(self) -> np.ndarray:
@@ -51,6 +54,11 @@ class Predicted:
     def right(self) -> np.ndarray:
         """Whether each image is classified correctly, bool [n]; False where it could not be read."""
         return (self.predicted == self.labels) & self.seen
+
+    @property
+    def right_among(self) -> np.ndarray:
+        """Whether each image is classified correctly among the data's classes, bool [n]; False where it could not be read."""
+        return self.right if self.among is None else self.among & self.seen
 
     def class_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays int64 [classes]: images of each class that were read, and how many are classified correctly."""
@@ -92,13 +100,16 @@ class Pair:
     p: float
 
 
-def compare_pairs(a: Predicted, b: Predicted) -> Pair:
-    """Compare two rows (models, sizes, policies or protocols) image by image. ValueError where their images differ."""
+def compare_pairs(a: Predicted, b: Predicted, among: bool = False) -> Pair:
+    """Compare two rows (models, sizes, policies or protocols) image by image. ValueError where their images differ.
+
+    among: compare what they answer among the data's classes.
+    """
     check_same_images(a, b)
     read = a.seen & b.seen
     if not read.any():
         raise ValueError("no image was read by both rows: there is nothing to compare")
-    n, a_right, b_right = int(read.sum()), a.right[read], b.right[read]
+    n, (a_right, b_right) = int(read.sum()), ((one.right_among if among else one.right)[read] for one in (a, b))
     both, only_a, only_b = (int(mask.sum()) for mask in (a_right & b_right, a_right & ~b_right, b_right & ~a_right))
     interval = paired_interval(n, only_a, only_b)
     neither = n - both - only_a - only_b
@@ -144,19 +155,21 @@ class Answers:
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, ...]] = []
 
-    def add(
-        self, labels: Tensor, predicted: Tensor | None = None, confidence: Tensor | None = None, top5: Tensor | None = None
-    ) -> None:
-        """Add a batch: labels [B], LEFT_OUT for unreadable images; predicted, confidence, top5 of the readable ones only."""
+    def add(self, labels: Tensor, *values: Tensor) -> None:
+        """Add a batch: labels [B], LEFT_OUT for unreadable images.
+
+        values: predicted, confidence, top5 and among (`Predicted`) of the readable images only; left out where there are none.
+        """
         read = labels >= 0
-        batch = labels.int(), torch.full_like(labels, LEFT_OUT).int(), torch.zeros(len(labels)), torch.zeros_like(read)
-        for column, values in zip(batch[1:], (predicted, confidence, top5), strict=True):
-            if values is not None:
-                column[read] = values.to(column.dtype)
+        none = torch.zeros_like(read)
+        batch = labels.int(), torch.full_like(labels, LEFT_OUT).int(), torch.zeros(len(labels)), none, none.clone()
+        if values:
+            for column, new in zip(batch[1:], values, strict=True):
+                column[read] = new.to(column.dtype)
         self._batches.append(batch)
 
     def arrays(self, order: Sequence[int]) -> list[np.ndarray]:
-        """Return labels, predicted, confidence and top5, [n] each, in the order of the data.
+        """Return labels, predicted, confidence, top5 and among, [n] each, in the order of the data.
 
         order: index in the data of each image, in the order in which images were added.
         """
@@ -199,15 +212,14 @@ def read_predictions(folder: str | Path) -> Predictions | None:
             stored = {name: file[name] for name in file.files}
         names, classes, keys = (_unpacked(stored[name]) for name in ("names", "classes", "keys"))
         labels, n = stored["labels"].astype(np.int32), len(names)
-        top5 = np.unpackbits(stored["top5"], axis=1, count=n).astype(bool)  # [rows, n]
+        top5, among = (np.unpackbits(stored[name], axis=1, count=n).astype(bool) for name in ("top5", "among"))  # [rows, n]
         predicted = stored["predicted"].astype(np.int32) + NO_CLASS
         confidence = stored["confidence"].astype(np.float32)
-        if not labels.shape == (n,) or not predicted.shape == confidence.shape == top5.shape == (len(keys), n):
+        if not labels.shape == (n,) or not predicted.shape == confidence.shape == top5.shape == among.shape == (len(keys), n):
             raise ValueError("shapes")
         images = ImageList(names, classes)
-        rows = {
-            tuple(key): Predicted(images, labels, *row) for key, *row in zip(keys, predicted, confidence, top5, strict=True)
-        }
+        columns = zip(keys, predicted, confidence, top5, among, strict=True)
+        rows = {tuple(key): Predicted(images, labels, *row) for key, *row in columns}
     except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged: delete it and repeat the evaluation, which computes its rows again") from error
     return Predictions(names, labels, classes, rows)
@@ -232,6 +244,7 @@ def write_predictions(predictions: Mapping[Key, Predicted], folder: str | Path) 
             predicted=np.stack([row.predicted - NO_CLASS for row in rows]).astype(class_dtype),
             confidence=np.stack([row.confidence for row in rows]).astype(np.float16),
             top5=np.packbits(np.stack([row.top5 for row in rows]), axis=1),
+            among=np.packbits(np.stack([row.right_among for row in rows]), axis=1),
         )
 
 

@@ -1,6 +1,7 @@
 """Tables and claims: true to the rows they are made from."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,12 @@ def test_models_are_paired_image_by_image_where_there_are_predictions():
     (text,) = judge([claim()], rows, difference=compared)
     low, high = paired_interval(100, 5, 0)
     assert "This holds" in text and f"Ahead: a +5.0 ({low:+.1f} to {high:+.1f})." in text
+    among = {key: replace(one, among=(one.predicted == 0) ^ ("a" in key)) for key, one in predicted.items()}
+    compared = paired_difference(Predictions(images.names, labels, images.classes, among))
+    (text,) = judge([claim(metric="top1_among")], rows, difference=compared)
+    assert "This does not hold" in text and "points of top-1 among the data's classes" in text and "a -55.0" in text
+    with pytest.raises(ValueError, match="metric is top1 or top1_among"):
+        claim(metric="top2")
     translated = [row | {"translation": 16} for row in rows]
     (text,) = judge([claim(translation=16)], rows, translated, compared)
     assert "This is not shown" in text  # the predictions are of images that are not translated

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.report.answers import Answer, Difference, answer_list, answers_of, difference
+from vitrel.evaluate.report.answers import Answer, Difference, answer_list, answers_of, difference, metric_of
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
 from vitrel.extras import optional_import
@@ -133,6 +133,9 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [texts[0], rule, *texts[1:]]) + "\n"
 
 
+METRICS = ("top1", "top1_among")  # that claims may be about
+
+
 @dataclass(frozen=True)
 class Claim:
     """A claim that each model of `better` has a higher top-1 than each of `than`, at `img_size` and `protocol`.
@@ -140,7 +143,7 @@ class Claim:
     text: the claim in words. better, than: "label/policy", or "label" for the first policy in the rows; `than` may be a top-1
     in percent. img_size: such as "128x128", pixels. translation: with the images' content translated by this number of pixels
     (translation.csv); None: without. learned: models with less top-1 than this at the training size, percent, are left out and
-    listed.
+    listed. metric: "top1", or "top1_among", top-1 among the data's classes, for models that have more classes.
     """
 
     text: str
@@ -150,6 +153,13 @@ class Claim:
     protocol: str = "scale"
     translation: int | None = None
     learned: float = 0.0
+    metric: str = "top1"
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS or (self.metric != "top1" and self.translation is not None):
+            raise ValueError(
+                f"metric is one of {', '.join(METRICS)}, and top1 where content is translated, got {self.metric!r}"
+            )
 
     def labels(self) -> set[str]:
         """Return the labels that the claim names, without policies."""
@@ -161,7 +171,8 @@ def read_claim(item: Any) -> Claim:
     names = [field.name for field in fields(Claim)]
     if not isinstance(item, Mapping) or not {"text", "better", "than", "img_size"} <= item.keys() <= {*names}:
         raise ValueError(
-            f"a claim has text, better, than and img_size, and may have protocol, translation and learned, got {item!r:.80}"
+            "a claim has text, better, than and img_size, and may have protocol, translation, learned and metric, "
+            f"got {item!r:.80}"
         )
     values = dict(item) | {"img_size": format_size(parse_size(item["img_size"]))}
     for side in ("better", "than"):
@@ -215,7 +226,8 @@ def _place(claim: Claim) -> str:
     """The size, protocol and comparison of a claim in words."""
     translated = "" if claim.translation is None else f", translated by {claim.translation} px"
     than = f"against {', '.join(claim.than)}" if isinstance(claim.than, tuple) else f"against {claim.than:g} %"
-    return f"{claim.img_size} {claim.protocol}{translated}, points of top-1 {than}"
+    among = " among the data's classes" if claim.metric == "top1_among" else ""
+    return f"{claim.img_size} {claim.protocol}{translated}, points of top-1{among} {than}"
 
 
 def _top1_trained(rows: Sequence[Row], label: str) -> float:
@@ -243,8 +255,9 @@ def _difference(
     ours = _rows_of(claim, rows, translated, label)
     if isinstance(other, str):
         # predictions are those of images that are not translated
-        return (compared if claim.translation is None else difference)(ours, _rows_of(claim, rows, translated, other))
-    mean, half = difference_interval([row["top1"] for row in ours], other, min(int(row["n"]) for row in ours))
+        theirs = _rows_of(claim, rows, translated, other)
+        return difference(ours, theirs) if claim.translation is not None else compared(ours, theirs, claim.metric)
+    mean, half = difference_interval([metric_of(row, claim.metric) for row in ours], other, min(int(row["n"]) for row in ours))
     return mean, mean - half, mean + half
 
 

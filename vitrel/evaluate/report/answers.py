@@ -45,7 +45,7 @@ PROTOCOLS = {
     "native": "native protocol (whole images at their own aspect ratios)",
 }
 SCALING = 'try RoPE scaling, which needs no training (vitrel evaluate --rescue, or scaling="yarn") and was not evaluated here'
-Difference = Callable[[Sequence[Row], Sequence[Row]], tuple[float, float, float]]
+Difference = Callable[..., tuple[float, float, float]]  # of `difference` and `paired_difference`
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ class Place(NamedTuple):
     rows: list[Row]
 
 
-def difference(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float, float]:
+def difference(ours: Sequence[Row], theirs: Sequence[Row], metric: str = "top1") -> tuple[float, float, float]:
     """Difference in top-1 and its 95 % interval, (mean, low, high) in points: `ours` minus `theirs`, each one row per seed.
 
+    metric: "top1", or "top1_among", among the data's classes (`metric_of`).
     Computed by `difference_interval` over the seeds that both have. The two count as independent samples although their images
     are the same, which is conservative. ValueError where they share no seed.
     """
@@ -105,9 +106,15 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
     if not seeds:
         raise ValueError(f"no seed in common between {_named(ours[0])} and {_named(theirs[0])}")
-    values = [[side[seed]["top1"] for seed in seeds] for side in by_seed]
+    values = [[metric_of(side[seed], metric) for seed in seeds] for side in by_seed]
     mean, half = difference_interval(values[0], values[1], int(min(side[seed]["n"] for side in by_seed for seed in seeds)))
     return mean, mean - half, mean + half
+
+
+def metric_of(row: Row, metric: str) -> float:
+    """Return top1 or top1_among of a row, in percent; where a model has only the data's classes, the second is the first."""
+    value = row.get(metric, math.nan)
+    return row["top1"] if math.isnan(value) else value
 
 
 def paired_difference(predictions: Predictions) -> Difference:
@@ -116,12 +123,13 @@ def paired_difference(predictions: Predictions) -> Difference:
     It falls back to `difference` for rows without predictions.
     """
 
-    def paired(ours: Sequence[Row], theirs: Sequence[Row]) -> tuple[float, float, float]:
+    def paired(ours: Sequence[Row], theirs: Sequence[Row], metric: str = "top1") -> tuple[float, float, float]:
         first, second = ({_seed(row): predictions.rows.get(line_key(row)) for row in side} for side in (ours, theirs))
         pairs = [(first[seed], second[seed]) for seed in first if seed in second]
         if not pairs or any(a is None or b is None for a, b in pairs):
-            return difference(ours, theirs)
-        return over_seeds([compare_pairs(a, b) for a, b in pairs if a is not None and b is not None])
+            return difference(ours, theirs, metric)
+        among = metric == "top1_among"
+        return over_seeds([compare_pairs(a, b, among) for a, b in pairs if a is not None and b is not None])
 
     return paired
 
