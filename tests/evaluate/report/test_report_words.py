@@ -130,7 +130,7 @@ def test_models_are_paired_image_by_image_where_there_are_predictions():
     compared = paired_difference(Predictions(images.names, labels, images.classes, among))
     (text,) = judge([claim(metric="top1_among")], rows, difference=compared)
     assert "This does not hold" in text and "points of top-1 among the data's classes" in text and "a -55.0" in text
-    with pytest.raises(ValueError, match="metric is top1 or top1_among"):
+    with pytest.raises(ValueError, match="metric is one of top1, top1_among"):
         claim(metric="top2")
     translated = [row | {"translation": 16} for row in rows]
     (text,) = judge([claim(translation=16)], rows, translated, compared)
