@@ -13,6 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.runs import in_child, on_two
+from helpers.runs import status as status_of
+from vitrel import cli
 from vitrel.data import Reading
 from vitrel.evaluate import measure, processes, run
 from vitrel.evaluate.metrics import Tally
@@ -234,51 +237,65 @@ def folder(tmp_path, checkpoint):
     return tmp_path
 
 
-def tool(folder, world, out, *more):
-    """Runs `vitrel evaluate` there; (status, what it printed, its rows)."""
-    launched = ["torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m"] if world > 1 else []
-    requested = [
-        "last.ckpt",
-        "--data",
-        "data",
-        "--size",
-        "48",
-        "--device",
-        "cpu",
-        "--batch-size",
-        "2",
-        "--out",
-        out,
-        "--no-report",
-    ]
-    command = [sys.executable, "-m", *launched, "vitrel", "evaluate", *requested, *more]
+def arguments(out):
+    return f"evaluate last.ckpt --data data --size 48 --device cpu --batch-size 2 --out {out} --no-report".split()
+
+
+def rows_in(folder):
+    path = folder / "results.csv"
+    return pd.read_csv(path).to_dict("records") if path.exists() else []
+
+
+@pytest.fixture
+def tool(folder, capfd):
+    """tool(world, out, ...): `vitrel evaluate` there in forked processes; (statuses, what they printed, its rows).
+
+    A new process would import everything again, which takes longer than what it does.
+    """
+
+    def run_in(world, out, *more):
+        there, given = (lambda: os.chdir(folder)), [*arguments(out), *more]
+        capfd.readouterr()
+        statuses = on_two(given, there, main=cli.main) if world == 2 else [status_of(in_child(given, there, cli.main))]
+        return statuses, "".join(capfd.readouterr()), rows_in(folder / out)
+
+    return run_in
+
+
+def launched(folder, out):
+    """As `tool` with two processes, which torchrun starts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "vitrel"]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        command, cwd=folder, env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        [*command, *arguments(out)],
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    path = folder / out / "results.csv"
-    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
-    return done.returncode, done.stdout + done.stderr, rows
+    return done.returncode, done.stdout + done.stderr, rows_in(folder / out)
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_table_of_one(folder):
-    """5 images over two processes that really are two; the second run finds all rows and makes none."""
-    status, text, alone = tool(folder, 1, "one")
-    assert status == 0, text
-    status, text, both = tool(folder, 2, "two")
+@pytest.mark.usefixtures("whole_evaluations")
+def test_two_processes_give_the_table_of_one(folder, tool):
+    """5 images over two processes that torchrun starts; the second run finds all rows and makes none."""
+    statuses, text, alone = tool(1, "one")
+    assert statuses == [0], text
+    status, text, both = launched(folder, "two")
     assert status == 0, text
     same_rows(both, alone)
     assert {row["n"] for row in both} == {5} and all(row["device"].startswith("2 x cpu") for row in both)
     assert text.count("written to two") == text.count("evaluating vitrel_vit_n8_table") == 1
     stamps = [row["infer_samples_per_sec"] for row in both]
-    status, text, again = tool(folder, 2, "two")
-    assert status == 0 and [row["infer_samples_per_sec"] for row in again] == stamps, text
+    statuses, text, again = tool(2, "two")
+    assert statuses == [0, 0] and [row["infer_samples_per_sec"] for row in again] == stamps, text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["image of process 1", "folder of process 0"])
-def test_a_failure_ends_both_processes_with_its_message(folder, failing):
+def test_a_failure_ends_both_processes_with_its_message(folder, tool, failing):
     image = folder / "data" / "val" / "left" / "0.png"  # the second of all, process 1's first: "above" comes first
     if failing.startswith("image"):
         image.write_bytes(image.read_bytes()[:200])
@@ -287,13 +304,13 @@ def test_a_failure_ends_both_processes_with_its_message(folder, failing):
         (folder / "out").write_text("in the way")
         message = "File exists: 'out'"
     start = time.monotonic()
-    status, text, _ = tool(folder, 2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
-    assert status == 1 and message in text and time.monotonic() - start < 200
+    statuses, text, _ = tool(2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
+    assert statuses == [1, 1] and message in text and time.monotonic() - start < 200
     assert "process 1 of 2: BadImage" in text or not failing.startswith("image")
     assert "written to" not in text
     if failing.startswith("image"):
-        status, text, rows = tool(folder, 2, "out", "--on-bad-image", "count")
-        assert status == 0, text
+        statuses, text, rows = tool(2, "out", "--on-bad-image", "count")
+        assert statuses == [0, 0], text
         assert {(row["n"], row["left_out"]) for row in rows} == {(4, 1)} and not any(math.isnan(row["nll"]) for row in rows)
         assert "left out, because they could not be read (column left_out): 1 images: data/val/left/0.png;" in text
         assert "left/0.png" in (folder / "out" / "bad_images.csv").read_text()

@@ -2,8 +2,10 @@
 
 import csv
 import os
+import socket
 import sys
 import traceback
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ def rows(path: Path) -> list[dict[str, str]]:
 MEASURED = {"images_per_s", "data_wait", "memory_mb"}  # columns that differ between equal runs
 
 
-def in_child(args, hook=None):
-    """Start a run in a forked process and return its process id."""
+def in_child(args, hook=None, main=run):
+    """Start a run (or `main` with the arguments) in a forked process and return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -44,7 +46,7 @@ def in_child(args, hook=None):
         try:
             if hook is not None:
                 hook()
-            run(args)
+            main(args)
             code = 0
         except SystemExit as stop:
             if isinstance(stop.code, str):  # as the interpreter does
@@ -61,6 +63,35 @@ def in_child(args, hook=None):
 
 def status(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def environment(rank, port):
+    """Return a function that sets what torchrun sets for a process."""
+
+    def install():
+        about = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, GROUP_RANK=0, MASTER_PORT=port)
+        os.environ |= {name: str(value) for name, value in about.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
+
+    return install
+
+
+def on_two(args, *hooks, main=run):
+    """Run the command on two ranks and return their exit statuses."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def both(rank):
+        def install():
+            environment(rank, port)()
+            for hook in hooks:
+                hook()
+
+        return install
+
+    children = [in_child(args, both(rank), main) for rank in range(2)]
+    return [status(child) for child in children]
 
 
 def at(call, action, hook="on_train_batch_start"):

@@ -4,15 +4,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
-from contextlib import closing
 
 import pytest
 import timm
 import torch
 
-from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, rows, status
+from helpers.runs import EVERYTHING, assert_same_run, at, in_child, on_two, read, resumed, rows, status
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, run
 from vitrel.train.ranks import Ranks
@@ -20,35 +18,6 @@ from vitrel.train.ranks import Ranks
 pytestmark = pytest.mark.slow
 PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=8")
-
-
-def environment(rank, port):
-    """What torchrun sets for a process."""
-
-    def install():
-        about = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, GROUP_RANK=0, MASTER_PORT=port)
-        os.environ |= {name: str(value) for name, value in about.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
-
-    return install
-
-
-def on_two(args, *hooks):
-    """Runs the command on two ranks; their exit statuses."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def both(rank):
-        def install():
-            environment(rank, port)()
-            for hook in hooks:
-                hook()
-
-        return install
-
-    children = [in_child(args, both(rank)) for rank in range(2)]
-    return [status(child) for child in children]
 
 
 @pytest.mark.parametrize("shape", ["fixed", "native"])
