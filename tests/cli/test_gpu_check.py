@@ -89,7 +89,25 @@ def test_without_a_gpu_only_the_small_form_runs():
 
 @pytest.mark.slow
 def test_the_small_form_runs_on_a_cpu(tmp_path, monkeypatch):
+    """Less than the small form, of each step: one model is tuned, and one trained for two updates."""
+
+    def trained(*given):
+        config = quickstart(*given)
+        assert len(config["models"]) == 2
+        config["models"] = config["models"][:1]
+        config["train"]["data"] |= {"n_train": 96, "n_val": 16}
+        config["evaluate"] |= {"sizes": [64], "n": 16}
+        return config
+
+    def tuned(*given):
+        first, *others = steps_of(*given)
+        (command,) = first.commands
+        assert "vitrel_swin_n" in command
+        return [first._replace(commands=(tuple(word for word in command if word != "vitrel_swin_n"),)), *others]
+
     monkeypatch.setattr(gpu_check, "CHECKOUT", tmp_path)  # without the benchmark, whose small form has a test of its own
+    monkeypatch.setattr(gpu_check, "quickstart", trained)
+    monkeypatch.setattr(gpu_check, "steps_of", tuned)
     cli.main(["doctor", "--gpu", "--quick", "--device", "cpu", "--out", str(tmp_path / "found")])
     summary = (tmp_path / "found" / "summary.md").read_text()
     assert summary.count("| done |") == 4, summary
