@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tools.benchmark import __main__ as benchmark
+from tools.benchmark import attention, methods, model_cases
 from tools.benchmark.samples import read_rows
 
 
@@ -75,21 +76,35 @@ def test_bad_usage(tool, args, text, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_quick_models(tmp_path, capsys):
-    """Processes, gates and times, for real."""
+def test_quick_models(tmp_path, capsys, monkeypatch):
+    """Processes, gates and times, for real; of timm's model and of ours, each once. All are in test_benchmark_models.py."""
+    every = model_cases._of_model
+
+    def two(*given):
+        return [one for one in every(*given) if one.name in ("timm", "ours, optimized")]
+
+    monkeypatch.setattr(model_cases, "_of_model", two)
     benchmark.main(["--suite", "cpu", "--quick", "--only", "ViT nano table, 96", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/cpu-quick/samples.jsonl")
     rows = [row for row in read_rows(path) if row["kind"] == "time"]
-    assert {row["contender"] for row in rows} == {"timm", "timm, optimized", "ours", "ours, optimized"}
+    assert {row["contender"] for row in rows} == {"timm", "ours, optimized"}
     for row in rows:
         assert 1e5 < row["call_bytes"] < 1e8 < row["peak_bytes"] and min(map(min, row["rounds"])) > 0 and row["compiles"] == 0
     assert "### ViT nano table, 96, batch 2, fp32, inference" in (path.parent / "table.md").read_text()
 
 
 @pytest.mark.slow
-def test_quick_kernels(tmp_path):
-    """One case, each of its contenders in a process; time is up before the next."""
-    benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--seconds", "5", "--out", str(tmp_path)])
+def test_quick_kernels(tmp_path, monkeypatch):
+    """One case, each of its contenders in a process, here a backend that serves it and one that refuses; time is up before the
+    next. All contenders are in test_benchmark_attention.py.
+    """
+
+    def two(*given):
+        return [one for one in methods.methods(*given) if one.name in ("sdpa", "augmented_qk")]
+
+    monkeypatch.setattr(attention, "methods", two)
+    benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--seconds", "2", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/kernels-quick/samples.jsonl")
-    assert {"machine", "refused", "time"} <= {row["kind"] for row in read_rows(path)}
+    ended = {row["contender"]: row["kind"] for row in read_rows(path) if row["kind"] != "machine"}
+    assert ended == {"sdpa": "time", "augmented_qk": "refused"} and read_rows(path)[0]["kind"] == "machine"
     assert "- quick windows, forward: " in (path.parent / "table.md").read_text()
