@@ -12,7 +12,7 @@ from timm.models.swin_transformer_v2 import PatchMerging as TimmPatchMergingV2
 from torch._dynamo.testing import CompileCounter
 
 import vitrel
-from helpers.variants import IN_ATTENTION as KEYS
+from helpers.variants import IN_ATTENTION
 from vitrel import Grid
 from vitrel.layers import Attention, PatchMerging
 from vitrel.ops import attention
@@ -37,7 +37,10 @@ class Layer(torch.nn.Module):
         return self.layer(tokens, (x.shape[1], x.shape[2], self.token.shape[1]))
 
 
-CONFIGS = [dict(position=key, grid=(4, 5, 1)) for key in KEYS]
+TOGETHER = ["table+factorised+fire+rope_axial", "clipped+t5+lookhere+rope_mixed"]  # several in one layer; it rotates once
+TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalised", "log_decay+transformer_xl+pape+xpos"]
+TOGETHER += [key for key in IN_ATTENTION if all(key not in position.split("+") for position in TOGETHER)]
+CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
 CONFIGS += [dict(position=key, window=(4, 3), shift=(2, 1)) for key in ("cpb", "rope_mixed", "shaw", "lookhere")]
 CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(resize=r)) for r in ("clip", "bicubic")]
 CONFIGS += [dict(position="rope_mixed+table", cosine=True, **where) for where in (dict(grid=(4, 5)), dict(window=4, shift=2))]
@@ -142,7 +145,7 @@ def test_cosine_attention_is_its_formula(qkv_bias):
     torch.testing.assert_close(layer(x, (h, w))[0], attn.proj(out), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", IN_ATTENTION)
 @pytest.mark.parametrize("where", [dict(grid=(3, 4, 1)), dict(window=(2, 3), shift=(1, 1))], ids=str)
 def test_cosine_with_every_position(key, where):
     """Directions alone matter: q and k of other lengths change nothing, and the logit scale has a gradient below its clamp."""
@@ -160,7 +163,7 @@ def test_cosine_with_every_position(key, where):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", IN_ATTENTION)
 def test_cosine_gives_position_unit_keys_and_scaled_queries(key):
     """Whatever position does to q and k, it does to q / |q| * scale * sqrt(D) and k / |k|."""
     layer, grid = cosine_layer(position=key, grid=(3, 4, 1), qkv_bias=False), Grid(4, 3, 1)

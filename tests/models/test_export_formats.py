@@ -14,16 +14,12 @@ from vitrel import POSITIONS
 from vitrel.export import export_model
 from vitrel.ops import use_backend
 
-FAMILIES = {  # beside a ViT of every encoding
-    "swin": ("vitrel_swin_n", {}),
+FAMILIES = {  # beside a ViT of every encoding: shifted windows, patches that are merged, windows in a ViT
+    "swin": ("vitrel_swin_n", dict(depths=(2,), num_heads=(1,))),
     "swinv2": ("vitrel_swinv2_n", dict(depths=(1, 1))),
     "SAM's windows": (
         "vitrel_vit_n8_none",
-        dict(
-            position="absolute+decomposed",
-            class_token=False,
-            block_args=dict(window=(4, 3), global_blocks=(1,)),
-        ),
+        dict(position="absolute+decomposed", class_token=False, depth=1, block_args=dict(window=(4, 3))),
     ),
 }
 # Down to two tokens in the last stage; non-square, and divisible neither by the patch nor by the window.
@@ -62,7 +58,7 @@ TOGETHER = [  # several in one model, each of which moves the logits; a model ro
     "absolute+table+factorised+fire+rope_axial",
     "sincos+clipped+t5+lookhere+rope_mixed",
     "cpb+alibi+shaw+decomposed+rope_normalised",
-    "log_decay+transformer_xl+xpos",
+    "log_decay+transformer_xl+deberta+pape+xpos",
 ]
 TOGETHER += [key for key in POSITIONS if all(key not in position.split("+") for position in TOGETHER)]
 
