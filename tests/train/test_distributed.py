@@ -9,10 +9,13 @@ import time
 import pytest
 import timm
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, on_two, read, resumed, rows, status
+from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.data import create_dataset
-from vitrel.train import Classifier, run
+from vitrel.train import Classifier, Optimisation, run
+from vitrel.train.ema import Ema
 from vitrel.train.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -35,6 +38,54 @@ def test_the_same_as_one_process(command, native_folder, tmp_path, shape):
     a, b = (read(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("one", "two"))
     for key in a:
         torch.testing.assert_close(a[key], b[key], atol=1e-4, rtol=0)  # sums in another order, 18 updates
+
+
+class Halves(Tensors):
+    """Each of two ranks has every second image; the second one ends with a filler in validation, where both have as many."""
+
+    def train_dataloader(self):
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return Batches(self.images[rank::world], self.labels[rank::world], 4 // world)
+
+    def val_dataloader(self):
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        images, labels = torch.cat([self.images[:7], torch.zeros(1, 3, 32, 32)]), torch.tensor([0, 1, 2, 3, 0, 1, 2, -1])
+        return Batches(images[rank::world], labels[rank::world], 4 // world)
+
+
+def train_halves(path):
+    """Train on one process or on two, and write `path`, a checkpoint, and the metrics beside it."""
+    torch.manual_seed(0)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    how = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False} if world == 2 else {}
+    data = Halves()
+    data.batch_size = 4 // world
+    # not Adam, which would make steps of rounding errors where a gradient is zero, as a key's bias has it
+    recipe = small("vitrel_vit_n8_table", ema=Ema(0.9), optim=Optimisation("sgd", lr=0.1, warmup_epochs=0.5))
+    save = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=11)
+    trainer = fit(recipe, data, callbacks=[save], enable_checkpointing=True, gradient_clip_val=1.0, **how)
+    if trainer.is_global_zero:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        path.with_suffix(".json").write_text(json.dumps(values))
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Weights, their average and what is logged; a test above is of the command."""
+    paths = [tmp_path / f"{name}.ckpt" for name in ("one", "two")]
+    assert status(in_child(paths[0], main=train_halves)) == 0
+    assert on_two(paths[1], main=train_halves) == [0, 0]
+    one, two = map(read, paths)
+    alone, together = (json.loads(path.with_suffix(".json").read_text()) for path in paths)
+    for kind in ("state_dict", "current_model_state"):
+        for name, value in one[kind].items():
+            torch.testing.assert_close(two[kind][name], value, rtol=1e-4, atol=1e-5)
+    assert together["val/top1"] == alone["val/top1"]
+    assert together["val/loss"] == pytest.approx(alone["val/loss"], rel=1e-5)
+    assert two["vitrel"]["position"] == one["vitrel"]["position"]
+    assert two["vitrel"]["position"]["blocks.0.position"]["key"] == "table"
+    for name in ("train/loss", "train/top1"):
+        assert two["epoch_means"][name] == pytest.approx(one["epoch_means"][name], rel=1e-5)
+        assert together[f"{name}_epoch"] == pytest.approx(alone[f"{name}_epoch"], rel=1e-5)
 
 
 def test_images_per_update_decide_the_schedule(command, tmp_path):

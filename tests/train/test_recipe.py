@@ -1,17 +1,10 @@
-"""Settings as they act in a run: rates, clipping, memory, speed, two processes."""
-
-import functools
-import json
-import os
-import subprocess
-import sys
+"""Settings as they act in a run: rates, clipping, memory, speed."""
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from helpers import ROOT
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.ema import Ema
@@ -217,77 +210,3 @@ def test_a_model_of_timm_trains_with_everything():
     how = {"ema": Ema(0.9), "execution": Execution(grad_checkpointing=True)}
     trainer = fit(Classifier("vit_tiny_patch16_224", 4, 32, args, settings, **how), gradient_clip_val=0.1)
     assert torch.isfinite(trainer.callback_metrics["train/loss_epoch"])
-
-
-TWO = """
-import json
-import sys
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from helpers.small_runs import Tensors, Batches, fit, small
-from vitrel.train import Optimisation
-from vitrel.train.ema import Ema
-
-
-class Halves(Tensors):
-    def train_dataloader(self):
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        return Batches(self.images[rank::world], self.labels[rank::world], 4 // world)
-
-    def val_dataloader(self):
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        images, labels = torch.cat([self.images[:7], torch.zeros(1, 3, 32, 32)]), torch.tensor([0, 1, 2, 3, 0, 1, 2, -1])
-        return Batches(images[rank::world], labels[rank::world], 4 // world)
-
-
-if __name__ == "__main__":
-    kind, path = sys.argv[1:]
-    world = 1 if kind == "one" else 2
-    torch.manual_seed(0)
-    how = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False} if world == 2 else {}
-    data = Halves()
-    data.batch_size = 4 // world
-    # not Adam, which would make steps of rounding errors where a gradient is zero, as a key's bias has it
-    recipe = small("vitrel_vit_n8_table", ema=Ema(0.9), optim=Optimisation("sgd", lr=0.1, warmup_epochs=0.5))
-    folder, name = path.rsplit("/", 1)
-    save = ModelCheckpoint(folder, filename=name.removesuffix(".ckpt"), every_n_train_steps=11)
-    trainer = fit(recipe, data, callbacks=[save], enable_checkpointing=True, gradient_clip_val=1.0, **how)
-    if trainer.is_global_zero:
-        print(json.dumps({name: float(value) for name, value in trainer.callback_metrics.items()}))
-"""
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The checkpoint and the metrics of one process, or of two."""
-    folder = tmp_path_factory.mktemp("two")
-    (folder / "two.py").write_text(TWO)
-    # only what is needed: other tests in this process may have left Lightning's own variables
-    env = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
-    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-
-    @functools.cache
-    def run(kind):
-        command = [sys.executable, str(folder / "two.py"), kind, str(folder / f"{kind}.ckpt")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        metrics = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-        return torch.load(folder / f"{kind}.ckpt", weights_only=True), metrics
-
-    return run
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(trained):
-    """Weights, their average and what is logged. FSDP2 is in test_distributed.py."""
-    (one, alone), (two, together) = trained("one"), trained("ddp")
-    for kind in ("state_dict", "current_model_state"):
-        for name, value in one[kind].items():
-            torch.testing.assert_close(two[kind][name], value, rtol=1e-4, atol=1e-5)
-    assert together["val/top1"] == alone["val/top1"]
-    assert together["val/loss"] == pytest.approx(alone["val/loss"], rel=1e-5)
-    assert two["vitrel"]["position"] == one["vitrel"]["position"]
-    assert two["vitrel"]["position"]["blocks.0.position"]["key"] == "table"
-    for name in ("train/loss", "train/top1"):
-        assert two["epoch_means"][name] == pytest.approx(one["epoch_means"][name], rel=1e-5)
-        assert together[f"{name}_epoch"] == pytest.approx(alone[f"{name}_epoch"], rel=1e-5)
