@@ -86,6 +86,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     for entry in config["models"]:  # nano models
         entry["name"] = entry["name"].replace("vit_ti16", "vit_n8").replace("swin_t", "swin_n")
         entry.get("model_args", {}).pop("embed_dim", None)
+        entry["model_args"] = entry.get("model_args", {}) | {"depth": 1}
         if "train_sizes" in entry.get("train", {}).get("data", {}):
             entry["train"] = {"data": {"train_sizes": [24, 32, 48]}}
         elif "train" in entry:
@@ -109,12 +110,18 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     changed = {name.split(".")[1] for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {"pos_embed", "norm", "head"}  # resampled to the other grid, and what was tuned
     assert "claims of the configuration" in printed
-    compare.main([str(path), "--out", str(tmp_path), "--no-report"])
-    assert capsys.readouterr().out.count("trained already") == len(labels)
 
 
 @pytest.mark.slow
-def test_the_pages_are_what_the_results_give(tmp_path, capsys):
+def test_the_pages_are_what_the_results_give(tmp_path, monkeypatch):
+    found = {}
+
+    def once(function):
+        """The tables of the same results are the same."""
+        return lambda *given: found[repr(given)] if repr(given) in found else found.setdefault(repr(given), function(*given))
+
+    for name in ("headline", "kept_beside"):
+        monkeypatch.setattr(tool, name, once(getattr(tool, name)))
     tool.main(["--check"])
     (tmp_path / "docs" / "studies").mkdir(parents=True)
     (tmp_path / "docs" / "images").mkdir()
