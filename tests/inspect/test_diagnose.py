@@ -110,7 +110,7 @@ def test_nothing_on_ours(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
 def test_all_ways_of_the_real_models(name):
-    found = vitrel.diagnose(name, (192, 288))
+    found = vitrel.diagnose(name, (96, 160))
     kinds = {way: set(reported) for way, reported in found.findings.items()}
     assert kinds.pop("dynamic_img_size=True") >= {"borders", "padding"}
     assert kinds.pop("set_input_size()") == {"interpolated", "bias"}
