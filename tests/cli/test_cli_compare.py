@@ -169,7 +169,7 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     place = {"data": "shapes-place", "seeds": [0], "evaluate": {"sizes": [64], "protocols": ["scale"]}}
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {"data": ["shapes", place], "models": [*CONFIG["models"][1:], aid]}))
-    tool.main([str(path), "--out", str(tmp_path), "--jobs", "2"])
+    tool.main([str(path), "--out", str(tmp_path), "--jobs", "1"])
     assert "[1/1] rope-seed0: training for 1 epochs" in capsys.readouterr().out
     shapes, place = (pd.read_csv(tmp_path / "trial" / name / "results.csv") for name in ("shapes", "shapes-place"))
     assert set(place["data"]) == {"shapes-place"} and set(place["label"]) == {"rope", "aid"} and len(place) == 2
