@@ -147,10 +147,16 @@ def constants_on_the_cpu(model, image):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [("vitrel_vit_n8_none", {"position": "table+rope_mixed"}), ("vitrel_swin_n", {})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vitrel_vit_n8_none", {"position": "table+rope_mixed", "depth": 1}),
+        ("vitrel_swin_n", {"depths": (2,), "num_heads": (1,)}),
+    ],
+)
 def test_captured_graphs_are_of_one_device(name, options):
     """Under compilation some code differs from the eager code."""
-    model = shallow(name, depth=1, device="meta", **options)
+    model = shallow(name, device="meta", **options)
     assert constants_on_the_cpu(model, torch.empty(2, 3, 64, 48, device="meta")) == []
 
 

@@ -198,7 +198,7 @@ def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):
 
 
 def test_a_rank_that_is_done_before_the_other_has_not_died(command, capfd):
-    assert on_two(command("run", *TWO, epochs=1), hurry, on_rank(0, 1, lambda: time.sleep(8), "on_fit_end")) == [0, 0]
+    assert on_two(command("run", *TWO, epochs=1), hurry, on_rank(0, 1, lambda: time.sleep(4), "on_fit_end")) == [0, 0]
     assert "has died" not in capfd.readouterr().err
 
 
