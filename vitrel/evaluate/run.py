@@ -50,6 +50,10 @@ HEAD = (
     "model", "size", "protocol", "crop", "policy", "tokens", "GFLOPs", "windows", "padded", "resized", "values resampled",
     "unseen", "done",
 )  # fmt: skip
+EXPLAINED = {  # those columns of the dry run that need words, and the column of results.csv whose text they have
+    "policy": "policy", "GFLOPs": "gflops", "windows": "window", "padded": "pad_fraction", "resized": "resized",
+    "values resampled": "resized_params", "unseen": "unseen",
+}  # fmt: skip
 
 
 def at_sizes(
@@ -188,6 +192,7 @@ def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replac
         is_done = complete(by_key.get(row_key(key)), task, sweep)
         ready += is_done
         lines.append(_line(task, static[configuration], is_done))
+    about = "".join(f"  {name}: {COLUMNS[column].partition('; native')[0]}\n" for name, column in EXPLAINED.items())
     number = " or ".join(f"{count:,}" for count in sorted(counts))
     pixels = ", ".join(map(str, sweep.translations))
     translated = f", translated by {pixels} px at the training size" if pixels else ""
@@ -199,7 +204,7 @@ def describe_tasks(models: Sequence[Trained], sweep: Sweep, folder: Path, replac
         note = f"Rows there may not share a table with these ({difference}): give another --out, or --replace.\n"
     return (
         f"{markdown(HEAD, lines)}\n{len(lines)} rows of {number} images each{translated}; {ready} of them are in {folder} "
-        f"already. GFLOPs: 10^9 multiply-adds per image.\n{note}"
+        f"already.\n{note}\nColumns:\n{about}"
     )
 
 

@@ -120,6 +120,12 @@ class Predictions(Callback):
         self.path, self.count = Path(folder) / "predictions.png", count
         self.samples: list[tuple[Tensor, int, int, float]] = []  # image [3, H, W], label, predicted class, probability
 
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        if module.ignores_labels:
+            raise ValueError(
+                "run.predictions draws images beside their labels, and distillation.labels: false ignores these: set it to 0"
+            )
+
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.samples, self.passed = [], 0
         # records the logits of the evaluation, since another forward pass on one rank would block a sharded model
