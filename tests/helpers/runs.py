@@ -2,8 +2,10 @@
 
 import csv
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from contextlib import closing
 from pathlib import Path
@@ -61,8 +63,16 @@ def in_child(args, hook=None, main=run):
     return pid
 
 
-def status(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def status(pid, seconds=600):
+    """Wait for a child process and return its exit status; kill it, and fail, if it takes longer than `seconds`."""
+    end = time.monotonic() + seconds
+    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError(f"process {pid} did not end within {seconds} s")
+        time.sleep(0.02)
+    return os.waitstatus_to_exitcode(done[1])
 
 
 def environment(rank, port):
