@@ -1,6 +1,9 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import pandas as pd
 import pytest
@@ -132,6 +135,26 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_pa
     printed = again(train=train, seeds=[1], models=CONFIG["models"][1:])
     assert "rope-seed1: resuming after epoch 1 of 2" in printed
     assert several.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
+
+
+@pytest.mark.slow
+def test_sigterm_ends_training_in_parallel_which_saves_first(tmp_path):
+    train = CONFIG["train"] | {"data": CONFIG["train"]["data"] | {"n_train": 50_000}}
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | {"train": train, "seeds": [0]}))
+    arguments = ["compare", str(tmp_path / "trial.yaml"), "--out", str(tmp_path), "--jobs", "2", "--no-report"]
+    process = subprocess.Popen([sys.executable, "-m", "vitrel", *arguments], env=os.environ | {"OMP_NUM_THREADS": "2"})
+    runs, end = [tmp_path / "trial" / f"{label}-seed0" for label in ("vitrel_vit_n8_absolute", "rope")], time.monotonic() + 200
+    try:
+        while not all((run / "metrics.csv").exists() for run in runs):  # both are being trained
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=100) == 143
+    finally:
+        process.kill()
+    for run in runs:
+        stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        assert stored["vitrel"]["epoch"] == 0 and 0 < stored["vitrel"]["step"] < 50_000 // 16
 
 
 def test_a_changed_configuration_stops_with_the_way_out(again):

@@ -61,6 +61,8 @@ def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
             raise ValueError("a training process was killed, perhaps because memory ran out: use fewer --jobs") from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()  # SIGTERM to this process does not reach them; each saves its run and ends
             raise
 
 
