@@ -158,7 +158,7 @@ def test_what_stops_an_evaluation_names_model_and_size(trained, noise, rows_of):
     with pytest.raises(FloatingPointError, match=r"vitrel_vit_n8_none at 32x32 \(scale\): the logits hold NaN"):
         rows_of([model], sweep())
     other = trained("vitrel_vit_n8_none", classes=("left", "right"))
-    with pytest.raises(ValueError, match="trained on 2 classes .* lack 1 of the 3 classes of noise: above"):
+    with pytest.raises(ValueError, match=r"trained on 2 classes .* lack 1 of the 3 classes of noise: above"):
         rows_of([other], sweep())
 
 
