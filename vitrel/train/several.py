@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import yaml
 
-from vitrel.exits import end_with_parent
+from vitrel.exits import INTERRUPTED, TERMINATED, end_with_parent
 from vitrel.plain_yaml import load_yaml, read_yaml
 from vitrel.train.command import run as run_command
 from vitrel.train.same_run import values_that_differ
 from vitrel.weights.read import read_file
 
+_stopped = threading.Event()  # in a worker process: a signal has ended one of its runs
 run = partial(run_command, go_on="the same command resumes from there")
 
 
@@ -73,11 +74,16 @@ def _start_worker(threads: int) -> None:
 
 
 def _train_quietly(arguments: list[str], config: dict[str, Any], folder: Path) -> None:
+    if _stopped.is_set():  # the pool hands a worker its next run before the present one ends
+        raise ValueError(f"{folder}: training was stopped before it began")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with (folder / "train.log").open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
             _train(arguments, config, folder)
-        except SystemExit as stop:  # SystemExit would end the worker process, and with it the pool
+        except SystemExit as stop:
+            if stop.code in (INTERRUPTED, TERMINATED):
+                _stopped.set()
+            # SystemExit would end the worker process, and with it the pool
             raise ValueError(f"{folder}: training ended with {stop.code!r}; its train.log gives the reason") from stop
 
 
