@@ -39,9 +39,10 @@ from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
 from vitrel.evaluate.metrics import Z95, t_interval
 from vitrel.evaluate.models import Trained
-from vitrel.evaluate.predictions import Predicted, compare_pairs, over_seeds, read_predictions
+from vitrel.evaluate.predictions import Predicted, read_predictions
 from vitrel.evaluate.processes import shared_with
 from vitrel.evaluate.report import markdown
+from vitrel.evaluate.report.answers import paired_difference
 from vitrel.evaluate.results import aggregate, line_key, read_csv, top1_interval
 from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Row, Sweep
@@ -65,6 +66,7 @@ FIXED = {  # curves of the page, trained at 224 px
     ("rope_mixed", "none"): "rope_mixed",
     ("none", "none"): "none",
 }
+CONTROL = ("absolute-relearned", "bicubic")  # it starts where the other students start
 SCALED = {(f"rope_mixed+{key}", "none"): f"rope_mixed, {key}" for key in ("linear", "ntk", "yarn", "log_n")}
 SEVERAL = {(f"{label}-sizes", policy): name for (label, policy), name in FIXED.items()}
 FITTED = 64  # photographs to which the table is fitted
@@ -215,7 +217,7 @@ class Evaluated:
         self.rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
         if not self.rows or predictions is None:
             raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
-        self.predictions = predictions.rows
+        self.predictions = predictions
         self.trained = self.rows[0]["train_size"]
 
     def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
@@ -238,10 +240,10 @@ class Evaluated:
         return f"{sum(values) / len(values):.1f} ±{(high - low) / 2:.1f}"
 
     def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, among: bool = False) -> str:
-        """Return the difference in top-1 to another curve, paired by image and seed, ± half its interval (`over_seeds`)."""
+        """Return the difference in top-1 to another curve, ± half its interval (`paired_difference`)."""
         ours, theirs = (self.seeds(one, size, protocol) for one in (curve, other))
-        both = [(self._predicted(ours[seed]), self._predicted(theirs[seed])) for seed in ours if seed in theirs]
-        mean, low, high = over_seeds([compare_pairs(*pair, among) for pair in both])
+        compared = paired_difference(self.predictions)
+        mean, low, high = compared([*ours.values()], [*theirs.values()], "top1_among" if among else "top1")
         return f"{mean:+.1f} ±{(high - low) / 2:.1f}"
 
     def kept(self, curve: Curve, other: Curve, size: str, protocol: str, among: bool = False) -> str:
@@ -265,7 +267,7 @@ class Evaluated:
         return f"{values.mean():+.1f} ±{half:.1f}"
 
     def _predicted(self, row: Row) -> Predicted:
-        return self.predictions[line_key(row)]
+        return self.predictions.rows[line_key(row)]
 
 
 def sides(size: str) -> str:
@@ -283,18 +285,18 @@ def table_of(cells: Callable[[Curve, str], str], shown: Mapping[Curve, str], siz
 def page_tables(results: Path) -> list[tuple[str, str]]:
     """Return (name, Markdown) of every table of the page, from results/imagenet and results/imagenet_flowers."""
     imagenet, flowers = Evaluated(results / "imagenet"), Evaluated(results / "imagenet_flowers")
-    trained, control = imagenet.trained, ("absolute-relearned", "bicubic")
-    others = {curve: name for curve, name in {**FIXED, **SCALED}.items() if curve != control}
+    trained = imagenet.trained
+    others = {curve: name for curve, name in {**FIXED, **SCALED}.items() if curve != CONTROL}
     several = {curve: name for curve, name in SEVERAL.items() if curve[0] != "absolute-relearned-sizes"}
     away = [size for size in SIZES if size != trained]
     columns: list[tuple[str, Callable[[Curve, str], str], Mapping[Curve, str], Sequence[str]]] = [
         ("scale", lambda curve, size: imagenet.cell(curve, size, "scale"), FIXED | SCALED, SIZES),
         ("canvas", lambda curve, size: imagenet.cell(curve, size, "canvas"), FIXED | SCALED, SIZES[:-1]),
         ("among", lambda curve, size: imagenet.cell(curve, size, "scale", "top1_among"), FIXED, SIZES),
-        ("ahead", lambda curve, size: imagenet.ahead(curve, control, size, "scale"), others, SIZES),
-        ("ahead_among", lambda curve, size: imagenet.ahead(curve, control, size, "scale", True), others, SIZES),
-        ("kept", lambda curve, size: imagenet.kept(curve, control, size, "scale"), others, away),
-        ("kept_among", lambda curve, size: imagenet.kept(curve, control, size, "scale", True), others, away),
+        ("ahead", lambda curve, size: imagenet.ahead(curve, CONTROL, size, "scale"), others, SIZES),
+        ("ahead_among", lambda curve, size: imagenet.ahead(curve, CONTROL, size, "scale", True), others, SIZES),
+        ("kept", lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale"), others, away),
+        ("kept_among", lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale", True), others, away),
         ("several", lambda curve, size: imagenet.cell(curve, size, "scale"), SEVERAL, SIZES),
         (
             "several_ahead",
@@ -305,14 +307,10 @@ def page_tables(results: Path) -> list[tuple[str, str]]:
     ]
     found = [(name, table_of(cells, shown, sizes, trained)) for name, cells, shown, sizes in columns]
     for protocol in ("scale", "native"):
-        cells = partial(_flower_cell, flowers, protocol)
+        cells = partial(flowers.cell, protocol=protocol)
         found.append((f"flowers_{protocol}", table_of(cells, FIXED, [f"{h}x{w}" for h, w in FLOWER_SIZES], trained)))
     claims = (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()
     return [*found, ("claims", claims)]
-
-
-def _flower_cell(flowers: Evaluated, protocol: str, curve: Curve, size: str) -> str:
-    return flowers.cell(curve, size, protocol)
 
 
 def write_pages(results: Path, root: Path) -> None:
@@ -320,7 +318,7 @@ def write_pages(results: Path, root: Path) -> None:
     page = root / "docs" / "studies" / "imagenet_weights.md"
     page.write_text(fill(page.read_text("utf-8"), page_tables(results)), "utf-8")
     table = aggregate(read_csv(results / "imagenet" / "results.csv"))
-    drawn = {control: FIXED[control] for control in [("absolute-relearned", "bicubic")]} | FIXED
+    drawn = {CONTROL: FIXED[CONTROL]} | FIXED
     for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
         title = f"ImageNet weights, distilled at 224 px and used at other sizes: {protocol}, {what}"
         figure = small_multiples({"1,000 classes": table}, drawn, protocol, title)

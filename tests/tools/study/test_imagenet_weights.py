@@ -42,7 +42,7 @@ def evaluated(tmp_path):
 
 def right(evaluated, label, seed, size):
     row = next(r for r in evaluated.rows if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
-    return [int(x) for x in evaluated.predictions[line_key(row)].right]
+    return [int(x) for x in evaluated.predictions.rows[line_key(row)].right]
 
 
 def test_differences_and_losses_are_those_of_plain_loops(evaluated):

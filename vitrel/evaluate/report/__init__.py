@@ -133,7 +133,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [texts[0], rule, *texts[1:]]) + "\n"
 
 
-METRICS = ("top1", "top1_among")  # that claims may be about
+CLAIMED = ("top1", "top1_among")  # the metrics that claims may be about
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ class Claim:
     metric: str = "top1"
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS or (self.metric != "top1" and self.translation is not None):
+        if self.metric not in CLAIMED or (self.metric != "top1" and self.translation is not None):
             raise ValueError(
-                f"metric is one of {', '.join(METRICS)}, and top1 where content is translated, got {self.metric!r}"
+                f"metric is one of {', '.join(CLAIMED)}, and top1 where content is translated, got {self.metric!r}"
             )
 
     def labels(self) -> set[str]:
