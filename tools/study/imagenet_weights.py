@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import timm
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 
 import vitrel
 from tools.study.curves import Curve, small_multiples
-from tools.study.pages import fill
+from tools.study.pages import fill, rows_of, side_of
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
@@ -108,10 +109,10 @@ def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: P
             raise FileNotFoundError(f"{source} does not exist")
     if out.exists():
         raise FileExistsError(f"{out} exists: remove it, or choose another folder with --out")
-    validation = {path.name.split(".")[0] for path in (ilsvrc / "val").glob("*/*")}
+    validation = {path.stem for path in (ilsvrc / "val").glob("*/*")}
     sources = {"imagenette": [*imagenette.glob("*/*/*")], "flowers": [*(flowers / "train").glob("*/*")]}
     for name, paths in sources.items():
-        images = sorted(path for path in paths if path.suffix.lower() in (".jpg", ".jpeg") and not _known(path, validation))
+        images = sorted(path for path in paths if path.suffix.lower() in (".jpg", ".jpeg") and path.stem not in validation)
         random.Random(0).shuffle(images)
         for part, chosen in (("val", images[: APART[name]]), ("train", images[APART[name] :])):
             (folder := out / "photographs" / part / name).mkdir(parents=True)
@@ -130,10 +131,6 @@ def prepare(imagenette: Path, flowers: Path, ilsvrc: Path, weights: Path, out: P
     with torch.no_grad():
         model.pos_embed.pos_embed.zero_()
     vitrel.save(model, out / "relearned.safetensors")
-
-
-def _known(path: Path, validation: set[str]) -> bool:
-    return path.name.split(".")[0] in validation or "ILSVRC2012_val" in path.name
 
 
 def _photographs(out: Path) -> torch.Tensor:
@@ -214,23 +211,16 @@ class Evaluated:
     """The rows and predictions of an evaluation's folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
-        if not self.rows or predictions is None:
+        rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
+        if not rows or predictions is None:
             raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
-        self.predictions = predictions
-        self.trained = self.rows[0]["train_size"]
+        self.name, self.rows, self.predictions = folder.name, pd.DataFrame(rows), predictions
+        self.trained = rows[0]["train_size"]
 
     def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
-        """Return {seed: row} of a label under a policy, or of rows that hold for every policy; ValueError without any."""
-        label, policy = curve
-        found = {
-            int(row["seed"]): row
-            for row in self.rows
-            if (row["label"], row["img_size"], row["protocol"]) == (label, size, protocol) and row["policy"] in (policy, "none")
-        }
-        if not found:
-            raise ValueError(f"no row of {label}/{policy} at {size} in the {protocol} protocol")
-        return found
+        """Return {seed: row} of a curve (`rows_of`); ValueError without any."""
+        found = rows_of(self.rows, curve, size, protocol, self.name).to_dict("records")
+        return {int(row["seed"]): row for row in found}
 
     def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval (`top1_interval`)."""
@@ -270,15 +260,9 @@ class Evaluated:
         return self.predictions.rows[line_key(row)]
 
 
-def sides(size: str) -> str:
-    """Return a size as tables show it: 96 for 96x96, 320×224 for 320x224."""
-    height, width = size.split("x")
-    return height if height == width else f"{height}×{width}"
-
-
 def table_of(cells: Callable[[Curve, str], str], shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
     """Return a Markdown table of `cells(curve, size)`: a line for each curve, a column for each size."""
-    head = ["", *(f"{sides(size)} (trained)" if size == trained else sides(size) for size in sizes)]
+    head = ["", *(f"{side_of(size)} (trained)" if size == trained else side_of(size) for size in sizes)]
     return markdown(head, [[name, *(cells(curve, size) for size in sizes)] for curve, name in shown.items()]).rstrip()
 
 

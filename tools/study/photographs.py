@@ -12,10 +12,10 @@ from pathlib import Path
 import pandas as pd
 
 from tools.study.curves import Curve, small_multiples
-from tools.study.pages import fill
+from tools.study.pages import fill, rows_of, side_of
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.report import accuracy_tables, markdown
-from vitrel.evaluate.results import aggregate, curves, read_csv
+from vitrel.evaluate.results import aggregate, read_csv
 
 ROOT = Path(__file__).parents[2]
 DATA = ("imagenette224", "flowers256")
@@ -61,7 +61,7 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
         cells, resized = [], ""
         for name, table in tables.items():
             for size, protocol in places:
-                row = _row(table, curve, size, protocol, name)
+                row = rows_of(table, curve, size, protocol, name).iloc[0]
                 cells.append(f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}")
                 resized = max(resized, row["resized"].replace("nothing", ""), key=len)
         lines.append([called, resized or "nothing", *cells])
@@ -75,7 +75,7 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
     ± half Student's 95 % interval over the seeds. It compares models whose accuracy at the training size differs.
     """
     first, *others = shown
-    head = ["", *(f"{name}: {_side_of(size)}, {protocol}" for name in names for size, protocol in places)]
+    head = ["", *(f"{name}: {side_of(size)}, {protocol}" for name in names for size, protocol in places)]
     lines = [[shown[curve]] for curve in others]
     for name in names:
         rows = pd.DataFrame(read_csv(folder / name / "results.csv"))
@@ -100,28 +100,16 @@ def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str, name: st
     """Return {seed: top1 at the place - top1 at the training size} of a curve; ValueError if it is not in the rows."""
     parts = rows[rows["label"] == curve[0]].groupby("seed")
     trained = rows[rows["label"] == curve[0]]["train_size"].iloc[0] if len(parts) else ""
-    return {
-        seed: _row(p, curve, size, protocol, name)["top1"] - _row(p, curve, trained, protocol, name)["top1"]
-        for seed, p in parts
-    }
-
-
-def _side_of(size: str) -> str:
-    height, width = size.split("x")
-    return height if height == width else f"{height}×{width}"
+    found = {}
+    for seed, part in parts:
+        there, at_training = (rows_of(part, curve, place, protocol, name)["top1"].item() for place in (size, trained))
+        found[seed] = there - at_training
+    return found
 
 
 def _where(trained: set[str], size: str, protocol: str) -> str:
     """Return a column's title, e.g. "128, canvas", or "64 (trained)" if all models were trained at the size."""
-    return f"{_side_of(size)} (trained)" if trained == {size} else f"{_side_of(size)}, {protocol}"
-
-
-def _row(table: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict:
-    for label, policy, rows in curves(table[table["protocol"] == protocol]):
-        found = rows[rows["img_size"] == size]
-        if (label, policy) == curve and len(found):
-            return found.iloc[0].to_dict()
-    raise ValueError(f"{name} has no row of {'/'.join(curve)} at {size} in the {protocol} protocol")
+    return f"{side_of(size)} (trained)" if trained == {size} else f"{side_of(size)}, {protocol}"
 
 
 def main(argv: list[str] | None = None) -> None:
