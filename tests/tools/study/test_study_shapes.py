@@ -16,7 +16,7 @@ def cut(config):
     config["data"] = [data for data in config["data"] if data["data"] != "shapes-place"]
     config["train"]["data"] |= {"n_train": 128, "n_val": 16}
     config["train"]["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
-    config["evaluate"] |= {"n": 8, "device": "cpu", "attention_n": 2, "sizes": [64, 128]}
+    config["evaluate"] |= {"n": 8, "device": "cpu", "attention_n": 2, "sizes": [64, 96, 128]}
     for entry in config["models"]:
         few = {"depths": [2, 1, 1]} if "swin" in entry["name"] else {"depth": 1}
         entry["model_args"] = entry.get("model_args", {}) | few
@@ -48,7 +48,7 @@ def test_three_models_of_the_study_from_training_to_the_claims(tmp_path, capsys)
     command("compare").main(arguments)
     printed = capsys.readouterr().out
     assert printed.count(": training for") == 2 * len(LABELS)
-    for name, lines in (("shapes", 4 + 2 * 4), ("shapes-corner", 4)):
+    for name, lines in (("shapes", 4 + 2 * 2 * 4), ("shapes-corner", 4)):
         folder = tmp_path / "study_shapes" / name
         rows = pd.read_csv(folder / "results.csv")
         assert set(rows["label"]) == {*LABELS, "rope_mixed+ntk"} and set(rows["data"]) == {name} and len(rows) >= lines
