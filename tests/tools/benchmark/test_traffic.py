@@ -1,6 +1,6 @@
 """Bytes counted from operators, and the Triton kernels' against the addresses that they load and store in the interpreter.
 
-The interpreter must be chosen before triton is imported, so test_triton_ops.py runs this module once more in a process of its own.
+The interpreter must be chosen before triton is imported, so test_triton_ops.py runs this module once more, in a new process.
 """
 
 import os
