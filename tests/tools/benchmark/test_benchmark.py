@@ -96,8 +96,6 @@ def test_quick_models(tmp_path, monkeypatch, here):
     (path,) = tmp_path.glob("*/cpu-quick/samples.jsonl")
     rows = [row for row in read_rows(path) if row["kind"] == "time"]
     assert {row["contender"] for row in rows} == {"timm", "ours, optimized"}
-    for row in rows:
-        assert min(map(min, row["rounds"])) > 0 and row["compiles"] == 0
     assert "### ViT nano table, 96, batch 2, fp32, inference" in (path.parent / "table.md").read_text()
 
 
