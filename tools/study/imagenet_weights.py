@@ -14,16 +14,17 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
 native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
 
-`pages` writes the tables and pictures of docs/studies/imagenet_weights.md from results/study/imagenet and imagenet_flowers,
-which hold these files of both folders.
+`pages` writes the tables and pictures of docs/studies/imagenet_weights.md and README.md from folders of results/study:
+imagenet, which holds these files of runs/study_imagenet, and imagenet_untrained, an evaluation of the initial weights (its
+command is in results/README.md). All tables are on the page that mkdocs generates (tools/docs/studies.py).
 """
 
 import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -34,7 +35,7 @@ from torch.nn import functional as F
 
 import vitrel
 from tools.study.curves import Curve, small_multiples
-from tools.study.pages import fill, rows_of, side_of
+from tools.study.pages import Curves, fill_pages, side_of
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
@@ -59,17 +60,31 @@ SIZES = ["64x64", "96x96", "128x128", "160x160", "224x224", "128x256", "320x224"
 FIXED = {  # curves of the page, trained at 224 px
     ("absolute", "bicubic"): "absolute, kept",
     ("absolute-relearned", "bicubic"): "absolute, relearned",
-    ("table", "geometric"): "table, geometric",
-    ("table", "bicubic"): "table, bicubic",
-    ("table", "clip"): "table, clip",
+    ("table", "geometric"): "table",
     ("cpb", "keep"): "cpb",
     ("log_decay", "keep"): "log_decay",
     ("rope_mixed", "none"): "rope_mixed",
     ("none", "none"): "none",
 }
+POLICIES = {  # the other policies of encodings that have several
+    ("table", "bicubic"): "table, bicubic",
+    ("table", "clip"): "table, clip",
+    ("cpb", "renormalise"): "cpb, renormalise",
+    ("log_decay", "renormalise"): "log_decay, renormalise",
+}
 CONTROL = ("absolute-relearned", "bicubic")  # it starts where the other students start
+CONTROL_SEVERAL = ("absolute-relearned-sizes", "bicubic")
 SCALED = {(f"rope_mixed+{key}", "none"): f"rope_mixed, {key}" for key in ("linear", "ntk", "yarn", "log_n")}
 SEVERAL = {(f"{label}-sizes", policy): name for (label, policy), name in FIXED.items()}
+UNTRAINED = {  # the model as it was, and with the table that a student starts with
+    ("vitrel_vit_ti16_absolute", "bicubic"): "as it was, not trained",
+    ("vitrel_vit_ti16_table", "geometric"): "table fitted, not trained",
+}
+SHORT = ("96x96", "224x224", "384x384")  # of README's table
+FOLDERS = ("imagenet", "imagenet_untrained")
+PAGE = "docs/studies/imagenet_weights.md"
+ON_PAGE = ("scale", "among", "several", "several_among")  # the other tables are on the generated page
+Cells = Callable[[Curve, str], str]
 FITTED = 64  # photographs to which the table is fitted
 
 
@@ -91,13 +106,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--jobs", type=int, default=1, help="processes that share the images")
     add = commands.add_parser("pages", help="write the study's page from the results").add_argument
     add("--results", type=Path, default=ROOT / "results" / "study")
-    add("--root", type=Path, default=ROOT, help="folder of docs/")
+    add("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
+    add("--check", action="store_true", help="write nothing; fail if a page is out of date")
     args = parser.parse_args(argv)
     with reported("the same command goes on"), terminable():
         if args.command == "prepare":
             prepare(args.imagenette, args.flowers, args.ilsvrc, args.weights, args.out)
         elif args.command == "pages":
-            write_pages(args.results, args.root)
+            write_pages(args.results, args.root, args.check)
         else:
             evaluate_flowers(args.config, args.runs, args.flowers, args.out, args.jobs)
 
@@ -155,11 +171,12 @@ def evaluate_share(config: Path, runs: Path, flowers: Path, sweep: Sweep) -> Non
 
 
 def flower_models(config: Path, runs: Path, flowers: Path) -> list[Trained]:
-    """Return every student of the comparison with a classifier of the flowers, which is stored in its run's folder."""
+    """Return every student that was trained with a classifier of the flowers, which is stored in its run's folder."""
     data = Folder(flowers, "train", Prepare((224, 224), HALF, HALF))
     labels, models = torch.tensor([data.label(i) for i in range(len(data))]), []
     for trained in trained_models(load_comparison(config)[0], runs):
-        # students with options that act at other sizes only share the file, since their features at 224 px are the same
+        if not any(trained.label == label for label, _ in FIXED | SEVERAL):
+            continue  # an option of another student's weights
         stored = trained.path.parent / "flowers.pt"
         if not stored.exists():
             print(f"{trained.label}, seed {trained.seed}: features of {len(data)} flowers", flush=True)
@@ -214,29 +231,31 @@ class Evaluated:
         rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
         if not rows or predictions is None:
             raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
-        self.name, self.rows, self.predictions = folder.name, pd.DataFrame(rows), predictions
+        self.curves, self.predictions = Curves(pd.DataFrame(rows), folder.name), predictions
         self.trained = rows[0]["train_size"]
 
     def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
-        """Return {seed: row} of a curve (`rows_of`); ValueError without any."""
-        found = rows_of(self.rows, curve, size, protocol, self.name).to_dict("records")
-        return {int(row["seed"]): row for row in found}
+        """Return {seed: row} of a curve; ValueError if there are none."""
+        return {int(row["seed"]): row for row in self.curves.at(curve, size, protocol).to_dict("records")}
+
+    def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
+        """Return the mean over seeds of top1 or top1_among, in percent."""
+        return fmean(row[column] for row in self.seeds(curve, size, protocol).values())
 
     def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval (`top1_interval`)."""
         rows = [*self.seeds(curve, size, protocol).values()]
-        values = [row[column] for row in rows]
-        low, high, _ = top1_interval(values, rows[0]["n"])
-        return f"{sum(values) / len(values):.1f} ±{(high - low) / 2:.1f}"
+        low, high, _ = top1_interval([row[column] for row in rows], rows[0]["n"])
+        return f"{self.mean(curve, size, protocol, column):.1f} ±{(high - low) / 2:.1f}"
 
-    def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, among: bool = False) -> str:
+    def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return the difference in top-1 to another curve, ± half its interval (`paired_difference`)."""
         ours, theirs = (self.seeds(one, size, protocol) for one in (curve, other))
         compared = paired_difference(self.predictions)
-        mean, low, high = compared([*ours.values()], [*theirs.values()], "top1_among" if among else "top1")
+        mean, low, high = compared([*ours.values()], [*theirs.values()], column)
         return f"{mean:+.1f} ±{(high - low) / 2:.1f}"
 
-    def kept(self, curve: Curve, other: Curve, size: str, protocol: str, among: bool = False) -> str:
+    def kept(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return how many points less a curve loses from the training size on than another, ± half its 95 % interval.
 
         Every image counts (right here - right at the training size) of the curve minus the same of the other, seed by seed. Two
@@ -247,7 +266,7 @@ class Evaluated:
         by_seed = []
         for seed in shared:
             predicted = [self._predicted(rows[seed]) for rows in ends]
-            right = [(one.right_among if among else one.right).astype(float) for one in predicted]
+            right = [(one.right_among if column == "top1_among" else one.right).astype(float) for one in predicted]
             by_seed.append(100 * (right[0] - right[1] - right[2] + right[3]))
         values = np.mean(by_seed, axis=0)  # [n]
         half = Z95 * values.std(ddof=1) / len(values) ** 0.5
@@ -260,52 +279,79 @@ class Evaluated:
         return self.predictions.rows[line_key(row)]
 
 
-def table_of(cells: Callable[[Curve, str], str], shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
+def table_of(cells: Cells, shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
     """Return a Markdown table of `cells(curve, size)`: a line for each curve, a column for each size."""
     head = ["", *(f"{side_of(size)} (trained)" if size == trained else side_of(size) for size in sizes)]
     return markdown(head, [[name, *(cells(curve, size) for size in sizes)] for curve, name in shown.items()]).rstrip()
 
 
-def page_tables(results: Path) -> list[tuple[str, str]]:
-    """Return (name, Markdown) of every table of the page, from results/imagenet and results/imagenet_flowers."""
-    imagenet, flowers = Evaluated(results / "imagenet"), Evaluated(results / "imagenet_flowers")
-    trained = imagenet.trained
-    others = {curve: name for curve, name in {**FIXED, **SCALED}.items() if curve != CONTROL}
-    several = {curve: name for curve, name in SEVERAL.items() if curve[0] != "absolute-relearned-sizes"}
-    away = [size for size in SIZES if size != trained]
-    columns: list[tuple[str, Callable[[Curve, str], str], Mapping[Curve, str], Sequence[str]]] = [
-        ("scale", lambda curve, size: imagenet.cell(curve, size, "scale"), FIXED | SCALED, SIZES),
-        ("canvas", lambda curve, size: imagenet.cell(curve, size, "canvas"), FIXED | SCALED, SIZES[:-1]),
-        ("among", lambda curve, size: imagenet.cell(curve, size, "scale", "top1_among"), FIXED, SIZES),
-        ("ahead", lambda curve, size: imagenet.ahead(curve, CONTROL, size, "scale"), others, SIZES),
-        ("ahead_among", lambda curve, size: imagenet.ahead(curve, CONTROL, size, "scale", True), others, SIZES),
-        ("kept", lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale"), others, away),
-        ("kept_among", lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale", True), others, away),
-        ("several", lambda curve, size: imagenet.cell(curve, size, "scale"), SEVERAL, SIZES),
-        (
-            "several_ahead",
-            lambda curve, size: imagenet.ahead(curve, ("absolute-relearned-sizes", "bicubic"), size, "scale"),
-            several,
-            SIZES,
-        ),
-    ]
-    found = [(name, table_of(cells, shown, sizes, trained)) for name, cells, shown, sizes in columns]
-    for protocol in ("scale", "native"):
-        cells = partial(flowers.cell, protocol=protocol)
-        found.append((f"flowers_{protocol}", table_of(cells, FIXED, [f"{h}x{w}" for h, w in FLOWER_SIZES], trained)))
-    claims = (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()
-    return [*found, ("claims", claims)]
+def study_tables(results: Path) -> dict[str, str]:
+    """Return {name: Markdown} of every table of the study, from results/imagenet and imagenet_untrained."""
+    imagenet, untrained = (Evaluated(results / name) for name in FOLDERS)
+    everything = {**UNTRAINED, **FIXED, **SCALED}
+    fixed_others = {curve: name for curve, name in {**FIXED, **SCALED, **POLICIES}.items() if curve != CONTROL}
+    several_others = {curve: name for curve, name in SEVERAL.items() if curve != CONTROL_SEVERAL}
+    away = [size for size in SIZES if size != imagenet.trained]
+
+    def top1(protocol: str, column: str = "top1") -> Cells:
+        return lambda curve, size: (untrained if curve in UNTRAINED else imagenet).cell(curve, size, protocol, column)
+
+    def ahead(control: Curve, column: str = "top1") -> Cells:
+        return lambda curve, size: imagenet.ahead(curve, control, size, "scale", column)
+
+    def kept(column: str) -> Cells:
+        return lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale", column)
+
+    shown: dict[str, tuple[Cells, Mapping[Curve, str], Sequence[str]]] = {
+        "scale": (top1("scale"), everything, SIZES),
+        "among": (top1("scale", "top1_among"), everything, SIZES),
+        "policies": (top1("scale"), POLICIES, SIZES),
+        "policies_among": (top1("scale", "top1_among"), POLICIES, SIZES),
+        "canvas": (top1("canvas"), everything, SIZES[:-1]),
+        "canvas_among": (top1("canvas", "top1_among"), everything, SIZES[:-1]),
+        "ahead": (ahead(CONTROL), fixed_others, SIZES),
+        "ahead_among": (ahead(CONTROL, "top1_among"), fixed_others, SIZES),
+        "kept": (kept("top1"), fixed_others, away),
+        "kept_among": (kept("top1_among"), fixed_others, away),
+        "several": (top1("scale"), SEVERAL, SIZES),
+        "several_among": (top1("scale", "top1_among"), SEVERAL, SIZES),
+        "several_canvas": (top1("canvas"), SEVERAL, SIZES[:-1]),
+        "several_canvas_among": (top1("canvas", "top1_among"), SEVERAL, SIZES[:-1]),
+        "several_ahead": (ahead(CONTROL_SEVERAL), several_others, SIZES),
+        "several_ahead_among": (ahead(CONTROL_SEVERAL, "top1_among"), several_others, SIZES),
+    }
+    found = {name: table_of(cells, curves, sizes, imagenet.trained) for name, (cells, curves, sizes) in shown.items()}
+    return found | {"claims": (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()}
 
 
-def write_pages(results: Path, root: Path) -> None:
-    """Fill the tables of the study's page, and draw its pictures."""
-    page = root / "docs" / "studies" / "imagenet_weights.md"
-    page.write_text(fill(page.read_text("utf-8"), page_tables(results)), "utf-8")
+def summary(results: Path) -> str:
+    """Return README's table: top-1 of 1,000 classes and among the ten, for both recipes at the sizes of SHORT (scale)."""
+    imagenet = Evaluated(results / "imagenet")
+    head = ["", *(f"{recipe}: {side_of(size)} px" for recipe in ("trained at 224 px", "at 128 to 288 px") for size in SHORT)]
+    lines = []
+    for (label, policy), name in FIXED.items():
+        places = [((one, policy), size) for one in (label, f"{label}-sizes") for size in SHORT]
+        both = [[imagenet.mean(curve, size, "scale", column) for column in ("top1", "top1_among")] for curve, size in places]
+        lines.append([name, *(" / ".join(f"{value:.1f}" for value in cell) for cell in both)])
+    return markdown(head, lines).rstrip()
+
+
+def write_pages(results: Path, root: Path, check: bool = False) -> None:
+    """Fill the tables of the pages, and draw the pictures; with `check`, only exit with a message if a page is out of date."""
+    tables = study_tables(results)
+    pages = {PAGE: [(name, tables[name]) for name in ON_PAGE], "README.md": [("study", summary(results))]}
+    fill_pages(root, pages, "python -m tools.study.imagenet_weights pages", check)
+    if check:
+        return
     table = aggregate(read_csv(results / "imagenet" / "results.csv"))
-    drawn = {CONTROL: FIXED[CONTROL]} | FIXED
+    is_several = table["label"].str.endswith("-sizes")
+    recipes = {
+        "trained at 224 px": table[~is_several],
+        "at 128 to 288 px": table[is_several].assign(label=table["label"].str.removesuffix("-sizes")),
+    }
     for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-        title = f"ImageNet weights, distilled at 224 px and used at other sizes: {protocol}, {what}"
-        figure = small_multiples({"1,000 classes": table}, drawn, protocol, title)
+        title = f"ImageNet weights, used at other sizes: {protocol}, {what}"
+        figure = small_multiples(recipes, {CONTROL: FIXED[CONTROL]} | FIXED, protocol, title)
         figure.savefig(root / "docs" / "images" / f"imagenet_weights_{protocol}.png", dpi=130, bbox_inches="tight")
 
 

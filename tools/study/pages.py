@@ -1,7 +1,9 @@
-"""What the pages of the studies share: the rows of a curve, sides as text, and tables between their marks in a page."""
+"""What the pages of the studies share: tables between their marks in a page, the rows of a curve, sides as text."""
 
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pandas as pd
 
@@ -22,16 +24,45 @@ def fill(text: str, tables: Iterable[tuple[str, str]]) -> str:
     return text
 
 
-def rows_of(table: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> pd.DataFrame:
-    """Return the rows of a curve at a size: one per seed, or one of an aggregated table.
+def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], command: str, check: bool) -> None:
+    """Write (name, table) of every page, a path in `root`, between their marks.
 
-    ValueError if there are none; `name` says in it whose table this is.
+    With `check`, write nothing, and exit with a message that names `command` if a page is out of date.
     """
-    for label, policy, rows in curves(table[table["protocol"] == protocol]):
-        found = rows[rows["img_size"] == size]
-        if (label, policy) == curve and len(found):
-            return found
-    raise ValueError(f"{name} has no row of {'/'.join(curve)} at {size} in the {protocol} protocol")
+    for name, tables in pages.items():
+        path = root / name
+        before = path.read_text("utf-8")
+        after = fill(before, tables)
+        if check and after != before:
+            sys.exit(f"{path} is out of date: run {command}")
+        if not check:
+            path.write_text(after, "utf-8")
+            print(path)
+
+
+class Curves:
+    """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.results.curves`)."""
+
+    def __init__(self, table: pd.DataFrame, name: str) -> None:
+        """Arrange rows of single seeds, or an aggregated table; `name` says in errors whose they are."""
+        self.table, self.name = table, name
+        self._rows = {
+            ((label, policy), size, protocol): rows
+            for protocol, part in table.groupby("protocol")
+            for label, policy, curve in curves(part)
+            for size, rows in curve.groupby("img_size")
+        }
+
+    def at(self, curve: Curve, size: str, protocol: str) -> pd.DataFrame:
+        """Return the rows of a curve at a size: one per seed, or one of an aggregated table; ValueError if there are none."""
+        if (curve, size, protocol) not in self._rows:
+            raise ValueError(f"{self.name} has no row of {'/'.join(curve)} at {size} in the {protocol} protocol")
+        return self._rows[curve, size, protocol]
+
+    def top1(self, curve: Curve, size: str, protocol: str) -> dict[int, float]:
+        """Return {seed: top-1 in percent} of rows of single seeds; ValueError if there are none."""
+        rows = self.at(curve, size, protocol)
+        return dict(zip(rows["seed"], rows["top1"], strict=True))
 
 
 def side_of(size: str) -> str:

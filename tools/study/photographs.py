@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from tools.study.curves import Curve, small_multiples
-from tools.study.pages import fill, rows_of, side_of
+from tools.study.pages import Curves, fill_pages, side_of
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.report import accuracy_tables, markdown
 from vitrel.evaluate.results import aggregate, read_csv
@@ -52,16 +52,16 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
     Rows: the curves of `shown`, {curve: name}. Columns: each (img_size, protocol) of `places` for each data set, and
     "resampled", the values resampled at some of them. ValueError for a curve or a place that is not in the results.
     """
-    tables = {name: _table(folder / name) for name in names}
+    tables = {name: Curves(_table(folder / name), name) for name in names}
     labels = {label for label, _ in shown}
-    own = {name: set(table[table["label"].isin(labels)]["train_size"]) for name, table in tables.items()}
+    own = {name: set(found.table[found.table["label"].isin(labels)]["train_size"]) for name, found in tables.items()}
     head = ["", "resampled", *(f"{name}: {_where(own[name], *place)}" for name in names for place in places)]
     lines = []
     for curve, called in shown.items():
         cells, resized = [], ""
-        for name, table in tables.items():
+        for found in tables.values():
             for size, protocol in places:
-                row = rows_of(table, curve, size, protocol, name).iloc[0]
+                row = found.at(curve, size, protocol).iloc[0]
                 cells.append(f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}")
                 resized = max(resized, row["resized"].replace("nothing", ""), key=len)
         lines.append([called, resized or "nothing", *cells])
@@ -78,11 +78,11 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
     head = ["", *(f"{name}: {side_of(size)}, {protocol}" for name in names for size, protocol in places)]
     lines = [[shown[curve]] for curve in others]
     for name in names:
-        rows = pd.DataFrame(read_csv(folder / name / "results.csv"))
+        found = Curves(pd.DataFrame(read_csv(folder / name / "results.csv")), name)
         for size, protocol in places:
-            reference = _losses(rows, first, size, protocol, name)
+            reference = _losses(found, first, size, protocol)
             for line, curve in zip(lines, others, strict=True):
-                own = _losses(rows, curve, size, protocol, name)
+                own = _losses(found, curve, size, protocol)
                 gaps = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
                 low, high = t_interval(gaps)
                 line.append(f"{sum(gaps) / len(gaps):+.1f} ±{(high - low) / 2:.1f}")
@@ -96,15 +96,11 @@ def _table(folder: Path) -> pd.DataFrame:
     return aggregate(rows)
 
 
-def _losses(rows: pd.DataFrame, curve: Curve, size: str, protocol: str, name: str) -> dict[int, float]:
+def _losses(found: Curves, curve: Curve, size: str, protocol: str) -> dict[int, float]:
     """Return {seed: top1 at the place - top1 at the training size} of a curve; ValueError if it is not in the rows."""
-    parts = rows[rows["label"] == curve[0]].groupby("seed")
-    trained = rows[rows["label"] == curve[0]]["train_size"].iloc[0] if len(parts) else ""
-    found = {}
-    for seed, part in parts:
-        there, at_training = (rows_of(part, curve, place, protocol, name)["top1"].item() for place in (size, trained))
-        found[seed] = there - at_training
-    return found
+    there = found.at(curve, size, protocol)
+    at_training = found.top1(curve, there["train_size"].iloc[0], protocol)
+    return {seed: top1 - at_training[seed] for seed, top1 in found.top1(curve, size, protocol).items()}
 
 
 def _where(trained: set[str], size: str, protocol: str) -> str:
@@ -120,24 +116,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args(argv)
     try:
-        short, whole = (headline(args.results, DATA, CURVES, places) for places in (SHORT, PLACES))
         pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
         pages = {
             "docs/studies/photographs.md": [
-                ("headline", whole),
+                ("headline", headline(args.results, DATA, CURVES, PLACES)),
                 ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
                 ("pretrained", pretrained),
             ],
-            "README.md": [("study", short)],
+            "README.md": [("study", headline(args.results, DATA, CURVES, SHORT))],
         }
-        for name, found in pages.items():
-            path = args.root / name
-            before = path.read_text("utf-8")
-            after = fill(before, found)
-            if args.check and after != before:
-                sys.exit(f"{path} is out of date: run python -m tools.study.photographs")
-            if not args.check:
-                path.write_text(after, "utf-8")
+        fill_pages(args.root, pages, "python -m tools.study.photographs", args.check)
         if not args.check:
             drawn = {name: _table(args.results / name) for name in DATA}
             for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):

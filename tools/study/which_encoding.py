@@ -18,7 +18,7 @@ from torch import nn
 from tools.benchmark.tables import milliseconds, ratio
 from tools.benchmark.worker import Stopwatch
 from tools.study.curves import small_multiples
-from tools.study.pages import fill
+from tools.study.pages import fill_pages
 from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row
 from vitrel.files import atomic_write
@@ -179,16 +179,8 @@ def _write(args: argparse.Namespace) -> None:
             ran_on["device"] = f"cpu {platform.machine()}, 1 thread"
             pd.DataFrame(measure_costs()).assign(**ran_on).to_csv(part, index=False)
     study = args.results / "study_shapes/shapes/results.csv"
-    pages = {COSTS: ("costs", cost_table(read_costs(costs))), EVIDENCE: ("evidence", evidence_table(study))}
-    for name, table in pages.items():
-        page = args.root / name
-        text = page.read_text("utf-8")
-        found = fill(text, (table,))
-        if args.check and found != text:
-            sys.exit(f"{page} is out of date: run python -m tools.study.which_encoding")
-        if not args.check:
-            page.write_text(found, "utf-8")
-            print(page)
+    pages = {COSTS: [("costs", cost_table(read_costs(costs)))], EVIDENCE: [("evidence", evidence_table(study))]}
+    fill_pages(args.root, pages, "python -m tools.study.which_encoding", args.check)
     if not args.check:
         rows = {"built-in scenes": aggregate(read_csv(study))}
         for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):

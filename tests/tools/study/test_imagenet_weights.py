@@ -41,7 +41,7 @@ def evaluated(tmp_path):
 
 
 def right(evaluated, label, seed, size):
-    rows = evaluated.rows.to_dict("records")
+    rows = evaluated.curves.table.to_dict("records")
     row = next(r for r in rows if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
     return [int(x) for x in evaluated.predictions.rows[line_key(row)].right]
 

@@ -9,7 +9,8 @@ import pytest
 
 from helpers import ROOT
 from tools.study import which_encoding
-from tools.study.which_encoding import cost_table, evidence_table, fill, measure_costs, read_costs
+from tools.study.pages import fill
+from tools.study.which_encoding import cost_table, evidence_table, measure_costs, read_costs
 from vitrel import POSITIONS
 from vitrel.evaluate.results import aggregate, read_csv
 
