@@ -87,6 +87,23 @@ def test_compile_dynamic_or_not(name, dynamic, graphs):
     assert counter.frame_count == graphs if dynamic is False else counter.frame_count <= graphs
 
 
+@pytest.mark.slow
+def test_compile_reduce_overhead():
+    """Inductor's code in training and inference; on a CPU the mode has no CUDA graphs to make."""
+    model, image, gradients = shallow("vitrel_swin_n", depths=(1, 1)), torch.randn(2, 3, 40, 88), []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for run in (model, compiled):
+        model.zero_grad()
+        logits = run(image)
+        logits.square().sum().backward()
+        gradients.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    with torch.no_grad():  # another graph
+        torch.testing.assert_close(compiled(image), model(image), atol=1e-4, rtol=1e-4)
+
+
 class MadeOnTheCPU(TorchDispatchMode):
     """Operators that returned a tensor on the CPU: with a model and images elsewhere, each is a copy in every forward pass,
     and one of them in a graph keeps CUDA graphs from being used at all."""

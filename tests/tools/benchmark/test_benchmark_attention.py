@@ -45,7 +45,7 @@ from tools.benchmark.methods import (
 )
 from tools.benchmark.samples import Samples, machine, read_rows, stamp
 from tools.benchmark.shapes import CPU_SHAPES, QUICK_SHAPES, SHAPES, Problem, hard_shape, make_problem
-from tools.benchmark.worker import Repeats
+from tools.benchmark.worker import Repeats, Worker
 from vitrel.grid import Grid
 
 CPU = torch.device("cpu")
@@ -339,12 +339,13 @@ def test_order_of_sizes():
 @pytest.mark.slow
 def test_real_processes(tmp_path):
     """Memory is measured to a tenth of a megabyte, and a process that would take too much is a row."""
-    engine = Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU)
+    engine = Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU, Worker)
     engine.measure(next(case for case in ops_cases(False, True) if case.kind == "precision"))
     rows = read_rows(engine.samples.path)
     assert len(rows) == 3 and all(abs(row["call_bytes"] - row["asked"]) < 4e5 for row in rows)
-    case = sized_case([Sized("softmax")], (28, 28), "forward")
-    (limited,) = case.contenders
-    engine.measure(Case(**vars(case) | {"contenders": (limited._replace(args=limited.args | {"limit": 2**26}),)}))
+    case = sized_case([Sized(GATHERED), Sized("softmax")], (28, 28), "forward")
+    free, limited = case.contenders
+    engine.measure(Case(**vars(case) | {"contenders": (free, limited._replace(args=limited.args | {"limit": 2**26}))}))
+    assert by_contender(engine, "size")[GATHERED]["call_bytes"] > 6 * 4 * 784**2
     assert "memory" in by_contender(engine, "failed")["softmax"]["text"]
     assert Known(5)()["output"].numel() == 1

@@ -14,9 +14,8 @@ FEW = Shape((7, 7), dtype=torch.float32, rotary=True), Shape((16, 16), rotary=Tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [89, 90])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(architecture):
-    """Both tiles of the kernels, each on one of its architectures; the page has all."""
     with compiling(architecture) as found:
         for shape in FEW:
             launch(shape)
