@@ -84,8 +84,9 @@ def test_bad_usage(tool, args, text, capsys, monkeypatch):
     assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_quick_models(tmp_path, monkeypatch, here):
-    """Gates and rows of timm's model and of ours, each once. All are in test_benchmark_models.py."""
+@pytest.mark.slow
+def test_quick_models(tmp_path, capsys, monkeypatch):
+    """Processes, gates and times, for real; of timm's model and of ours, each once. All are in test_benchmark_models.py."""
     every = model_cases._of_model
 
     def two(*given):
@@ -96,6 +97,8 @@ def test_quick_models(tmp_path, monkeypatch, here):
     (path,) = tmp_path.glob("*/cpu-quick/samples.jsonl")
     rows = [row for row in read_rows(path) if row["kind"] == "time"]
     assert {row["contender"] for row in rows} == {"timm", "ours, optimized"}
+    for row in rows:
+        assert 1e5 < row["call_bytes"] < 1e8 < row["peak_bytes"] and min(map(min, row["rounds"])) > 0 and row["compiles"] == 0
     assert "### ViT nano table, 96, batch 2, fp32, inference" in (path.parent / "table.md").read_text()
 
 
