@@ -116,14 +116,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     args = parser.parse_args(argv)
     try:
+        whole, short = (headline(args.results, DATA, CURVES, places) for places in (PLACES, SHORT))
         pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
         pages = {
             "docs/studies/photographs.md": [
-                ("headline", headline(args.results, DATA, CURVES, PLACES)),
+                ("headline", whole),
                 ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
                 ("pretrained", pretrained),
             ],
-            "README.md": [("study", headline(args.results, DATA, CURVES, SHORT))],
+            "README.md": [("study", short)],
         }
         fill_pages(args.root, pages, "python -m tools.study.photographs", args.check)
         if not args.check:
