@@ -242,12 +242,8 @@ def test_a_graph_of_one_size_reads_them():
     assert counter.frame_count == 3
 
 
-@pytest.mark.slow
-def test_compiled_attention_learns():
+def check_learning(compiled, model):
     """Outputs and gradients over sizes that one compiled graph serves."""
-    torch._dynamo.reset()
-    model, counter = Attend(), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
     for h, w in SEVERAL:
         qkv = dynamic_image(2, h, w, requires_grad=True)
         weight, found = torch.randn(2, h, w, 2 * 8), []
@@ -256,19 +252,23 @@ def test_compiled_attention_learns():
             found.append([out, *torch.autograd.grad((out * weight).sum(), [qkv, model.table])])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_attention_learns():
+    torch._dynamo.reset()
+    model, counter = Attend(), CompileCounterWithBackend("aot_eager")
+    check_learning(torch.compile(model, backend=counter, fullgraph=True), model)
     assert counter.frame_count == 1
     assert "vitrel.constant" in counter.graphs[0].print_readable(print_output=False)
 
 
 @pytest.mark.slow
 def test_inductor_at_any_size():
+    """In training; the forward pass is made of the same operators as in inference."""
     torch._dynamo.reset()
-    model = Attend().eval()
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
-        for h, w in SEVERAL:
-            qkv = dynamic_image(2, h, w)
-            torch.testing.assert_close(compiled(qkv), model(qkv), atol=1e-5, rtol=1e-4)
+    model = Attend()
+    check_learning(torch.compile(model, fullgraph=True), model)
 
 
 class Layout(torch.nn.Module):

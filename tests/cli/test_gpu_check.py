@@ -1,12 +1,16 @@
 """`vitrel doctor --gpu`: its steps in their order, what it resumes, what it does with a step that fails or takes too long."""
 
 import json
+import os
+import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from helpers.runs import in_child, status
 from vitrel import cli
 from vitrel.cli import gpu_check
 from vitrel.cli.gpu_check import Step, check_gpu, quickstart, steps_of
@@ -87,6 +91,23 @@ def test_without_a_gpu_only_the_small_form_runs():
         assert stop.value.code == 2
 
 
+class Forked:
+    """In place of subprocess.Popen: a vitrel command in a fork, which has nothing to import."""
+
+    def __init__(self, command, env, stdout, **how):
+        assert command[:3] == (sys.executable, "-m", "vitrel") and how["start_new_session"]
+
+        def prepare():
+            os.environ |= env
+            for stream in (1, 2):
+                os.dup2(stdout.fileno(), stream)
+
+        self.pid = in_child(list(command[3:]), prepare, cli.main)
+
+    def wait(self, timeout):
+        return status(self.pid, timeout)
+
+
 @pytest.mark.slow
 def test_the_small_form_runs_on_a_cpu(tmp_path, monkeypatch):
     """Less than the small form, of each step: one model is tuned, and one trained for two updates."""
@@ -105,6 +126,7 @@ def test_the_small_form_runs_on_a_cpu(tmp_path, monkeypatch):
         assert "vitrel_swin_n" in command
         return [first._replace(commands=(tuple(word for word in command if word != "vitrel_swin_n"),)), *others]
 
+    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
     monkeypatch.setattr(gpu_check, "CHECKOUT", tmp_path)  # without the benchmark, whose small form has a test of its own
     monkeypatch.setattr(gpu_check, "quickstart", trained)
     monkeypatch.setattr(gpu_check, "steps_of", tuned)

@@ -343,10 +343,7 @@ def quick_to_start(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
-def test_processes_of_this_machine_share_the_work_and_the_threads(request, start):
-    if start == "forkserver":
-        request.getfixturevalue("quick_to_start")
+def test_processes_of_this_machine_share_the_work_and_the_threads():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

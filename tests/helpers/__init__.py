@@ -45,9 +45,9 @@ def shared(name: str) -> Path:
     return path
 
 
-def run_in_the_interpreter(module: str) -> None:
-    """Runs a test module in Triton's interpreter, in a new process: it must be chosen before triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", module]
+def run_in_the_interpreter(*modules: str) -> None:
+    """Runs test modules in Triton's interpreter, in a new process: it must be chosen before triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", *modules]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """The Triton kernels of global attention against the reference in float64.
 
 Run natively where there is a GPU, otherwise in Triton's interpreter, which must be chosen before triton is imported, so in a
-process of its own: `test_in_the_interpreter` runs this file there. The interpreter cannot do bfloat16.
+process of its own: test_triton_window.py's `test_in_the_interpreter` runs this file there. The interpreter cannot do bfloat16.
 """
 
 import os
@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 
-from helpers import run_in_the_interpreter
 from helpers.sizes import Sizes
 from vitrel.grid import Grid
 from vitrel.ops import reference
@@ -21,7 +20,7 @@ from vitrel.ops.backends import triton_global, triton_global_backward  # noqa: E
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no GPU: run by test_in_the_interpreter, in the interpreter"
+    not INTERPRETED and not torch.cuda.is_available(), reason="no GPU: run in the interpreter by test_triton_window.py"
 )
 LIMITS = {torch.float32: (2e-6, 4e-6), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 3e-2)}  # outputs, gradients
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -221,9 +220,3 @@ def test_shapes_beyond_which_memory_would_be_read(change, text):
     call = dict(q=q, k=q, v=q, bias=None, row_scores=None, column_scores=None, grid=Grid(4, 5), scale=1.0)
     with pytest.raises(ValueError, match=text):
         triton_global.biased_forward(**call | change)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)

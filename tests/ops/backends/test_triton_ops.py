@@ -10,7 +10,7 @@ import timm
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers import run_in_the_interpreter
+from helpers import ROOT, run_in_the_interpreter
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed, refusal, spread
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, use_backend, why, window_attention
@@ -288,4 +288,5 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
+    """Of this module and of test_traffic.py, as most of a short run is the start of a process."""
+    run_in_the_interpreter(__file__, str(ROOT / "tests/tools/benchmark/test_traffic.py"))

@@ -1,10 +1,12 @@
 """tools/benchmark: usage errors name the fix, suites write samples with the machine in every row."""
 
+import functools
 import time
 
 import pytest
 import torch
 
+from helpers.workers import Here
 from tools.benchmark import __main__ as benchmark
 from tools.benchmark import attention, methods, model_cases
 from tools.benchmark.samples import read_rows
@@ -28,6 +30,13 @@ def tool(monkeypatch, tmp_path):
 
     monkeypatch.setattr(benchmark, "Engine", Fake)
     return lambda *args: benchmark.main([*args, "--out", str(tmp_path)]), given
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Contenders run in this process, whose memory is not limited; test_real_processes is of an engine with its own workers."""
+    monkeypatch.setattr(attention.resource, "setrlimit", lambda *of: None)
+    monkeypatch.setattr(benchmark, "Engine", functools.partial(benchmark.Engine, worker=Here))
 
 
 def test_suite(tool, tmp_path, capsys):
@@ -93,17 +102,14 @@ def test_quick_models(tmp_path, capsys, monkeypatch):
     assert "### ViT nano table, 96, batch 2, fp32, inference" in (path.parent / "table.md").read_text()
 
 
-@pytest.mark.slow
-def test_quick_kernels(tmp_path, monkeypatch):
-    """One case, each of its contenders in a process, here a backend that serves it and one that refuses; time is up before the
-    next. All contenders are in test_benchmark_attention.py.
-    """
+def test_quick_kernels(tmp_path, monkeypatch, here):
+    """One case of a backend that serves it and of one that refuses. All contenders are in test_benchmark_attention.py."""
 
     def two(*given):
         return [one for one in methods.methods(*given) if one.name in ("sdpa", "augmented_qk")]
 
     monkeypatch.setattr(attention, "methods", two)
-    benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--seconds", "2", "--out", str(tmp_path)])
+    benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/kernels-quick/samples.jsonl")
     ended = {row["contender"]: row["kind"] for row in read_rows(path) if row["kind"] != "machine"}
     assert ended == {"sdpa": "time", "augmented_qk": "refused"} and read_rows(path)[0]["kind"] == "machine"

@@ -1,6 +1,6 @@
 """Bytes counted from operators, and the Triton kernels' against the addresses that they load and store in the interpreter.
 
-The interpreter must be chosen before triton is imported, so one test runs this module once more in a process of its own.
+The interpreter must be chosen before triton is imported, so test_triton_ops.py runs this module once more, in a new process.
 """
 
 import os
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers import run_in_the_interpreter
 from tools.benchmark.roofline import PAGE, RESULTS, Case, load, page, rows
 from tools.benchmark.traffic import MemoryEfficient, Traffic, touched
 from vitrel import Grid, Table, Terms
@@ -22,7 +21,7 @@ from triton.runtime import interpreter, jit
 from vitrel.ops.backends import triton_backend, triton_window, triton_window_backward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interprets = pytest.mark.skipif(not INTERPRETED, reason="test_in_the_interpreter runs it in a process of its own")
+interprets = pytest.mark.skipif(not INTERPRETED, reason="test_triton_ops.py runs it in a process of its own")
 counts = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 
 
@@ -185,9 +184,3 @@ def test_the_global_kernels(axes, launched):
     tables += [Table(axis, query=torch.randn(2, grid.classes(axis), 16)) for axis in axes]
     triton_backend.attention(q, k, v, Terms(tables=tuple(tables)), grid).sum().backward()
     assert launched == ["_forward", "_queries", "_keys", "_table"]
-
-
-@pytest.mark.slow
-@counts
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)

@@ -112,6 +112,7 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
     assert "claims of the configuration" in printed
 
 
+@pytest.mark.slow
 def test_the_pages_are_what_the_results_give(tmp_path):
     tool.main(["--check"])
     (tmp_path / "docs" / "studies").mkdir(parents=True)

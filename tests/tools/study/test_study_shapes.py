@@ -39,6 +39,7 @@ def cut(config):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("brief_evaluations")
 def test_three_models_of_the_study_from_training_to_the_claims(tmp_path, capsys):
     config = cut(yaml.safe_load((ROOT / "configs" / "study_shapes.yaml").read_text("utf-8")))
     path = tmp_path / "study.yaml"
