@@ -27,6 +27,9 @@ class Noise(Dataset):
         return self.n
 
     def __getitem__(self, index):
+        return self.item(index)  # what tests replace: Python 3.13.0 does not always see a replaced __getitem__
+
+    def item(self, index):
         Noise.decoded += 1
         return torch.randn(3, *self.size, generator=torch.Generator().manual_seed(index)), index % 3
 

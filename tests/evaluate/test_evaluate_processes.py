@@ -46,12 +46,12 @@ def unreadable(noise, monkeypatch):
     """unreadable(indices): these images of the noise are given as zeros labelled -1."""
 
     def mark(indices):
-        read = noise.__getitem__
+        read = noise.item
 
         def item(self, index):
             return (torch.zeros(3, *self.size), -1) if index in indices else read(self, index)
 
-        monkeypatch.setattr(noise, "__getitem__", item)
+        monkeypatch.setattr(noise, "item", item)
 
     return mark
 

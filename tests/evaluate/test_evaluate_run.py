@@ -309,7 +309,7 @@ def test_two_evaluations_at_once_are_refused(model, noise, tmp_path, monkeypatch
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a.jpg"), RuntimeError("CUDA out of memory. Tried")])
 def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, noise, tmp_path, monkeypatch, error):
     """Also those that were not written yet, since writing takes a part of the time alone."""
-    read, left = noise.__getitem__, [12 * 3]
+    read, left = noise.item, [12 * 3]
 
     def item(self, index):
         left[0] -= 1
@@ -317,7 +317,7 @@ def test_what_stops_it_leaves_every_finished_row_and_says_how_many(model, noise,
             raise error
         return read(self, index)
 
-    monkeypatch.setattr(noise, "__getitem__", item)
+    monkeypatch.setattr(noise, "item", item)
     monkeypatch.setattr(results, "WRITE_PAUSE", 1e9)
     kind = MemoryError if isinstance(error, RuntimeError) else type(error)
     with pytest.raises(kind) as caught:
@@ -379,7 +379,7 @@ def test_names_that_are_no_utf8_are_written_escaped(model, noise, tmp_path, monk
 @pytest.mark.slow
 def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_path, monkeypatch, whole_evaluations):
     models, sweep = [trained("vitrel_vit_n8_table")], Sweep("noise", ((32, 48),), device="cpu", attention_n=0)
-    monkeypatch.setattr(noise, "__getitem__", _fails_after(noise.__getitem__, 12 * 3))
+    monkeypatch.setattr(noise, "item", _fails_after(noise.item, 12 * 3))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(models, sweep, tmp_path)
     kept = read_csv(tmp_path / "results.csv")

@@ -159,6 +159,15 @@ def test_against_a_number_several_labels_and_policies():
     assert "(2 of 4 pairs" in text and "a +30.5" in text and "(b)" in text and "Behind: a -9.5" in text and "(c)" in text
 
 
+def test_a_policy_that_changes_nothing_at_a_size_is_judged_there():
+    """Rows at 128 px have the policy "none", since there is a policy at 256 px alone."""
+    frame = claim_rows("a", [80, 82]) + claim_rows("b", [50, 51]) + claim_rows("a", [70, 71], "256x256", "clip")[2:]
+    (text,) = judge([claim(better=["a/clip"])], frame)
+    assert "This holds (1 of 1 pairs; 128x128 canvas" in text and "Ahead: a/clip +30.5" in text
+    with pytest.raises(ValueError, match=r"there are no rows of a/bicubic at 128x128 canvas"):
+        judge([claim(better=["a/bicubic"])], frame)
+
+
 def test_what_was_not_learned_is_left_out_and_said():
     frame = claim_rows("a", [80, 82]) + claim_rows("b", [50, 51])
     low = [row | {"label": "low", "top1": 30.0} for row in claim_rows("a", [99, 99])]

@@ -262,13 +262,19 @@ def _difference(
 
 
 def _rows_of(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label: str) -> list[Row]:
-    """The rows of a label at the claim's size, protocol and translation, one per seed."""
+    """The rows of a label at the claim's size, protocol and translation, one per seed.
+
+    A label may name a policy ("table/geometric"). Where no policy changes anything, rows of policy "none" count.
+    """
     name, _, policy = label.partition("/")
     columns: Row = {"label": name, "img_size": claim.img_size, "protocol": claim.protocol}
     columns |= {} if claim.translation is None else {"translation": claim.translation}
     candidates = rows if claim.translation is None else translated
     matching = [row for row in candidates if all(row[key] == value for key, value in columns.items())]
-    matching = [row for row in matching if row["policy"] == (policy or matching[0]["policy"])]
+    asked = policy or (matching[0]["policy"] if matching else "")
+    if asked not in {row["policy"] for row in matching} and any((r["label"], r["policy"]) == (name, asked) for r in candidates):
+        asked = "none"
+    matching = [row for row in matching if row["policy"] == asked]
     if not matching:
         raise ValueError(f"there are no rows of {label} at {_place(claim)}")
     return [*{row["seed"]: row for row in matching}.values()]
