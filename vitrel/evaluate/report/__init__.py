@@ -271,10 +271,11 @@ def _rows_of(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label
     columns |= {} if claim.translation is None else {"translation": claim.translation}
     candidates = rows if claim.translation is None else translated
     matching = [row for row in candidates if all(row[key] == value for key, value in columns.items())]
-    asked = policy or (matching[0]["policy"] if matching else "")
-    if asked not in {row["policy"] for row in matching} and any((r["label"], r["policy"]) == (name, asked) for r in candidates):
-        asked = "none"
-    matching = [row for row in matching if row["policy"] == asked]
+    chosen = policy or (matching[0]["policy"] if matching else "")
+    policies = {row["policy"] for row in candidates if row["label"] == name}
+    if chosen in policies and chosen not in {row["policy"] for row in matching}:
+        chosen = "none"
+    matching = [row for row in matching if row["policy"] == chosen]
     if not matching:
         raise ValueError(f"there are no rows of {label} at {_place(claim)}")
     return [*{row["seed"]: row for row in matching}.values()]
