@@ -272,7 +272,8 @@ def _rows_of(claim: Claim, rows: Sequence[Row], translated: Sequence[Row], label
     candidates = rows if claim.translation is None else translated
     matching = [row for row in candidates if all(row[key] == value for key, value in columns.items())]
     chosen = policy or (matching[0]["policy"] if matching else "")
-    if chosen not in {row["policy"] for row in matching} and any((r["label"], r["policy"]) == (name, chosen) for r in candidates):
+    policies = {row["policy"] for row in candidates if row["label"] == name}
+    if chosen in policies and chosen not in {row["policy"] for row in matching}:
         chosen = "none"
     matching = [row for row in matching if row["policy"] == chosen]
     if not matching:
