@@ -235,8 +235,9 @@ class Evaluated:
         self.trained = rows[0]["train_size"]
 
     def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
-        """Return {seed: row} of a curve; ValueError if there are none."""
-        return {int(row["seed"]): row for row in self.curves.at(curve, size, protocol).to_dict("records")}
+        """Return {seed: row} of a curve, 0 for weights of a file, which have no seed; ValueError if there are none."""
+        rows = self.curves.at(curve, size, protocol).to_dict("records")
+        return {0 if pd.isna(row["seed"]) else int(row["seed"]): row for row in rows}
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""
