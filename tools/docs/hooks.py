@@ -36,6 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/command_line.md", content=reference.command_line()))
     files.append(File.generated(config, "reference/api.md", content=reference.api()))
     files.append(File.generated(config, "studies/photographs_tables.md", content=studies.photographs()))
+    files.append(File.generated(config, "studies/imagenet_weights_tables.md", content=studies.imagenet_weights()))
     files.append(File.generated(config, "explorer.html", content=explorer_html()))
     for page in [*files.documentation_pages()]:
         for target in LINK.findall(page.content_string):

@@ -54,7 +54,11 @@ def _band(axes: Axes, rows: pd.DataFrame, colour: str, dashes: str, marker: str)
     axes.fill_between(rows["side"], rows["low"], rows["high"], color=colour, alpha=0.2, linewidth=0)
     axes.plot(rows["side"], rows["top1"], color=colour, linestyle=dashes, marker=marker, markersize=3, linewidth=1.4)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(rows["side"], [str(side) for side in rows["side"]], fontsize=7)
+    labels, last = [], 0
+    for side in rows["side"]:  # where ticks are close, labels would overlap
+        labels.append(str(side) if side >= 1.3 * last else "")
+        last = side if labels[-1] else last
+    axes.set_xticks(rows["side"], labels, fontsize=7)
     axes.set_xticks([], minor=True)
     axes.tick_params(axis="y", labelsize=7)
     axes.grid(alpha=0.25)

@@ -14,9 +14,9 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
 native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
 
-`pages` writes the tables and pictures of docs/studies/imagenet_weights.md and README.md from two folders of results/study:
-imagenet, which holds these files of runs/study_imagenet, and imagenet_untrained, an evaluation of weights.pth and
-table.safetensors with the same images and sizes. The page has some of the tables (ON_PAGE), `study_tables` gives all.
+`pages` writes the tables and pictures of docs/studies/imagenet_weights.md and README.md from folders of results/study:
+imagenet, which holds these files of runs/study_imagenet, and imagenet_untrained, an evaluation of the initial weights (its
+command is in results/README.md). All tables are on the page that mkdocs generates (tools/docs/studies.py).
 """
 
 import argparse
@@ -83,7 +83,7 @@ UNTRAINED = {  # the model as it was, and with the table that a student starts w
 SHORT = ("96x96", "224x224", "384x384")  # of README's table
 FOLDERS = ("imagenet", "imagenet_untrained")
 PAGE = "docs/studies/imagenet_weights.md"
-ON_PAGE = ("scale", "among", "several", "several_among")  # tables of the page; `study_tables` gives all
+ON_PAGE = ("scale", "among", "several", "several_among")  # the other tables are on the generated page
 Cells = Callable[[Curve, str], str]
 FITTED = 64  # photographs to which the table is fitted
 
@@ -235,8 +235,9 @@ class Evaluated:
         self.trained = rows[0]["train_size"]
 
     def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
-        """Return {seed: row} of a curve; ValueError if there are none."""
-        return {int(row["seed"]): row for row in self.curves.at(curve, size, protocol).to_dict("records")}
+        """Return {seed: row} of a curve, 0 for weights of a file, which have no seed; ValueError if there are none."""
+        rows = self.curves.at(curve, size, protocol).to_dict("records")
+        return {0 if pd.isna(row["seed"]) else int(row["seed"]): row for row in rows}
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""

@@ -1,4 +1,4 @@
-"""Write the tables and pictures of the study on photographs into docs/studies and README.md, from its results.
+"""Write the tables and pictures of the study on photographs into docs/studies, from its results.
 
 python -m tools.study.photographs            # into the pages
 python -m tools.study.photographs --check    # write nothing; fail if a page is out of date
@@ -31,7 +31,6 @@ CURVES = {  # of the headline; the tables have all
 }
 DRAWN = {curve: name for curve, name in CURVES.items() if curve != ("table", "clip")}  # that curve hardly differs from bicubic
 PLACES = (("64x64", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
-SHORT = PLACES[:3]  # of README's table
 AWAY = (("48x48", "scale"), ("128x128", "scale"), ("192x192", "scale"), ("128x128", "canvas"))
 
 
@@ -113,20 +112,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "study", help="folder with a folder per data set")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
     args = parser.parse_args(argv)
     try:
-        whole, short = (headline(args.results, DATA, CURVES, places) for places in (PLACES, SHORT))
-        pretrained = (args.results / "pretrained" / "table.md").read_text("utf-8").replace("## flowers: ", "### ").rstrip()
-        pages = {
-            "docs/studies/photographs.md": [
-                ("headline", whole),
-                ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
-                ("pretrained", pretrained),
-            ],
-            "README.md": [("study", short)],
-        }
-        fill_pages(args.root, pages, "python -m tools.study.photographs", args.check)
+        tables = [
+            ("headline", headline(args.results, DATA, CURVES, PLACES)),
+            ("kept", kept_beside(args.results, DATA, CURVES, AWAY)),
+        ]
+        fill_pages(args.root, {"docs/studies/photographs.md": tables}, "python -m tools.study.photographs", args.check)
         if not args.check:
             drawn = {name: _table(args.results / name) for name in DATA}
             for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):

@@ -108,3 +108,18 @@ def test_the_page_shows_the_models_of_the_configuration():
     config = read_yaml(ROOT / "configs" / "study_imagenet.yaml")
     assert {model["label"] for model in config["models"]} == {label for label, _ in FIXED | SCALED | SEVERAL}
     assert {format_size(parse_size(str(size))) for size in config["evaluate"]["sizes"]} == {*SIZES}
+
+
+def test_the_pages_are_what_the_results_give(tmp_path):
+    study.main(["pages", "--check"])
+    for name in ("README.md", study.PAGE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    page = tmp_path / study.PAGE
+    text = page.read_text("utf-8")
+    page.write_text(re.sub(r"(\| cpb +\| +)\d\d\.\d ±", r"\g<1>99.9 ±", text, count=1), "utf-8")
+    with pytest.raises(SystemExit, match=r"imagenet_weights\.md is out of date: run python -m tools\.study\.imagenet_weights"):
+        study.main(["pages", "--check", "--root", str(tmp_path)])
+    (tmp_path / "docs" / "images").mkdir()
+    study.main(["pages", "--root", str(tmp_path)])
+    assert page.read_text("utf-8") == text and len(list((tmp_path / "docs" / "images").glob("*.png"))) == 2
