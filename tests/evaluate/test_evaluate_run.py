@@ -144,6 +144,14 @@ def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
     assert not list(tmp_path.glob("replaced*"))
 
 
+def test_a_second_evaluation_of_weights_without_a_seed_is_compared_with_the_first(model, noise, tmp_path):
+    """Rows read from results.csv have NaN for a seed that is not known, rows in memory None."""
+    model = replace(model, seed=None)
+    run_sweep([model], sweep(48), tmp_path)
+    assert len(run_sweep([model], sweep(64), tmp_path)) == 3
+    assert "64x64" in (tmp_path / "table.md").read_text("utf-8")
+
+
 def test_weights_are_hashed_once_before_the_rows(model, noise, tmp_path, monkeypatch):
     hashed, state_hash = [], run.state_hash
     monkeypatch.setattr(run, "state_hash", lambda net: hashed.append(net) or state_hash(net))

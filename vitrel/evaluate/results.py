@@ -236,7 +236,7 @@ def row_key(row: Row) -> tuple[str, ...]:
 
 def line_key(row: Row) -> tuple[str, ...]:
     """Return the columns LINE_KEY as text, the key that joins a row, its predictions and its lines of translation.csv."""
-    return tuple(_text(row[name]) for name in LINE_KEY)
+    return tuple(as_text(row[name]) for name in LINE_KEY)
 
 
 def not_comparable(rows: Iterable[Row], keys: Sequence[Row], most: int = 4) -> str:
@@ -600,13 +600,13 @@ def _differences(row: Row, keys: Sequence[Row]) -> list[str]:
 def _difference(name: str, row: Row, key: Row) -> str:
     """The difference of one column between a row of the folder and the key of a new row, in words."""
     if name == "images":
-        choices = [_difference(column, row, key) for column in CHOICE if _text(row[column]) != _text(key[column])]
-        if not _text(row[name]):
+        choices = [_difference(column, row, key) for column in CHOICE if as_text(row[column]) != as_text(key[column])]
+        if not as_text(row[name]):
             choices.append("rows of an earlier version do not record which images they used")
         if choices:
             return f"other images ({', '.join(choices)})"
         return f"the data changed: images, labels or file contents of {key['data']} differ now"
-    then, now = (_text(value) or "none" for value in (row[name], key[name]))
+    then, now = (as_text(value) or "none" for value in (row[name], key[name]))
     if name == "state_hash_before":
         return f"other weights of {row['label']} (SHA-256 {then:.8} there, {now:.8} now)"
     model = f" of {row['label']}" if name in OF_MODEL else ""
@@ -617,12 +617,12 @@ def _key_text(row: Row, name: str) -> str:
     """A column as text for `row_key`; of the device without the numbers of processes and threads, which affect only speed and
     memory.
     """
-    text = _text(row[name])
+    text = as_text(row[name])
     return re.sub(r"^\d+ x |, \d+ threads?$", "", text) if name == "device" else text
 
 
-def _text(value: Any) -> str:
-    """A value as text, equal for a value in memory and read back from CSV (None and NaN, 3 and 3.0)."""
+def as_text(value: Any) -> str:
+    """Return a value as text, equal for a value in memory and read back from CSV (None and NaN, 3 and 3.0)."""
     if value is None or value != value:
         return ""
     if isinstance(value, float):  # pandas reads whole numbers as floats where a column has empty cells

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from vitrel.evaluate.metrics import difference_interval
 from vitrel.evaluate.predictions import Predictions, compare_pairs, over_seeds, read_predictions
 from vitrel.evaluate.rescue import rescue_lines
-from vitrel.evaluate.results import aggregate, by_area, line_key
+from vitrel.evaluate.results import aggregate, as_text, by_area, line_key
 from vitrel.evaluate.settings import Row
 from vitrel.position import POSITIONS, select_options
 from vitrel.sizes import parse_size
@@ -102,7 +102,7 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row], metric: str = "top1")
     Computed by `difference_interval` over the seeds that both have. The two count as independent samples although their images
     are the same, which is conservative. ValueError where they share no seed.
     """
-    by_seed = [{_seed(row): row for row in side} for side in (ours, theirs)]
+    by_seed = [{as_text(row["seed"]): row for row in side} for side in (ours, theirs)]
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
     if not seeds:
         raise ValueError(f"no seed in common between {_named(ours[0])} and {_named(theirs[0])}")
@@ -124,7 +124,7 @@ def paired_difference(predictions: Predictions) -> Difference:
     """
 
     def paired(ours: Sequence[Row], theirs: Sequence[Row], metric: str = "top1") -> tuple[float, float, float]:
-        first, second = ({_seed(row): predictions.rows.get(line_key(row)) for row in side} for side in (ours, theirs))
+        first, second = ({as_text(row["seed"]): predictions.rows.get(line_key(row)) for row in side} for side in (ours, theirs))
         pairs = [(first[seed], second[seed]) for seed in first if seed in second]
         if not pairs or any(a is None or b is None for a, b in pairs):
             return difference(ours, theirs, metric)
@@ -537,11 +537,6 @@ def _majority(row: Row) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == value
-
-
-def _seed(row: Row) -> str:
-    """The seed as text, "" for a model without one (NaN, which does not equal itself)."""
-    return "" if row["seed"] != row["seed"] else str(row["seed"])
 
 
 def _named(row: Row) -> str:
