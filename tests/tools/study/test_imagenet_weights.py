@@ -110,6 +110,7 @@ def test_the_page_shows_the_models_of_the_configuration():
     assert {format_size(parse_size(str(size))) for size in config["evaluate"]["sizes"]} == {*SIZES}
 
 
+@pytest.mark.slow
 def test_the_pages_are_what_the_results_give(tmp_path):
     study.main(["pages", "--check"])
     for name in ("README.md", study.PAGE):
