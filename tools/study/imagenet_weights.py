@@ -45,7 +45,7 @@ from vitrel.evaluate.predictions import Predicted, read_predictions
 from vitrel.evaluate.processes import shared_with
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.report.answers import paired_difference
-from vitrel.evaluate.results import aggregate, line_key, read_csv, top1_interval
+from vitrel.evaluate.results import aggregate, as_text, line_key, read_csv, top1_interval
 from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.exits import reported, terminable
@@ -234,10 +234,9 @@ class Evaluated:
         self.curves, self.predictions = Curves(pd.DataFrame(rows), folder.name), predictions
         self.trained = rows[0]["train_size"]
 
-    def seeds(self, curve: Curve, size: str, protocol: str) -> dict[int, Row]:
-        """Return {seed: row} of a curve, 0 for weights of a file, which have no seed; ValueError if there are none."""
-        rows = self.curves.at(curve, size, protocol).to_dict("records")
-        return {0 if pd.isna(row["seed"]) else int(row["seed"]): row for row in rows}
+    def seeds(self, curve: Curve, size: str, protocol: str) -> dict[str, Row]:
+        """Return {seed as text: row} of a curve, "" for weights of a file; ValueError if there are none."""
+        return {as_text(row["seed"]): row for row in self.curves.at(curve, size, protocol).to_dict("records")}
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""
