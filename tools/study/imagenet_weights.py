@@ -233,10 +233,14 @@ class Evaluated:
             raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
         self.curves, self.predictions = Curves(pd.DataFrame(rows), folder.name), predictions
         self.trained = rows[0]["train_size"]
+        self._seeds: dict[tuple[Curve, str, str], dict[str, Row]] = {}
 
     def seeds(self, curve: Curve, size: str, protocol: str) -> dict[str, Row]:
         """Return {seed as text: row} of a curve, "" for weights of a file; ValueError if there are none."""
-        return {as_text(row["seed"]): row for row in self.curves.at(curve, size, protocol).to_dict("records")}
+        key = curve, size, protocol
+        if key not in self._seeds:  # pandas takes milliseconds for every row
+            self._seeds[key] = {as_text(row["seed"]): row for row in self.curves.at(*key).to_dict("records")}
+        return self._seeds[key]
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""
