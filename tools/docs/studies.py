@@ -31,6 +31,8 @@ TITLES = {
     "several_canvas_among": "Trained at 128 to 288 px, canvas, top-1 among the ten classes",
     "several_ahead": "Trained at 128 to 288 px, scale: difference to the absolute embedding learned again, of 1,000 classes",
     "several_ahead_among": "The same among the ten classes",
+    "flowers_scale": "Flowers, linear classifiers, scale",
+    "flowers_native": "Flowers, linear classifiers, native: as many tokens as a square of this side has",
     "claims": "Claims",
 }
 

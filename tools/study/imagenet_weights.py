@@ -14,8 +14,8 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
 native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
 
-`pages` writes the tables and pictures of docs/studies/imagenet_weights.md and README.md from folders of results/study:
-imagenet, which holds these files of runs/study_imagenet, and imagenet_untrained, an evaluation of the initial weights (its
+`pages` writes the tables and pictures of docs/studies/imagenet_weights.md and README.md from folders of results/study: imagenet
+and imagenet_flowers, which hold these files of both folders, and imagenet_untrained, an evaluation of the initial weights (its
 command is in results/README.md). All tables are on the page that mkdocs generates (tools/docs/studies.py).
 """
 
@@ -23,6 +23,7 @@ import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -50,6 +51,7 @@ from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.exits import reported, terminable
 from vitrel.files import atomic_write
+from vitrel.sizes import format_size
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
@@ -81,9 +83,9 @@ UNTRAINED = {  # the model as it was, and with the table that a student starts w
     ("vitrel_vit_ti16_table", "geometric"): "table fitted, not trained",
 }
 SHORT = ("96x96", "224x224", "384x384")  # of README's table
-FOLDERS = ("imagenet", "imagenet_untrained")
+FOLDERS = ("imagenet", "imagenet_untrained", "imagenet_flowers")
 PAGE = "docs/studies/imagenet_weights.md"
-ON_PAGE = ("scale", "among", "several", "several_among")  # the other tables are on the generated page
+ON_PAGE = ("scale", "among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
 Cells = Callable[[Curve, str], str]
 FITTED = 64  # photographs to which the table is fitted
 
@@ -290,8 +292,8 @@ def table_of(cells: Cells, shown: Mapping[Curve, str], sizes: Sequence[str], tra
 
 
 def study_tables(results: Path) -> dict[str, str]:
-    """Return {name: Markdown} of every table of the study, from results/imagenet and imagenet_untrained."""
-    imagenet, untrained = (Evaluated(results / name) for name in FOLDERS)
+    """Return {name: Markdown} of every table of the study, from results/imagenet, imagenet_untrained and imagenet_flowers."""
+    imagenet, untrained, flowers = (Evaluated(results / name) for name in FOLDERS)
     everything = {**UNTRAINED, **FIXED, **SCALED}
     fixed_others = {curve: name for curve, name in {**FIXED, **SCALED, **POLICIES}.items() if curve != CONTROL}
     several_others = {curve: name for curve, name in SEVERAL.items() if curve != CONTROL_SEVERAL}
@@ -325,6 +327,10 @@ def study_tables(results: Path) -> dict[str, str]:
         "several_ahead_among": (ahead(CONTROL_SEVERAL, "top1_among"), several_others, SIZES),
     }
     found = {name: table_of(cells, curves, sizes, imagenet.trained) for name, (cells, curves, sizes) in shown.items()}
+    flower_sizes = [format_size(size) for size in FLOWER_SIZES]
+    both = FIXED | {curve: f"{name}, several sizes" for curve, name in SEVERAL.items()}
+    for protocol in ("scale", "native"):
+        found[f"flowers_{protocol}"] = table_of(partial(flowers.cell, protocol=protocol), both, flower_sizes, flowers.trained)
     return found | {"claims": (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()}
 
 
