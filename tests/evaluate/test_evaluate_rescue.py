@@ -197,8 +197,8 @@ def test_the_code_applies_the_setting(tmp_path, name, setting):
         code = code_of(dataclasses.replace(trained, path=tmp_path), setting, start, size)  # a model in memory
         exec(code, {"model": made})
         torch.testing.assert_close(made(images), wanted)
-    vitrel.save(made, tmp_path / "set.safetensors")  # its arguments followed
-    torch.testing.assert_close(vitrel.load(tmp_path / "set.safetensors")(images), wanted)
+        vitrel.save(made, tmp_path / "set.safetensors")  # its arguments followed
+        torch.testing.assert_close(vitrel.load(tmp_path / "set.safetensors")(images), wanted)
     assert code_of(trained, start, start, size) == "" and in_words(start, start) == "as it is"
     assert in_words(setting, start) != "as it is"
 
