@@ -10,6 +10,7 @@ import yaml
 DEEPEST = 50  # nested sections; at tens of thousands the parser ends in a segmentation fault
 MOST_VALUES = 100_000  # with aliases a few lines can expand to billions
 MOST_BYTES = 1_000_000
+TOO_DEEP = f"nested too deeply: a configuration has at most {DEEPEST} nested sections"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -44,7 +45,10 @@ def load_yaml(text: str, where: str = "") -> Any:
     """
     if len(text) > MOST_BYTES:
         raise ValueError(f"{where}{len(text):,} characters: a configuration has at most {MOST_BYTES:,}")
-    _check_extent(text, where)
+    try:
+        _check_extent(text, where)
+    except yaml.scanner.ScannerError as error:  # newer versions of libyaml have a limit of their own, of 1,000
+        raise (ValueError(where + TOO_DEEP) if "nesting depth" in str(error.problem) else error) from None
     try:
         return yaml.load(text, Loader=_LOADER)
     except yaml.constructor.ConstructorError as error:
@@ -80,6 +84,6 @@ def _check_extent(text: str, where: str) -> None:
         if opened:
             opened[-1][2] = max(opened[-1][2], height)
         if len(opened) + height > DEEPEST:
-            raise ValueError(f"{where}nested too deeply: a configuration has at most {DEEPEST} nested sections")
+            raise ValueError(where + TOO_DEEP)
         if values > MOST_VALUES:
             raise ValueError(f"{where}more than {MOST_VALUES:,} values, aliases counted each time: no configuration needs them")
