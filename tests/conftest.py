@@ -49,7 +49,13 @@ def brief_evaluations(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first, in every worker: PyTorch does not train in the fork of a process whose autograd engine has
-    started threads, as some later tests (of compiled models) make it do.
+    """The longest tests come first, so that no worker is left with one at the end. Before them come tests that fork, in every
+    worker: PyTorch does not train in the fork of a process whose autograd engine has started threads, as some later tests (of
+    compiled models) make it do.
     """
-    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "in_child"))
+
+    def place(item):
+        slow = item.get_closest_marker("slow")
+        return not hasattr(getattr(item, "module", None), "in_child"), -(slow.kwargs.get("seconds", 0) if slow else 0)
+
+    items.sort(key=place)

@@ -137,7 +137,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_pa
     assert several.epochs_done(folder / "checkpoints" / "last.ckpt") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_sigterm_ends_training_in_parallel_which_saves_first(tmp_path):
     train = CONFIG["train"] | {"data": CONFIG["train"]["data"] | {"n_train": 50_000}}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | {"train": train}))

@@ -312,7 +312,7 @@ def test_refusals():
             absolute_to_relative(model, bad)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_imagenet_weights_survive_the_conversion():
     """ViT-Tiny, fitted to 32 training images of the same ten classes: dropped it is near chance, converted not."""
     folder, images = shared("data/imagenette224"), shared("data/ilsvrc-val-nette224")

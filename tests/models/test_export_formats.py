@@ -87,7 +87,7 @@ def test_compile_dynamic_or_not(name, dynamic, graphs):
     assert counter.frame_count == graphs if dynamic is False else counter.frame_count <= graphs
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=30)
 def test_compile_reduce_overhead():
     """Inductor's code in training and inference; on a CPU the mode has no CUDA graphs to make."""
     model, image, gradients = shallow("vitrel_swin_n", depths=(1, 1)), torch.randn(2, 3, 40, 88), []

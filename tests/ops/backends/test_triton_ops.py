@@ -285,7 +285,7 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
     assert not triton_backend.pays(None)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=30)
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
     """Of this module and of test_traffic.py, as most of a short run is the start of a process."""

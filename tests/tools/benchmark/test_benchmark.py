@@ -84,7 +84,7 @@ def test_bad_usage(tool, args, text, capsys, monkeypatch):
     assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_quick_models(tmp_path, capsys, monkeypatch):
     """Processes, gates and times, for real; of timm's model and of ours, each once. All are in test_benchmark_models.py."""
     every = model_cases._of_model
