@@ -10,8 +10,8 @@ import yaml
 DEEPEST = 50  # nested sections; at tens of thousands the parser ends in a segmentation fault
 MOST_VALUES = 100_000  # with aliases a few lines can expand to billions
 MOST_BYTES = 1_000_000
-TOO_DEEP = f"nested too deeply: a configuration has at most {DEEPEST} nested sections"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TOO_DEEP = f"nested too deeply: a configuration has at most {DEEPEST} nested sections"
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -48,7 +48,9 @@ def load_yaml(text: str, where: str = "") -> Any:
     try:
         _check_extent(text, where)
     except yaml.scanner.ScannerError as error:  # newer versions of libyaml have a limit of their own, of 1,000
-        raise (ValueError(where + TOO_DEEP) if "nesting depth" in str(error.problem) else error) from None
+        if "nesting depth" in str(error.problem):
+            raise ValueError(where + _TOO_DEEP) from None
+        raise
     try:
         return yaml.load(text, Loader=_LOADER)
     except yaml.constructor.ConstructorError as error:
@@ -84,6 +86,6 @@ def _check_extent(text: str, where: str) -> None:
         if opened:
             opened[-1][2] = max(opened[-1][2], height)
         if len(opened) + height > DEEPEST:
-            raise ValueError(where + TOO_DEEP)
+            raise ValueError(where + _TOO_DEEP)
         if values > MOST_VALUES:
             raise ValueError(f"{where}more than {MOST_VALUES:,} values, aliases counted each time: no configuration needs them")

@@ -28,7 +28,7 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow
 def test_site_builds_with_search_and_generated_pages(site):
     search = (site / "search" / "search_index.json").read_text("utf-8")
     for key in POSITIONS:
