@@ -13,7 +13,7 @@ from helpers.runs import read
 from vitrel.train import Classifier, several
 from vitrel.train.tuning import Tuning
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_evaluations")]
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 FINER = {
     "trainer": {"max_epochs": 2},
@@ -57,7 +57,7 @@ def compare(tool, folder, *arguments, **changes):
 @pytest.fixture(scope="module")
 def finished(tool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
-    compare(tool, folder)
+    compare(tool, folder, "--no-report")
     return folder
 
 
@@ -119,15 +119,9 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
     assert "rope-tuned" in (finished / "trial" / "table.md").read_text("utf-8")
 
 
-def test_a_second_run_trains_nothing(tool, finished, tmp_path, monkeypatch, capsys):
+def test_a_second_run_with_the_folder_named_otherwise_does_nothing(tool, finished, monkeypatch, capsys):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
-    compare(tool, finished, "--no-report")
-    assert capsys.readouterr().out.count("trained already") == 8
-
-
-def test_nor_does_one_with_the_folder_named_otherwise(tool, finished, monkeypatch, capsys):
-    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.chdir(finished.parent)
     tool.main([f"{finished.name}/trial.yaml", "--out", finished.name, "--no-report", "--jobs", "1"])
     assert capsys.readouterr().out.count("trained already") == 8

@@ -343,9 +343,9 @@ def test_real_processes(tmp_path):
     engine.measure(next(case for case in ops_cases(False, True) if case.kind == "precision"))
     rows = read_rows(engine.samples.path)
     assert len(rows) == 3 and all(abs(row["call_bytes"] - row["asked"]) < 4e5 for row in rows)
-    case = sized_case([Sized(GATHERED), Sized("softmax")], (28, 28), "forward")
-    free, limited = case.contenders
-    engine.measure(Case(**vars(case) | {"contenders": (free, limited._replace(args=limited.args | {"limit": 2**26}))}))
-    assert by_contender(engine, "size")[GATHERED]["call_bytes"] > 6 * 4 * 784**2
+    case = sized_case([Sized("softmax")], (28, 28), "forward")
+    [limited] = case.contenders
+    limited = limited._replace(args=limited.args | {"limit": 2**26}, truth=None)
+    engine.measure(Case(**vars(case) | {"contenders": (limited,)}))
     assert "memory" in by_contender(engine, "failed")["softmax"]["text"]
     assert Known(5)()["output"].numel() == 1

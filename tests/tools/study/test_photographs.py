@@ -1,5 +1,6 @@
 """The study on photographs: its configurations, a slice of the whole grid, and that its pages are its results."""
 
+import functools
 import math
 import re
 import shutil
@@ -113,7 +114,9 @@ def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_pages_are_what_the_results_give(tmp_path):
+def test_the_pages_are_what_the_results_give(tmp_path, monkeypatch):
+    for name in ("read_csv", "_table"):  # of the same folders each time
+        monkeypatch.setattr(tool, name, functools.cache(getattr(tool, name)))
     tool.main(["--check"])
     (tmp_path / "docs" / "studies").mkdir(parents=True)
     (tmp_path / "docs" / "images").mkdir()
