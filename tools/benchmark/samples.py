@@ -15,15 +15,8 @@ from vitrel.machine import driver_version, hardware_name, installed_version, pro
 
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
-STAMP = (
-    "device",
-    "threads",
-    "torch",
-    "timm",
-    "triton",
-    "interpreter",
-    "code",
-)  # columns that must agree, else a row is measured again
+# columns that must agree, else a row is measured again
+STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")
 ENDS = ("refused", "wrong", "failed")  # kinds of rows that hold a reason instead of times
 
 
@@ -37,7 +30,8 @@ class Samples:
         self.path, self.stamp, self.carried = path, stamp, carried or {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(path)
-        self._known = {_key(row) for row in self.rows if all(row.get(name) == value for name, value in stamp.items())}
+        current = (row for row in self.rows if all(row.get(name) == value for name, value in stamp.items()))
+        self._known = {_key(row): row for row in current}
 
     def add(self, kind: str, **row: Any) -> None:
         """Append a row and flush it to the disk."""
@@ -50,19 +44,16 @@ class Samples:
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)
-        self._known.add(_key(row))
+        self._known[_key(row)] = row
 
     def has(self, kind: str, **row: Any) -> bool:
         """Return whether the file has this row, measured with this code on this machine."""
         return _key({"kind": kind, **row}) in self._known
 
-    def find(self, kind: str, **row: Any) -> dict[str, Any]:
-        """Return the last such row; KeyError if there is none."""
-        key = _key({"kind": kind, **row})
-        for match in reversed(self.rows):
-            if _key(match) == key and all(match.get(name) == value for name, value in self.stamp.items()):
-                return match
-        raise KeyError(key)
+    def reason(self, *kinds: str, **row: Any) -> str:
+        """Return the text of the row of one of these kinds, "" if there is none."""
+        found = (self._known.get(_key({"kind": kind, **row})) for kind in kinds)
+        return next((match["text"] for match in found if match), "")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

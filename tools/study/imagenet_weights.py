@@ -35,14 +35,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vitrel
-from tools.study.curves import Curve, small_multiples
-from tools.study.pages import Curves, fill_pages, side_of
+from tools.study.curves import Curve, draw_protocols
+from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
 from vitrel.evaluate.metrics import Z95, t_interval
 from vitrel.evaluate.models import Trained
-from vitrel.evaluate.predictions import Predicted, read_predictions
+from vitrel.evaluate.predictions import read_predictions
 from vitrel.evaluate.processes import shared_with
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.report.answers import paired_difference
@@ -53,7 +53,6 @@ from vitrel.exits import reported, terminable
 from vitrel.files import atomic_write
 from vitrel.sizes import format_size
 
-ROOT = Path(__file__).parents[2]
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
 APART = {"imagenette": 300, "flowers": 150}  # photographs for the pilot
@@ -106,10 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
     add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
     add("--jobs", type=int, default=1, help="processes that share the images")
-    add = commands.add_parser("pages", help="write the study's page from the results").add_argument
-    add("--results", type=Path, default=ROOT / "results" / "study")
-    add("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
-    add("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    pages = commands.add_parser("pages", help="write the study's page from the results")
+    add_page_arguments(pages, ROOT / "results" / "study")
     args = parser.parse_args(argv)
     with reported("the same command goes on"), terminable():
         if args.command == "prepare":
@@ -271,7 +268,7 @@ class Evaluated:
         shared = [seed for seed in ends[0] if all(seed in rows for rows in ends)]
         by_seed = []
         for seed in shared:
-            predicted = [self._predicted(rows[seed]) for rows in ends]
+            predicted = [self.predictions.rows[line_key(rows[seed])] for rows in ends]
             right = [(one.right_among if column == "top1_among" else one.right).astype(float) for one in predicted]
             by_seed.append(100 * (right[0] - right[1] - right[2] + right[3]))
         values = np.mean(by_seed, axis=0)  # [n]
@@ -280,9 +277,6 @@ class Evaluated:
             low, high = t_interval([float(one.mean()) for one in by_seed])
             half = (half**2 + ((high - low) / 2) ** 2) ** 0.5
         return f"{values.mean():+.1f} ±{half:.1f}"
-
-    def _predicted(self, row: Row) -> Predicted:
-        return self.predictions.rows[line_key(row)]
 
 
 def table_of(cells: Cells, shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
@@ -359,10 +353,8 @@ def write_pages(results: Path, root: Path, check: bool = False) -> None:
         "trained at 224 px": table[~is_several],
         "at 128 to 288 px": table[is_several].assign(label=table["label"].str.removesuffix("-sizes")),
     }
-    for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-        title = f"ImageNet weights, used at other sizes: {protocol}, {what}"
-        figure = small_multiples(recipes, {CONTROL: FIXED[CONTROL]} | FIXED, protocol, title)
-        figure.savefig(root / "docs" / "images" / f"imagenet_weights_{protocol}.png", dpi=130, bbox_inches="tight")
+    shown = {CONTROL: FIXED[CONTROL]} | FIXED
+    draw_protocols(recipes, shown, "ImageNet weights, used at other sizes", root / "docs" / "images", "imagenet_weights")
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ from torch import nn
 
 from tools.benchmark.tables import milliseconds, ratio
 from tools.benchmark.worker import Stopwatch
-from tools.study.curves import small_multiples
-from tools.study.pages import fill_pages
+from tools.study.curves import draw_protocols
+from tools.study.pages import ROOT, add_page_arguments, fill_pages
 from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row
 from vitrel.files import atomic_write
 from vitrel.position import POSITIONS
-
-ROOT = Path(__file__).parents[2]
 
 TRAINED, LARGER = 224, 448  # pixels
 _MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (mode, image side, batch)
@@ -160,9 +158,7 @@ def main() -> None:
     """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure the costs again, into results/encoding_cost/costs.csv")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the results")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
+    add_page_arguments(parser, ROOT / "results")
     args = parser.parse_args()
     try:
         _write(args)
@@ -183,11 +179,8 @@ def _write(args: argparse.Namespace) -> None:
     fill_pages(args.root, pages, "python -m tools.study.which_encoding", args.check)
     if not args.check:
         rows = {"built-in scenes": aggregate(read_csv(study))}
-        for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-            title = f"Nano models trained at 64 px, used at other sizes: {protocol}, {what}"
-            picture = args.root / "docs" / "images" / f"scenes_{protocol}.png"
-            small_multiples(rows, DRAWN, protocol, title).savefig(picture, dpi=130, bbox_inches="tight")
-            print(picture)
+        title = "Nano models trained at 64 px, used at other sizes"
+        draw_protocols(rows, DRAWN, title, args.root / "docs" / "images", "scenes")
 
 
 if __name__ == "__main__":
