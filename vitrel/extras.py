@@ -15,7 +15,7 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
         "cv2",
         "webdataset",
         "matplotlib",
-    ),
+    ),  # fmt: skip
     "evaluate": ("pandas", "matplotlib", "plotly", "webdataset"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "completion": ("shtab",),
