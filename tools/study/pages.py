@@ -34,7 +34,7 @@ def fill(text: str, tables: Iterable[tuple[str, str]]) -> str:
     return text
 
 
-def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], command: str, check: bool) -> None:
+def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], command: str = "", check: bool = False) -> None:
     """Write (name, table) of every page, a path in `root`, between their marks.
 
     With `check`, write nothing, and exit with a message that names `command` if a page is out of date.

@@ -15,7 +15,7 @@ import timm
 import torch
 from torch import nn
 
-from tools.benchmark.tables import milliseconds, ratio
+from tools.benchmark.tables import markdown, milliseconds, ratio
 from tools.benchmark.worker import Stopwatch
 from tools.study.curves import draw_protocols
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
@@ -92,15 +92,13 @@ def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]
 def cost_table(costs: Sequence[Row]) -> str:
     """Return a Markdown table: each encoding's parameters in ViT-S/16, its terms, and its time over the model without one."""
     measured = {(row["key"], row["mode"], int(row["img_size"])): float(row["ratio"]) for row in costs}
-    lines = [
-        "| key | values in ViT-S/16 | what attention is given | forward 224 | training 224 | forward 448 |",
-        "|---|---|---|---|---|---|",
-    ]
+    body = []
     for key in POSITIONS:
         times = (measured.get((key, mode, side)) for mode, side, _ in _MODES)
         cells = ["" if found is None else f"{found:.2f}" for found in times]
-        lines.append(f"| `{key}` | {' | '.join((*_given(key), *cells))} |")
-    return "\n".join(lines)
+        body.append([f"`{key}`", *_given(key), *cells])
+    head = ("key", "values in ViT-S/16", "what attention is given", "forward 224", "training 224", "forward 448")
+    return "\n".join(markdown(head, "|---|---|---|---|---|---|", body))
 
 
 def _given(key: str) -> tuple[str, str]:
@@ -133,14 +131,15 @@ def evidence_table(results: Path, size: str = "128x128") -> str:
     found: dict[tuple[str, str], Row] = {}
     for row in table[table["img_size"] == size].to_dict("records"):
         found.setdefault((row["label"], row["policy"]), {})[row["protocol"]] = row
-    lines = ["| model, policy | resampled | trained size | `canvas` | `scale` |", "|---|---|---|---|---|"]
+    body = []
     best = sorted(found.items(), key=lambda item: -_top1(item[1], "canvas"))
     for (label, policy), rows in best:
         cells = [f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}" if row else "" for row in map(rows.get, _PROTOCOLS)]
         name = label if policy == "none" else f"{label}, {policy}"
         resampled = next(iter(rows.values()))["resized"]
-        lines.append(f"| {name} | {resampled} | {trained[label]:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        body.append([name, resampled, f"{trained[label]:.1f}", *cells])
+    head = ("model, policy", "resampled", "trained size", "`canvas`", "`scale`")
+    return "\n".join(markdown(head, "|---|---|---|---|---|", body))
 
 
 def _top1(rows: dict[str, Row], protocol: str) -> float:
