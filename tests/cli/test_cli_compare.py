@@ -13,6 +13,7 @@ import yaml
 from helpers import command
 from vitrel.train import several
 
+tool = command("compare")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 CONFIG = {
     "name": "trial",
@@ -28,11 +29,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return command("compare")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_curves():
     """matplotlib takes longer than training here."""
@@ -42,7 +38,7 @@ def no_curves():
 
 
 @pytest.fixture(scope="module")
-def finished(tool, tmp_path_factory):
+def finished(tmp_path_factory):
     """A folder with the finished comparison `trial`."""
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "trial.yaml"
@@ -52,7 +48,7 @@ def finished(tool, tmp_path_factory):
 
 
 @pytest.fixture
-def again(tool, finished, tmp_path, capsys):
+def again(finished, tmp_path, capsys):
     """again(**changes): the comparison once more, on a copy of the finished folder; returns the printed text."""
     shutil.copytree(finished / "trial", tmp_path / "trial")
 
@@ -89,7 +85,7 @@ def test_a_comparison_from_training_to_plots(finished):
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
+def test_what_is_done_is_not_done_again(again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
@@ -126,7 +122,7 @@ def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path, monkeypatch):
     folder = tmp_path / "trial" / "rope-seed1"
     settings = yaml.safe_load((folder / "train.yaml").read_text())
     settings["trainer"]["max_epochs"] = 2
@@ -174,7 +170,7 @@ def test_a_broken_checkpoint_is_named(again, tmp_path):
         again()
 
 
-def test_training_that_stops_early_is_not_evaluated(tool, again, monkeypatch):
+def test_training_that_stops_early_is_not_evaluated(again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: None)
     with pytest.raises(SystemExit, match="training stopped before epoch 1; run the same command again to resume"):
         again(seeds=[5])
@@ -186,7 +182,7 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
 
 
 @pytest.mark.slow
-def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys):
+def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
     aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
     aid |= {"model_args": {"position_args": {"scaling": "ntk"}}}
@@ -210,15 +206,6 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     assert (other["aid"] != other["rope"]).any()  # little, after two updates
 
 
-def test_weights_of_another_model_are_refused_by_name(tool, again):
-    other = {"name": "vitrel_vit_n8_none", "position": "table", "label": "other", "weights_of": "rope"}
-    with pytest.raises(SystemExit, match="error: other cannot have the weights of rope"):
-        again(models=[*CONFIG["models"], other])
-    other |= {"position": "rope_mixed", "model_args": {"depht": 2}}
-    with pytest.raises(SystemExit, match=r"error: other cannot have the weights of rope: .*depht"):
-        again(models=[*CONFIG["models"], other])
-
-
-def test_mistakes_end_with_one_line(tool, tmp_path):
+def test_mistakes_end_with_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"error: no .*none\.yaml: give a YAML file, or one of quickstart"):
         tool.main([str(tmp_path / "none.yaml")])

@@ -84,6 +84,10 @@ def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tm
         ),
         ([CONFIG["models"][1], CONFIG["models"][0] | {"position": "table"}], "aid cannot have the weights of roped"),
         (
+            [CONFIG["models"][1], CONFIG["models"][0] | {"model_args": {"depht": 2}}],
+            "aid cannot have the weights of roped: .*depht",
+        ),
+        (
             [CONFIG["models"][1], {"name": ABSOLUTE, "label": "t", "tuned_from": "roped"}],
             "t cannot be built, starting from roped",
         ),
