@@ -1,8 +1,7 @@
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pandas as pd
@@ -11,6 +10,8 @@ import torch
 import yaml
 
 from helpers import command
+from helpers.runs import in_child, status
+from vitrel import cli
 from vitrel.train import several
 
 tool = command("compare")
@@ -138,16 +139,20 @@ def test_sigterm_ends_training_in_parallel_which_saves_first(tmp_path):
     train = CONFIG["train"] | {"data": CONFIG["train"]["data"] | {"n_train": 50_000}}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | {"train": train}))
     arguments = ["compare", str(tmp_path / "trial.yaml"), "--out", str(tmp_path), "--jobs", "2", "--no-report"]
-    process = subprocess.Popen([sys.executable, "-m", "vitrel", *arguments], env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+    def main(arguments):
+        try:
+            cli.main(arguments)
+        finally:
+            for worker in multiprocessing.active_children():
+                worker.join()  # as the interpreter does at its end
+
+    process = in_child(arguments, main=main)
     runs, end = [tmp_path / "trial" / f"{label}-seed0" for label in ("vitrel_vit_n8_absolute", "rope")], time.monotonic() + 200
-    try:
-        while not all((run / "metrics.csv").exists() for run in runs):  # both are being trained
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.1)
-        process.terminate()
-        assert process.wait(timeout=100) == 143
-    finally:
-        process.kill()
+    while not all((run / "metrics.csv").exists() for run in runs) and time.monotonic() < end:
+        time.sleep(0.1)
+    os.kill(process, signal.SIGTERM)  # while both are being trained
+    assert status(process, 100) == 143
     for run in runs:
         stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
         assert stored["vitrel"]["epoch"] == 0 and 0 < stored["vitrel"]["step"] < 50_000 // 16
