@@ -53,7 +53,9 @@ def compare(folder, *arguments, **changes):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
-    compare(folder, "--no-report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
+        compare(folder, "--no-report")
     return folder
 
 
