@@ -84,7 +84,7 @@ UNTRAINED = {  # the model as it was, and with the table that a student starts w
 SHORT = ("96x96", "224x224", "384x384")  # of README's table
 FOLDERS = ("imagenet", "imagenet_untrained", "imagenet_flowers")
 PAGE = "docs/studies/imagenet_weights.md"
-ON_PAGE = ("scale", "among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
+ON_PAGE = ("scale", "scale_among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
 Cells = Callable[[Curve, str], str]
 FITTED = 64  # photographs to which the table is fitted
 
@@ -293,33 +293,27 @@ def study_tables(results: Path) -> dict[str, str]:
     several_others = {curve: name for curve, name in SEVERAL.items() if curve != CONTROL_SEVERAL}
     away = [size for size in SIZES if size != imagenet.trained]
 
-    def top1(protocol: str, column: str = "top1") -> Cells:
+    def top1(protocol: str, column: str) -> Cells:
         return lambda curve, size: (untrained if curve in UNTRAINED else imagenet).cell(curve, size, protocol, column)
 
-    def ahead(control: Curve, column: str = "top1") -> Cells:
+    def ahead(control: Curve, column: str) -> Cells:
         return lambda curve, size: imagenet.ahead(curve, control, size, "scale", column)
 
     def kept(column: str) -> Cells:
         return lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale", column)
 
-    shown: dict[str, tuple[Cells, Mapping[Curve, str], Sequence[str]]] = {
-        "scale": (top1("scale"), everything, SIZES),
-        "among": (top1("scale", "top1_among"), everything, SIZES),
-        "policies": (top1("scale"), POLICIES, SIZES),
-        "policies_among": (top1("scale", "top1_among"), POLICIES, SIZES),
-        "canvas": (top1("canvas"), everything, SIZES[:-1]),
-        "canvas_among": (top1("canvas", "top1_among"), everything, SIZES[:-1]),
-        "ahead": (ahead(CONTROL), fixed_others, SIZES),
-        "ahead_among": (ahead(CONTROL, "top1_among"), fixed_others, SIZES),
-        "kept": (kept("top1"), fixed_others, away),
-        "kept_among": (kept("top1_among"), fixed_others, away),
-        "several": (top1("scale"), SEVERAL, SIZES),
-        "several_among": (top1("scale", "top1_among"), SEVERAL, SIZES),
-        "several_canvas": (top1("canvas"), SEVERAL, SIZES[:-1]),
-        "several_canvas_among": (top1("canvas", "top1_among"), SEVERAL, SIZES[:-1]),
-        "several_ahead": (ahead(CONTROL_SEVERAL), several_others, SIZES),
-        "several_ahead_among": (ahead(CONTROL_SEVERAL, "top1_among"), several_others, SIZES),
-    }
+    shown: dict[str, tuple[Cells, Mapping[Curve, str], Sequence[str]]] = {}
+    for column, among in (("top1", ""), ("top1_among", "_among")):
+        shown |= {
+            f"scale{among}": (top1("scale", column), everything, SIZES),
+            f"policies{among}": (top1("scale", column), POLICIES, SIZES),
+            f"canvas{among}": (top1("canvas", column), everything, SIZES[:-1]),
+            f"ahead{among}": (ahead(CONTROL, column), fixed_others, SIZES),
+            f"kept{among}": (kept(column), fixed_others, away),
+            f"several{among}": (top1("scale", column), SEVERAL, SIZES),
+            f"several_canvas{among}": (top1("canvas", column), SEVERAL, SIZES[:-1]),
+            f"several_ahead{among}": (ahead(CONTROL_SEVERAL, column), several_others, SIZES),
+        }
     found = {name: table_of(cells, curves, sizes, imagenet.trained) for name, (cells, curves, sizes) in shown.items()}
     flower_sizes = [format_size(size) for size in FLOWER_SIZES]
     both = FIXED | {curve: f"{name}, several sizes" for curve, name in SEVERAL.items()}
