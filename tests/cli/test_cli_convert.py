@@ -2,15 +2,14 @@
 
 import csv
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.weights.load import read_file
 
 tool = command("convert")
@@ -126,9 +125,7 @@ def test_bare_weights_and_relative_position(tmp_path, capsys):
     tool.main([same, "--position", "rope_mixed+table", "--absolute", "drop", "--out", added])
     model, relative, image = vitrel.load(same), vitrel.load(added), torch.randn(1, 3, 32, 32)
     assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)
-    (tmp_path / "flat" / "deep").mkdir(parents=True)
-    for i in range(5):
-        Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)).save(tmp_path / f"flat/deep/{i}.png")
+    write_classes(tmp_path / "flat", ["deep"], [f"{i}.png" for i in range(5)])
     tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--n", 4, "--size", "32x40", "--out", fitted])
     printed = capsys.readouterr().out
     assert "table fitted to 4 images of 4x5 patches" in printed and "trained at 4x5 tokens" in printed

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.data import class_names
 from vitrel.evaluate import run
 from vitrel.evaluate.predictions import read_predictions
@@ -267,14 +268,8 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
 
 @pytest.mark.slow
 def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tmp_path, capsys):
-    rng = np.random.default_rng(0)
     for part in ("train", "val"):
-        for name in ("above", "left", "right"):
-            (tmp_path / "data" / part / name).mkdir(parents=True)
-            for i in range(3):
-                Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
-                    tmp_path / "data" / part / name / f"{i}.png"
-                )
+        write_classes(tmp_path / "data" / part, ["above", "left", "right"], ["0.png", "1.png", "2.png"])
     command("pack").main([str(tmp_path / "data"), str(tmp_path / "shards")])
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
@@ -293,13 +288,8 @@ def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tmp_path, caps
 @pytest.mark.slow
 def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tmp_path):
     """80 images are 80, whatever else lies in the class folders."""
-    rng = np.random.default_rng(0)
-    val = tmp_path / "data" / "val"
-    for name in ("apple", "banana"):
-        (val / name).mkdir(parents=True)
-        for i in range(6):
-            file = ("1.jpg", "2.gif", "3.bmp", "4.webp", "5.png", os.fsdecode(b"\xff6.png"))[i]
-            Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(val / name / file)
+    val, files = tmp_path / "data" / "val", ["1.jpg", "2.gif", "3.bmp", "4.webp", "5.png", os.fsdecode(b"\xff6.png")]
+    write_classes(val, ["apple", "banana"], files)
     for path, target in (("banana/up", ".."), ("banana/a.jpg", "../apple/1.jpg"), ("apple/loop.png", "loop.png")):
         (val / path).symlink_to(target)
     (val / "apple" / "x.tiff").write_bytes(b"?")

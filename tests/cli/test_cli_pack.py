@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.data import Prepare, Shards, decode
 
 tool = command("pack")
@@ -18,13 +19,9 @@ PREPARE = Prepare((8, 8), (0.0,) * 3, (1.0,) * 3)
 
 @pytest.fixture
 def source(tmp_path):
-    rng = np.random.default_rng(0)
     for split, count in (("train", 9), ("val", 3)):
-        for name in ("cat", "dog"):
-            (tmp_path / "in" / split / name).mkdir(parents=True)
-            for i in range(count):
-                image = Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
-                image.save(tmp_path / "in" / split / name / f"{i}.{'png' if i % 2 else 'JPEG'}")
+        files = [f"{i}.{'png' if i % 2 else 'JPEG'}" for i in range(count)]
+        write_classes(tmp_path / "in" / split, ["cat", "dog"], files, (40, 60))
     return tmp_path / "in"
 
 

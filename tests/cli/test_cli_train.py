@@ -1,5 +1,4 @@
 import csv
-import itertools
 import json
 import os
 import re
@@ -10,11 +9,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
+from helpers.pictures import write_classes
 from helpers.runs import at, in_child, on_two, status
 from vitrel import cli
 from vitrel.cli.train import expanded
@@ -93,11 +91,8 @@ def test_shapes_from_the_command_line(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
-    rng = np.random.default_rng(0)
-    for split, label in itertools.product(("train", "val"), "ab"):
-        (tmp_path / split / label).mkdir(parents=True)
-        for i in range(8):
-            Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / split / label / f"{i}.png")
+    for split in ("train", "val"):
+        write_classes(tmp_path / split, "ab", [f"{i}.png" for i in range(8)], (32, 32))
     folder = [f"--data.data={tmp_path}", "--data.augment={}", "--data.size=32", "--data.n_train=16", "--data.n_val=8"]
     assert offline(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}") == 0
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
