@@ -17,25 +17,26 @@ ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
 # columns that must agree, else a row is measured again
 STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")
+CARRIED = ("cpu", "python", "commit")  # further columns of every row
 ENDS = ("refused", "wrong", "failed")  # kinds of rows that hold a reason instead of times
 
 
 class Samples:
     """The rows of one file. Rows of other code or another machine stay in it, but count as not measured.
 
-    stamp: columns of every row that must agree. carried: further columns of every row.
+    about: the result of `machine`; every row gets its columns CARRIED and STAMP.
     """
 
-    def __init__(self, path: Path, stamp: dict[str, str], carried: dict[str, str] | None = None):
-        self.path, self.stamp, self.carried = path, stamp, carried or {}
+    def __init__(self, path: Path, about: dict[str, str]):
+        self.path, self.carried = path, {name: about[name] for name in (*CARRIED, *STAMP)}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(path)
-        current = (row for row in self.rows if all(row.get(name) == value for name, value in stamp.items()))
+        current = (row for row in self.rows if all(row.get(name) == about[name] for name in STAMP))
         self._known = {_key(row): row for row in current}
 
     def add(self, kind: str, **row: Any) -> None:
         """Append a row and flush it to the disk."""
-        row = {"kind": kind, **row, **self.carried, **self.stamp}
+        row = {"kind": kind, **row, **self.carried}
         with self.path.open("a+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell() and not _ends_line(file):
@@ -90,11 +91,6 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
         "commit": commit or commit_of(ROOT),
         "code": _fingerprint(code),
     }
-
-
-def stamp(about: dict[str, str]) -> dict[str, str]:
-    """Return the part of `machine` that must agree, else a row is measured again."""
-    return {name: about[name] for name in STAMP}
 
 
 def last_run(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -4,7 +4,7 @@ import torch
 from helpers.workers import Here
 from tools.benchmark import attention
 from tools.benchmark.engine import Engine
-from tools.benchmark.samples import Samples, machine, stamp
+from tools.benchmark.samples import Samples, machine
 
 CPU = torch.device("cpu")
 
@@ -19,4 +19,4 @@ def here(monkeypatch):
 
 @pytest.fixture
 def engine(tmp_path, here):
-    return Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU, Here)
+    return Engine(Samples(tmp_path / "samples.jsonl", machine(CPU)), CPU, Here)

@@ -43,7 +43,7 @@ from tools.benchmark.methods import (
     window_flex,
     window_softmax,
 )
-from tools.benchmark.samples import Samples, machine, read_rows, stamp
+from tools.benchmark.samples import Samples, machine, read_rows
 from tools.benchmark.shapes import CPU_SHAPES, QUICK_SHAPES, SHAPES, Problem, hard_shape, make_problem
 from tools.benchmark.worker import Repeats, Worker
 from vitrel.grid import Grid
@@ -293,7 +293,7 @@ def test_order_of_sizes():
 @pytest.mark.slow
 def test_real_processes(tmp_path):
     """Memory is measured to a tenth of a megabyte, and a process that would take too much is a row."""
-    engine = Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU, Worker)
+    engine = Engine(Samples(tmp_path / "samples.jsonl", machine(CPU)), CPU, Worker)
     engine.measure(next(case for case in ops_cases(False, True) if case.kind == "precision"))
     rows = read_rows(engine.samples.path)
     assert len(rows) == 3 and all(abs(row["call_bytes"] - row["asked"]) < 4e5 for row in rows)

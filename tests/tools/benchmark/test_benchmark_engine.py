@@ -9,7 +9,7 @@ import torch
 
 from helpers.workers import Here, by_contender
 from tools.benchmark.engine import Case, Contender, Engine, Visit, check
-from tools.benchmark.samples import Samples, machine, read_rows, stamp
+from tools.benchmark.samples import Samples, machine, read_rows
 from tools.benchmark.worker import Repeats
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def engine(tmp_path, here):
 
 
 def made(folder, code="now"):
-    samples = Samples(folder / "samples.jsonl", stamp(machine(CPU)) | {"code": code}, {"commit": "abc"})
+    samples = Samples(folder / "samples.jsonl", machine(CPU, "abc") | {"code": code})
     return Engine(samples, CPU, Here)
 
 
