@@ -6,20 +6,12 @@ from importlib.util import find_spec
 
 EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy and their dependencies
     "train": (
-        "lightning",
-        "jsonargparse",
-        "rich",
-        "tensorboard",
-        "torchmetrics",
-        "albumentations",
-        "cv2",
-        "webdataset",
-        "matplotlib",
+        "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2", "webdataset", "matplotlib",
     ),
     "evaluate": ("pandas", "matplotlib", "plotly", "webdataset"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "completion": ("shtab",),
-}
+}  # fmt: skip
 
 
 class MissingExtra(ImportError):

@@ -109,12 +109,6 @@ def test_data_that_needs_no_folder(tmp_path):
         check_data("nowhere")
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0 and capsys.readouterr().out == f"vitrel {vitrel.__version__}\n"
-
-
 def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
     cli.main(["doctor", "--json", str(tmp_path / "found.json")])
     text, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())

@@ -1,8 +1,7 @@
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pandas as pd
@@ -11,8 +10,11 @@ import torch
 import yaml
 
 from helpers import command
+from helpers.runs import in_child, status
+from vitrel import cli
 from vitrel.train import several
 
+tool = command("compare")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 CONFIG = {
     "name": "trial",
@@ -28,11 +30,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return command("compare")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_curves():
     """matplotlib takes longer than training here."""
@@ -42,7 +39,7 @@ def no_curves():
 
 
 @pytest.fixture(scope="module")
-def finished(tool, tmp_path_factory):
+def finished(tmp_path_factory):
     """A folder with the finished comparison `trial`."""
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "trial.yaml"
@@ -52,7 +49,7 @@ def finished(tool, tmp_path_factory):
 
 
 @pytest.fixture
-def again(tool, finished, tmp_path, capsys):
+def again(finished, tmp_path, capsys):
     """again(**changes): the comparison once more, on a copy of the finished folder; returns the printed text."""
     shutil.copytree(finished / "trial", tmp_path / "trial")
 
@@ -89,7 +86,7 @@ def test_a_comparison_from_training_to_plots(finished):
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_done_again(tool, again, monkeypatch):
+def test_what_is_done_is_not_done_again(again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
@@ -126,7 +123,7 @@ def test_an_evaluation_that_is_stopped_says_what_is_saved(again, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tool, again, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(again, tmp_path, monkeypatch):
     folder = tmp_path / "trial" / "rope-seed1"
     settings = yaml.safe_load((folder / "train.yaml").read_text())
     settings["trainer"]["max_epochs"] = 2
@@ -142,16 +139,20 @@ def test_sigterm_ends_training_in_parallel_which_saves_first(tmp_path):
     train = CONFIG["train"] | {"data": CONFIG["train"]["data"] | {"n_train": 50_000}}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | {"train": train}))
     arguments = ["compare", str(tmp_path / "trial.yaml"), "--out", str(tmp_path), "--jobs", "2", "--no-report"]
-    process = subprocess.Popen([sys.executable, "-m", "vitrel", *arguments], env=os.environ | {"OMP_NUM_THREADS": "2"})
+
+    def main(arguments):
+        try:
+            cli.main(arguments)
+        finally:
+            for worker in multiprocessing.active_children():
+                worker.join()  # as the interpreter does at its end
+
+    process = in_child(arguments, main=main)
     runs, end = [tmp_path / "trial" / f"{label}-seed0" for label in ("vitrel_vit_n8_absolute", "rope")], time.monotonic() + 200
-    try:
-        while not all((run / "metrics.csv").exists() for run in runs):  # both are being trained
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.1)
-        process.terminate()
-        assert process.wait(timeout=100) == 143
-    finally:
-        process.kill()
+    while not all((run / "metrics.csv").exists() for run in runs) and time.monotonic() < end:
+        time.sleep(0.1)
+    os.kill(process, signal.SIGTERM)  # while both are being trained
+    assert status(process, 100) == 143
     for run in runs:
         stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
         assert stored["vitrel"]["epoch"] == 0 and 0 < stored["vitrel"]["step"] < 50_000 // 16
@@ -174,7 +175,7 @@ def test_a_broken_checkpoint_is_named(again, tmp_path):
         again()
 
 
-def test_training_that_stops_early_is_not_evaluated(tool, again, monkeypatch):
+def test_training_that_stops_early_is_not_evaluated(again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: None)
     with pytest.raises(SystemExit, match="training stopped before epoch 1; run the same command again to resume"):
         again(seeds=[5])
@@ -186,7 +187,7 @@ def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):
 
 
 @pytest.mark.slow
-def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys):
+def test_several_data_sets_and_borrowed_weights(finished, tmp_path, capsys):
     shutil.copytree(finished / "trial", tmp_path / "trial" / "shapes")  # as trained alone
     aid = {"name": "vitrel_vit_n8_none", "position": "rope_mixed", "label": "aid", "weights_of": "rope"}
     aid |= {"model_args": {"position_args": {"scaling": "ntk"}}}
@@ -210,15 +211,6 @@ def test_several_data_sets_and_borrowed_weights(tool, finished, tmp_path, capsys
     assert (other["aid"] != other["rope"]).any()  # little, after two updates
 
 
-def test_weights_of_another_model_are_refused_by_name(tool, again):
-    other = {"name": "vitrel_vit_n8_none", "position": "table", "label": "other", "weights_of": "rope"}
-    with pytest.raises(SystemExit, match="error: other cannot have the weights of rope"):
-        again(models=[*CONFIG["models"], other])
-    other |= {"position": "rope_mixed", "model_args": {"depht": 2}}
-    with pytest.raises(SystemExit, match=r"error: other cannot have the weights of rope: .*depht"):
-        again(models=[*CONFIG["models"], other])
-
-
-def test_mistakes_end_with_one_line(tool, tmp_path):
+def test_mistakes_end_with_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"error: no .*none\.yaml: give a YAML file, or one of quickstart"):
         tool.main([str(tmp_path / "none.yaml")])

@@ -1,13 +1,12 @@
 """`vitrel compare` with other data for the evaluation, seeds per model, and the weights of a model with an added encoding."""
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.evaluate.compare import load_comparison, trained_models
 from vitrel.train import several
 
@@ -32,12 +31,7 @@ CONFIG = {
 }
 
 
-def images(folder, names, count=4):
-    for index, name in enumerate(names):
-        (folder / name).mkdir(parents=True)
-        for i in range(count):
-            pixels = np.random.default_rng((index, i)).integers(0, 256, (32, 32, 3)).astype(np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+FILES = [f"{i}.png" for i in range(4)]
 
 
 @pytest.fixture
@@ -46,8 +40,8 @@ def compare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
     for split in ("train", "val"):
-        images(tmp_path / "photographs" / split, ["ant", "bee", "cat", "dog"])
-    images(tmp_path / "labelled" / "val", ["bee", "dog"])
+        write_classes(tmp_path / "photographs" / split, ["ant", "bee", "cat", "dog"], FILES, (32, 32))
+    write_classes(tmp_path / "labelled" / "val", ["bee", "dog"], FILES, (32, 32))
 
     def run(**changes):
         (tmp_path / "trial.yaml").write_text(yaml.safe_dump(CONFIG | changes))
@@ -83,6 +77,10 @@ def test_models_are_trained_on_one_data_set_and_evaluated_on_another(compare, tm
             r"a starts .*gone\.ckpt",
         ),
         ([CONFIG["models"][1], CONFIG["models"][0] | {"position": "table"}], "aid cannot have the weights of roped"),
+        (
+            [CONFIG["models"][1], CONFIG["models"][0] | {"model_args": {"depht": 2}}],
+            "aid cannot have the weights of roped: .*depht",
+        ),
         (
             [CONFIG["models"][1], {"name": ABSOLUTE, "label": "t", "tuned_from": "roped"}],
             "t cannot be built, starting from roped",

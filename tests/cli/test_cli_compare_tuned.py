@@ -13,7 +13,8 @@ from helpers.runs import read
 from vitrel.train import Classifier, several
 from vitrel.train.tuning import Tuning
 
-pytestmark = pytest.mark.slow
+tool = command("compare")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief_evaluations")]
 SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 FINER = {
     "trainer": {"max_epochs": 2},
@@ -43,21 +44,18 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return command("compare")
-
-
-def compare(tool, folder, *arguments, **changes):
+def compare(folder, *arguments, **changes):
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(CONFIG | changes))
     tool.main([str(path), "--out", str(folder), "--jobs", "1", *arguments])
 
 
 @pytest.fixture(scope="module")
-def finished(tool, tmp_path_factory):
+def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
-    compare(tool, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
+        compare(folder, "--no-report")
     return folder
 
 
@@ -119,50 +117,44 @@ def test_rows_have_the_size_that_each_was_trained_at(finished):
     assert "rope-tuned" in (finished / "trial" / "table.md").read_text("utf-8")
 
 
-def test_a_second_run_trains_nothing(tool, finished, tmp_path, monkeypatch, capsys):
+def test_a_second_run_with_the_folder_named_otherwise_does_nothing(finished, monkeypatch, capsys):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
-    compare(tool, finished, "--no-report")
-    assert capsys.readouterr().out.count("trained already") == 8
-
-
-def test_nor_does_one_with_the_folder_named_otherwise(tool, finished, monkeypatch, capsys):
-    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     monkeypatch.chdir(finished.parent)
     tool.main([f"{finished.name}/trial.yaml", "--out", finished.name, "--no-report", "--jobs", "1"])
     assert capsys.readouterr().out.count("trained already") == 8
 
 
-def test_nor_does_one_after_all_was_moved(tool, finished, tmp_path, monkeypatch, capsys):
+def test_nor_does_one_after_all_was_moved(finished, tmp_path, monkeypatch, capsys):
     """As runs that start anew may be moved with all that is in their folder."""
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained again"))
     shutil.copytree(finished / "trial", tmp_path / "trial")
-    compare(tool, tmp_path, "--no-report")
+    compare(tmp_path, "--no-report")
     assert capsys.readouterr().out.count("trained already") == 8
 
 
-def test_what_is_missing_is_tuned_alone_and_comes_out_the_same(tool, finished, tmp_path, capsys):
+def test_what_is_missing_is_tuned_alone_and_comes_out_the_same(finished, tmp_path, capsys):
     for label in ("rope", "rope-tuned"):
         for seed in (0, 1):
             shutil.copytree(finished / "trial" / f"{label}-seed{seed}", tmp_path / "trial" / f"{label}-seed{seed}")
     shutil.rmtree(tmp_path / "trial" / "rope-tuned-seed1")
     settings = tmp_path / "trial" / "rope-tuned-seed0" / "train.yaml"
     settings.write_text(settings.read_text().replace(str(finished), str(tmp_path)))
-    compare(tool, tmp_path, "--no-report", models=CONFIG["models"][2:4])
+    compare(tmp_path, "--no-report", models=CONFIG["models"][2:4])
     printed = capsys.readouterr().out
     assert printed.count("trained already") == 3 and "rope-tuned-seed1: training for 2 epochs" in printed
     old, new = weights(finished, "rope-tuned", 1), weights(tmp_path, "rope-tuned", 1)
     assert all(torch.equal(old[name], new[name]) for name in old)
 
 
-def test_two_jobs_wait_for_the_source(tool, tmp_path):
-    compare(tool, tmp_path, "--no-report", "--jobs", "2", models=CONFIG["models"][:2], seeds=[0])
+def test_two_jobs_wait_for_the_source(tmp_path):
+    compare(tmp_path, "--no-report", "--jobs", "2", models=CONFIG["models"][:2], seeds=[0])
     source, tuned = weights(tmp_path, "absolute", 0), weights(tmp_path, "absolute-tuned", 0)
     assert all(torch.equal(source[name], tuned[name]) for name in source if not trained(name) and name != POSITION)
     assert set(pd.read_csv(tmp_path / "trial" / "results.csv")["label"]) == {"absolute", "absolute-tuned"}
 
 
-def test_a_source_trained_anew_is_noticed(tool, finished, tmp_path):
+def test_a_source_trained_anew_is_noticed(finished, tmp_path):
     for label in ("rope", "rope-tuned"):
         shutil.copytree(finished / "trial" / f"{label}-seed0", tmp_path / "trial" / f"{label}-seed0")
     path = tmp_path / "trial" / "rope-seed0" / "checkpoints" / "last.ckpt"
@@ -173,4 +165,4 @@ def test_a_source_trained_anew_is_noticed(tool, finished, tmp_path):
     with pytest.raises(
         SystemExit, match=r"rope-tuned-seed0 was fine-tuned from other weights than .*last\.ckpt holds now .* remove"
     ):
-        compare(tool, tmp_path, "--no-report", models=CONFIG["models"][2:4], seeds=[0])
+        compare(tmp_path, "--no-report", models=CONFIG["models"][2:4], seeds=[0])

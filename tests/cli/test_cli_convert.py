@@ -2,23 +2,18 @@
 
 import csv
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.weights.load import read_file
 
+tool = command("convert")
 SMALL = dict(depths=(2, 2), num_heads=(2, 4), embed_dim=32, window_size=4, img_size=64)
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return command("convert")
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def bare_vit(path):
 ARGS = "{depths: [2, 2], num_heads: [2, 4], embed_dim: 32, window_size: 4, img_size: 64}"
 
 
-def test_a_file_is_converted_and_every_tensor_reported(tool, torchvision_swin, tmp_path, capsys):
+def test_a_file_is_converted_and_every_tensor_reported(torchvision_swin, tmp_path, capsys):
     theirs, path = torchvision_swin
     out, report = tmp_path / "out.safetensors", tmp_path / "report.csv"
     tool.main(["vitrel_swin_t", "--weights", str(path), "--model-args", ARGS, "--out", str(out), "--report", str(report)])
@@ -67,7 +62,7 @@ def test_a_file_is_converted_and_every_tensor_reported(tool, torchvision_swin, t
     assert "0 resized" in printed and f"written to {out}" in printed
 
 
-def test_another_window_is_resized_and_says_so(tool, torchvision_swin, tmp_path, capsys):
+def test_another_window_is_resized_and_says_so(torchvision_swin, tmp_path, capsys):
     _, path = torchvision_swin
     arguments = ["vitrel_swin_t", "--weights", str(path), "--model-args", ARGS.replace("window_size: 4", "window_size: [4, 6]")]
     tool.main([*arguments, "--out", str(tmp_path / "wide.safetensors")])
@@ -76,7 +71,7 @@ def test_another_window_is_resized_and_says_so(tool, torchvision_swin, tmp_path,
     assert read_file(tmp_path / "wide.safetensors")["vitrel"]["position"]["layers.0.blocks.0.position"]["grid"] == [4, 6, 0]
 
 
-def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
+def test_refusals_write_nothing(torchvision_swin, tmp_path, capsys):
     _, path = torchvision_swin
     out = tmp_path / "out.safetensors"
 
@@ -110,7 +105,7 @@ def test_refusals_write_nothing(tool, torchvision_swin, tmp_path, capsys):
     assert taken.read_bytes() == b"precious"
 
 
-def test_named_tensors_may_stay(tool, torchvision_swin, tmp_path):
+def test_named_tensors_may_stay(torchvision_swin, tmp_path):
     _, path = torchvision_swin
     out = tmp_path / "out.safetensors"
     names = ["--allow-unused", "*relative_position_bias_table", "--allow-unset", "*position.freqs"]
@@ -121,7 +116,7 @@ def test_named_tensors_may_stay(tool, torchvision_swin, tmp_path):
 LIKE = "{num_heads: 2}"
 
 
-def test_bare_weights_and_relative_position(tool, tmp_path, capsys):
+def test_bare_weights_and_relative_position(tmp_path, capsys):
     """A file of a plain ViT: as it is, with an encoding that starts at zero, and with one fitted to images."""
     path, same, added, fitted = bare_vit(tmp_path / "vit.pth"), *(tmp_path / f"{name}.safetensors" for name in "abc")
     like = ["--like", "vit_tiny_patch16_224", "--model-args", LIKE]
@@ -130,9 +125,7 @@ def test_bare_weights_and_relative_position(tool, tmp_path, capsys):
     tool.main([same, "--position", "rope_mixed+table", "--absolute", "drop", "--out", added])
     model, relative, image = vitrel.load(same), vitrel.load(added), torch.randn(1, 3, 32, 32)
     assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)
-    (tmp_path / "flat" / "deep").mkdir(parents=True)
-    for i in range(5):
-        Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)).save(tmp_path / f"flat/deep/{i}.png")
+    write_classes(tmp_path / "flat", ["deep"], [f"{i}.png" for i in range(5)])
     tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--n", 4, "--size", "32x40", "--out", fitted])
     printed = capsys.readouterr().out
     assert "table fitted to 4 images of 4x5 patches" in printed and "trained at 4x5 tokens" in printed

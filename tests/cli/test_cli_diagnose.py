@@ -9,16 +9,12 @@ from PIL import Image
 import vitrel
 from helpers import command
 
+tool = command("diagnose")
 SWIN = dict(embed_dim=12, num_heads=(1, 1), depths=(2, 2), num_classes=2)
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return command("diagnose")
-
-
 @pytest.mark.slow
-def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
+def test_table_json_and_picture(tmp_path, capsys, monkeypatch):
     small = timm.create_model("swin_tiny_patch4_window7_224", dynamic_img_size=True, **SWIN)
     diagnose = vitrel.diagnose
     monkeypatch.setattr("vitrel.models.create.check_model_name", lambda name, allow_sources: None)
@@ -37,7 +33,7 @@ def test_table_json_and_picture(tool, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_names_on_the_command_line(tool, capsys):
+def test_the_names_on_the_command_line(capsys):
     tool.main(["test_convnext", "test_vit", "--size", "96"])
     text = capsys.readouterr().out
     assert "no layer of attention was recognised" in text and "pos_embed bicubic" in text
@@ -51,14 +47,14 @@ def test_the_names_on_the_command_line(tool, capsys):
         (["test_vit", "--size", "96", "--plot", "leak.png"], "nothing to draw: no windows were seen in test_vit"),
     ],
 )
-def test_bad_input_ends_with_a_message(tool, arguments, message):
+def test_bad_input_ends_with_a_message(arguments, message):
     with pytest.raises(SystemExit) as stop:
         tool.main(arguments)
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [([], "--size"), (["--size", "96y"], "'96y' is not an image size")])
-def test_sizes_are_needed(tool, capsys, arguments, message):
+def test_sizes_are_needed(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         tool.main(["test_vit", *arguments])
     assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -9,16 +9,13 @@ import torch
 from PIL import Image
 
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.data import class_names
 from vitrel.evaluate import run
 from vitrel.evaluate.predictions import read_predictions
 
+tool = command("evaluate")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return command("evaluate")
 
 
 @pytest.fixture
@@ -38,7 +35,7 @@ def checkpoint(tmp_path):
     return write
 
 
-def test_links_to_folders_are_followed_where_asked(tool, checkpoint, tmp_path, capsys):
+def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys):
     for place in ("data/train/cat", "data/train/dog", "data/val/cat", "data/val/dog", "more"):
         (tmp_path / place).mkdir(parents=True)
         Image.new("RGB", (80, 64)).save(tmp_path / place / "one.png")
@@ -56,7 +53,7 @@ def test_links_to_folders_are_followed_where_asked(tool, checkpoint, tmp_path, c
 
 
 @pytest.mark.slow
-def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_evaluations):
+def test_table_verdicts_and_files(checkpoint, tmp_path, capsys, whole_evaluations):
     paths = [checkpoint("vitrel_vit_n8_table", "a.ckpt"), checkpoint("vitrel_swin_n", "b.ckpt")]
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "64x96", "80", "--n", "8", "--device", "cpu", "--out", str(out), "--no-report"]
@@ -82,7 +79,7 @@ def test_table_verdicts_and_files(tool, checkpoint, tmp_path, capsys, whole_eval
     assert (out / "plots" / "accuracy.png").exists() and (out / "plots" / "throughput.png").exists()
 
 
-def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path, capsys):
+def test_two_checkpoints_of_one_model_are_told_apart(checkpoint, tmp_path, capsys):
     paths = [checkpoint("vitrel_vit_n8_none", "a.ckpt"), checkpoint("vitrel_vit_n8_none", "b.ckpt")]
     arguments = [
         "--data",
@@ -105,21 +102,15 @@ def test_two_checkpoints_of_one_model_are_told_apart(tool, checkpoint, tmp_path,
     assert all(f"- vitrel_vit_n8_none ({path}): " in printed for path in paths)
 
 
-def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
+def test_mistakes_end_with_one_line(checkpoint, tmp_path, capsys):
     path = checkpoint("vitrel_vit_n8_none", "a.ckpt")
     for arguments, message in [
         ([str(tmp_path / "none.ckpt"), "--data", "shapes", "--size", "64"], "error: no checkpoint at"),
-        (
-            [path, "--data", "shapes", "--size", "64", "--policies", "clip"],
-            "no model has the policy 'clip'",
-        ),
+        ([path, "--data", "shapes", "--size", "64", "--policies", "clip"], "no model has the policy 'clip'"),
         ([path, "--data", "shapes", "--size", "64", "--protocols", "zoom"], "unknown protocol 'zoom'"),
         ([path, "--data", str(tmp_path / "no"), "--size", "64"], "no folder .*no: give"),
         ([path, "--data", "shapes", "--size", "64", "4", "--protocols", "scale"], r"evaluation at 4x4, .*at least 8"),
-        (
-            [path, path, "--data", "shapes", "--size", "64"],
-            "is given twice: its rows",
-        ),
+        ([path, path, "--data", "shapes", "--size", "64"], "is given twice: its rows"),
     ]:
         with pytest.raises(SystemExit, match=message):
             tool.main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out")])
@@ -128,7 +119,7 @@ def test_mistakes_end_with_one_line(tool, checkpoint, tmp_path, capsys):
     assert "'96by128' is not an image size: write pixels as 96, or height x width as 160x224" in capsys.readouterr().err
 
 
-def test_a_plan_is_printed_and_nothing_done(tool, checkpoint, tmp_path, capsys):
+def test_a_plan_is_printed_and_nothing_done(checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_swin_n", "a.ckpt"), tmp_path / "out"
     arguments = [path, "--data", "shapes", "--size", "80", "--n", "8", "--device", "cpu", "--out", str(out)]
     tool.main([*arguments, "--policies", "divisor", "rescale", "clip", "--crop-pct", "1", "0.875", "--dry-run"])
@@ -146,7 +137,7 @@ def weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_rescue_is_written_and_among_the_answers(tool, checkpoint, tmp_path, capsys):
+def test_rescue_is_written_and_among_the_answers(checkpoint, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "96", "--n", "8", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
     tool.main([checkpoint("vitrel_vit_n8_table", "a.ckpt"), *arguments, "--attention-n", "0", "--no-report", "--rescue"])
@@ -157,7 +148,7 @@ def test_rescue_is_written_and_among_the_answers(tool, checkpoint, tmp_path, cap
     assert frame["img_size"].tolist() == ["96x96"] and frame["judged_n"].tolist() == [4] and (out / "rescue.md").exists()
 
 
-def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
+def test_a_timm_model_beside_ours(checkpoint, weights, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--data", "shapes", "--size", "48", "--n", "6", "--device", "cpu", "--protocols", "scale", "--out", str(out)]
     ours = [checkpoint("vitrel_vit_n8_absolute", "a.ckpt")]
@@ -174,7 +165,7 @@ def test_a_timm_model_beside_ours(tool, checkpoint, weights, tmp_path, capsys):
     assert set(translated["label"]) == set(frame["label"]) and set(translated["translation"]) == {0, 4} and len(translated) == 4
 
 
-def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, capsys):
+def test_mistakes_with_named_models_end_with_one_line(weights, tmp_path, capsys):
     arguments = ["--data", "shapes", "--size", "48", "--device", "cpu", "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as caught:
         tool.main(arguments)
@@ -184,14 +175,8 @@ def test_mistakes_with_named_models_end_with_one_line(tool, weights, tmp_path, c
     model = ["vit_tiny_patch16_224", *weights]
     for given, message in [
         (model[:1], "vit_tiny_patch16_224 has no weights: give a file"),
-        (
-            ["vit_tini_patch16_224", *weights],
-            "unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16",
-        ),
-        (
-            ["vit_tiny_patch16_224", *weights, "--class-indices", str(indices)],
-            "has outputs 0 to 3, but .* below to output 4",
-        ),
+        (["vit_tini_patch16_224", *weights], "unknown model 'vit_tini_patch16_224'; nearest: vit_tiny_patch16"),
+        (["vit_tiny_patch16_224", *weights, "--class-indices", str(indices)], "has outputs 0 to 3, but .* below to output 4"),
         (["vit_tiny_patch16_224", *weights, "--class-indices", "none.txt"], "No such file or directory: 'none.txt'"),
         (["vit_tiny_patch16_224", *weights, "--crop-pct", "1.5"], "crop_pct takes shares of the image"),
     ]:
@@ -224,7 +209,7 @@ def damaged(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "2"])
-def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, workers):
+def test_images_that_are_left_out_are_named(damaged, tmp_path, capsys, workers):
     """Also where their names are no UTF-8: the bytes are escaped."""
     (arguments, bad), out = damaged, tmp_path / "out"
     tool.main([*arguments, "--size", "48", "--on-bad-image", "count", "--workers", workers, "--out", str(out)])
@@ -242,7 +227,7 @@ def test_images_that_are_left_out_are_named(tool, damaged, tmp_path, capsys, wor
         tool.main([*arguments, "--size", "48", "--out", str(out)])
 
 
-def test_rows_are_added_refused_or_moved_aside(tool, checkpoint, tmp_path, capsys):
+def test_rows_are_added_refused_or_moved_aside(checkpoint, tmp_path, capsys):
     path, out = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out"
     requested = [path, "--data", "shapes", "--device", "cpu", "--protocols", "scale", "--attention-n", "0"]
     requested += ["--no-report", "--out", str(out)]
@@ -257,7 +242,7 @@ def test_rows_are_added_refused_or_moved_aside(tool, checkpoint, tmp_path, capsy
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, tmp_path, capsys, monkeypatch, number, code):
+def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch, number, code):
     path, out, left = checkpoint("vitrel_vit_n8_none", "a.ckpt"), tmp_path / "out", [2]
     measured = run.measure
 
@@ -282,15 +267,9 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(tool, checkpoint, t
 
 
 @pytest.mark.slow
-def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path, capsys):
-    rng = np.random.default_rng(0)
+def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tmp_path, capsys):
     for part in ("train", "val"):
-        for name in ("above", "left", "right"):
-            (tmp_path / "data" / part / name).mkdir(parents=True)
-            for i in range(3):
-                Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
-                    tmp_path / "data" / part / name / f"{i}.png"
-                )
+        write_classes(tmp_path / "data" / part, ["above", "left", "right"], ["0.png", "1.png", "2.png"])
     command("pack").main([str(tmp_path / "data"), str(tmp_path / "shards")])
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
@@ -307,15 +286,10 @@ def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tool, tmp_path
 
 
 @pytest.mark.slow
-def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tool, tmp_path):
+def test_links_kinds_and_names_of_a_folder_as_an_evaluation_meets_them(tmp_path):
     """80 images are 80, whatever else lies in the class folders."""
-    rng = np.random.default_rng(0)
-    val = tmp_path / "data" / "val"
-    for name in ("apple", "banana"):
-        (val / name).mkdir(parents=True)
-        for i in range(6):
-            file = ("1.jpg", "2.gif", "3.bmp", "4.webp", "5.png", os.fsdecode(b"\xff6.png"))[i]
-            Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(val / name / file)
+    val, files = tmp_path / "data" / "val", ["1.jpg", "2.gif", "3.bmp", "4.webp", "5.png", os.fsdecode(b"\xff6.png")]
+    write_classes(val, ["apple", "banana"], files)
     for path, target in (("banana/up", ".."), ("banana/a.jpg", "../apple/1.jpg"), ("apple/loop.png", "loop.png")):
         (val / path).symlink_to(target)
     (val / "apple" / "x.tiff").write_bytes(b"?")

@@ -13,15 +13,11 @@ from vitrel.export import check_sizes, export_model
 from vitrel.extras import EXTRAS
 from vitrel.weights.load import read_file
 
+tool = command("export")
 CLASSES = ["left", "right", "above"]
 # Pooled over all tokens: the class token of a single block never meets the tables of offsets.
 SMALL = dict(depth=1, embed_dim=48, num_heads=3, reg_tokens=1, global_pool="avg")
 SIZES = [(1, (32, 48)), (3, (32, 48)), (2, (57, 41)), (1, (16, 80))]
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return command("export")
 
 
 def small(name="vitrel_vit_n8_table", **keywords):
@@ -51,7 +47,7 @@ def assert_serves(run, model, sizes=SIZES):
 
 
 @pytest.mark.slow
-def test_a_program_serves_any_size(tool, checkpoint, capsys):
+def test_a_program_serves_any_size(checkpoint, capsys):
     path, model = checkpoint
     tool.main([str(path), "--format", "exported", "--dynamic-size"])
     files = {"vitrel.json": ""}
@@ -67,7 +63,7 @@ def test_a_program_serves_any_size(tool, checkpoint, capsys):
 
 
 @pytest.mark.slow
-def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
+def test_a_program_of_one_size(checkpoint, tmp_path, capsys):
     """It takes any batch, and refuses another size instead of a wrong answer."""
     path, model = checkpoint
     tool.main([str(path), "--format", "exported", "--size", "40x24", "--out", str(tmp_path / "one.pt2")])
@@ -79,7 +75,7 @@ def test_a_program_of_one_size(tool, checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_onnx_serves_any_size(tool, checkpoint, tmp_path):
+def test_onnx_serves_any_size(checkpoint, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     path, model = checkpoint
@@ -93,7 +89,7 @@ def test_onnx_serves_any_size(tool, checkpoint, tmp_path):
     assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "last.onnx"]
 
 
-def test_a_folder_for_timm(tool, checkpoint):
+def test_a_folder_for_timm(checkpoint):
     path, model = checkpoint
     tool.main([str(path), "--format", "safetensors"])
     folder = path.with_suffix("")
@@ -109,7 +105,7 @@ def test_a_folder_for_timm(tool, checkpoint):
     assert grids["blocks.0.position"]["grid"] == [4, 6, 2]  # which timm's own file would not tell
 
 
-def test_a_bare_weights_file(tool, tmp_path):
+def test_a_bare_weights_file(tmp_path):
     """The number of classes is the file's."""
     model = small("vitrel_vit_n8_rope_mixed")
     vitrel.save(model, tmp_path / "weights.safetensors")
@@ -130,7 +126,7 @@ def test_a_bare_weights_file(tool, tmp_path):
     assert torch.equal(again(image), model(image)) and again.img_size == (32, 48)
 
 
-def test_an_output_is_replaced_only_when_asked(tool, checkpoint, tmp_path):
+def test_an_output_is_replaced_only_when_asked(checkpoint, tmp_path):
     path, model = checkpoint
     command = [str(path), "--format", "safetensors", "--out"]
     taken = tmp_path / "taken"
@@ -180,7 +176,7 @@ def test_what_onnx_cannot_express_is_refused(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_asked(tool, checkpoint, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_asked(checkpoint, tmp_path, monkeypatch, capsys):
     path, model = checkpoint
 
     def error(*arguments):

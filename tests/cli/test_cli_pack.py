@@ -10,25 +10,18 @@ import pytest
 from PIL import Image
 
 from helpers import command
+from helpers.pictures import write_classes
 from vitrel.data import Prepare, Shards, decode
 
+tool = command("pack")
 PREPARE = Prepare((8, 8), (0.0,) * 3, (1.0,) * 3)
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return command("pack")
 
 
 @pytest.fixture
 def source(tmp_path):
-    rng = np.random.default_rng(0)
     for split, count in (("train", 9), ("val", 3)):
-        for name in ("cat", "dog"):
-            (tmp_path / "in" / split / name).mkdir(parents=True)
-            for i in range(count):
-                image = Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
-                image.save(tmp_path / "in" / split / name / f"{i}.{'png' if i % 2 else 'JPEG'}")
+        files = [f"{i}.{'png' if i % 2 else 'JPEG'}" for i in range(count)]
+        write_classes(tmp_path / "in" / split, ["cat", "dog"], files, (40, 60))
     return tmp_path / "in"
 
 
@@ -37,7 +30,7 @@ def members(path):
         return {member.name: tar.extractfile(member).read() for member in tar}
 
 
-def test_original_bytes_are_kept_and_the_index_is_right(tool, source, tmp_path, capsys):
+def test_original_bytes_are_kept_and_the_index_is_right(source, tmp_path, capsys):
     out = tmp_path / "out"
     tool.main([str(source), str(out), "--images-per-shard", "7"])
     assert "train: 18 images in 3 shards" in capsys.readouterr().out
@@ -61,7 +54,7 @@ def test_original_bytes_are_kept_and_the_index_is_right(tool, source, tmp_path, 
             assert packed[name.split(".")[0] + ".cls"] == str(label).encode()
 
 
-def test_the_same_seed_writes_the_same_bytes(tool, source, tmp_path):
+def test_the_same_seed_writes_the_same_bytes(source, tmp_path):
     def checksums(out, *options):
         tool.main([str(source), str(tmp_path / out), *options])
         index = json.loads((tmp_path / out / "index.json").read_text())
@@ -71,14 +64,14 @@ def test_the_same_seed_writes_the_same_bytes(tool, source, tmp_path):
     assert first == checksums("b", "--workers", "2") != checksums("c", "--seed", "1")
 
 
-def test_shards_end_by_size_and_splits_can_be_chosen(tool, source, tmp_path):
+def test_shards_end_by_size_and_splits_can_be_chosen(source, tmp_path):
     tool.main([str(source), str(tmp_path / "out"), "--shard-size", "20KB", "--splits", "train"])
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert list(index["splits"]) == ["train"] and len(index["splits"]["train"]["shards"]) > 2
     assert not (tmp_path / "out" / "val").exists()
 
 
-def test_resizing(tool, source, tmp_path):
+def test_resizing(source, tmp_path):
     Image.new("RGB", (30, 20), (10, 200, 30)).save(source / "train" / "cat" / "small.png")
     tool.main([str(source), str(tmp_path / "out"), "--resize", "24", "--splits", "train"])
     packed = members(tmp_path / "out" / "train" / "00000.tar")
@@ -87,7 +80,7 @@ def test_resizing(tool, source, tmp_path):
     assert sum(name.endswith("png") for name in packed) == 1  # the small one, as it was
 
 
-def test_unreadable_images_are_all_named_and_no_index_is_left(tool, source, tmp_path):
+def test_unreadable_images_are_all_named_and_no_index_is_left(source, tmp_path):
     (source / "train" / "cat" / "0.JPEG").write_bytes(b"<html>")
     (source / "val" / "dog" / "1.png").write_bytes(b"")
     out = tmp_path / "out"
@@ -106,7 +99,7 @@ def test_unreadable_images_are_all_named_and_no_index_is_left(tool, source, tmp_
     assert len(Shards(tmp_path / "unchecked", "train", PREPARE)) == 18
 
 
-def test_every_kind_is_packed_as_it_is_and_what_is_left_out_is_told(tool, source, tmp_path):
+def test_every_kind_is_packed_as_it_is_and_what_is_left_out_is_told(source, tmp_path):
     colours = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(4, 8, 3))
     for kind in ("gif", "bmp", "webp"):
         colours.save(source / "train" / "cat" / f"x.{kind}")
@@ -120,7 +113,7 @@ def test_every_kind_is_packed_as_it_is_and_what_is_left_out_is_told(tool, source
     assert {"gif", "bmp", "webp"} < {name.split(".")[1] for name in packed}
 
 
-def test_links_to_folders_are_followed_where_asked(tool, source, tmp_path):
+def test_links_to_folders_are_followed_where_asked(source, tmp_path):
     (source / "val" / "dog" / "up").symlink_to("..")
     Image.new("RGB", (30, 20)).save(tmp_path / "more.png")
     (source / "val" / "dog" / "more").symlink_to(tmp_path)
@@ -133,7 +126,7 @@ def test_links_to_folders_are_followed_where_asked(tool, source, tmp_path):
     assert Shards(tmp_path.parent / "followed", "val", PREPARE).class_counts() == [3, 22]
 
 
-def test_what_cannot_be_opened_or_does_not_fit_in_memory_is_named(tool, source, tmp_path, monkeypatch):
+def test_what_cannot_be_opened_or_does_not_fit_in_memory_is_named(source, tmp_path, monkeypatch):
     (source / "val" / "dog" / "a.png").symlink_to("a.png")
     os.mkfifo(source / "val" / "cat" / "b.png")
     for number, options in enumerate(([], ["--no-check"])):
@@ -151,7 +144,7 @@ def test_what_cannot_be_opened_or_does_not_fit_in_memory_is_named(tool, source, 
         tool.main([str(source), str(tmp_path / "small"), "--resize", "8"])
 
 
-def test_a_failure_while_writing_leaves_no_index(tool, source, tmp_path, monkeypatch):
+def test_a_failure_while_writing_leaves_no_index(source, tmp_path, monkeypatch):
     def full(self, sample):
         raise OSError(28, "No space left on device")
 
@@ -161,7 +154,7 @@ def test_a_failure_while_writing_leaves_no_index(tool, source, tmp_path, monkeyp
     assert not list((tmp_path / "out").glob("index*"))
 
 
-def test_verify(tool, source, tmp_path, capsys):
+def test_verify(source, tmp_path, capsys):
     out = tmp_path / "out"
     tool.main([str(source), str(out)])
     tool.main(["--verify", str(out)])
@@ -172,7 +165,7 @@ def test_verify(tool, source, tmp_path, capsys):
         tool.main(["--verify", str(out)])
 
 
-def test_bad_usage_and_bad_folders(tool, source, tmp_path, capsys):
+def test_bad_usage_and_bad_folders(source, tmp_path, capsys):
     for arguments, text in (
         ([str(source)], "give SOURCE and OUT"),
         ([str(source), "o", "--shard-size", "many"], "'many' is not a size: write 100MB"),

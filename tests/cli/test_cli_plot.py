@@ -14,10 +14,7 @@ from vitrel.evaluate.models import trained_model
 from vitrel.inspect.plot import gallery as sheets
 from vitrel.models.vit import ViT
 
-
-@pytest.fixture(scope="module")
-def tool():
-    return command("plot")
+tool = command("plot")
 
 
 @pytest.fixture
@@ -36,7 +33,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.slow
-def test_pictures_of_a_model(tool, small, tmp_path, capsys):
+def test_pictures_of_a_model(small, tmp_path, capsys):
     small("absolute+t5")
     Image.new("RGB", (90, 40), "red").save(tmp_path / "red.png")
     arguments = ["any", "--size", "32x48", "--layers", "1", "--query", "3,4", "--image", str(tmp_path / "red.png")]
@@ -51,7 +48,7 @@ def test_pictures_of_a_model(tool, small, tmp_path, capsys):
             assert picture.format == "PNG" and min(picture.size) > 150
 
 
-def test_scenes_and_what_a_model_does_not_have(tool, small, tmp_path, capsys):
+def test_scenes_and_what_a_model_does_not_have(small, tmp_path, capsys):
     small("none")
     tool.main(["any", "--out", str(tmp_path)])
     out, err = capsys.readouterr()
@@ -60,7 +57,7 @@ def test_scenes_and_what_a_model_does_not_have(tool, small, tmp_path, capsys):
     assert "no overruled.png: content overrides no negative bias" in err
 
 
-def test_images_as_the_model_takes_them(tool, tmp_path):
+def test_images_as_the_model_takes_them(tmp_path):
     Image.new("RGB", (90, 40), (255, 0, 51)).save(tmp_path / "red.png")
     trained = SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3)
     images, shown = plot_command._images(trained, (16, 24), tmp_path / "red.png")
@@ -84,26 +81,26 @@ def test_images_as_the_model_takes_them(tool, tmp_path):
         (["no/such.ckpt", "--gallery"], "no/such.ckpt"),
     ],
 )
-def test_bad_input_ends_with_a_message(tool, arguments, message, tmp_path):
+def test_bad_input_ends_with_a_message(arguments, message, tmp_path):
     with pytest.raises(SystemExit) as stop:
         tool.main([*arguments, "--out", str(tmp_path)])
     assert str(stop.value.code).startswith("error: ") and message in str(stop.value.code)
 
 
-def test_images_of_16_bits_keep_their_grey(tool, tmp_path):
+def test_images_of_16_bits_keep_their_grey(tmp_path):
     Image.fromarray(np.full((40, 60), 128 << 8, np.uint16)).save(tmp_path / "grey.png")
     _, shown = plot_command._images(SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3), (16, 24), tmp_path / "grey.png")
     torch.testing.assert_close(shown, torch.full((1, 3, 16, 24), 128 / 255))
 
 
-def test_the_folder_of_a_run_stands_for_its_last_checkpoint(tool, tmp_path):
+def test_the_folder_of_a_run_stands_for_its_last_checkpoint(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(SystemExit, match=r"error: no checkpoint at .*run/checkpoints/last\.ckpt"):
         tool.main([str(tmp_path / "run"), "--out", str(tmp_path)])
 
 
 @pytest.mark.slow
-def test_a_model_of_timm_is_brought_to_the_size_first(tool, tmp_path, capsys):
+def test_a_model_of_timm_is_brought_to_the_size_first(tmp_path, capsys):
     tool.main(["vit_tiny_patch16_224", "--size", "96x64", "--out", str(tmp_path)])
     assert str(tmp_path / "attention.png") in capsys.readouterr().out
 
@@ -117,14 +114,14 @@ def test_a_model_of_timm_is_brought_to_the_size_first(tool, tmp_path, capsys):
         (["m", "--size", "big"], "'big' is not an image size"),
     ],
 )
-def test_bad_usage(tool, arguments, message, capsys):
+def test_bad_usage(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         tool.main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_gallery_is_made_by_one_command_and_always_alike(tool, tmp_path, capsys):
+def test_the_gallery_is_made_by_one_command_and_always_alike(tmp_path, capsys):
     for folder in ("a", "b"):
         tool.main(["--gallery", "--out", str(tmp_path / folder)])
     first, second = (tmp_path / folder / "gallery.png" for folder in ("a", "b"))

@@ -1,23 +1,22 @@
 import csv
-import itertools
 import json
 import os
 import re
-import runpy
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
-from helpers.runs import at, in_child, status
+from helpers.pictures import write_classes
+from helpers.runs import at, in_child, on_two, status
+from vitrel import cli
 from vitrel.cli.train import expanded
+from vitrel.train import Classifier, command, run
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
@@ -62,15 +61,10 @@ def test_short_options_are_keys_behind_a_recipe(given, recipe, keys):
     assert found == keys
 
 
-def train(*args, before=()):
-    command = [sys.executable, *before, str(ROOT / "tools" / "train.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 def offline(*args, hook=None):
-    """The script in a forked process to which the network is refused, after `hook`; its exit status."""
+    """`vitrel train` in a forked process to which the network is refused, after `hook`; its exit status."""
 
-    def script():
+    def prepare():
         def refuse(*args, **kwargs):
             raise AssertionError(f"the code tried to reach {args[-1]!r}")
 
@@ -78,11 +72,8 @@ def offline(*args, hook=None):
         os.chdir(ROOT)
         if hook is not None:
             hook()
-        sys.argv = [str(ROOT / "tools" / "train.py"), *args]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        raise SystemExit(0)
 
-    return status(in_child([], script))
+    return status(in_child(["train", *args], prepare, cli.main))
 
 
 def test_shapes_from_the_command_line(tmp_path, capfd):
@@ -100,30 +91,13 @@ def test_shapes_from_the_command_line(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_augmentation_does_not_ask_for_the_network_either(tmp_path):
-    rng = np.random.default_rng(0)
-    for split, label in itertools.product(("train", "val"), "ab"):
-        (tmp_path / split / label).mkdir(parents=True)
-        for i in range(8):
-            Image.fromarray(rng.integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / split / label / f"{i}.png")
+    for split in ("train", "val"):
+        write_classes(tmp_path / split, "ab", [f"{i}.png" for i in range(8)], (32, 32))
     folder = [f"--data.data={tmp_path}", "--data.augment={}", "--data.size=32", "--data.n_train=16", "--data.n_val=8"]
     assert offline(*SHORT, *folder, f"--trainer.default_root_dir={tmp_path / 'run'}") == 0
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
-HOOKED = """
-import os, runpy, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from vitrel.train import Classifier
-batches, original = [], Classifier.on_train_batch_start
-def hook(self, *args):
-    batches.append(0)
-    if len(batches) == 6:
-        ACTION
-    return original(self, *args)
-Classifier.on_train_batch_start = hook
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 LONGER = ["--trainer.max_epochs=4", "--run.save_every=1"]
 
 
@@ -140,39 +114,48 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path, capfd):
     assert f"saved {tmp_path}/checkpoints/last.ckpt (update 6); resume with: vitrel train " in line
     words = shlex.split(line.partition("resume with: ")[2])
     assert words[-2:] == ["--ckpt_path", "auto"] and sum("ckpt_path" in word for word in words) == 1
-    again = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT)
-    assert again.returncode == 0, again.stderr
+    assert offline(*words[2:]) == 0
     found = json.loads((tmp_path / "summary.json").read_text())
     assert (found["status"], found["resumed"], found["updates"]) == ("finished", 1, 8)
 
 
-INTERRUPTED_IMPORT = """
-import builtins, sys
-original = builtins.__import__
-def interrupted(name, *args, **how):
-    if name == "vitrel.train":
+def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vitrel.train", Interrupting("vitrel.train"))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *SHORT, f"--trainer.default_root_dir={tmp_path}"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 130 and len(error.splitlines()) == 1 and "ctrl-c" in error
+
+
+class Interrupting(ModuleType):
+    """A module during whose import ctrl-c is pressed."""
+
+    def __getattr__(self, name):
         raise KeyboardInterrupt
-    return original(name, *args, **how)
-builtins.__import__ = interrupted
-sys.argv = ["vitrel", "train", *sys.argv[2:]]
-from vitrel.cli import main
-main()
-"""
-
-
-def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path):
-    done = train(*SHORT, f"--trainer.default_root_dir={tmp_path}", before=("-c", INTERRUPTED_IMPORT))
-    assert done.returncode == 130 and len(done.stderr.splitlines()) == 1 and "ctrl-c" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
+def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path, capfd):
     """Where Lightning has started it, which would kill the others too, and say nothing."""
-    kill = HOOKED.replace("ACTION", "self.trainer.strategy.launcher.procs[0].kill()")
-    two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4"]
-    done = train(*SHORT, *LONGER, *two, f"--trainer.default_root_dir={tmp_path}", before=("-c", kill))
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    program, two = tmp_path / "vitrel", ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch_size=4"]
+    program.write_text("from vitrel.cli import main\nmain()\n")
+    arguments = ["train", *SHORT, *LONGER, *two, f"--trainer.default_root_dir={tmp_path}"]
+
+    def hook():
+        original, batches = Classifier.on_train_batch_start, []
+
+        def patched(self, *args):
+            batches.append(0)
+            if len(batches) == 6:
+                self.trainer.strategy.launcher.procs[0].kill()
+            return original(self, *args)
+
+        Classifier.on_train_batch_start = patched
+        sys.argv = [str(program), *arguments]  # which Lightning runs for the other rank
+        sys.modules["__main__"].__spec__ = None
+
+    assert status(in_child(arguments, hook, cli.main)) == 1
+    [line] = capfd.readouterr().err.splitlines()
     assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", line)
     assert f"the last checkpoint is {tmp_path}/checkpoints/last.ckpt (update " in line and line.endswith("--ckpt_path auto")
 
@@ -188,8 +171,6 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
     ],
 )
 def test_more_devices_than_there_are_is_one_line(tmp_path, extra, text):
-    from vitrel.train import run
-
     with pytest.raises(ValueError, match=text) as said:
         run(["fit", *SHORT, *extra, f"--trainer.default_root_dir={tmp_path}"])
     assert "\n" not in str(said.value)
@@ -202,8 +183,6 @@ def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypat
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
     started = []
-    from vitrel.train import command
-
     monkeypatch.setattr(command.TrainCLI, "fit", lambda self, **_: started.append(self.trainer.global_rank))
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -220,14 +199,13 @@ def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_two_processes_leave_one_folder(tmp_path):
-    """Started by torchrun; those that Lightning starts are above."""
-    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+def test_two_processes_leave_one_folder(tmp_path, capfd):
+    """Started as by torchrun; those that Lightning starts are above."""
     two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=2", "--run.predictions=4"]
-    done = train(*SHORT, *two, f"--trainer.default_root_dir={tmp_path}", before=before)
-    assert done.returncode == 0, done.stderr
-    assert "sync_dist" not in done.stderr
-    assert [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
+    assert on_two(["train", *SHORT, *two, f"--trainer.default_root_dir={tmp_path}"], main=cli.main) == [0, 0]
+    said = capfd.readouterr()
+    assert "sync_dist" not in said.err
+    assert [line.split("  ")[0] for line in said.out.splitlines() if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
     names = {"checkpoints", "config.yaml", "curves.png", "metrics.csv", "predictions.png", "summary.json", "tensorboard"}
     assert {path.name for path in tmp_path.iterdir()} == names
     found = json.loads((tmp_path / "summary.json").read_text())
@@ -259,8 +237,6 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
     ],
 )
 def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
-    from vitrel.train import run
-
     config = {"model": {"model": "vitrel_vit_n8_none"}, "data": {"data": "shapes", "size": 64}, "trainer": {"max_epochs": 1}}
     for key, value in change.items():
         config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
@@ -274,8 +250,6 @@ def test_unknown_keys_and_values_are_refused(tmp_path, change, text, capsys):
 
 
 def test_abbreviated_options_are_refused(capsys):
-    from vitrel.train import run
-
     with pytest.raises(SystemExit) as stopped:
         run(["fit", *SHORT, "--trainer.max_epoch=3"])
     assert stopped.value.code == 2
@@ -287,8 +261,6 @@ TRAINING = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "trainer
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_example_configs_parse(path, capsys):
-    from vitrel.train import run
-
     with pytest.raises(SystemExit) as stopped:
         run(["fit", "--config", str(path), "--print_config"])
     assert stopped.value.code == 0 and path.read_text().startswith("#")

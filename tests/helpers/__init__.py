@@ -25,7 +25,7 @@ def golden(key: str) -> dict:
 
 
 def script(path: str) -> ModuleType:
-    """Import a file outside the package, e.g. "tools/compare.py"."""
+    """Import a file outside the package, e.g. ".ci/matrix.py"."""
     spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

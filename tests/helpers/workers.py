@@ -2,6 +2,7 @@
 
 import importlib
 
+from tools.benchmark.samples import read_rows
 from tools.benchmark.worker import WorkerFailed
 
 
@@ -66,3 +67,9 @@ class Here:
             return work()
         except Exception as error:
             raise WorkerFailed(f"{type(error).__name__}: {error}") from error
+
+
+def by_contender(engine, kind, case=None):
+    """Return {contender: row} of the rows of a kind that an engine has written, or only those of a case."""
+    rows = (row for row in read_rows(engine.samples.path) if row["kind"] == kind)
+    return {row["contender"]: row for row in rows if case is None or row["case"] == case.name}

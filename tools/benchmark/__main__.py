@@ -26,7 +26,7 @@ import torch
 from tools.benchmark.attention import kernel_cases, ops_cases
 from tools.benchmark.engine import Case, Engine
 from tools.benchmark.model_cases import model_cases, resolution_cases
-from tools.benchmark.samples import ROOT, Samples, machine, read_rows, stamp
+from tools.benchmark.samples import ROOT, Samples, machine, read_rows
 from tools.benchmark.shares import share_cases
 from tools.benchmark.tables import Page, attention_page, model_page, resolution_page, share_page, write
 
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.table and not path.exists():
         parser.error(f"{path} is not there: measure first, without --table")
     if not args.table:
-        samples = Samples(path, stamp(ran_on), {name: ran_on[name] for name in ("cpu", "python", "commit")})
+        samples = Samples(path, ran_on)
         samples.add("machine", **ran_on, how=suite.how + _TIMES[device.type])
         cases = suite.cases(device.type == "cuda", args.quick)
         until = time.time() + args.seconds

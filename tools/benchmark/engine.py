@@ -117,7 +117,11 @@ class Engine:
 
     def measure(self, case: Case, until: float = float("inf")) -> bool:
         """Check and time the contenders of a case, together or one by one. Returns False if `until` came first."""
-        contenders = [contender for contender in case.contenders if not any(map(self._ended, case.keys(contender)))]
+        contenders = [
+            contender
+            for contender in case.contenders
+            if not any(self.samples.has(kind, **key) for key in case.keys(contender) for kind in ENDS)
+        ]
         missing = [
             contender for contender in contenders if not all(self.samples.has(case.kind, **key) for key in case.keys(contender))
         ]
@@ -141,8 +145,7 @@ class Engine:
         """Return whether a contender may be measured: it failed at no smaller case and passed `before`; else write a row."""
         key = case.keys(contender)[0]
         for smaller in case.after:
-            if self.samples.has("failed", **key | {"case": smaller}):
-                text = self.samples.find("failed", **key | {"case": smaller})["text"]
+            if text := self.samples.reason("failed", **key | {"case": smaller}):
                 reason = text if text.startswith("not tried: ") else f"not tried: at {smaller}, {text}"
                 self.samples.add("failed", **key, text=reason)
                 return False
@@ -152,10 +155,8 @@ class Engine:
         self.measure(gate)
         gate_key = {"case": gate.name, "mode": gate.visits[0].mode, "contender": name}
         if not self.samples.has(gate.kind, **gate_key):
-            reason = next(
-                (self.samples.find(kind, **gate_key)["text"] for kind in ENDS if self.samples.has(kind, **gate_key)), ""
-            )
-            self.samples.add("wrong", **key, text=f"at the gate: {reason or 'no reason given'}")
+            reason = self.samples.reason(*ENDS, **gate_key) or "no reason given"
+            self.samples.add("wrong", **key, text=f"at the gate: {reason}")
             return False
         return True
 
@@ -243,9 +244,6 @@ class Engine:
 
     def _process(self, case: Case, args: Arguments, env: dict[str, str]) -> Worker:
         return self.worker(case.build, args | {"device": self.device}, self.threads, env, self.device, case.patience)
-
-    def _ended(self, key: dict[str, str]) -> bool:
-        return any(self.samples.has(kind, **key) for kind in ENDS)
 
     def _failed(self, key: dict[str, str], error: WorkerFailed) -> None:
         text = str(error)

@@ -22,13 +22,14 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from tools.study.pages import fill
+from tools.benchmark.samples import ROOT
+from tools.benchmark.tables import markdown
+from tools.study.pages import fill_pages
 from vitrel.files import atomic_write
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
 
-ROOT = Path(__file__).resolve().parents[2]
-ROWS, PAGE = Path("results/kernel_registers/registers.csv"), Path("docs/performance.md")
+ROWS, PAGE = Path("results/kernel_registers/registers.csv"), "docs/performance.md"
 ARCHITECTURES = (80, 89, 90, 100)
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -160,16 +161,16 @@ def _launch_global(shape: Shape) -> None:
 
 def table(rows: pd.DataFrame) -> str:
     """Return a Markdown table: a line per shape, a column per architecture with the registers of each kernel and any spills."""
-    lines = [f"| | kernels | {' | '.join(f'sm_{n}' for n in ARCHITECTURES)} |", "|---|---|" + "---|" * len(ARCHITECTURES)]
+    body = []
     for shape, of_shape in rows.groupby("shape", sort=False):
-        names = ", ".join(dict.fromkeys(of_shape["kernel"]))
-        cells = []
+        cells = [shape, ", ".join(dict.fromkeys(of_shape["kernel"]))]
         for architecture in ARCHITECTURES:
             found = of_shape[of_shape["architecture"] == architecture]
             spills = [f"{r} (**{s} B**)" if s else str(r) for r, s in zip(found["registers"], found["stack"], strict=True)]
             cells.append(", ".join(spills))
-        lines.append(f"| {shape} | {names} | {' | '.join(cells)} |")
+        body.append(cells)
     versions = "; ".join(f"{name} {', '.join(map(str, rows[name].unique()))}" for name in ("triton", "torch"))
+    lines = markdown(["", "kernels", *(f"sm_{n}" for n in ARCHITECTURES)], "|---|---|" + "---|" * len(ARCHITECTURES), body)
     return "\n".join([f"Computed by the compiler ({versions}), no GPU; registers of a thread, at most 255.", "", *lines])
 
 
@@ -182,9 +183,9 @@ def measure() -> pd.DataFrame:
             with compiling(architecture) as found:
                 launch(shape)
             for kernel in found:
-                row = kernel._asdict() | {"name": kernel.name.strip("_")}
-                del row["assembly"]
-                rows.append({"shape": str(shape), "architecture": architecture, "kernel": row.pop("name"), **row, **versions})
+                row = {"shape": str(shape), "architecture": architecture, "kernel": kernel.name.strip("_")}
+                row |= {name: getattr(kernel, name) for name in ("warps", "registers", "stack", "shared")}
+                rows.append(row | versions)
             print(f"{shape}, sm_{architecture}: {', '.join(f'{k.name} {k.registers}/{k.stack}' for k in found)}", flush=True)
     return pd.DataFrame(rows)
 
@@ -198,8 +199,7 @@ def main() -> None:
         (ROOT / ROWS).parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(ROOT / ROWS) as part:
             rows.to_csv(part, index=False)
-    page = ROOT / PAGE
-    page.write_text(fill(page.read_text("utf-8"), (("registers", table(pd.read_csv(ROOT / ROWS))),)), "utf-8")
+    fill_pages(ROOT, {PAGE: [("registers", table(pd.read_csv(ROOT / ROWS)))]})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tools.benchmark.models import MODELS
 from tools.benchmark.samples import ROOT
 from tools.benchmark.tables import markdown
 from tools.benchmark.traffic import MemoryEfficient, Traffic
-from tools.study.pages import fill
+from tools.study.pages import fill_pages
 from vitrel.files import atomic_write, commit, write_cells
 from vitrel.grid import Grid
 from vitrel.layers import Block
@@ -35,7 +35,7 @@ OURS = {"SDPA": sdpa, "fused": triton_backend}
 METHODS = ("timm without SDPA", "timm with SDPA", *OURS)
 MODES = ("forward", "training")
 VERSIONS = ("torch", "timm", "triton")
-RESULTS, PAGE = ROOT / "results" / "roofline", ROOT / "docs" / "performance.md"
+RESULTS, PAGE = ROOT / "results" / "roofline", "docs/performance.md"
 LEGEND = """Computed, not measured: batch {batch}, bfloat16, PyTorch's operators as in eager mode; timm {timm}, torch \
 {torch}. GB (10^9 bytes) read and written by attention between the linear layers: windows, heads, bias, softmax, products. \
 Every operator and every launch of a Triton kernel reads each element of its inputs and writes each element of its outputs \
@@ -247,8 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     found, versions = load(path)
     with atomic_write(RESULTS / "table.md") as part:
         part.write_text(f"# Memory traffic of attention\n\n{page(found, versions, stages=True)}\n", "utf-8")
-    with atomic_write(PAGE) as part:
-        part.write_text(fill(PAGE.read_text("utf-8"), [("roofline", page(found, versions))]), "utf-8")
+    fill_pages(ROOT, {PAGE: [("roofline", page(found, versions))]})
     print(page(found, versions))
 
 

@@ -15,33 +15,28 @@ from vitrel.machine import driver_version, hardware_name, installed_version, pro
 
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement
-STAMP = (
-    "device",
-    "threads",
-    "torch",
-    "timm",
-    "triton",
-    "interpreter",
-    "code",
-)  # columns that must agree, else a row is measured again
+# columns that must agree, else a row is measured again
+STAMP = ("device", "threads", "torch", "timm", "triton", "interpreter", "code")
+CARRIED = ("cpu", "python", "commit")  # further columns of every row
 ENDS = ("refused", "wrong", "failed")  # kinds of rows that hold a reason instead of times
 
 
 class Samples:
     """The rows of one file. Rows of other code or another machine stay in it, but count as not measured.
 
-    stamp: columns of every row that must agree. carried: further columns of every row.
+    about: the result of `machine`; every row gets its columns CARRIED and STAMP.
     """
 
-    def __init__(self, path: Path, stamp: dict[str, str], carried: dict[str, str] | None = None):
-        self.path, self.stamp, self.carried = path, stamp, carried or {}
+    def __init__(self, path: Path, about: dict[str, str]):
+        self.path, self.carried = path, {name: about[name] for name in (*CARRIED, *STAMP)}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = read_rows(path)
-        self._known = {_key(row) for row in self.rows if all(row.get(name) == value for name, value in stamp.items())}
+        current = (row for row in self.rows if all(row.get(name) == about[name] for name in STAMP))
+        self._known = {_key(row): row for row in current}
 
     def add(self, kind: str, **row: Any) -> None:
         """Append a row and flush it to the disk."""
-        row = {"kind": kind, **row, **self.carried, **self.stamp}
+        row = {"kind": kind, **row, **self.carried}
         with self.path.open("a+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell() and not _ends_line(file):
@@ -50,19 +45,16 @@ class Samples:
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)
-        self._known.add(_key(row))
+        self._known[_key(row)] = row
 
     def has(self, kind: str, **row: Any) -> bool:
         """Return whether the file has this row, measured with this code on this machine."""
         return _key({"kind": kind, **row}) in self._known
 
-    def find(self, kind: str, **row: Any) -> dict[str, Any]:
-        """Return the last such row; KeyError if there is none."""
-        key = _key({"kind": kind, **row})
-        for match in reversed(self.rows):
-            if _key(match) == key and all(match.get(name) == value for name, value in self.stamp.items()):
-                return match
-        raise KeyError(key)
+    def reason(self, *kinds: str, **row: Any) -> str:
+        """Return the text of the row of one of these kinds, "" if there is none."""
+        found = (self._known.get(_key({"kind": kind, **row})) for kind in kinds)
+        return next((match["text"] for match in found if match), "")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -99,11 +91,6 @@ def machine(device: torch.device, commit: str = "", code: Iterable[str] = ()) ->
         "commit": commit or commit_of(ROOT),
         "code": _fingerprint(code),
     }
-
-
-def stamp(about: dict[str, str]) -> dict[str, str]:
-    """Return the part of `machine` that must agree, else a row is measured again."""
-    return {name: about[name] for name in STAMP}
 
 
 def last_run(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

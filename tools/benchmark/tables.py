@@ -6,7 +6,7 @@ A page describes the machine measured last; rows of other machines and of other 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import linear_regression, median, quantiles
 from typing import Any, NamedTuple
 
 from tools.benchmark.attention import MODES
@@ -94,11 +94,17 @@ def by_case(rows: list[Row], kind: str = "time") -> dict[tuple[str, str], Rows]:
     return cases
 
 
+def _by_contender(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    rows_of: dict[str, list[Row]] = {}
+    for row in rows:
+        rows_of.setdefault(row["contender"], []).append(row)
+    return rows_of
+
+
 def fastest(rows: Rows, of: str, begins: str = "", word: str = "") -> Row:
     """Return the row of the fastest contender of a kind with `begins` and `word` in its name; ValueError if none."""
-    return min(
-        (row for name, row in rows.items() if row["of"] == of and name.startswith(begins) and word in name), key=milliseconds
-    )
+    matching = [row for name, row in rows.items() if row["of"] == of and name.startswith(begins) and word in name]
+    return min(matching, key=milliseconds)
 
 
 class Column(NamedTuple):
@@ -214,14 +220,11 @@ def _size_section(rows: list[Row], line: str, folder: Path) -> list[str]:
     measured = [f"{r['call_bytes'] / 1e6:.2f} of {r['asked'] / 1e6:.2f} MB" for r in rows if r["kind"] == "precision"]
     lines += [f"Of a call whose memory is known this measures {', '.join(measured)}."] if measured else []
     for mode in MODES:
-        rows_of: dict[str, list[Row]] = {}
-        for row in sorted((row for row in rows if row["kind"] == "size"), key=lambda row: row["tokens"]):
-            if row["mode"] == mode:
-                rows_of.setdefault(row["contender"], []).append(row)
+        rows_of = _by_contender(row for row in rows if row["kind"] == "size" and row["mode"] == mode)
         if not rows_of:
             continue
-        order = {row["contender"]: None for row in rows if row["kind"] == "size" and row["mode"] == mode}
-        rows_of = {name: rows_of[name] for name in order}
+        for own_rows in rows_of.values():
+            own_rows.sort(key=lambda row: row["tokens"])
         ended = {(row["contender"], row["case"]): row for row in rows if row["kind"] in ENDS and row["mode"] == mode}
         lines += ["", f"### {TITLES[mode].capitalize()}: ms, MB", ""]
         lines += _grid(rows_of, ended, lambda row: f"{_three(milliseconds(row))}, {_three(_call(row))}")
@@ -230,18 +233,9 @@ def _size_section(rows: list[Row], line: str, folder: Path) -> list[str]:
         lines += [f"| grows as | {' | '.join(cells)} |"]
         lines += ["", f"### {TITLES[mode].capitalize()}: seconds of the first call (graphs compiled)", ""]
         lines += _grid(rows_of, ended, lambda row: f"{row['first_call_s']:.2f} ({int(row['compiles'])})")
-        title = f"Global attention, 6 heads of 64, batch 1, {TITLES[mode]}"
+        path, title = folder / f"sizes_{mode}.png", f"Global attention, 6 heads of 64, batch 1, {TITLES[mode]}"
         panels = [("milliseconds", milliseconds), ("MB", _call)]
-        plot(
-            folder / f"sizes_{mode}.png",
-            title,
-            line,
-            rows_of,
-            "tokens N",
-            lambda row: (row["tokens"], row["tokens"]),
-            panels,
-            True,
-        )
+        plot(path, title, line, rows_of, "tokens N", lambda row: (row["tokens"], row["tokens"]), panels, slopes=True)
     return [*lines, *_turns(rows)]
 
 
@@ -252,8 +246,7 @@ def growth(rows: list[Row], value: Callable[[Row], float]) -> float | None:
     ]
     if len(points) < 3:
         return None
-    x, y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+    return linear_regression(*zip(*points, strict=True)).slope
 
 
 def _grid(rows_of: dict[str, list[Row]], ended: dict[tuple[str, str], Row], cell: Callable[[Row], str]) -> list[str]:
@@ -267,10 +260,7 @@ def _grid(rows_of: dict[str, list[Row]], ended: dict[tuple[str, str], Row], cell
 
 
 def _turns(rows: list[Row]) -> list[str]:
-    rows_of: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["kind"] == "turn":
-            rows_of.setdefault(row["contender"], []).append(row)
+    rows_of = _by_contender(row for row in rows if row["kind"] == "turn")
     if not rows_of:
         return []
     sizes = ["x".join(map(str, row["size"])) for row in max(rows_of.values(), key=len)]
@@ -414,12 +404,10 @@ _MODEL_COLUMNS = (
 
 def resolution_page(rows: list[Row], line: str, folder: Path) -> list[str]:
     """Return the page of resolutions, a table per model, and write <model>.png: throughput and memory against size."""
-    cases: dict[str, dict[str, list[Row]]] = {}
-    for (case, _), of in by_case(rows).items():
-        for name, row in of.items():
-            cases.setdefault(case, {}).setdefault(name, []).append(row)
+    found = by_case(rows)
     lines = [_RESOLUTION_LEGEND, ""]
-    for case, of_case in cases.items():
+    for case in dict.fromkeys(case for case, _ in found):
+        of_case = _by_contender(row for (own, _), of in found.items() for row in of.values() if own == case)
         lines += [f"## {case}", "", *_compilations(of_case), *_resolutions(of_case), ""]
         name = "".join(c if c.isalnum() else "_" for c in case.partition(" over")[0].lower())
         panels = [

@@ -102,7 +102,7 @@ def picture(key: str) -> bytes:
                 box = Rectangle(corner, 2 * w + 1, 2 * h + 1, fill=False, edgecolor="white", linestyle="--")
                 axes.add_patch(box)
         row[0].set_ylabel("key row (patches)")
-    panels[1][1].set_xlabel("key column (patches)")
+    panels[1][len(SHOWN) // 2].set_xlabel("key column (patches)")
     what = f"{key}: {_quantity(key)} of the middle patch (+) with every key"
     figure.suptitle(f"{what}, trained on {TRAINED.h}×{TRAINED.w}", fontsize=11)
     file = io.BytesIO()

@@ -16,7 +16,7 @@ Above the training size tables are resampled by `geometric`, `cpb` and `log_deca
 """
 TITLES = {
     "scale": "Trained at 224 px, scale, top-1 of 1,000 classes",
-    "among": "Trained at 224 px, scale, top-1 among the ten classes",
+    "scale_among": "Trained at 224 px, scale, top-1 among the ten classes",
     "policies": "Other policies, scale, top-1 of 1,000 classes",
     "policies_among": "Other policies, scale, top-1 among the ten classes",
     "canvas": "Trained at 224 px, canvas, top-1 of 1,000 classes",

@@ -48,10 +48,7 @@ PROSE = (
     Term(r"\bfor want of\b", "for lack of, because ... is missing"),
     Term(r"\bnone of which\b", "and none of them"),
     Term(r"\b(written|saved|stored|appears?|stays?) whole\b|\bwhole or not at all\b", "atomic, atomically"),
-    Term(
-        r"\b(constants|keys and values|log-sum-exp|bias|angles) (is|are|was|were) kept\b",
-        "cached; for backward: saved",
-    ),
+    Term(r"\b(constants|keys and values|log-sum-exp|bias|angles) (is|are|was|were) kept\b", "cached; for backward: saved"),
     Term(r"\b(is|are|was|were|be|when|while) watched\b", "recorded, captured, traced"),
     Term(r"[:;] elsewhere\b", "otherwise; on other devices, at other sizes"),
     Term(r"\baloud\b", "with an error"),

@@ -1,6 +1,7 @@
 """Plots of top-1 against image side as small multiples: a panel per model, with the same reference in each."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -12,6 +13,15 @@ from vitrel.sizes import parse_size
 
 Curve = tuple[str, str]  # label and policy, "none" for a model without policies
 MODEL, REFERENCE = "#0072B2", "#D55E00"  # Okabe and Ito's blue and vermilion, safe for colour blindness
+
+
+def draw_protocols(tables: Mapping[str, pd.DataFrame], shown: Mapping[Curve, str], title: str, folder: Path, name: str) -> None:
+    """Write folder/name_scale.png and folder/name_canvas.png (`small_multiples`), and print their paths."""
+    for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
+        picture = folder / f"{name}_{protocol}.png"
+        figure = small_multiples(tables, shown, protocol, f"{title}: {protocol}, {what}")
+        figure.savefig(picture, dpi=130, bbox_inches="tight")
+        print(picture)
 
 
 def small_multiples(tables: Mapping[str, pd.DataFrame], shown: Mapping[Curve, str], protocol: str, title: str) -> Figure:

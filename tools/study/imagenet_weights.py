@@ -35,14 +35,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vitrel
-from tools.study.curves import Curve, small_multiples
-from tools.study.pages import Curves, fill_pages, side_of
+from tools.study.curves import Curve, draw_protocols
+from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
 from vitrel.evaluate.metrics import Z95, t_interval
 from vitrel.evaluate.models import Trained
-from vitrel.evaluate.predictions import Predicted, read_predictions
+from vitrel.evaluate.predictions import read_predictions
 from vitrel.evaluate.processes import shared_with
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.report.answers import paired_difference
@@ -53,7 +53,6 @@ from vitrel.exits import reported, terminable
 from vitrel.files import atomic_write
 from vitrel.sizes import format_size
 
-ROOT = Path(__file__).parents[2]
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
 APART = {"imagenette": 300, "flowers": 150}  # photographs for the pilot
@@ -85,7 +84,7 @@ UNTRAINED = {  # the model as it was, and with the table that a student starts w
 SHORT = ("96x96", "224x224", "384x384")  # of README's table
 FOLDERS = ("imagenet", "imagenet_untrained", "imagenet_flowers")
 PAGE = "docs/studies/imagenet_weights.md"
-ON_PAGE = ("scale", "among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
+ON_PAGE = ("scale", "scale_among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
 Cells = Callable[[Curve, str], str]
 FITTED = 64  # photographs to which the table is fitted
 
@@ -106,10 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
     add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
     add("--jobs", type=int, default=1, help="processes that share the images")
-    add = commands.add_parser("pages", help="write the study's page from the results").add_argument
-    add("--results", type=Path, default=ROOT / "results" / "study")
-    add("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
-    add("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    pages = commands.add_parser("pages", help="write the study's page from the results")
+    add_page_arguments(pages, ROOT / "results" / "study")
     args = parser.parse_args(argv)
     with reported("the same command goes on"), terminable():
         if args.command == "prepare":
@@ -271,7 +268,7 @@ class Evaluated:
         shared = [seed for seed in ends[0] if all(seed in rows for rows in ends)]
         by_seed = []
         for seed in shared:
-            predicted = [self._predicted(rows[seed]) for rows in ends]
+            predicted = [self.predictions.rows[line_key(rows[seed])] for rows in ends]
             right = [(one.right_among if column == "top1_among" else one.right).astype(float) for one in predicted]
             by_seed.append(100 * (right[0] - right[1] - right[2] + right[3]))
         values = np.mean(by_seed, axis=0)  # [n]
@@ -280,9 +277,6 @@ class Evaluated:
             low, high = t_interval([float(one.mean()) for one in by_seed])
             half = (half**2 + ((high - low) / 2) ** 2) ** 0.5
         return f"{values.mean():+.1f} ±{half:.1f}"
-
-    def _predicted(self, row: Row) -> Predicted:
-        return self.predictions.rows[line_key(row)]
 
 
 def table_of(cells: Cells, shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
@@ -299,33 +293,27 @@ def study_tables(results: Path) -> dict[str, str]:
     several_others = {curve: name for curve, name in SEVERAL.items() if curve != CONTROL_SEVERAL}
     away = [size for size in SIZES if size != imagenet.trained]
 
-    def top1(protocol: str, column: str = "top1") -> Cells:
+    def top1(protocol: str, column: str) -> Cells:
         return lambda curve, size: (untrained if curve in UNTRAINED else imagenet).cell(curve, size, protocol, column)
 
-    def ahead(control: Curve, column: str = "top1") -> Cells:
+    def ahead(control: Curve, column: str) -> Cells:
         return lambda curve, size: imagenet.ahead(curve, control, size, "scale", column)
 
     def kept(column: str) -> Cells:
         return lambda curve, size: imagenet.kept(curve, CONTROL, size, "scale", column)
 
-    shown: dict[str, tuple[Cells, Mapping[Curve, str], Sequence[str]]] = {
-        "scale": (top1("scale"), everything, SIZES),
-        "among": (top1("scale", "top1_among"), everything, SIZES),
-        "policies": (top1("scale"), POLICIES, SIZES),
-        "policies_among": (top1("scale", "top1_among"), POLICIES, SIZES),
-        "canvas": (top1("canvas"), everything, SIZES[:-1]),
-        "canvas_among": (top1("canvas", "top1_among"), everything, SIZES[:-1]),
-        "ahead": (ahead(CONTROL), fixed_others, SIZES),
-        "ahead_among": (ahead(CONTROL, "top1_among"), fixed_others, SIZES),
-        "kept": (kept("top1"), fixed_others, away),
-        "kept_among": (kept("top1_among"), fixed_others, away),
-        "several": (top1("scale"), SEVERAL, SIZES),
-        "several_among": (top1("scale", "top1_among"), SEVERAL, SIZES),
-        "several_canvas": (top1("canvas"), SEVERAL, SIZES[:-1]),
-        "several_canvas_among": (top1("canvas", "top1_among"), SEVERAL, SIZES[:-1]),
-        "several_ahead": (ahead(CONTROL_SEVERAL), several_others, SIZES),
-        "several_ahead_among": (ahead(CONTROL_SEVERAL, "top1_among"), several_others, SIZES),
-    }
+    shown: dict[str, tuple[Cells, Mapping[Curve, str], Sequence[str]]] = {}
+    for column, among in (("top1", ""), ("top1_among", "_among")):
+        shown |= {
+            f"scale{among}": (top1("scale", column), everything, SIZES),
+            f"policies{among}": (top1("scale", column), POLICIES, SIZES),
+            f"canvas{among}": (top1("canvas", column), everything, SIZES[:-1]),
+            f"ahead{among}": (ahead(CONTROL, column), fixed_others, SIZES),
+            f"kept{among}": (kept(column), fixed_others, away),
+            f"several{among}": (top1("scale", column), SEVERAL, SIZES),
+            f"several_canvas{among}": (top1("canvas", column), SEVERAL, SIZES[:-1]),
+            f"several_ahead{among}": (ahead(CONTROL_SEVERAL, column), several_others, SIZES),
+        }
     found = {name: table_of(cells, curves, sizes, imagenet.trained) for name, (cells, curves, sizes) in shown.items()}
     flower_sizes = [format_size(size) for size in FLOWER_SIZES]
     both = FIXED | {curve: f"{name}, several sizes" for curve, name in SEVERAL.items()}
@@ -359,10 +347,8 @@ def write_pages(results: Path, root: Path, check: bool = False) -> None:
         "trained at 224 px": table[~is_several],
         "at 128 to 288 px": table[is_several].assign(label=table["label"].str.removesuffix("-sizes")),
     }
-    for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-        title = f"ImageNet weights, used at other sizes: {protocol}, {what}"
-        figure = small_multiples(recipes, {CONTROL: FIXED[CONTROL]} | FIXED, protocol, title)
-        figure.savefig(root / "docs" / "images" / f"imagenet_weights_{protocol}.png", dpi=130, bbox_inches="tight")
+    shown = {CONTROL: FIXED[CONTROL]} | FIXED
+    draw_protocols(recipes, shown, "ImageNet weights, used at other sizes", root / "docs" / "images", "imagenet_weights")
 
 
 if __name__ == "__main__":

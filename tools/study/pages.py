@@ -1,5 +1,6 @@
 """What the pages of the studies share: tables between their marks in a page, the rows of a curve, sides as text."""
 
+import argparse
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,15 @@ import pandas as pd
 
 from tools.study.curves import Curve
 from vitrel.evaluate.results import curves
+
+ROOT = Path(__file__).parents[2]
+
+
+def add_page_arguments(parser: argparse.ArgumentParser, results: Path) -> None:
+    """Add --check, --results with a default, and --root."""
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    parser.add_argument("--results", type=Path, default=results, help="folder of the results")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
 
 
 def fill(text: str, tables: Iterable[tuple[str, str]]) -> str:
@@ -24,7 +34,7 @@ def fill(text: str, tables: Iterable[tuple[str, str]]) -> str:
     return text
 
 
-def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], command: str, check: bool) -> None:
+def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], command: str = "", check: bool = False) -> None:
     """Write (name, table) of every page, a path in `root`, between their marks.
 
     With `check`, write nothing, and exit with a message that names `command` if a page is out of date.

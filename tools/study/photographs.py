@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from tools.study.curves import Curve, small_multiples
-from tools.study.pages import Curves, fill_pages, side_of
+from tools.study.curves import Curve, draw_protocols
+from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.report import accuracy_tables, markdown
 from vitrel.evaluate.results import aggregate, read_csv
 
-ROOT = Path(__file__).parents[2]
 DATA = ("imagenette224", "flowers256")
 CURVES = {  # of the headline; the tables have all
     ("absolute", "bicubic"): "absolute, interpolated",
@@ -110,9 +109,7 @@ def _where(trained: set[str], size: str, protocol: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "study", help="folder with a folder per data set")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
+    add_page_arguments(parser, ROOT / "results" / "study")
     args = parser.parse_args(argv)
     try:
         tables = [
@@ -122,10 +119,8 @@ def main(argv: list[str] | None = None) -> None:
         fill_pages(args.root, {"docs/studies/photographs.md": tables}, "python -m tools.study.photographs", args.check)
         if not args.check:
             drawn = {name: _table(args.results / name) for name in DATA}
-            for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-                title = f"Nano models trained at 64 px on photographs, used at other sizes: {protocol}, {what}"
-                figure = small_multiples(drawn, DRAWN, protocol, title)
-                figure.savefig(args.root / "docs" / "images" / f"photographs_{protocol}.png", dpi=130, bbox_inches="tight")
+            title = "Nano models trained at 64 px on photographs, used at other sizes"
+            draw_protocols(drawn, DRAWN, title, args.root / "docs" / "images", "photographs")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -15,16 +15,14 @@ import timm
 import torch
 from torch import nn
 
-from tools.benchmark.tables import milliseconds, ratio
+from tools.benchmark.tables import markdown, milliseconds, ratio
 from tools.benchmark.worker import Stopwatch
-from tools.study.curves import small_multiples
-from tools.study.pages import fill_pages
+from tools.study.curves import draw_protocols
+from tools.study.pages import ROOT, add_page_arguments, fill_pages
 from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row
 from vitrel.files import atomic_write
 from vitrel.position import POSITIONS
-
-ROOT = Path(__file__).parents[2]
 
 TRAINED, LARGER = 224, 448  # pixels
 _MODES = (("forward", TRAINED, 4), ("training", TRAINED, 4), ("forward", LARGER, 1))  # (mode, image side, batch)
@@ -94,15 +92,13 @@ def _run(model: nn.Module, image: torch.Tensor, mode: str) -> Callable[[], None]
 def cost_table(costs: Sequence[Row]) -> str:
     """Return a Markdown table: each encoding's parameters in ViT-S/16, its terms, and its time over the model without one."""
     measured = {(row["key"], row["mode"], int(row["img_size"])): float(row["ratio"]) for row in costs}
-    lines = [
-        "| key | values in ViT-S/16 | what attention is given | forward 224 | training 224 | forward 448 |",
-        "|---|---|---|---|---|---|",
-    ]
+    body = []
     for key in POSITIONS:
         times = (measured.get((key, mode, side)) for mode, side, _ in _MODES)
         cells = ["" if found is None else f"{found:.2f}" for found in times]
-        lines.append(f"| `{key}` | {' | '.join((*_given(key), *cells))} |")
-    return "\n".join(lines)
+        body.append([f"`{key}`", *_given(key), *cells])
+    head = ("key", "values in ViT-S/16", "what attention is given", "forward 224", "training 224", "forward 448")
+    return "\n".join(markdown(head, "|---|---|---|---|---|---|", body))
 
 
 def _given(key: str) -> tuple[str, str]:
@@ -135,14 +131,15 @@ def evidence_table(results: Path, size: str = "128x128") -> str:
     found: dict[tuple[str, str], Row] = {}
     for row in table[table["img_size"] == size].to_dict("records"):
         found.setdefault((row["label"], row["policy"]), {})[row["protocol"]] = row
-    lines = ["| model, policy | resampled | trained size | `canvas` | `scale` |", "|---|---|---|---|---|"]
+    body = []
     best = sorted(found.items(), key=lambda item: -_top1(item[1], "canvas"))
     for (label, policy), rows in best:
         cells = [f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}" if row else "" for row in map(rows.get, _PROTOCOLS)]
         name = label if policy == "none" else f"{label}, {policy}"
         resampled = next(iter(rows.values()))["resized"]
-        lines.append(f"| {name} | {resampled} | {trained[label]:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        body.append([name, resampled, f"{trained[label]:.1f}", *cells])
+    head = ("model, policy", "resampled", "trained size", "`canvas`", "`scale`")
+    return "\n".join(markdown(head, "|---|---|---|---|---|", body))
 
 
 def _top1(rows: dict[str, Row], protocol: str) -> float:
@@ -160,9 +157,7 @@ def main() -> None:
     """Run the command line; exit with a message and status 1 on bad input, 2 on bad usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure the costs again, into results/encoding_cost/costs.csv")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the results")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
+    add_page_arguments(parser, ROOT / "results")
     args = parser.parse_args()
     try:
         _write(args)
@@ -183,11 +178,8 @@ def _write(args: argparse.Namespace) -> None:
     fill_pages(args.root, pages, "python -m tools.study.which_encoding", args.check)
     if not args.check:
         rows = {"built-in scenes": aggregate(read_csv(study))}
-        for protocol, what in (("scale", "objects grow with the image"), ("canvas", "objects keep their pixels")):
-            title = f"Nano models trained at 64 px, used at other sizes: {protocol}, {what}"
-            picture = args.root / "docs" / "images" / f"scenes_{protocol}.png"
-            small_multiples(rows, DRAWN, protocol, title).savefig(picture, dpi=130, bbox_inches="tight")
-            print(picture)
+        title = "Nano models trained at 64 px, used at other sizes"
+        draw_protocols(rows, DRAWN, title, args.root / "docs" / "images", "scenes")
 
 
 if __name__ == "__main__":

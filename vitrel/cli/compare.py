@@ -39,13 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(sorted(packaged()))
     add = parser.add_argument
     add("config", type=Path, help=f"a YAML file, or the name of a packaged configuration: {names}")
-    add(
-        "--out",
-        "-o",
-        type=Path,
-        default=Path("runs"),
-        help="folder in which the comparison's folder is made; default runs",
-    )
+    into = "folder in which the comparison's folder is made; default %(default)s"
+    add("--out", "-o", type=Path, default=Path("runs"), help=into)
     add("--jobs", type=count, help="models trained at a time, and processes of the evaluation; default 1, on a CPU its cores")
     add("--data", help="use only the data set of this name; a path also gives its folder")
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures and no report.html")

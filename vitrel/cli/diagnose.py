@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from vitrel.cli.options import add_sizes, write_json
+from vitrel.cli.options import add_json, add_sizes, check_folders, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,15 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("models", nargs="+", metavar="MODEL", help="names of timm.create_model, vitrel's models included")
     add_sizes(parser, "image sizes", required=True)
     add("--compile", action="store_true", help="count the graphs that torch.compile makes over the sizes (slower)")
-    add("--json", metavar="FILE", help='write the results as JSON, a list with one entry per model; "-" prints only that')
+    add_json(parser, "write the results, a list with one entry per model,")
     add("--plot", type=Path, metavar="FILE", help="plot the tokens that see the opposite border, as PNG")
 
 
 def run(args: argparse.Namespace) -> None:
     """Diagnose one model after another and print the results."""
-    for file in filter(None, (args.plot, None if args.json in (None, "-") else Path(args.json))):
-        if not file.parent.is_dir():
-            raise FileNotFoundError(f"no folder {file.parent} for {file.name}: create it first")
+    check_folders(args.plot, args.json)
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.inspect.diagnose import diagnose
     from vitrel.models.create import check_model_name
@@ -36,9 +34,7 @@ def run(args: argparse.Namespace) -> None:
         check_model_name(name, allow_sources=True)
     diagnoses = []
     for name in args.models:
-        diagnoses.append(
-            diagnose(name, args.size, compile=args.compile, progress=lambda step: print(step, file=sys.stderr, flush=True))
-        )
+        diagnoses.append(diagnose(name, args.size, compile=args.compile, progress=_print_step))
         if args.json != "-":
             print(diagnoses[-1], end="\n\n", flush=True)
     if args.json:
@@ -48,3 +44,7 @@ def run(args: argparse.Namespace) -> None:
 
         plot.leak(diagnoses).savefig(args.plot, dpi=110)
         print(f"written to {args.plot}", file=sys.stderr)
+
+
+def _print_step(step: str) -> None:
+    print(step, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from vitrel.cli.options import write_json
+from vitrel.cli.options import add_json, write_json
 from vitrel.extras import EXTRAS, absent
 from vitrel.files import shown
 from vitrel.machine import installed_version, processor_name
@@ -31,7 +31,7 @@ GRID, WINDOW, HEADS, DIM = (14, 14), 7, 6, 64  # of ViT-S/16 at 224 px, in Swin'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel doctor`."""
-    parser.add_argument("--json", metavar="FILE", help='write the information as JSON; "-" prints only that')
+    add_json(parser, "write the information")
     parser.add_argument("--gpu", action="store_true", help="tune, benchmark and train on a GPU, and pack the results")
     parser.add_argument("--quick", action="store_true", help="with --gpu, a small form of every step, also on a CPU")
     parser.add_argument("--device", help="with --gpu: cuda, cuda:1, or cpu with --quick; default the first GPU")

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
 
 GO_ON = "the same command resumes from here"
+OF_SWEEP = (  # options that are arguments of `Sweep` as they are
+    "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "crop_pct", "translations",
+    "attention_n", "border_leak", "compile", "optimize",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, "the sizes to evaluate at", required=True, budgets=True)
     add = parser.add_argument
     add("--data", required=True, help='"shapes", a folder with val/<class>/, a folder of shards, or <set>:<root>')
-    add(
-        "--out",
-        "-o",
-        type=Path,
-        default=Path("runs/evaluate"),
-        help="output folder; default %(default)s; existing rows are kept",
-    )
+    kept = "output folder; default %(default)s; existing rows are kept"
+    add("--out", "-o", type=Path, default=Path("runs/evaluate"), help=kept)
     add("--protocols", nargs="+",
         help="scale (objects grow), canvas (objects keep their size in pixels), native (whole images at their own aspect "
         "ratios, with at most the patch tokens of a size); default scale canvas")  # fmt: skip
@@ -103,35 +102,12 @@ def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep
 
-    sweep = Sweep(
-        data=args.data,
-        sizes=tuple(args.size),
-        protocols=tuple(args.protocols or DEFAULT_PROTOCOLS),
-        policies=tuple(args.policies) if args.policies else None,
-        n=args.n,
-        data_seed=args.data_seed,
-        batch_size=args.batch_size,
-        workers=args.workers,
-        device=args.device,
-        dtype=args.dtype,
-        on_bad_image=args.on_bad_image,
-        follow_links=args.follow_links,
-        crop_pct=args.crop_pct,
-        translations=args.translations,
-        attention_n=args.attention_n,
-        border_leak=args.border_leak,
-        compile=args.compile,
-        optimize=args.optimize,
-    )
-    preprocessing = {"mean": args.mean, "std": args.std, "interpolation": args.interpolation}
-    models = _labelled(
-        open_models(
-            args,
-            preprocessing={name: value for name, value in preprocessing.items() if value is not None},
-            outputs=None if args.class_indices is None else read_class_indices(args.class_indices),
-            restrict=args.restrict,
-        )
-    )
+    sizes, protocols = tuple(args.size), tuple(args.protocols or DEFAULT_PROTOCOLS)
+    policies = tuple(args.policies) if args.policies else None
+    sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})
+    preprocessing = {name: getattr(args, name) for name in ("mean", "std", "interpolation") if getattr(args, name) is not None}
+    outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
+    models = _labelled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
     if args.dry_run:
         text = describe_tasks(models, sweep, args.out, args.replace)
         print(text if rank_and_world()[0] == 0 else "", end="")

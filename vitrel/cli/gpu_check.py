@@ -41,7 +41,8 @@ def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any
     longest = sum(step.seconds for step in steps) / 60
     print(f"{len(steps)} steps, at most {longest:.0f} min; the same command resumes")
     print(f"results and logs are written to {shown(folder)}")
-    settings, states = {"device": device, "quick": quick}, _read_states(folder)
+    settings, stored = {"device": device, "quick": quick}, folder / "steps.json"
+    states = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     if states.get("settings", settings) != settings:
         raise ValueError(f"{shown(folder)} has results with other settings, {states['settings']}: give another --out")
     states["settings"] = settings
@@ -52,7 +53,7 @@ def check_gpu(folder: Path, device: str, quick: bool, information: dict[str, Any
         print(f"{step.name}: at most {step.seconds / 60:.0f} min", flush=True)
         states[step.name] = _run(step, folder)
         print(f"{step.name}: {states[step.name]['state']} after {states[step.name]['seconds']:.0f} s", flush=True)
-        with atomic_write(folder / "steps.json") as path:
+        with atomic_write(stored) as path:
             path.write_text(json.dumps(states, indent=1), encoding="utf-8")
     with atomic_write(folder / "summary.md") as path:
         path.write_text(summary(folder, steps, states, information), encoding="utf-8")
@@ -64,13 +65,8 @@ def steps_of(folder: Path, device: str, quick: bool) -> list[Step]:
     """Return the steps; those of the benchmark only in a checkout of the repository, which has its suites."""
     command = (sys.executable, "-m", "vitrel")
     small = ("vitrel_vit_n8_table", "vitrel_swin_n", "--size", "64") if quick else ()
-    steps = [
-        Step(
-            "tune",
-            420,
-            ((*command, "tune", *small, "--device", device, "--seconds", "360", "--out", str(folder / "profile.json")),),
-        )
-    ]
+    tune = (*command, "tune", *small, "--device", device, "--seconds", "360", "--out", str(folder / "profile.json"))
+    steps = [Step("tune", 420, (tune,))]
     if (CHECKOUT / "tools" / "benchmark").is_dir():
         suites = ("cpu",) if device == "cpu" else ("kernels", "gpu")
         benchmark = (sys.executable, "-m", "tools.benchmark", "--out", str(folder / "benchmark"))
@@ -97,14 +93,8 @@ def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str,
     if quick:
         config["models"] = config["models"][:1] + config["models"][2:3]
         config["train"]["data"] |= {"n_train": 480, "n_val": 48}
-        config["evaluate"] |= {
-            "sizes": [48, 64],
-            "protocols": ["scale"],
-            "policies": ["bicubic"],
-            "n": 48,
-            "batch_size": 48,
-            "attention_n": 2,
-        }
+        config["evaluate"] |= {"sizes": [48, 64], "protocols": ["scale"], "policies": ["bicubic"]}
+        config["evaluate"] |= {"n": 48, "batch_size": 48, "attention_n": 2}
     return config
 
 
@@ -115,16 +105,14 @@ def summary(folder: Path, steps: list[Step], states: dict[str, Any], information
         f"{name} {information['versions'].get(name, 'missing')}" for name in ("vitrel", "torch", "timm", "triton")
     )
     lines = ["# vitrel on this GPU", "", devices, "", versions, "", "| step | result | seconds |", "|---|---|---|"]
-    lines += [f"| {step.name} | {_cell(states[step.name]['state'])} | {states[step.name]['seconds']:.0f} |" for step in steps]
+    for step in steps:
+        state = states[step.name]["state"].replace("|", "\\|")
+        lines.append(f"| {step.name} | {state} | {states[step.name]['seconds']:.0f} |")
     if not any(step.name == "benchmarks" for step in steps):
         lines += ["", "The benchmark was left out: its suites are in the repository, so run this command in a clone of it."]
     if states["comparison"]["state"] == "done":
-        lines += [
-            "",
-            "The quickstart trained on the GPU in bf16 (a) and on the CPU in float32 (b):",
-            "",
-            (folder / "compare.md").read_text("utf-8"),
-        ]
+        lines += ["", "The quickstart trained on the GPU in bf16 (a) and on the CPU in float32 (b):", ""]
+        lines.append((folder / "compare.md").read_text("utf-8"))
     return "\n".join([*lines, ""])
 
 
@@ -169,15 +157,6 @@ def _end(process: subprocess.Popen) -> None:
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
-
-
-def _read_states(folder: Path) -> dict[str, Any]:
-    path = folder / "steps.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _pack(folder: Path) -> Path:

@@ -11,7 +11,7 @@ image of the model's default size.
 import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vitrel.cli.options import add_sizes, write_json
+from vitrel.cli.options import add_json, add_sizes, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,15 +31,11 @@ class Listed(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel list`."""
-    parser.add_argument(
-        "patterns",
-        nargs="*",
-        metavar="PATTERN",
-        help="names with wildcards * and ?; default vitrel's models of sizes s16 and t",
-    )
+    default = "vitrel's models of sizes s16 and t"
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help=f"names with wildcards * and ?; default {default}")
     add_sizes(parser, "image sizes at which to report resampling")
     parser.add_argument("--weights-only", action="store_true", help="only models with public weights")
-    parser.add_argument("--json", metavar="FILE", help="write the list as JSON; - is standard output")
+    add_json(parser, "write the list")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -140,6 +140,18 @@ def mapping(text: str) -> dict[str, Any]:
     return checked(read_mapping)(text)
 
 
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --json FILE, which `write_json` writes; what: the beginning of the help text."""
+    parser.add_argument("--json", metavar="FILE", help=f'{what} as JSON; "-" prints only that')
+
+
+def check_folders(*files: Path | str | None) -> None:
+    """Raise FileNotFoundError, before any work, where the folder of an output file does not exist; None and "-" pass."""
+    for file in files:
+        if file not in (None, "-") and not Path(file).parent.is_dir():
+            raise FileNotFoundError(f"no folder {Path(file).parent} for {Path(file).name}: create it first")
+
+
 def write_json(path: str, content: Any) -> None:
     """Write `content` as JSON into a file, or to standard output for "-"."""
     text = json.dumps(content, indent=1, default=str) + "\n"

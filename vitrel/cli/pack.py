@@ -56,9 +56,8 @@ def run(args: argparse.Namespace) -> None:
     for split, content in index["splits"].items():
         total = sum(shard["bytes"] for shard in content["shards"])
         print(f"{split}: {sum(content['counts'])} images in {len(content['shards'])} shards, {total / 1e6:.1f} MB")
-    print(
-        f"{len(index['classes'])} classes; written to {args.out}: give this folder as data to vitrel train and vitrel evaluate"
-    )
+    then = "give this folder as data to vitrel train and vitrel evaluate"
+    print(f"{len(index['classes'])} classes; written to {args.out}: {then}")
 
 
 def _verify(root: Path) -> None:

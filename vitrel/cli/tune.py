@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from vitrel.cli.options import MODEL, add_sizes, add_weights, count, open_models, write_json
+from vitrel.cli.options import MODEL, add_json, add_sizes, add_weights, check_folders, count, open_models, write_json
 from vitrel.files import shown
 
 GO_ON = "measured cases are in the profile; the same command goes on"
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true", help="measure everything again")
     add("--seconds", type=count, metavar="N", help="start no case after so many seconds; the same command goes on")
     add("--check", action="store_true", help='compare "auto" with the best backend on other shapes; writes no profile')
-    add("--json", metavar="FILE", help='write the measured cases as JSON; "-" prints only that')
+    add_json(parser, "write the measured cases")
     add_weights(parser, many=True, random=True)
 
 
@@ -41,9 +41,7 @@ def run(args: argparse.Namespace) -> None:
         args.usage_error("--check goes with --device and --json only: it measures its own shapes with the profile in use")
     if args.size and not args.models:
         args.usage_error("--size is of a MODEL; without one, usual shapes are measured")
-    for file in filter(None, (args.out, None if args.json in (None, "-") else Path(args.json))):
-        if not file.parent.is_dir():
-            raise FileNotFoundError(f"no folder {file.parent} for {file.name}: create it first")
+    check_folders(args.out, args.json)
     import math
 
     import vitrel.models  # noqa: F401  registers our names with timm

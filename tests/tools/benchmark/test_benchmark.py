@@ -32,13 +32,6 @@ def tool(monkeypatch, tmp_path):
     return lambda *args: benchmark.main([*args, "--out", str(tmp_path)]), given
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Contenders run in this process, whose memory is not limited; test_real_processes is of an engine with its own workers."""
-    monkeypatch.setattr(attention.resource, "setrlimit", lambda *of: None)
-    monkeypatch.setattr(benchmark, "Engine", functools.partial(benchmark.Engine, worker=Here))
-
-
 def test_suite(tool, tmp_path, capsys):
     main, given = tool
     main("--suite", "cpu", "--only", "Swin", "--seconds", "100", "--commit", "abc")
@@ -86,11 +79,11 @@ def test_bad_usage(tool, args, text, capsys, monkeypatch):
 
 @pytest.mark.slow(seconds=15)
 def test_quick_models(tmp_path, capsys, monkeypatch):
-    """Processes, gates and times, for real; of timm's model and of ours, each once. All are in test_benchmark_models.py."""
+    """Processes and times, for real; of timm's model and of ours. All, and gates, are in test_benchmark_models.py."""
     every = model_cases._of_model
 
     def two(*given):
-        return [one for one in every(*given) if one.name in ("timm", "ours, optimized")]
+        return [one._replace(before=None) for one in every(*given) if one.name in ("timm", "ours, optimized")]
 
     monkeypatch.setattr(model_cases, "_of_model", two)
     benchmark.main(["--suite", "cpu", "--quick", "--only", "ViT nano table, 96", "--out", str(tmp_path)])
@@ -109,6 +102,7 @@ def test_quick_kernels(tmp_path, monkeypatch, here):
         return [one for one in methods.methods(*given) if one.name in ("sdpa", "augmented_qk")]
 
     monkeypatch.setattr(attention, "methods", two)
+    monkeypatch.setattr(benchmark, "Engine", functools.partial(benchmark.Engine, worker=Here))
     benchmark.main(["--suite", "kernels", "--quick", "--only", "quick windows", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/kernels-quick/samples.jsonl")
     ended = {row["contender"]: row["kind"] for row in read_rows(path) if row["kind"] != "machine"}

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from helpers.workers import Here
+from helpers.workers import Here, by_contender
 from tools.benchmark import attention
 from tools.benchmark import methods as field
 from tools.benchmark.attention import (
@@ -43,7 +43,7 @@ from tools.benchmark.methods import (
     window_flex,
     window_softmax,
 )
-from tools.benchmark.samples import Samples, machine, read_rows, stamp
+from tools.benchmark.samples import Samples, machine, read_rows
 from tools.benchmark.shapes import CPU_SHAPES, QUICK_SHAPES, SHAPES, Problem, hard_shape, make_problem
 from tools.benchmark.worker import Repeats, Worker
 from vitrel.grid import Grid
@@ -86,19 +86,6 @@ def changed(**changes):
     return run
 
 
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """Workers in this process, whose memory is not limited."""
-    for name in ("wrong", "failing"):
-        monkeypatch.setattr(Here, name, {})
-    monkeypatch.setattr(attention.resource, "setrlimit", lambda *of: None)
-    return Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU, Here)
-
-
-def by_contender(engine, kind):
-    return {row["contender"]: row for row in read_rows(engine.samples.path) if row["kind"] == kind}
-
-
 @pytest.mark.parametrize("shape", QUICK_SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_wrong_table_does_not_pass(shape, dtype):
@@ -110,32 +97,6 @@ def test_a_wrong_table_does_not_pass(shape, dtype):
         assert text(SDPA.function) == ""
         assert "output" in text(changed(**{which: lambda x: x.roll(1, dim)}), exact=False)
         assert "output" in text(changed(**{which: lambda x: 0 * x}), exact=False)
-
-
-def test_a_wrong_gradient_does_not_pass():
-    text = held(small(TABLE))
-    found = text(changed(bias=lambda x: x.detach() + 0.5 * (x - x.detach())))
-    assert found.startswith("error of bias_hw") and "output" not in found
-    assert "bias_hw inf" in text(changed(bias=lambda x: x.detach()))
-
-
-def test_nan_and_small_errors_do_not_pass():
-    text = held(small(TABLE), training=False)
-
-    def worse(by):
-        return lambda *of: SDPA.function(*of) * (1 + by)
-
-    assert "nan" in text(worse(float("nan")))
-    assert text(worse(1e-5)) and not text(worse(0.0))
-    assert not text(worse(1e-5), exact=False)  # may be less exact
-    assert text(worse(1e-3), exact=False)
-
-    def elsewhere(*of):  # one number of one token
-        out = SDPA.function(*of)
-        out[1, 2, 3, 4] += 1e-3
-        return out
-
-    assert "largest of output" in text(elsewhere, exact=False)
 
 
 @pytest.mark.slow
@@ -240,17 +201,12 @@ def test_every_backend_ends_as_a_row(engine):
     assert {"hard float16: query_h", "hard float32: output", "output", "q"} <= set(call.checked(call()))
 
 
-def test_a_wrong_backend_gets_no_time(engine, monkeypatch):
-    """Also one that is right where it is timed, and wrong at a hard size."""
+def test_a_backend_that_is_wrong_at_a_hard_size_alone_gets_no_time(engine, monkeypatch):
 
-    def known(function):
-        monkeypatch.setattr(attention, "methods", lambda shape, gpu: [SDPA, field.Method("ours", function, "ours")])
+    def wrong(shape, *of):
+        return SDPA.function(shape, *of) * (1 if shape.batch == 1 else 2)
 
-    known(changed(bias=lambda x: x.roll(1, -1)))
-    engine.measure(backend_case(TABLE, "training", gpu=False, quick=True))
-    assert set(by_contender(engine, "time")) == {"sdpa"} and "output" in by_contender(engine, "wrong")["ours"]["text"]
-
-    known(lambda shape, *of: SDPA.function(shape, *of) * (1 if shape.batch == 1 else 2))
+    monkeypatch.setattr(attention, "methods", lambda shape, gpu: [SDPA, field.Method("ours", wrong, "ours")])
     engine.measure(backend_case(TABLE, "forward", gpu=False, quick=True))
     assert by_contender(engine, "wrong")["ours"]["text"].startswith("error of hard float32: output")
     assert set(by_contender(engine, "time")) == {"sdpa"}
@@ -263,9 +219,7 @@ def test_sdpa_kernels(engine):
         found = by_contender(engine, "sdpa")
         assert {"default", "math"} <= set(found) and found["math"]["mode"] == mode
         assert found["math"]["ran"] and 0 < max(found["math"]["errors"].values()) < 1e-5
-        assert set(found["math"]["errors"]) >= ({"output"} if mode == "inference" else {"output", "largest of q"}) - {
-            "largest of q"
-        }
+        assert "output" in found["math"]["errors"]
     failed = by_contender(engine, "failed")
     assert "RuntimeError: No viable backend" in failed["cudnn"]["text"]
 
@@ -339,13 +293,13 @@ def test_order_of_sizes():
 @pytest.mark.slow
 def test_real_processes(tmp_path):
     """Memory is measured to a tenth of a megabyte, and a process that would take too much is a row."""
-    engine = Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU, Worker)
+    engine = Engine(Samples(tmp_path / "samples.jsonl", machine(CPU)), CPU, Worker)
     engine.measure(next(case for case in ops_cases(False, True) if case.kind == "precision"))
     rows = read_rows(engine.samples.path)
     assert len(rows) == 3 and all(abs(row["call_bytes"] - row["asked"]) < 4e5 for row in rows)
-    case = sized_case([Sized(GATHERED), Sized("softmax")], (28, 28), "forward")
-    free, limited = case.contenders
-    engine.measure(Case(**vars(case) | {"contenders": (free, limited._replace(args=limited.args | {"limit": 2**26}))}))
-    assert by_contender(engine, "size")[GATHERED]["call_bytes"] > 6 * 4 * 784**2
+    case = sized_case([Sized("softmax")], (28, 28), "forward")
+    [limited] = case.contenders
+    limited = limited._replace(args=limited.args | {"limit": 2**26}, truth=None)
+    engine.measure(Case(**vars(case) | {"contenders": (limited,)}))
     assert "memory" in by_contender(engine, "failed")["softmax"]["text"]
     assert Known(5)()["output"].numel() == 1

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from helpers.workers import Here
+from helpers.workers import Here, by_contender
 from tools.benchmark.engine import Case, Contender, Engine, Visit, check
-from tools.benchmark.samples import Samples, machine, read_rows, stamp
+from tools.benchmark.samples import Samples, machine, read_rows
 from tools.benchmark.worker import Repeats
 
 CPU = torch.device("cpu")
@@ -44,20 +44,14 @@ def case(*known, name="a case", visits=(Visit("forward"),), plan=BRIEF, **more):
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    for name in ("wrong", "failing"):
-        monkeypatch.setattr(Here, name, {})
+def engine(tmp_path, here):
     SAID.clear()
     return made(tmp_path)
 
 
 def made(folder, code="now"):
-    samples = Samples(folder / "samples.jsonl", stamp(machine(CPU)) | {"code": code}, {"commit": "abc"})
+    samples = Samples(folder / "samples.jsonl", machine(CPU, "abc") | {"code": code})
     return Engine(samples, CPU, Here)
-
-
-def rows(engine, kind):
-    return {row["contender"]: row for row in read_rows(engine.samples.path) if row["kind"] == kind}
 
 
 def test_every_contender_ends_as_a_row(engine):
@@ -65,19 +59,19 @@ def test_every_contender_ends_as_a_row(engine):
     refusing = one("flex", at=1, text="backend 'flex' refuses: no backward on a CPU")
     absent = one("other", at=1, text="no room")
     engine.measure(case(one("timm"), one("ours", "ours"), one("off", "ours", off=1e-4), refusing, absent))
-    timed = rows(engine, "time")
+    timed = by_contender(engine, "time")
     assert set(timed) == {"timm", "ours"}
     row = timed["ours"]
     assert len(row["rounds"]) == 3 and row["rounds"][0] == [2.0] and row["host"][0] == [3.0]
     assert (row["of"], row["batch"], row["dtype"], row["commit"], row["code"]) == ("ours", 1, "float32", "abc", "now")
     assert (row["peak_bytes"], row["call_bytes"], row["first_call_s"], row["compiles"]) == (100, 3_000_000, 0.5, 0)
     assert row["errors"] == {"output": 0.0}
-    assert rows(engine, "wrong")["off"]["text"].startswith("error of output 1.0e-04")
-    assert rows(engine, "refused")["flex"]["text"].startswith("backend 'flex' refuses")
-    assert rows(engine, "failed")["other"]["text"] == "MemoryError: no room"
+    assert by_contender(engine, "wrong")["off"]["text"].startswith("error of output 1.0e-04")
+    assert by_contender(engine, "refused")["flex"]["text"].startswith("backend 'flex' refuses")
+    assert by_contender(engine, "failed")["other"]["text"] == "MemoryError: no room"
     Here.failing = {"gone": "ModuleNotFoundError: No module named 'gone'"}
     engine.measure(case(one("gone"), name="another"))
-    assert rows(engine, "failed")["gone"]["text"].startswith("not installed: ModuleNotFoundError")
+    assert by_contender(engine, "failed")["gone"]["text"].startswith("not installed: ModuleNotFoundError")
 
 
 def test_what_is_done_is_not_done_again(engine, tmp_path):
@@ -99,7 +93,7 @@ def test_what_is_done_is_not_done_again(engine, tmp_path):
 @pytest.mark.parametrize("at", [1, 2, 3, 5])  # at the first call, warming up, and while it is timed
 def test_a_failure_is_a_row(engine, tmp_path, at):
     engine.measure(case(one("a"), one("hungry", at=at, text="out of memory")))
-    assert set(rows(engine, "time")) == {"a"} and "out of memory" in rows(engine, "failed")["hungry"]["text"]
+    assert set(by_contender(engine, "time")) == {"a"} and "out of memory" in by_contender(engine, "failed")["hungry"]["text"]
 
 
 def test_rounds_are_interleaved(engine):
@@ -113,16 +107,16 @@ def test_rounds_are_interleaved(engine):
 def test_a_definition_that_fails_is_said_for_everyone(engine):
     Here.failing = {"the definition": "MemoryError"}
     engine.measure(case(one("a"), one("b"), Contender("floor", "floor", {"method": "floor"}, None)))
-    assert {row["text"] for row in rows(engine, "failed").values()} == {"the definition failed: MemoryError"}
-    assert set(rows(engine, "time")) == {"floor"}  # which is not compared
+    assert {row["text"] for row in by_contender(engine, "failed").values()} == {"the definition failed: MemoryError"}
+    assert set(by_contender(engine, "time")) == {"floor"}  # which is not compared
 
 
 def test_a_gate_before(engine):
     """It is passed once; who does not pass it is not timed."""
     gate = case(one("plain", "ours"), one("fast", "ours", off=1e-3), name="hard", plan=None, kind="gate")
     engine.measure(case(one("timm"), one("ours", "ours", (gate, "plain")), one("ours, fast", "ours", (gate, "fast"))))
-    assert set(rows(engine, "time")) == {"timm", "ours"} and set(rows(engine, "gate")) == {"plain"}
-    assert rows(engine, "wrong")["ours, fast"]["text"].startswith("at the gate: error of output 1.0e-03")
+    assert set(by_contender(engine, "time")) == {"timm", "ours"} and set(by_contender(engine, "gate")) == {"plain"}
+    assert by_contender(engine, "wrong")["ours, fast"]["text"].startswith("at the gate: error of output 1.0e-03")
     count = SAID.count("plain")
     engine.measure(case(one("ours", "ours", (gate, "plain")), name="next"))
     assert SAID.count("plain") == count
@@ -133,8 +127,10 @@ def test_larger_cases_are_not_tried_after_a_failure(engine):
     engine.measure(case(*known, name="small"))
     for name in ("middle", "large"):
         engine.measure(case(one("softmax"), one("auto", "ours"), name=name, after=("small", "middle")[: 1 + (name == "large")]))
-        assert rows(engine, "failed")["softmax"]["text"] == "not tried: at small, MemoryError: tried to allocate 6 bytes"
-        assert rows(engine, "time")["auto"]["case"] == name
+        assert (
+            by_contender(engine, "failed")["softmax"]["text"] == "not tried: at small, MemoryError: tried to allocate 6 bytes"
+        )
+        assert by_contender(engine, "time")["auto"]["case"] == name
     assert SAID.count("softmax") == 1
 
 
@@ -150,7 +146,7 @@ def test_visits(engine):
     assert SAID.count("the definition") == 3
     late = Contender("late", "ours", dict(method="late", at=9, text="no", n=4), dict(method="the definition"), True)
     engine.measure(case(late, one("timm", n=4), name="another", visits=visits))
-    failed = rows(engine, "failed")["late"]
+    failed = by_contender(engine, "failed")["late"]
     assert failed["mode"] == "of 3"
     assert len([row for row in read_rows(engine.samples.path) if row["contender"] == "late" and row["kind"] == "time"]) == 1
 

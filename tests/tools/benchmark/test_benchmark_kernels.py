@@ -16,10 +16,12 @@ FEW = Shape((7, 7), dtype=torch.float32, rotary=True), Shape((16, 16), rotary=Tr
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(architecture):
+    """At all three on two architectures; on the others at the one whose tile depends on the architecture."""
+    shapes = FEW if architecture in (80, 90) else FEW[1:2]
     with compiling(architecture) as found:
-        for shape in FEW:
+        for shape in shapes:
             launch(shape)
-    assert len(found) == 8
+    assert len(found) == (8 if shapes == FEW else 2)
     assert all(0 < kernel.registers <= 255 and kernel.stack == 0 for kernel in found), [kernel[:5] for kernel in found]
 
 

@@ -1,12 +1,10 @@
 """The suites of models: who takes part, gates that see what is wrong, rows for every outcome. Workers live in this process."""
 
-import re
-
 import pytest
 import torch
 
-from helpers.workers import Here
-from tools.benchmark.engine import Engine, check
+from helpers.workers import Here, by_contender
+from tools.benchmark.engine import check
 from tools.benchmark.model_cases import (
     CPU_TASKS,
     GPU_TASKS,
@@ -19,22 +17,10 @@ from tools.benchmark.model_cases import (
     resolution_case,
 )
 from tools.benchmark.models import MODELS, model_call, our_model, peer_model
-from tools.benchmark.samples import Samples, machine, read_rows, stamp
+from tools.benchmark.samples import read_rows
 
 CPU = torch.device("cpu")
 SWIN, SWIN_TRAINING, VIT, BOTH = (model_case(task, False, True) for task in QUICK_TASKS)
-
-
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
-    for name in ("wrong", "failing"):
-        monkeypatch.setattr(Here, name, {})
-    monkeypatch.setattr(Here, "started", [])
-    return Engine(Samples(tmp_path / "samples.jsonl", stamp(machine(CPU))), CPU, Here)
-
-
-def by_contender(engine, kind, case):
-    return {row["contender"]: row for row in read_rows(engine.samples.path) if (row["kind"], row["case"]) == (kind, case.name)}
 
 
 def call(args, **more):
@@ -164,29 +150,6 @@ def test_every_contender_ends_as_a_row(engine):
     before = len(Here.started)
     engine.measure(SWIN)  # nothing is done again
     assert len(Here.started) == before
-
-
-def test_what_is_wrong_is_not_timed(engine):
-    Here.wrong = {"ours, optimized": 1.001}
-    engine.measure(VIT)
-    text = by_contender(engine, "wrong", VIT)["ours, optimized"]["text"]
-    assert re.match(r"at the gate: error of output 1\.0e-03", text)
-    assert {"ours", "timm", "timm, optimized"} == set(by_contender(engine, "time", VIT))
-
-
-def test_a_definition_that_fails_is_said(engine):
-    Here.failing = {"ours/timm, reference": "MemoryError"}
-    engine.measure(VIT)
-    texts = {row["text"] for row in by_contender(engine, "failed", VIT).values()}
-    assert texts == {"the definition failed: MemoryError"} and not by_contender(engine, "time", VIT)
-    text = "at the gate: the definition failed: MemoryError"
-    assert {row["text"] for row in by_contender(engine, "wrong", VIT).values()} == {text}
-
-
-@pytest.mark.slow
-def test_models_against_each_other(engine):
-    engine.measure(BOTH)
-    assert {name.partition(":")[0] for name in by_contender(engine, "time", BOTH)} == {"Swin nano", "ViT nano absolute"}
 
 
 def test_resolutions(engine):

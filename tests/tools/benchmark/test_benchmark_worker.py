@@ -113,20 +113,7 @@ def test_worker_answers_until_it_dies_or_hangs():
         assert one.memory()["call_bytes"] < 4e6
         assert before < host_peak_bytes() - kept.nbytes / 3
 
-        started(one, "later", what="die")
-        with pytest.raises(WorkerFailed, match="the process ended with status 9"):
-            one.run(1)
-        started(other, "later", what="hang")
-        other.patience, start = 0.3, time.time()
-        with pytest.raises(WorkerFailed, match="did not end within 0 s"):
-            other.run(1)
-    assert time.time() - start < 10 and other._process.returncode == -9
-
-
-@pytest.mark.slow
-def test_worker_tells_what_its_call_tells_compiles_and_raises():
-    with worker("Telling") as one:
-        one.start()
+        started(one, "Telling")
         assert one.outcome()["twice"].tolist() == [2.0] and one.about() == {"ran": ["that"]}
         one.set(x=2)
         one.run(1)
@@ -145,6 +132,15 @@ def test_worker_tells_what_its_call_tells_compiles_and_raises():
         started(one, "later", what="raise")
         with pytest.raises(WorkerFailed, match="ZeroDivisionError: division by zero"):
             one.run(1)
+
+        started(one, "later", what="die")
+        with pytest.raises(WorkerFailed, match="the process ended with status 9"):
+            one.run(1)
+        started(other, "later", what="hang")
+        other.patience, start = 0.3, time.time()
+        with pytest.raises(WorkerFailed, match="did not end within 0 s"):
+            other.run(1)
+    assert time.time() - start < 10 and other._process.returncode == -9
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from helpers.variants import small_model
 from helpers.workers import Here
 from tools.benchmark import shares
 from tools.benchmark.engine import Engine
-from tools.benchmark.samples import Samples, machine, stamp
+from tools.benchmark.samples import Samples, machine
 from tools.benchmark.shares import DISPATCH, KINDS, RESIDUAL, profile_step
 from tools.benchmark.tables import share_page, write
 from vitrel.cpu.optimize import optimize
@@ -199,7 +199,7 @@ def test_rows_and_table(tmp_path):
     ours = "vitrel_swin_n", SWIN | {"depths": (1, 1)}
     profiled = shares._QUICK_PROFILED[0]._replace(ours=ours, peer=("no_model", {}))
     found = machine(CPU, "abc")
-    engine = Engine(Samples(tmp_path / "samples.jsonl", stamp(found)), CPU, Here)
+    engine = Engine(Samples(tmp_path / "samples.jsonl", found), CPU, Here)
     engine.samples.add("machine", **found)
     for mode in shares.MODES:
         engine.measure(shares.share_case(profiled, mode, quick=True))

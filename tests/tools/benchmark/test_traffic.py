@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers import ROOT
 from tools.benchmark.roofline import PAGE, RESULTS, Case, load, page, rows
 from tools.benchmark.traffic import MemoryEfficient, Traffic, touched
 from vitrel import Grid, Table, Terms
@@ -76,7 +77,7 @@ def test_constants_are_not_counted():
 def test_the_committed_table():
     """`python -m tools.benchmark.roofline` was run after the last change of the fused kernels."""
     found, versions = load(RESULTS / "results.csv")
-    assert page(found, versions) in PAGE.read_text("utf-8")
+    assert page(found, versions) in (ROOT / PAGE).read_text("utf-8")
     committed = [row for row in found if (row.model, row.image, row.method) == ("Swin-T", 224, "fused")]
     assert sorted(committed) == sorted(rows(Case("Swin-T", 224), methods=("fused",)))
 

@@ -16,7 +16,7 @@ def cut(config):
     config["data"] = [data for data in config["data"] if data["data"] != "shapes-place"]
     config["train"]["data"] |= {"n_train": 128, "n_val": 16}
     config["train"]["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
-    config["evaluate"] |= {"n": 8, "device": "cpu", "attention_n": 2, "sizes": [64, 96, 128]}
+    config["evaluate"] |= {"n": 8, "device": "cpu", "attention_n": 2, "border_leak": False, "sizes": [64, 96, 128]}
     for entry in config["models"]:
         few = {"depths": [2, 1, 1]} if "swin" in entry["name"] else {"depth": 1}
         entry["model_args"] = entry.get("model_args", {}) | few
@@ -40,7 +40,8 @@ def cut(config):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("brief_evaluations")
-def test_three_models_of_the_study_from_training_to_the_claims(tmp_path, capsys):
+def test_three_models_of_the_study_from_training_to_the_claims(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
     config = cut(yaml.safe_load((ROOT / "configs" / "study_shapes.yaml").read_text("utf-8")))
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(config))
