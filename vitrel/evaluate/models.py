@@ -25,8 +25,7 @@ from vitrel.models.config import TRUNKS
 from vitrel.models.create import check_model_name, create_model
 from vitrel.position import POSITIONS, key_of
 from vitrel.sizes import Budget, Size, native_size, token_count
-from vitrel.weights.build import model_for
-from vitrel.weights.load import apply_plan, read_file
+from vitrel.weights.load import apply_plan, model_for, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding
 from vitrel.weights.unwrap import unwrap
 

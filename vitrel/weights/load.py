@@ -5,16 +5,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from vitrel.names import nearest
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family
 from vitrel.weights.draft import Draft, Row
-from vitrel.weights.place import fit, place
-from vitrel.weights.read import read_file
+from vitrel.weights.place import place, resample
+from vitrel.weights.read import guarding, read_file
 from vitrel.weights.record import check_record
 from vitrel.weights.rotate import Rotation
 from vitrel.weights.swin_names import read_swin
@@ -134,7 +136,7 @@ def plan_weights(
         read_swin(draft, model) if hasattr(model, "layers") else read_vit(draft, model, rotation)
         place(draft, model)
         _check_dtypes(draft, unwrapped.state, own)
-        fit(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
+        resample(draft, model, None if source_grid is None else to_2tuple(source_grid), key_minus_query, record)
     except (IndexError, RuntimeError) as error:
         raise ValueError(f"a tensor of the file has a shape that no known layout has: {error}") from error
     unset = [n for n in own if n not in draft] + _not_trained_with(draft, model)
@@ -151,6 +153,33 @@ def plan_weights(
     rows += [Row((name,), "", "unused") for name in unwrapped.beside] + [*unwrapped.rows]
     tensors = {n: item.value for n, item in draft.items.items()}
     return WeightPlan(tuple(rows), tensors, tuple(dict.fromkeys(names)), tuple(unset), tuple(differ), tuple(hints))
+
+
+def model_for(
+    name: str,
+    model_args: dict[str, Any],
+    loaded: object,
+    source_grid: tuple[int, int] | None = None,
+    key_minus_query: bool = False,
+) -> tuple[nn.Module, WeightPlan]:
+    """Return the model `name`, and the plan for the file's weights, which are not loaded into it (`apply_plan` does).
+
+    The model has as many classes as the file's classifier, 0 if the file has none, unless model_args sets num_classes. loaded:
+    the result of `read_file`; other arguments and errors as in `plan_weights`. ValueError also if vitrel has no model of that
+    name.
+    """
+    if not timm.is_model(name) or not name.startswith("vitrel_"):
+        near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))
+        raise ValueError(f"unknown model {name!r}; the nearest of timm.list_models('vitrel*') are {near}")
+    with guarding(name, model_args):
+        model, source = timm.create_model(name, **model_args), loaded if isinstance(loaded, dict) else {}
+    plan = plan_weights(model, source, source_grid, key_minus_query)
+    classifier = plan.state.get(f"{model.default_cfg['classifier']}.weight")
+    classes = 0 if classifier is None else len(classifier)
+    if "num_classes" not in model_args and classes != model.num_classes:
+        model = timm.create_model(name, num_classes=classes, **model_args)
+        plan = plan_weights(model, source, source_grid, key_minus_query)
+    return model, plan
 
 
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def place(draft: Draft, model: nn.Module) -> None:
             draft.move(name, target)
 
 
-def fit(
+def resample(
     draft: Draft,
     model: nn.Module,
     source_grid: tuple[int, int] | None,
@@ -73,7 +73,7 @@ def fit(
                 f"{name} has {_rows(draft[name], owner)} rows, which no square grid gives: pass source_grid=(h, w), its "
                 "training grid in patches, or to vitrel.load img_size=(h, w), the training size in pixels"
             )
-        _fit(draft, name, owner, source, key_minus_query)
+        _resample(draft, name, owner, source, key_minus_query)
 
 
 def _own_name(name: str, own: list[str]) -> str:
@@ -121,7 +121,7 @@ def _squares(name: str, value: Tensor, owner: PositionEncoding) -> list[Grid]:
     return [grid for grid in (Grid(n, n) for n in sides if n > 0) if _fits(grid, name, value, owner)]
 
 
-def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
+def _resample(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_minus_query: bool) -> None:
     """Resample one tensor of the draft in place from `source` to its encoding's grid; key_minus_query reverses its offsets."""
     value, own, rules = draft[name], owner.grid, []
     if key_minus_query and not isinstance(owner, Absolute):
@@ -134,14 +134,14 @@ def _fit(draft: Draft, name: str, owner: PositionEncoding, source: Grid, key_min
         value, rule = resize_axis(value, *sides, owner.resize), ""
         resized = "" if sides[0] == sides[1] else f"{sides[0]} -> {sides[1]} along {axis}, {owner.resize}"
     else:
-        value, rule = (_fit_embedding if isinstance(owner, Absolute) else _fit_table)(name, value, owner, source)
+        value, rule = (_resampled_embedding if isinstance(owner, Absolute) else _resampled_table)(name, value, owner, source)
         resized = "" if source[:2] == own[:2] else f"{format_size(source)} -> {format_size(own)}, {owner.resize}"
     rules += [rule] if rule else []
     if rules or resized:
         draft.change(name, value, "; ".join(rules) or "resampled", resized)
 
 
-def _fit_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:
+def _resampled_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tuple[Tensor, str]:
     if value.dim() != 2:
         raise IndexError(f"{name} has shape {tuple(value.shape)}, not [offsets, heads]")
     wants, rows = owner.grid.classes() - owner.grid.offset_classes(), source.offset_classes()
@@ -153,7 +153,7 @@ def _fit_table(name: str, value: Tensor, owner: OffsetTable, source: Grid) -> tu
     return torch.cat((fitted, tail)), "" if prefix == wants else _ZEROS
 
 
-def _fit_embedding(name: str, value: Tensor, owner: Absolute, source: Grid) -> tuple[Tensor, str]:
+def _resampled_embedding(name: str, value: Tensor, owner: Absolute, source: Grid) -> tuple[Tensor, str]:
     wants, prefix = owner.grid.prefix, value.shape[1] - source.h * source.w
     patches = value[:, prefix:]
     if source[:2] != owner.grid[:2]:
