@@ -339,8 +339,12 @@ def check_compiled(model, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swinv2_n"])
 def test_export_serves_any_size(name):
-    """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible."""
-    model = build(name, **({"depth": 2} if "_vit_" in name else {"depths": (1, 1), "num_heads": (1, 2)}))
+    """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible; of a
+    model that is no deeper than needed, with a new head.
+    """
+    model = build(name, **({"depth": 3} if "_vit_" in name else {"depths": (1, 1, 1), "num_heads": (1, 2, 4)}))
+    model.prune_intermediate_layers(indices=[0, 1])
+    model.reset_classifier(4, "avg")
     program = export(model, (64, 64))
     for batch, size in [(1, (64, 64)), (3, (96, 96)), (2, (72, 112)), (2, (56, 40)), (4, (100, 53)), (1, (192, 128))]:
         image = torch.randn(batch, 3, *size)
