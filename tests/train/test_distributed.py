@@ -16,7 +16,7 @@ from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.data import create_dataset
 from vitrel.train import Classifier, Optimisation, run
 from vitrel.train.ema import Ema
-from vitrel.train.ranks import Ranks
+from vitrel.train.faults import Ranks
 
 pytestmark = pytest.mark.slow
 PLAIN = ("--model.model_args={depth: 2, embed_dim: 32, num_heads: 2}",)  # what is drawn per rank would differ

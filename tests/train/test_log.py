@@ -1,6 +1,6 @@
 import csv
 
-from vitrel.train.log import CSVLog
+from vitrel.train.metrics import CSVLog
 
 
 def rows(log):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.train import Classifier
 from vitrel.train.ema import Ema
-from vitrel.train.means import EpochMeans
+from vitrel.train.metrics import EpochMeans
 from vitrel.train.tuning import Tuning
 
 

@@ -4,8 +4,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import vitrel  # noqa: F401
-from vitrel.train.optim import Optimisation, create_optimizer, layer_of, parameter_groups
-from vitrel.train.schedule import Schedule
+from vitrel.train.optim import Optimisation, Schedule, create_optimizer, layer_of, parameter_groups
 
 MODELS = ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute", "vitrel_vit_n8_rope_mixed", "vitrel_vit_n8_none", "vitrel_swin_n"]
 

@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.ema import Ema
-from vitrel.train.execution import Execution, check_sharded
-from vitrel.train.schedule import Schedule
+from vitrel.train.execution import Execution, check_strategy
+from vitrel.train.optim import Schedule
 
 TABLE = "vitrel_vit_n8_table"
 
@@ -133,7 +133,7 @@ def test_sharded_weights_are_neither_averaged_nor_clipped_by_row():
     with pytest.raises(ValueError, match=r"leave model.ema out, or use strategy: ddp"):
         fit(small(TABLE, ema=Ema()), strategy=ModelParallelStrategy())
     with pytest.raises(ValueError, match=r"optim.clip_mode agc needs whole rows, .* or strategy: ddp"):
-        check_sharded(averaged=False, clip_mode="agc")
+        check_strategy(ModelParallelStrategy(), averaged=False, clip_mode="agc")
 
 
 COMPILED = Execution(compile=True, dynamic=True, backend="eager")

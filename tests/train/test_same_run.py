@@ -163,19 +163,6 @@ def test_a_moved_folder_of_data_is_the_same_run(command, data, tmp_path):
     assert read(tmp_path / "cut" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 2
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_with_and_says_so(command, whole, tmp_path, capfd):
-    args = command("run", *SETTINGS, epochs=1)
-    shutil.copytree(whole(*SETTINGS, epochs=1), tmp_path / "run")
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    stored = read(path)
-    for name in ("mixing", "training files"):
-        del stored["run"]["order"][name]
-    del stored["run"]["files"], stored["vitrel"]["checksums"]
-    torch.save(stored, path)
-    run([*resumed(args, tmp_path / "run"), "--trainer.max_epochs=2"])
-    assert "did not save training files, mixing" in capfd.readouterr().out
-
-
 def flip(path):
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from vitrel.train.schedule import Schedule
+from vitrel.train.optim import Schedule
 
 
 def at(schedule, updates, *args, **kwargs):

@@ -5,8 +5,8 @@ import torch
 from PIL import Image
 
 from vitrel.train import Classifier, run
-from vitrel.train.log import CSVLog
-from vitrel.train.summary import Predictions, draw_curves, draw_predictions, epochs_of
+from vitrel.train.metrics import CSVLog, epochs_of
+from vitrel.train.summary import Predictions, draw_curves, draw_predictions
 
 
 @pytest.fixture

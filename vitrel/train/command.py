@@ -24,12 +24,11 @@ from vitrel.exits import one_line
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
 from vitrel.train.execution import check_processes, refused_trainer
-from vitrel.train.faults import BadImages, FiniteLoss, RunFolder
-from vitrel.train.log import CSVLog
+from vitrel.train.faults import BadImages, FiniteLoss, Ranks, RunFolder
+from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
 from vitrel.train.profile import DataProfile
 from vitrel.train.progress import Speed, progress_of
-from vitrel.train.ranks import Ranks
 from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Predictions, Summary
 

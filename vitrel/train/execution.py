@@ -1,4 +1,4 @@
-"""Execution settings (gradient checkpointing, torch.compile, channels_last), and advice when memory runs out."""
+"""Execution of a run: gradient checkpointing, torch.compile, channels_last, memory, devices, and FSDP2's sharding."""
 
 import os
 import re
@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from vitrel.exits import one_line
+from vitrel.layers import Block
+from vitrel.position import PositionEncoding
 from vitrel.sizes import format_size
 
 
@@ -99,14 +104,53 @@ def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
     )
 
 
-def check_sharded(averaged: bool, clip_mode: str | None) -> None:
-    """Raise ValueError if `averaged` (EMA) or for clip_mode "agc": both need whole weights.
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard every vitrel block, every encoding and the rest of the model over the mesh's data-parallel ranks (FSDP2), in place.
 
-    To be called only under a strategy that shards the weights; it does not check the strategy.
+    Encodings are separate shards, because the trunk calls a shared encoding outside of its block. They stay gathered until the
+    backward pass, because their results may be views of their parameters.
+
+    Args:
+        model: the model whose modules are sharded.
+        mesh: Lightning's device mesh, with the dimensions "data_parallel" and "tensor_parallel".
+
+    Raises:
+        ValueError: the mesh also splits the model (tensor parallelism).
     """
+    if mesh["tensor_parallel"].size() > 1:
+        raise ValueError(
+            "ModelParallelStrategy would split the model, which is not supported: set its tensor_parallel_size: 1 and its "
+            "data_parallel_size to the number of all devices"
+        )
+    ranks = mesh["data_parallel"]
+    for part in model.modules():
+        if isinstance(part, PositionEncoding) and [*part.parameters()]:
+            fully_shard(part, mesh=ranks, reshard_after_forward=False)
+    for part in model.modules():
+        if isinstance(part, Block):
+            fully_shard(part, mesh=ranks)
+    fully_shard(model, mesh=ranks)
+
+
+def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) -> None:
+    """Raise ValueError for a strategy that is not supported, or that does not fit the run.
+
+    Args:
+        strategy: the trainer's strategy.
+        averaged: the weights are averaged (EMA), which needs whole weights.
+        clip_mode: `Optimisation.clip_mode`; "agc" needs whole weights.
+    """
+    if isinstance(strategy, FSDPStrategy):
+        # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
+        raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as configs/imagenet_vit_b_fsdp.yaml does")
+    if not isinstance(strategy, ModelParallelStrategy):
+        return
     if averaged:
         raise ValueError("model.ema needs whole weights, this strategy shards them: leave model.ema out, or use strategy: ddp")
     if clip_mode == "agc":
         raise ValueError(
             "model.optim.clip_mode agc needs whole rows, this strategy shards them: use another clip_mode, or strategy: ddp"
         )
+    if strategy._save_distributed_checkpoint:
+        # torch unpickles a folder of shards, which may run code, whatever `weights_only` is
+        raise ValueError("ModelParallelStrategy has to save one file: set its save_distributed_checkpoint: false")
