@@ -67,12 +67,6 @@ def test_a_function_of_seed_and_epoch():
     assert together[0] != together[1]  # not only the order of the batches
 
 
-def test_batches_that_are_done_are_passed_over():
-    made = order()
-    made.start(2, 5)
-    assert list(made) == order().batches(2)[5:] and len(made) == len(order().batches(2))
-
-
 @pytest.mark.parametrize(("n", "world"), [(120, 2), (119, 2), (101, 4)])
 def test_ranks_share_the_batches_of_one(n, world):
     whole = order(SIZES[:n], 8).batches(1)

@@ -121,15 +121,13 @@ class TrainCLI(LightningCLI):
         """Check the arguments, then parse them; SystemExit 2, with the reason on stderr, for a key or value not allowed."""
         args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args or []]
         self.command = shlex.join(args)
-        keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
-        keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
         for action in self._subcommand_parsers["fit"]._actions:
             if action.help == "Path to a configuration file.":  # not true here, only --config reads files
                 action.help, action.metavar = "the keys of this section, as YAML", "YAML"
             action.help = HELP.get(action.dest, action.help)
         guard.restrict_imports()
         try:
-            guard.check(args, keys, LINKED)
+            check_arguments(args)
         except ValueError as error:
             self._subcommand_parsers["fit"].error(str(error))
         super().parse_arguments(parser, args)
@@ -265,6 +263,13 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
             auto_configure_optimizers=False,
             go_on=go_on,
         )
+
+
+def check_arguments(args: list[str]) -> None:
+    """Raise ValueError naming the first key, value or class that a configuration may not have (`guard.check`)."""
+    keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
+    keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
+    guard.check(args, keys, LINKED)
 
 
 def _seed(value: int | bool) -> int:

@@ -53,28 +53,24 @@ class Execution:
 
 
 class MemoryAdvice(Callback):
-    """Adds to a CUDA out-of-memory error the settings that would need less memory (`memory_advice`)."""
+    """Adds to a CUDA out-of-memory error the settings that would need less memory, the cheapest first."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, torch.cuda.OutOfMemoryError):
-            exception.add_note(memory_advice(trainer, pl_module))
-
-
-def memory_advice(trainer: Trainer, module: LightningModule) -> str:
-    """Return one sentence with the settings that reduce memory, the cheapest first; `module` is a `vitrel.train.Classifier`."""
-    batch, accumulate = trainer.datamodule.batch_size, trainer.accumulate_grad_batches
-    changes = []
-    if str(trainer.precision) == "32-true":
-        changes.append(f"trainer.precision: bf16-mixed (now {trainer.precision})")
-    if batch > 1:
-        changes.append(
-            f"data.batch_size: {max(1, batch // 2)} (now {batch}) with trainer.accumulate_grad_batches: {accumulate * 2} "
-            f"(now {accumulate}), which keeps the images per update"
-        )
-    if not module.execution.grad_checkpointing:
-        changes.append("model.execution.grad_checkpointing: true (now false)")
-    changes.append(f"a smaller data.size (now {format_size(module.img_size)})")
-    return f"The device's memory is full. To need less, set: {'; '.join(changes)}."
+        if not isinstance(exception, torch.cuda.OutOfMemoryError):
+            return
+        batch, accumulate = trainer.datamodule.batch_size, trainer.accumulate_grad_batches
+        changes = []
+        if str(trainer.precision) == "32-true":
+            changes.append(f"trainer.precision: bf16-mixed (now {trainer.precision})")
+        if batch > 1:
+            changes.append(
+                f"data.batch_size: {max(1, batch // 2)} (now {batch}) with trainer.accumulate_grad_batches: {accumulate * 2} "
+                f"(now {accumulate}), which keeps the images per update"
+            )
+        if not pl_module.execution.grad_checkpointing:
+            changes.append("model.execution.grad_checkpointing: true (now false)")
+        changes.append(f"a smaller data.size (now {format_size(pl_module.img_size)})")
+        exception.add_note(f"The device's memory is full. To need less, set: {'; '.join(changes)}.")
 
 
 def check_processes(accelerator: object, devices: object) -> None:
