@@ -83,13 +83,14 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if "run" not in checkpoint or not hasattr(trainer.datamodule, "listing") or trainer.state.fn != TrainerFn.FITTING:
         return
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
-    ignored = set() if _inside_an_epoch(checkpoint) else _READERS
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    inside_an_epoch = epochs["ready"] > epochs["processed"]
     differences = [
         _files_that_differ(checkpoint["run"]["files"], trainer.datamodule.listing.lines)
         if name == _FILES
-        else f"{name}: {_short(old)}, now {_short(new)}"
+        else f"{name}: {old!s:.100}, now {new!s:.100}"
         for name, old, new in values_that_differ(saved, current)
-        if name not in ignored
+        if inside_an_epoch or name not in _READERS
     ]
     if differences:
         raise ValueError(
@@ -123,12 +124,3 @@ def _files_that_differ(old: Tensor, new: Tensor) -> str:
         if names
     ]
     return f"{_FILES}: {', '.join(parts) or 'the same files in another order'}"
-
-
-def _short(value: Any) -> str:
-    return f"{value}"[:100]
-
-
-def _inside_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    return epochs["ready"] > epochs["processed"]
