@@ -69,10 +69,23 @@ def test_warm_up_of_the_decay():
     assert Ema(0.99).decay_at(0) == 0.99
 
 
-def test_the_average_is_evaluated_and_saved(tmp_path):
+class DuringEvaluation(Callback):
+    """Saves, or fails, at the first batch of the last evaluation."""
+
+    def __init__(self, path=None):
+        self.path = path
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if trainer.current_epoch == 1 and batch_idx == 0:
+            if self.path is None:
+                raise RuntimeError("cut")
+            trainer.save_checkpoint(self.path)
+
+
+def test_the_average_is_evaluated_and_saved_at_any_moment(tmp_path):
     data, module = Tensors(), recipe(Ema(0.9))
     save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    trainer = fit(module, data, callbacks=[save], enable_checkpointing=True)
+    trainer = fit(module, data, callbacks=[DuringEvaluation(tmp_path / "during.ckpt"), save], enable_checkpointing=True)
     checkpoint = read(tmp_path / "last.ckpt")
     assert checkpoint["vitrel"]["ema"] is True and checkpoint["hyper_parameters"]["ema"]["decay"] == 0.9
     average, raw = checkpoint["state_dict"], checkpoint["current_model_state"]
@@ -83,6 +96,12 @@ def test_the_average_is_evaluated_and_saved(tmp_path):
         loss = F.cross_entropy(model(data.images[:6]), data.labels[:6])
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(float(loss), abs=1e-5)
     assert same(dict(module.state_dict()), average)  # training over, the module is what was evaluated
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    for name in ("during", "after"):
+        other = read(tmp_path / f"{name}.ckpt")
+        assert same(other["state_dict"], average) and same(other["current_model_state"], raw), name
+    again = trainer.validate(module, datamodule=data, verbose=False)[0]
+    assert again["val/loss"] == pytest.approx(float(trainer.callback_metrics["val/loss"]))
 
 
 def test_the_average_is_where_the_weights_are():
@@ -132,46 +151,12 @@ def test_resuming_anywhere_is_bit_exact(tmp_path, updates, ema):
         assert torch.equal(cut.callback_metrics[key], whole.callback_metrics[key]), key
 
 
-class DuringEvaluation(Callback):
-    """Saves, or fails, at the first batch of the last evaluation."""
-
-    def __init__(self, path=None):
-        self.path = path
-
-    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        if trainer.current_epoch == 1 and batch_idx == 0:
-            if self.path is None:
-                raise RuntimeError("cut")
-            trainer.save_checkpoint(self.path)
-
-
-def test_a_checkpoint_saved_during_an_evaluation_has_each_in_its_place(tmp_path):
-    module = recipe(Ema(0.9))
-    save = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
-    fit(module, callbacks=[DuringEvaluation(tmp_path / "during.ckpt"), save], enable_checkpointing=True)
-    during, end = read(tmp_path / "during.ckpt"), read(tmp_path / "end.ckpt")
-    assert same(during["state_dict"], end["state_dict"])
-    assert same(during["current_model_state"], end["current_model_state"])
-
-
 def test_an_error_during_an_evaluation_leaves_the_weights_in_the_module(tmp_path):
     module = recipe(Ema(0.9))
     save = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
     with pytest.raises(RuntimeError, match="cut"):
         fit(module, callbacks=[DuringEvaluation(), save], enable_checkpointing=True)
     assert same(dict(module.state_dict()), read(tmp_path / "last.ckpt")["current_model_state"])
-
-
-def test_a_checkpoint_saved_after_training_still_has_the_weights(tmp_path):
-    module = recipe(Ema(0.9))
-    save = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    trainer = fit(module, callbacks=[save], enable_checkpointing=True)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    after, last = read(tmp_path / "after.ckpt"), read(tmp_path / "last.ckpt")
-    assert same(after["state_dict"], last["state_dict"])
-    assert same(after["current_model_state"], last["current_model_state"])
-    loss = trainer.callback_metrics["val/loss"]
-    assert trainer.validate(module, datamodule=Tensors(), verbose=False)[0]["val/loss"] == pytest.approx(float(loss))
 
 
 def test_a_run_resumes_with_an_average_or_without_but_not_changed(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.train import Classifier
 from vitrel.train.ema import Ema
-from vitrel.train.means import EpochMeans
+from vitrel.train.metrics import EpochMeans
 from vitrel.train.tuning import Tuning
 
 
@@ -83,12 +83,14 @@ def test_top5_is_of_more_than_five_classes():
 
 
 def test_evaluation_counts_images_not_batches():
-    data, module = Tensors(), small()
+    data, module = Tensors(num_classes=6), small(num_classes=6)
     metrics = fit(module, data, max_epochs=1).callback_metrics
     with torch.no_grad():
         logits = module.eval()(data.images[:6])  # a batch of 4 and one of 2
     assert float(metrics["val/loss"]) == pytest.approx(float(F.cross_entropy(logits, data.labels[:6])), abs=1e-6)
     assert float(metrics["val/top1"]) == pytest.approx(float((logits.argmax(-1) == data.labels[:6]).float().mean()))
+    lowest = logits.argmin(-1)  # five of six classes
+    assert float(metrics["val/top5"]) == pytest.approx(float((lowest != data.labels[:6]).float().mean()))
 
 
 def test_the_epochs_mean_is_that_of_its_images():

@@ -16,7 +16,7 @@ from vitrel.data.pack import pack
 from vitrel.sizes import native_size
 from vitrel.train import run
 from vitrel.train.datamodule import ImageData
-from vitrel.train.native import Filled, NativeOrder, native_shares
+from vitrel.train.order import Filled, NativeOrder, evaluation_batches
 
 PATCH = (8, 8)
 SIZES = [(height, width) for height in range(40, 80) for width in (40, 60, 90)]  # 120 images
@@ -28,6 +28,10 @@ def order(sizes=SIZES, batch_size=8, tokens=36, **how):
 
 def flat(batches):
     return list(itertools.chain(*batches))
+
+
+def native_shares(sizes, batch_size, tokens, *ranks):
+    return evaluation_batches([native_size(*size, tokens, PATCH) for size in sizes], batch_size, *ranks)
 
 
 def aspect_error(draw, sizes):
@@ -61,12 +65,6 @@ def test_a_function_of_seed_and_epoch():
     assert len({str(batches) for batches in made}) == 6
     together = [{frozenset(draw.index for draw in batch) for batch in batches} for batches in made]
     assert together[0] != together[1]  # not only the order of the batches
-
-
-def test_batches_that_are_done_are_passed_over():
-    made = order()
-    made.start(2, 5)
-    assert list(made) == order().batches(2)[5:] and len(made) == len(order().batches(2))
 
 
 @pytest.mark.parametrize(("n", "world"), [(120, 2), (119, 2), (101, 4)])
@@ -117,7 +115,7 @@ def test_what_leaves_a_rank_without_images_is_refused():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_evaluation_sees_every_image_once_at_its_own_size(world):
-    shares = [native_shares(SIZES, 8, 36, PATCH, rank, world) for rank in range(world)]
+    shares = [native_shares(SIZES, 8, 36, rank, world) for rank in range(world)]
     for parts in zip(*shares, strict=True):
         assert len({len(part) for part in parts}) == 1 and len(parts[0]) <= 8
         assert len({draw.size for draw in flat(parts)}) == 1
@@ -144,7 +142,7 @@ def test_batches_are_the_same_for_any_number_of_loader_processes(native_folder):
 def test_filled_images_count_nowhere(native_folder):
     data = create_dataset(str(native_folder), "val", (32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, protocol="native")
     for rank in range(3):
-        shares = native_shares(data.image_sizes(), 4, 16, PATCH, rank, 3)
+        shares = native_shares(data.image_sizes(), 4, 16, rank, 3)
         for (images, labels), draws in zip(DataLoader(Filled(data), batch_sampler=shares), shares, strict=True):
             assert [(int(label) < 0) for label in labels] == [draw.index < 0 for draw in draws]
             assert images.shape[-2:] == draws[0].size and (images[labels < 0] == 0).all()
@@ -210,7 +208,7 @@ def test_all_tokens_of_photographs_are_image():
     batches = order(sizes["train"], 64, 196).batches(0)
     errors = sorted(aspect_error(draw, sizes["train"]) for draw in flat(batches))
     assert errors[len(errors) // 2] < 0.05 and errors[int(0.95 * len(errors))] < 0.12
-    for split, chosen in (("train", batches[:2]), ("val", native_shares(sizes["val"], 64, 196, PATCH)[:2])):
+    for split, chosen in (("train", batches[:2]), ("val", native_shares(sizes["val"], 64, 196)[:2])):
         for images, _ in DataLoader(data[split], batch_sampler=[batch[:16] for batch in chosen]):
             patches = images.unfold(2, 8, 8).unfold(3, 8, 8)
             assert patches.shape[2] * patches.shape[3] <= 196 and images.shape[-2:].numel() == patches[0, 0].numel()

@@ -64,12 +64,6 @@ def test_settings_are_checked(build, text):
         build()
 
 
-@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_odd_batches_are_refused_before_training(mode):
-    with pytest.raises(ValueError, match=r"data.batch_size must be even, not 5"):
-        fit(small(mixing=Mixing(mixup=1.0, mode=mode)), Tensors(batch_size=5))
-
-
 def test_mixing_smooths_once():
     assert Mixing().build(4, 0.1) is None
     mixup = Mixing(mixup=0.2, prob=0.0).build(4, 0.1)

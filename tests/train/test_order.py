@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
-from vitrel.data.draw import Draw
+from vitrel.data import Shapes
 from vitrel.data.stream import Batch
-from vitrel.train.order import EpochOrder, EveryImageOnce, Plan
+from vitrel.train.order import EpochOrder, Filled, Plan, evaluation_batches
 
 
 def order(n=50, batch_size=4, world=1, rank=0, seed=0, repeats=1, **how):
@@ -20,7 +19,7 @@ def flat(batches):
 
 
 def test_a_function_of_seed_and_epoch():
-    assert sorted(flat(order(48).batches(0))) == list(range(48))
+    assert sorted(draw.index for draw in flat(order(48).batches(0))) == list(range(48))
     assert order().batches(3) == order().batches(3)
     assert len({tuple(flat(order(seed=seed).batches(epoch))) for seed in range(3) for epoch in range(3)}) == 9
 
@@ -48,10 +47,10 @@ def test_views_of_an_image_meet_in_a_batch():
     ranks = [order(48, 4, world=3, rank=rank, repeats=3).batches(0) for rank in range(3)]
     assert len(ranks[0]) == 4
     for parts in zip(*ranks, strict=True):
-        draws = sorted(Draw(draw) if isinstance(draw, int) else draw for draw in itertools.chain(*parts))
+        draws = sorted(itertools.chain(*parts))
         assert [draw.repeat for draw in draws] == [0, 1, 2] * 4
         assert len({draw.index for draw in draws}) == 4
-    assert len({Draw(d).index if isinstance(d, int) else d.index for d in flat(flat(ranks))}) == 16
+    assert len({draw.index for draw in flat(flat(ranks))}) == 16
 
 
 def test_sizes_take_turns_at_the_same_tokens():
@@ -87,10 +86,11 @@ def test_what_fills_no_batch_is_refused():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_evaluation_is_filled_up_by_what_does_not_count(world):
-    data = TensorDataset(torch.arange(1.0, 11)[:, None], torch.arange(10))
-    shares = [EveryImageOnce(data, rank, world) for rank in range(world)]
-    assert len({len(share) for share in shares}) == 1
-    items = [share[i] for share in shares for i in range(len(share))]
-    assert sorted(int(label) for _, label in items if label >= 0) == list(range(10))
-    assert all(float(image) == 0 for image, label in items if label < 0)
-    assert [label for _, label in shares[0].__getitems__([0, 1])] == [shares[0][0][1], shares[0][1][1]]
+    data = Shapes(10, (32, 32))
+    shares = [evaluation_batches([(32, 32)] * 10, 3, rank, world) for rank in range(world)]
+    assert len({str([len(batch) for batch in share]) for share in shares}) == 1
+    draws, read = flat(flat(shares)), Filled(data)
+    assert sorted(draw.index for draw in draws if draw.index >= 0) == list(range(10))
+    for draw, (image, label) in zip(draws, read.__getitems__(draws), strict=True):
+        expected = data[draw.index] if draw.index >= 0 else (torch.zeros(3, 32, 32), -1)
+        assert torch.equal(image, expected[0]) and label == expected[1]

@@ -62,16 +62,16 @@ def test_slow_data_is_found_to_be_the_limit(tmp_path, capsys, monkeypatch):
     get = Shapes.__getitems__
 
     def slowly(self, indices):
-        time.sleep(0.1 * len(indices))
+        time.sleep(0.03 * len(indices))
         return get(self, indices)
 
     monkeypatch.setattr(Shapes, "__getitems__", slowly)
-    monkeypatch.setattr(DataProfile.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(DataProfile.__init__, "__defaults__", (0.1,))
     arguments = ["--model.model=vitrel_vit_n8_none", "--model.model_args={depth: 1}", "--data.data=shapes", "--data.size=32"]
     small = ["--data.batch_size=4", "--data.n_train=16", "--data.n_val=8", "--trainer.accelerator=cpu", "--profile_data"]
     done = run(["fit", *arguments, *small, f"--trainer.default_root_dir={tmp_path / 'run'}"])
     result = next(c for c in done.trainer.callbacks if isinstance(c, DataProfile)).measured
-    assert result.loading == pytest.approx(10, rel=0.3) and result.one_process == pytest.approx(10, rel=0.3)
+    assert result.loading == pytest.approx(1 / 0.03, rel=0.3) and result.one_process == pytest.approx(1 / 0.03, rel=0.3)
     assert result.training > 3 * result.loading
     assert "alternate" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not done.trainer.validating

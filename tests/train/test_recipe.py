@@ -1,15 +1,17 @@
 """Settings as they act in a run: rates, clipping, memory, speed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from helpers.small_runs import SMALL, Tensors, fit, small
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.ema import Ema
-from vitrel.train.execution import Execution, check_sharded
-from vitrel.train.schedule import Schedule
+from vitrel.train.execution import Execution, check_strategy, shard
+from vitrel.train.optim import Schedule
 
 TABLE = "vitrel_vit_n8_table"
 
@@ -51,6 +53,12 @@ def test_the_rate_is_for_the_images_of_an_update():
     assert {round(rate["decayed"], 12) for rate in seen.rates} == {1e-3 * 8 / 64}  # 4 images a batch, 2 batches an update
 
 
+@pytest.fixture(scope="module")
+def unclipped():
+    seen, _ = optimised(Optimisation(lr=1e-8, warmup_epochs=0.0))
+    return seen.gradients
+
+
 @pytest.mark.parametrize(
     ("mode", "bound"),
     [
@@ -59,12 +67,11 @@ def test_the_rate_is_for_the_images_of_an_update():
         ("value", lambda grads: max(g.abs().max() for g in grads.values())),
     ],
 )
-def test_clipping(mode, bound):
+def test_clipping(unclipped, mode, bound):
     settings = Optimisation(lr=1e-8, warmup_epochs=0.0, clip_mode=mode)
-    free, _ = optimised(Optimisation(lr=1e-8, warmup_epochs=0.0))
     seen, _ = optimised(settings, gradient_clip_val=1e-3)
     assert seen.gradients and all(float(bound(grads)) <= 1e-3 * 1.001 for grads in seen.gradients)
-    assert all(float(bound(grads)) > 1e-2 for grads in free.gradients)
+    assert all(float(bound(grads)) > 1e-2 for grads in unclipped)
 
 
 def test_adaptive_clipping_spares_the_head():
@@ -133,7 +140,17 @@ def test_sharded_weights_are_neither_averaged_nor_clipped_by_row():
     with pytest.raises(ValueError, match=r"leave model.ema out, or use strategy: ddp"):
         fit(small(TABLE, ema=Ema()), strategy=ModelParallelStrategy())
     with pytest.raises(ValueError, match=r"optim.clip_mode agc needs whole rows, .* or strategy: ddp"):
-        check_sharded(averaged=False, clip_mode="agc")
+        check_strategy(ModelParallelStrategy(), averaged=False, clip_mode="agc")
+
+
+def test_strategies_that_split_the_model_or_its_checkpoint_are_refused():
+    with pytest.raises(ValueError, match="set its save_distributed_checkpoint: false"):
+        fit(small(TABLE), strategy=ModelParallelStrategy(save_distributed_checkpoint=True))
+    with pytest.raises(ValueError, match="FSDPStrategy is not supported: use ModelParallelStrategy"):
+        check_strategy(FSDPStrategy(), averaged=False, clip_mode=None)
+    split = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match="set its tensor_parallel_size: 1 and its data_parallel_size to the number of all"):
+        shard(small(TABLE).model, {"data_parallel": split, "tensor_parallel": split})
 
 
 COMPILED = Execution(compile=True, dynamic=True, backend="eager")

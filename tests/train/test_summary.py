@@ -1,3 +1,4 @@
+import csv
 import json
 
 import pytest
@@ -5,8 +6,8 @@ import torch
 from PIL import Image
 
 from vitrel.train import Classifier, run
-from vitrel.train.log import CSVLog
-from vitrel.train.summary import Predictions, draw_curves, draw_predictions, epochs_of
+from vitrel.train.metrics import CSVLog, epochs_of
+from vitrel.train.summary import Predictions, draw_curves, draw_predictions
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def command(tmp_path):
             "--data.size=32",
             "--data.batch_size=8",
             "--data.n_train=16",
-            "--data.n_val=20",
+            "--data.n_val=19",
             f"--trainer.default_root_dir={tmp_path}",
             "--trainer.max_epochs=3",
             "--trainer.accelerator=cpu",
@@ -71,12 +72,12 @@ def no_curves(request, monkeypatch):
 
 
 def test_what_a_finished_run_leaves(command, tmp_path):
-    done = run(command("--run.predictions=5"))
+    done = run(command("--run.predictions=6"))
     found = summary(tmp_path)
     assert found["status"] == "finished" and "error" not in found
     assert found["model"] == "vitrel_vit_n8_table" and found["positions"] == ["table"] and found["model_args"]["depth"] == 1
     assert found["parameters"] == sum(p.numel() for p in done.model.model.parameters())
-    assert (found["classes"], found["train_images"], found["val_images"]) == (4, 16, 20)
+    assert (found["classes"], found["train_images"], found["val_images"]) == (4, 16, 19)
     assert (found["epochs"], found["updates"], found["seed"], found["resumed"]) == (3, 6, 3, 0)
     assert found["img_size"] == [32, 32] and found["versions"]["torch"] == torch.__version__
     assert found["seconds"] > 0 and found["images_per_s"] > 0 and found["memory_mb"] > 100 and 0 <= found["data_wait"] <= 1
@@ -86,8 +87,15 @@ def test_what_a_finished_run_leaves(command, tmp_path):
     assert found["best"]["epoch"] == best and found["best"]["val/top1"] >= found["final"]["val/top1"]
     assert found["final"]["val/loss"] == pytest.approx(float(done.trainer.callback_metrics["val/loss"]), rel=1e-5)
     assert size(tmp_path / "curves.png") == (1440, 432)
-    assert size(tmp_path / "predictions.png")[0] == 5 * 216
+    assert size(tmp_path / "predictions.png")[0] == 6 * 216
     assert not list(tmp_path.glob(".*"))
+    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).samples  # of the last evaluation
+    images, labels = zip(*(done.datamodule.val_set[i] for i in (0, 4, 7, 11, 14, 18)), strict=True)
+    with torch.no_grad():
+        answers = done.model.eval()(torch.stack(images)).softmax(-1).max(-1)
+    assert [label for _, label, _, _ in shown] == list(labels)
+    assert [answer for _, _, answer, _ in shown] == answers.indices.tolist()
+    torch.testing.assert_close(torch.tensor([p for *_, p in shown]), answers.values)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +138,6 @@ def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, mo
     assert (found["status"], found["epochs"], found["updates"]) == ("running", 1, 2) and found["best"]["epoch"] == 1
 
 
-def test_the_last_evaluations_answers_are_shown(command, tmp_path):
-    done = run(command("--run.predictions=6", "--data.n_val=19", "--trainer.max_epochs=2"))
-    shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).samples
-    places = [0, 4, 7, 11, 14, 18]
-    images, labels = zip(*(done.datamodule.val_set[i] for i in places), strict=True)
-    with torch.no_grad():
-        answers = done.model.eval()(torch.stack(images)).softmax(-1).max(-1)
-    assert [label for _, label, _, _ in shown] == list(labels)
-    assert [answer for _, _, answer, _ in shown] == answers.indices.tolist()
-    torch.testing.assert_close(torch.tensor([p for *_, p in shown]), answers.values)
-
-
 def test_epochs_join_rows_of_text_and_of_numbers():
     rows = [
         {"epoch": "0", "step": "1", "train/loss_step": "3.0", "val/top1": ""},
@@ -169,3 +165,39 @@ def test_wrong_answers_are_framed_in_red(tmp_path):
         coloured = pixels[(pixels.max(1).values - pixels.min(1).values) > 60]
         assert ("green", "red")[int(coloured[:, 0].mean() > coloured[:, 1].mean())] == most
         assert ((pixels - 127.5).abs().max(1).values < 2).float().mean() > 0.2  # zero is the mean colour
+
+
+def written(log):
+    with log.path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_of_a_step_are_joined(tmp_path):
+    log = CSVLog(tmp_path)
+    log.log_metrics({"epoch": 0, "a": 1.0}, 4)
+    log.log_metrics({"epoch": 0, "b": 2.0}, 4)
+    log.log_metrics({"epoch": 1, "a": 3.0}, 9)
+    log.log_metrics({"epoch": 1, "a": 3.0}, 9)  # the rest of an epoch whose evaluation is made up for
+    log.save()
+    assert written(log) == [
+        {"epoch": "0", "step": "4", "a": "1.0", "b": "2.0"},
+        {"epoch": "1", "step": "9", "a": "3.0", "b": ""},
+    ]
+
+
+def test_a_resumed_log_goes_on_where_it_is_cut(tmp_path):
+    log = CSVLog(tmp_path)
+    for step in (4, 9, 14):
+        log.log_metrics({"a": float(step)}, step)
+    log.save()
+    resumed = CSVLog(tmp_path, resume=True)
+    resumed.save()  # nothing logged yet: the file stays
+    assert len(written(resumed)) == 3
+    del resumed.rows[1:]
+    resumed.log_metrics({"a": 90.0}, 9)
+    resumed.save()
+    assert [(row["step"], row["a"]) for row in written(resumed)] == [("4", "4.0"), ("9", "90.0")]
+    fresh = CSVLog(tmp_path)
+    fresh.log_metrics({"a": 1.0}, 0)
+    fresh.save()
+    assert len(written(fresh)) == 1

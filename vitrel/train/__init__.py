@@ -14,8 +14,7 @@ with optional_import():
     from vitrel.train.execution import Execution
     from vitrel.train.module import Classifier
     from vitrel.train.objective import Mixing, Objective
-    from vitrel.train.optim import Optimisation
-    from vitrel.train.schedule import Schedule
+    from vitrel.train.optim import Optimisation, Schedule
     from vitrel.train.tuning import Tuning
 
 __all__ = [

@@ -24,12 +24,11 @@ from vitrel.exits import one_line
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
 from vitrel.train.execution import check_processes, refused_trainer
-from vitrel.train.faults import BadImages, FiniteLoss, RunFolder
-from vitrel.train.log import CSVLog
+from vitrel.train.faults import BadImages, FiniteLoss, Ranks, RunFolder
+from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
 from vitrel.train.profile import DataProfile
 from vitrel.train.progress import Speed, progress_of
-from vitrel.train.ranks import Ranks
 from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Predictions, Summary
 
@@ -122,15 +121,13 @@ class TrainCLI(LightningCLI):
         """Check the arguments, then parse them; SystemExit 2, with the reason on stderr, for a key or value not allowed."""
         args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args or []]
         self.command = shlex.join(args)
-        keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
-        keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
         for action in self._subcommand_parsers["fit"]._actions:
             if action.help == "Path to a configuration file.":  # not true here, only --config reads files
                 action.help, action.metavar = "the keys of this section, as YAML", "YAML"
             action.help = HELP.get(action.dest, action.help)
         guard.restrict_imports()
         try:
-            guard.check(args, keys, LINKED)
+            check_arguments(args)
         except ValueError as error:
             self._subcommand_parsers["fit"].error(str(error))
         super().parse_arguments(parser, args)
@@ -266,6 +263,13 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
             auto_configure_optimizers=False,
             go_on=go_on,
         )
+
+
+def check_arguments(args: list[str]) -> None:
+    """Raise ValueError naming the first key, value or class that a configuration may not have (`guard.check`)."""
+    keys: guard.Keys = {"seed_everything": {}, "ckpt_path": {}, "trainer": guard.keys_of(Trainer)}
+    keys |= {"data": guard.keys_of(ImageData), "model": guard.keys_of(Classifier), "run": guard.keys_of(Run)}
+    guard.check(args, keys, LINKED)
 
 
 def _seed(value: int | bool) -> int:

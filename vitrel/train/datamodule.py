@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
 from vitrel.data.shards import Shards
 from vitrel.data.stream import ShardBatches
-from vitrel.sizes import token_count
-from vitrel.train.native import Filled, NativeOrder, native_shares
-from vitrel.train.order import EpochLoader, EpochOrder, EveryImageOnce, Order, Plan
+from vitrel.sizes import native_size, token_count
+from vitrel.train.order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
 from vitrel.train.same_run import Listing
 
 
@@ -179,7 +178,7 @@ class ImageData(LightningDataModule):
         if self.streamed:
             indices = self.order.indices(epoch, self.trainer.global_rank, self.workers)[batch]
         else:
-            indices = [draw if isinstance(draw, int) else draw.index for draw in self.order.batches(epoch)[batch]]
+            indices = [draw.index for draw in self.order.batches(epoch)[batch]]
         return [self.train_set.name(index) for index in indices]
 
     def train_dataloader(self) -> DataLoader:
@@ -193,12 +192,11 @@ class ImageData(LightningDataModule):
 
         Every image is on exactly one rank; shares are padded to equal length by images of label -1, which are not counted.
         """
+        sizes = [self.size] * len(self.val_set)
         if self.shape == "native":
-            ranks = self.trainer.global_rank, self.trainer.world_size
-            shares = native_shares(self.val_set.image_sizes(), self.batch_size, self.budget, self.patch, *ranks)
-            return self._loader(DataLoader, Filled(self.val_set), batch_sampler=shares)
-        share = EveryImageOnce(self.val_set, self.trainer.global_rank, self.trainer.world_size)
-        return self._loader(DataLoader, share, batch_size=self.batch_size)
+            sizes = [native_size(height, width, self.budget, self.patch) for height, width in self.val_set.image_sizes()]
+        batches = evaluation_batches(sizes, self.batch_size, self.trainer.global_rank, self.trainer.world_size)
+        return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:
         options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_signals}

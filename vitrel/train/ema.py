@@ -68,7 +68,7 @@ class AveragedWeights(WeightAveraging):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         with warnings.catch_warnings():
-            # Lightning warns of `configure_model`, which only acts under strategies that `check_sharded` forbids with an EMA
+            # Lightning warns of `configure_model`, which only acts under strategies that `check_strategy` forbids with an EMA
             warnings.filterwarnings("ignore", message=".*WeightAveraging callback with a model that overrides.*")
             super().setup(trainer, pl_module, stage)
         if stage == TrainerFn.FITTING:
@@ -82,8 +82,7 @@ class AveragedWeights(WeightAveraging):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning also copied them before the module gave the model a new classifier or fitted its position encoding
         if not self._average_model.n_averaged:
-            self._average_model.update_parameters(pl_module)  # copies the weights, since n_averaged is 0
-            self._average_model.n_averaged.zero_()
+            self._copy_weights(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -91,8 +90,7 @@ class AveragedWeights(WeightAveraging):
         if trainer.current_epoch >= self.settings.start_epoch:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         elif trainer.global_step > self._latest_update_step:
-            self._average_model.update_parameters(pl_module)  # copies the weights, since n_averaged is 0
-            self._average_model.n_averaged.zero_()
+            self._copy_weights(pl_module)
             self._latest_update_step = trainer.global_step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -120,6 +118,10 @@ class AveragedWeights(WeightAveraging):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.exchanged:
             self._swap_models(pl_module)
+
+    def _copy_weights(self, pl_module: LightningModule) -> None:
+        self._average_model.update_parameters(pl_module)  # copies, since n_averaged is 0
+        self._average_model.n_averaged.zero_()
 
     def _swap_models(self, pl_module: LightningModule) -> None:
         super()._swap_models(pl_module)

@@ -1,4 +1,4 @@
-"""Execution settings (gradient checkpointing, torch.compile, channels_last), and advice when memory runs out."""
+"""Execution of a run: gradient checkpointing, torch.compile, channels_last, memory, devices, and FSDP2's sharding."""
 
 import os
 import re
@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from vitrel.exits import one_line
+from vitrel.layers import Block
+from vitrel.position import PositionEncoding
 from vitrel.sizes import format_size
 
 
@@ -48,28 +53,24 @@ class Execution:
 
 
 class MemoryAdvice(Callback):
-    """Adds to a CUDA out-of-memory error the settings that would need less memory (`memory_advice`)."""
+    """Adds to a CUDA out-of-memory error the settings that would need less memory, the cheapest first."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, torch.cuda.OutOfMemoryError):
-            exception.add_note(memory_advice(trainer, pl_module))
-
-
-def memory_advice(trainer: Trainer, module: LightningModule) -> str:
-    """Return one sentence with the settings that reduce memory, the cheapest first; `module` is a `vitrel.train.Classifier`."""
-    batch, accumulate = trainer.datamodule.batch_size, trainer.accumulate_grad_batches
-    changes = []
-    if str(trainer.precision) == "32-true":
-        changes.append(f"trainer.precision: bf16-mixed (now {trainer.precision})")
-    if batch > 1:
-        changes.append(
-            f"data.batch_size: {max(1, batch // 2)} (now {batch}) with trainer.accumulate_grad_batches: {accumulate * 2} "
-            f"(now {accumulate}), which keeps the images per update"
-        )
-    if not module.execution.grad_checkpointing:
-        changes.append("model.execution.grad_checkpointing: true (now false)")
-    changes.append(f"a smaller data.size (now {format_size(module.img_size)})")
-    return f"The device's memory is full. To need less, set: {'; '.join(changes)}."
+        if not isinstance(exception, torch.cuda.OutOfMemoryError):
+            return
+        batch, accumulate = trainer.datamodule.batch_size, trainer.accumulate_grad_batches
+        changes = []
+        if str(trainer.precision) == "32-true":
+            changes.append(f"trainer.precision: bf16-mixed (now {trainer.precision})")
+        if batch > 1:
+            changes.append(
+                f"data.batch_size: {max(1, batch // 2)} (now {batch}) with trainer.accumulate_grad_batches: {accumulate * 2} "
+                f"(now {accumulate}), which keeps the images per update"
+            )
+        if not pl_module.execution.grad_checkpointing:
+            changes.append("model.execution.grad_checkpointing: true (now false)")
+        changes.append(f"a smaller data.size (now {format_size(pl_module.img_size)})")
+        exception.add_note(f"The device's memory is full. To need less, set: {'; '.join(changes)}.")
 
 
 def check_processes(accelerator: object, devices: object) -> None:
@@ -99,14 +100,53 @@ def refused_trainer(config: Mapping[str, Any], error: Exception) -> str:
     )
 
 
-def check_sharded(averaged: bool, clip_mode: str | None) -> None:
-    """Raise ValueError if `averaged` (EMA) or for clip_mode "agc": both need whole weights.
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard every vitrel block, every encoding and the rest of the model over the mesh's data-parallel ranks (FSDP2), in place.
 
-    To be called only under a strategy that shards the weights; it does not check the strategy.
+    Encodings are separate shards, because the trunk calls a shared encoding outside of its block. They stay gathered until the
+    backward pass, because their results may be views of their parameters.
+
+    Args:
+        model: the model whose modules are sharded.
+        mesh: Lightning's device mesh, with the dimensions "data_parallel" and "tensor_parallel".
+
+    Raises:
+        ValueError: the mesh also splits the model (tensor parallelism).
     """
+    if mesh["tensor_parallel"].size() > 1:
+        raise ValueError(
+            "ModelParallelStrategy would split the model, which is not supported: set its tensor_parallel_size: 1 and its "
+            "data_parallel_size to the number of all devices"
+        )
+    ranks = mesh["data_parallel"]
+    for part in model.modules():
+        if isinstance(part, PositionEncoding) and [*part.parameters()]:
+            fully_shard(part, mesh=ranks, reshard_after_forward=False)
+    for part in model.modules():
+        if isinstance(part, Block):
+            fully_shard(part, mesh=ranks)
+    fully_shard(model, mesh=ranks)
+
+
+def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) -> None:
+    """Raise ValueError for a strategy that is not supported, or that does not fit the run.
+
+    Args:
+        strategy: the trainer's strategy.
+        averaged: the weights are averaged (EMA), which needs whole weights.
+        clip_mode: `Optimisation.clip_mode`; "agc" needs whole weights.
+    """
+    if isinstance(strategy, FSDPStrategy):
+        # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
+        raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as configs/imagenet_vit_b_fsdp.yaml does")
+    if not isinstance(strategy, ModelParallelStrategy):
+        return
     if averaged:
         raise ValueError("model.ema needs whole weights, this strategy shards them: leave model.ema out, or use strategy: ddp")
     if clip_mode == "agc":
         raise ValueError(
             "model.optim.clip_mode agc needs whole rows, this strategy shards them: use another clip_mode, or strategy: ddp"
         )
+    if strategy._save_distributed_checkpoint:
+        # torch unpickles a folder of shards, which may run code, whatever `weights_only` is
+        raise ValueError("ModelParallelStrategy has to save one file: set its save_distributed_checkpoint: false")

@@ -38,12 +38,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
-from vitrel.train.execution import Execution, MemoryAdvice, check_sharded
-from vitrel.train.means import EpochMeans, ImageMean
+from vitrel.train.execution import Execution, MemoryAdvice, check_strategy, shard
+from vitrel.train.metrics import EpochMeans, ImageMean
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
 from vitrel.train.same_run import check_same_run
-from vitrel.train.sharding import check_strategy, shard
 from vitrel.train.tuning import Tuning
 from vitrel.weights.record import position_record
 
@@ -162,15 +161,13 @@ class Classifier(LightningModule):
                 f"distillation.checkpoint was trained on classes other than those of {data.data}, or in another order: "
                 "use a teacher of the same classes, or distillation.labels: false, which needs no labels"
             )
-        check_strategy(self.trainer.strategy)
         if self.tuning.trainable is not None:  # frozen modules are in evaluation mode on purpose
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         check_clipping(self.optim, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm)
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks of the settings: memory advice, and EMA if set; ValueError if the strategy does not allow it."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            check_sharded(self.ema is not None, self.optim.clip_mode)
+        check_strategy(self.trainer.strategy, self.ema is not None, self.optim.clip_mode)
         return [MemoryAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -329,12 +326,11 @@ class Classifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the epoch's means; ValueError if the checkpoint's run had another model, classes, data or settings."""
-        saved = {"ema": False} | checkpoint.get("vitrel", {})
+        saved = checkpoint.get("vitrel", {})
         current = {"model": self.stored[0], "classes": self.classes, "ema": self.ema is not None}
         for key, value in current.items():
             if (old := saved.get(key)) != value:
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")
         check_same_run(self.trainer, checkpoint)
         self.resumed = True
-        if "epoch_means" in checkpoint:
-            self.means.restore(checkpoint["epoch_means"], self.global_rank)
+        self.means.restore(checkpoint["epoch_means"], self.global_rank)

@@ -1,13 +1,18 @@
-"""The order of training images: which images form which batch, a function of (seed, epoch) only.
+"""The order of images: which images form which batch, in training a function of (seed, epoch) only.
 
 The order does not depend on the number of loader processes. A global batch takes the next `images * world` positions of the
 epoch's order, and rank r takes every world-th of them, starting at r. Therefore any number of ranks trains on the same global
 batches if the images per update are the same. A resumed run skips the finished batches without reading their images.
+
+At native shape, images of similar aspect ratio share a batch, so that each keeps nearly its own aspect ratio: all have the same
+grid of patches, with at most a given number of tokens (the budget), and nothing is padded.
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
+from math import log, sqrt
 
 import torch
 from torch import Tensor
@@ -15,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vitrel.data.draw import Draw
 from vitrel.data.stream import Batch, ShardBatches
+from vitrel.sizes import Size, native_size
 
 
 class Plan:
@@ -95,8 +101,8 @@ def in_turns(n: int, images: Sequence[int]) -> list[int]:
     return kinds
 
 
-class Order(Sampler[list[int | Draw]], ABC):
-    """Abstract batch sampler of one rank: the batches of every epoch, as indices or `Draw`s of images."""
+class Order(Sampler[list[Draw]], ABC):
+    """Abstract batch sampler of one rank: the batches of every epoch, as `Draw`s of images."""
 
     epoch = first = 0
 
@@ -104,7 +110,7 @@ class Order(Sampler[list[int | Draw]], ABC):
         """Let every iteration from now on, until the next call, yield the batches of `epoch` from number `batch` on."""
         self.epoch, self.first = epoch, batch
 
-    def __iter__(self) -> Iterator[list[int | Draw]]:
+    def __iter__(self) -> Iterator[list[Draw]]:
         yield from self.batches(self.epoch)[self.first :]
 
     @abstractmethod
@@ -112,7 +118,7 @@ class Order(Sampler[list[int | Draw]], ABC):
         """Return the number of batches per rank and epoch, including those that `start` skips."""
 
     @abstractmethod
-    def batches(self, epoch: int) -> list[list[int | Draw]]:
+    def batches(self, epoch: int) -> list[list[Draw]]:
         """Return all batches of this rank in an epoch."""
 
 
@@ -134,16 +140,100 @@ class EpochOrder(Order):
     def __len__(self) -> int:
         return len(self.plan)
 
-    def batches(self, epoch: int) -> list[list[int | Draw]]:
-        """Return all batches of this rank in an epoch: plain indices, or `Draw`s where size or repeat matter."""
+    def batches(self, epoch: int) -> list[list[Draw]]:
         order = torch.randperm(self.n, generator=generator(self.seed, epoch)).tolist()
         batches, start = [], 0
         for batch in self.plan(epoch):
             views = range(start + self.rank, start + batch.images * self.world, self.world)
             start += batch.images * self.world
-            draws = [Draw(order[i // self.repeats], batch.size, i % self.repeats) for i in views]
-            batches.append([draw.index if draw == Draw(draw.index) else draw for draw in draws])
+            batches.append([Draw(order[i // self.repeats], batch.size, i % self.repeats) for i in views])
         return batches
+
+
+class NativeOrder(Order):
+    """Batches of one rank at native shape: every image once (or `repeats` times) per epoch, shuffled by (seed, epoch).
+
+    In every epoch the images are sorted by the logarithm of their aspect ratio plus noise (the change by up to half a patch)
+    and cut into batches, which are then shuffled. A batch has the `native_size` of its median image. If the images do not
+    fill the last batch, the last two batches divide their images evenly. All ranks have the same size at the same step, and
+    their shares of a batch differ by at most one image.
+
+    An epoch leaves out two kinds of images, different ones each time: with `even`, one image of every share of odd length;
+    and a last batch with less than one image (with `even`: two) per rank.
+
+    Args:
+        sizes: (height, width) of every image file, pixels.
+        batch_size: images per batch and rank at `tokens`; at other budgets, the number with the same total of tokens.
+        tokens: maximum number of tokens of an image.
+        patch: (height, width) of a patch, pixels.
+        budgets: several values of `tokens` that batches alternate between; by default `tokens` only.
+        repeats: views of each image, next to each other: repeated augmentation (arXiv 1901.09335). The number of batches per
+            epoch stays, so an epoch shows 1 / repeats of the images.
+        even: give every rank an even number of images in every batch, because mixup pairs them.
+        rank, world: this rank, and the number of ranks.
+        seed: seed of the order.
+
+    Raises:
+        ValueError: a batch would have no images on some rank.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Size],
+        batch_size: int,
+        tokens: int,
+        patch: tuple[int, int],
+        budgets: Sequence[int] | None = None,
+        repeats: int = 1,
+        even: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.sizes, self.patch, self.repeats, self.rank, self.world, self.seed = sizes, patch, repeats, rank, world, seed
+        self.step = 2 if even else 1
+        self.aspects = [log(height / width) for height, width in sizes]
+        self.noise = 1 / sqrt(tokens)  # one patch, relative to the side of a square image
+        budgets = budgets or [tokens]
+        images = [batch_size * tokens // budget // self.step * self.step for budget in budgets]
+        if 0 in images:
+            raise ValueError(
+                f"a batch of {batch_size} images of {tokens} tokens has room for less than {self.step} of {max(budgets)} "
+                "tokens: raise data.batch_size or leave that size out"
+            )
+        # (images of all ranks, budget) of every batch; independent of the number of ranks if images per update stay the same
+        self.turns = [(images[kind] * world, budgets[kind]) for kind in in_turns(len(sizes), [i * world for i in images])]
+        if left := len(sizes) - sum(images for images, _ in self.turns):
+            last, budget = self.turns.pop() if self.turns else (0, budgets[0])
+            half = (last + left) // 2 // self.step * self.step if last else 0
+            self.turns += [(last + left - half, budget), (half, budget)]
+        self.turns = [turn for turn in self.turns if turn[0] // world >= self.step]
+        if not self.turns:
+            raise ValueError(
+                f"{len(sizes)} training images are too few for {world} devices, each of which needs {self.step}: use fewer "
+                "devices or more images"
+            )
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def batches(self, epoch: int) -> list[list[Draw]]:
+        """Return all batches of this rank in an epoch, as draws with their size (height, width)."""
+        draws, views = generator(self.seed, epoch), sum(images for images, _ in self.turns)
+        chosen = torch.randperm(len(self.sizes), generator=draws)[: -(-views // self.repeats)].tolist()
+        noise = (self.noise * (torch.rand(len(chosen), generator=draws, dtype=torch.float64) - 0.5)).tolist()
+        order = [index for _, index in sorted((self.aspects[index] + n, index) for index, n in zip(chosen, noise, strict=True))]
+        batches, start = [], 0
+        for turn in torch.randperm(len(self.turns), generator=draws).tolist():
+            images, budget = self.turns[turn]
+            batch = [(order[view // self.repeats], view % self.repeats) for view in range(start, start + images)]
+            median = sorted((index for index, _ in batch), key=self.aspects.__getitem__)[images // 2]
+            height, width = self.sizes[median]
+            size = native_size(height, width, budget, self.patch)
+            share = batch[self.rank :: self.world]
+            batches.append([Draw(index, size, repeat) for index, repeat in share[: len(share) // self.step * self.step]])
+            start += images
+        return [batches[i] for i in torch.randperm(len(batches), generator=draws).tolist()]
 
 
 class EpochLoader(DataLoader):
@@ -171,37 +261,47 @@ class EpochLoader(DataLoader):
         return super().__iter__()
 
 
-class EveryImageOnce(Dataset):
-    """One rank's share of an evaluation set: every image on exactly one rank, padded by zero images of label -1.
+def evaluation_batches(sizes: Sequence[Size], batch_size: int, rank: int = 0, world: int = 1) -> list[list[Draw]]:
+    """Return the batches of one rank in an evaluation of all images, grouped by size; for a `Filled` data set.
 
-    Padding by real images, as DistributedSampler does, would count some images twice. Without padding, shares of unequal length
-    would block the ranks under FSDP, which gathers parameters from all ranks in every forward pass.
+    Every image is on exactly one rank. All ranks have the same number of batches of the same lengths and sizes, padded by
+    draws of index -1: padding by real images, as DistributedSampler does, would count some images twice, and shares of unequal
+    length would block the ranks under FSDP, which gathers parameters from all ranks in every forward pass.
 
     Args:
-        dataset: the evaluation set, of (image, label).
+        sizes: (h, w) at which every image is evaluated, pixels.
+        batch_size: maximum number of images per batch and rank.
         rank, world: this rank, and the number of ranks.
     """
+    groups: dict[Size, list[int]] = defaultdict(list)
+    for index, size in enumerate(sizes):
+        groups[size].append(index)
+    batches = []
+    for size, indices in groups.items():
+        indices += [-1] * (-len(indices) % world)
+        share = [Draw(index, size) for index in indices[rank::world]]
+        batches += [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
+    return batches
 
-    def __init__(self, dataset: Dataset, rank: int = 0, world: int = 1) -> None:
-        self.dataset, self.rank, self.world = dataset, rank, world
+
+class Filled(Dataset):
+    """A data set indexed by `Draw`s, in which a draw of index -1 and a size is a zero image of label -1.
+
+    Such draws pad the shares of several ranks (`evaluation_batches`); no metric counts them, nor does `len`.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return -(-len(self.dataset) // self.world)
+        return len(self.dataset)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.__getitems__([i])[0]
-
-    def __getitems__(self, items: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Return the (image, label) pairs at positions `items`, read as one batch if the data set has `__getitems__`.
-
-        The positions must increase, because padding is put at the end.
-        """
-        indices = [i * self.world + self.rank for i in items]
-        existing = [index for index in indices if index < len(self.dataset)]
+    def __getitems__(self, draws: Sequence[Draw]) -> list[tuple[Tensor, int]]:
+        """Return the (image, label) pairs of a batch, read as one batch if the data set has `__getitems__`."""
+        real = [draw for draw in draws if draw.index >= 0]
         read_batch = getattr(self.dataset, "__getitems__", None)
-        samples = read_batch(existing) if read_batch else [self.dataset[index] for index in existing]
-        padding = (torch.zeros_like((samples or [self.dataset[0]])[0][0]), -1)
-        return samples + [padding] * (len(indices) - len(existing))
+        items = iter(read_batch(real) if read_batch else [self.dataset[draw] for draw in real])
+        return [(torch.zeros(3, *(draw.size or ())), -1) if draw.index < 0 else next(items) for draw in draws]
 
 
 def generator(seed: int, epoch: int, stream: int = 0) -> torch.Generator:

@@ -111,10 +111,6 @@ class Lines(ProgressBar):
         """Print nothing; Lightning calls it on all ranks but the first."""
         self.enabled = False
 
-    def enable(self) -> None:
-        """Print lines again."""
-        self.enabled = True
-
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.ended = True
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from vitrel.data import SHAPES
@@ -84,17 +83,14 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if "run" not in checkpoint or not hasattr(trainer.datamodule, "listing") or trainer.state.fn != TrainerFn.FITTING:
         return
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
-    ignored = set() if _inside_an_epoch(checkpoint) else _READERS
-    if missing := [name for name in current if name not in saved and name not in _READERS]:
-        rank_zero_only(print)(
-            f"{path} was written by an earlier version, which did not save {', '.join(missing)}: assumed to be unchanged"
-        )
-    compared = {name: value for name, value in current.items() if name in saved and name not in ignored}
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    inside_an_epoch = epochs["ready"] > epochs["processed"]
     differences = [
         _files_that_differ(checkpoint["run"]["files"], trainer.datamodule.listing.lines)
         if name == _FILES
-        else f"{name}: {_short(old)}, now {_short(new)}"
-        for name, old, new in values_that_differ({name: saved[name] for name in compared}, compared)
+        else f"{name}: {old!s:.100}, now {new!s:.100}"
+        for name, old, new in values_that_differ(saved, current)
+        if inside_an_epoch or name not in _READERS
     ]
     if differences:
         raise ValueError(
@@ -128,12 +124,3 @@ def _files_that_differ(old: Tensor, new: Tensor) -> str:
         if names
     ]
     return f"{_FILES}: {', '.join(parts) or 'the same files in another order'}"
-
-
-def _short(value: Any) -> str:
-    return f"{value}"[:100]
-
-
-def _inside_an_epoch(checkpoint: dict[str, Any]) -> bool:
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    return epochs["ready"] > epochs["processed"]

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from vitrel.files import atomic_write
-from vitrel.train.log import CSVLog
+from vitrel.train.metrics import CSVLog, merit
 from vitrel.train.same_run import run_settings
 from vitrel.weights.read import checksums, read_file
 
@@ -74,11 +74,6 @@ class AtomicIO(TorchCheckpointIO):
         return read_file(path)
 
 
-def merit(top1: float, loss: float) -> tuple[float, float]:
-    """Return a sort key for evaluations, higher is better: by top-1, then by lower loss; a NaN loss is the worst."""
-    return top1, -math.inf if math.isnan(loss) else -loss
-
-
 class Best(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint of the evaluation with the highest `merit`, also across resumed runs.
 
@@ -124,8 +119,7 @@ class Best(ModelCheckpoint):
         paths = {name: moved(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
         best = {moved(path): score for path, score in state["best_k_models"].items()}
         super().load_state_dict({**state, **paths, "best_k_models": best, "dirpath": self.dirpath})
-        # checkpoints of an earlier version have no loss; its rule was to keep the first of equal top-1
-        self.loss = state.get("loss", -math.inf if best else math.inf)
+        self.loss = state["loss"]
 
 
 class Saving(Checkpoint):

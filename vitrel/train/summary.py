@@ -20,9 +20,8 @@ from torch import Tensor
 from vitrel.files import atomic_write, commit
 from vitrel.machine import hardware_name
 from vitrel.sizes import format_size
-from vitrel.train.log import CSVLog
+from vitrel.train.metrics import CSVLog, best_of, epochs_of
 from vitrel.train.progress import Speed
-from vitrel.train.saving import merit
 
 
 class Summary(Callback):
@@ -63,7 +62,7 @@ class Summary(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.finish(trainer, "finished")
-        if self.prints and trainer.is_global_zero and (best := _best(self.csv.rows)):
+        if self.prints and trainer.is_global_zero and (best := best_of(self.csv.rows)):
             file = self.path.parent / "checkpoints" / "best.ckpt"
             print(f"best top-1 {best['val/top1']:.4f} after epoch {int(best['epoch']) + 1}: {file}")
             print(f"at other sizes: vitrel evaluate {file} --data {self.fixed['data']} --size ...", flush=True)
@@ -90,7 +89,7 @@ class Summary(Callback):
             return
         epochs = epochs_of(self.csv.rows)
         evaluated = [row for row in epochs if "val/top1" in row]
-        best = _best(self.csv.rows)
+        best = best_of(self.csv.rows)
         entry = {
             "status": status,
             **({} if error is None else {"error": error}),
@@ -166,16 +165,6 @@ class Predictions(Callback):
         if self.samples and trainer.is_global_zero:
             cfg = module.preprocessing
             draw_predictions(self.samples, module.classes, cfg["mean"], cfg["std"], self.path)
-
-
-def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Return one row per epoch from the rows of a `metrics.csv`: the last value of each metric, as a number."""
-    epochs: dict[int, dict[str, float]] = {}
-    for row in rows:
-        numbers = _numbers(row)
-        if "epoch" in numbers:
-            epochs.setdefault(int(numbers["epoch"]), {}).update(numbers)
-    return [epochs[epoch] for epoch in sorted(epochs)]
 
 
 def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
@@ -268,17 +257,6 @@ def _header(about: dict[str, Any], folder: Path) -> str:
 def _hardware(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
     return f"{trainer.world_size} × {hardware_name(device)} ({device.type}), {os.cpu_count()} CPU cores, {platform.system()}"
-
-
-def _best(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of the evaluation saved as `best.ckpt`, and the other metrics of its epoch; {} before the first evaluation."""
-    evaluations = [row for row in map(_numbers, rows) if "val/top1" in row]  # an epoch may have several
-    best = max(evaluations, key=lambda row: merit(row["val/top1"], row["val/loss"]), default={})
-    return next((row for row in epochs_of(rows) if row["epoch"] == best.get("epoch")), {}) | best
-
-
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if value not in ("", None)}
 
 
 def _metrics(row: dict[str, float]) -> dict[str, float]:

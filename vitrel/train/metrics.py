@@ -1,0 +1,154 @@
+"""Metrics of a run: means over an epoch's steps and an evaluation set, their log `metrics.csv`, and the best evaluation."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+from vitrel.files import atomic_write
+
+
+class ImageMean(Metric):
+    """Mean of a value per image. Images are left out by a weight of 0, since an index by a mask waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("images", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, counted: Tensor) -> None:
+        """Add values [B] of the images for which counted [B] is True."""
+        self.total += torch.where(counted, values, 0).sum()
+        self.images += counted.sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.images
+
+
+class EpochMeans(nn.ModuleDict):
+    """One torchmetrics MeanMetric per name, over the steps of the current epoch.
+
+    The sums are not in the state dict: `saved` returns them for a checkpoint and `restore` sets them. Ranks are summed when a
+    mean is computed and when the sums are saved.
+    """
+
+    def __init__(self, *names: str) -> None:
+        # A search for NaN would synchronise the device at every step. With it disabled, torchmetrics ignores weights, hence
+        # `add` takes one value per image.
+        super().__init__({name: MeanMetric(nan_strategy="disable") for name in names})
+        self.epoch = 0
+
+    def add(self, epoch: int, values: dict[str, Tensor]) -> None:
+        """Add a step's values {name: [B], one per image}; the first step of another epoch resets the sums."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            for metric in self.values():
+                metric.reset()
+        for name, value in values.items():
+            self[name].update(value)
+
+    def saved(self, strategy: Strategy) -> dict[str, Any]:
+        """Return {"epoch": int, name: [sum, weight], ...}, summed over all ranks; every rank has to call it."""
+        sums = {name: torch.stack((m.mean_value, m.weight)).to(strategy.root_device) for name, m in self.items()}
+        return {"epoch": self.epoch, **{name: strategy.reduce(s, reduce_op="sum").tolist() for name, s in sums.items()}}
+
+    def restore(self, saved: dict[str, Any], rank: int) -> None:
+        """Set the sums to those that `saved` returned, on rank 0 only, so that the sum over any number of ranks is right."""
+        self.epoch = saved["epoch"]
+        for name, metric in self.items():
+            metric.reset()
+            if rank == 0:
+                metric.mean_value, metric.weight = (torch.tensor(v, device=metric.weight.device) for v in saved[name])
+
+
+class CSVLog(Logger):
+    """`metrics.csv` in the run's folder: one row per logging step, a column per metric.
+
+    Lightning's CSVLogger deletes the file when a run is resumed; this logger appends to it. Rows read from the file hold
+    strings. On resuming, `Saving` removes the rows that were logged after the checkpoint was saved.
+
+    Args:
+        folder: the run's folder.
+        resume: read the rows of an existing `metrics.csv`, to append to them.
+    """
+
+    def __init__(self, folder: str | Path, resume: bool = False) -> None:
+        super().__init__()
+        self.path = Path(folder) / "metrics.csv"
+        self.rows: list[dict[str, Any]] = []
+        if resume and self.path.is_file():
+            with self.path.open(newline="") as file:
+                self.rows = list(csv.DictReader(file))
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `config.yaml` holds the hyper-parameters."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = 0 if step is None else step
+        if self.rows and int(self.rows[-1]["step"]) == step:
+            self.rows[-1] |= metrics
+        else:
+            self.rows.append({"step": step, **metrics})
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write all rows to the file; its folder must exist. Called before every checkpoint and at the end of the run."""
+        if not self.rows:
+            return
+        columns = list(dict.fromkeys(["epoch", "step", *sorted({key for row in self.rows for key in row})]))
+        with atomic_write(self.path) as part, part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self.path.parent.is_dir():  # a removed folder is the reason why the run ends, see RunFolder
+            self.save()
+
+
+def merit(top1: float, loss: float) -> tuple[float, float]:
+    """Return a sort key for evaluations, higher is better: by top-1, then by lower loss; a NaN loss is the worst."""
+    return top1, -math.inf if math.isnan(loss) else -loss
+
+
+def epochs_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return one row per epoch from the rows of a `metrics.csv`: the last value of each metric, as a number."""
+    epochs: dict[int, dict[str, float]] = {}
+    for row in rows:
+        numbers = _numbers(row)
+        if "epoch" in numbers:
+            epochs.setdefault(int(numbers["epoch"]), {}).update(numbers)
+    return [epochs[epoch] for epoch in sorted(epochs)]
+
+
+def best_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics of the evaluation saved as `best.ckpt` and the others of its epoch; {} before the first evaluation."""
+    evaluations = [row for row in map(_numbers, rows) if "val/top1" in row]  # an epoch may have several
+    best = max(evaluations, key=lambda row: merit(row["val/top1"], row["val/loss"]), default={})
+    return next((row for row in epochs_of(rows) if row["epoch"] == best.get("epoch")), {}) | best
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if value not in ("", None)}
