@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from vitrel.data import Batch, Prepare, ShardBatches, Shards
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 
 PLAIN = Prepare((8, 12), (0.0,) * 3, (1.0,) * 3)
 NOT_A_TAR = r"train/00000.tar is not a tar file, or it is damaged or compressed"

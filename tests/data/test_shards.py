@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vitrel.data import BadImage, Batch, Draw, Folder, Prepare, Reading, ShardBatches, Shards, class_names, create_dataset
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 N = {"train": (20, 30), "val": (5, 6)}

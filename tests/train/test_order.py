@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from vitrel.data.draw import Draw
+from vitrel.data.base import Draw
 from vitrel.data.stream import Batch
 from vitrel.train.order import EpochOrder, EveryImageOnce, Plan
 

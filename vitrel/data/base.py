@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +15,24 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
-from vitrel.data.decode import BadImage, Reading
-from vitrel.data.draw import Draw
-from vitrel.data.memory import names_image
+from vitrel.data.decode import BadImage, Reading, names_image
 
+Split = Literal["train", "val"]
 HEADER_READERS = 16  # threads; many, because on a network disk they mostly wait
+
+
+class Draw(NamedTuple):
+    """A request for one image of a data set, with size and repeat, as a training sampler makes it.
+
+    Args:
+        index: index of the image in the data set.
+        size: (H, W) of the result in pixels; None for the data set's size.
+        repeat: number of this view of the image with repeated augmentation; each view has its own random augmentation.
+    """
+
+    index: int  # type: ignore[assignment]  # the name hides tuple.index, which nothing here uses
+    size: tuple[int, int] | None = None
+    repeat: int = 0
 
 
 class ImageSet(Dataset, ABC):

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from vitrel.data.base import ImageSet, file_checksums, subset
+from vitrel.data.base import ImageSet, Split, file_checksums, subset
 from vitrel.data.decode import Reading, decode, image_size
-from vitrel.data.folder import Split, below
+from vitrel.data.folder import below
 from vitrel.files import shown
 
 

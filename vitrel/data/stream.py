@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vitrel.data.base import bad_in_a_row
+from vitrel.data.base import Draw, bad_in_a_row
 from vitrel.data.decode import BadImage, decode
-from vitrel.data.draw import Draw
 from vitrel.data.shards import Shards
 from vitrel.extras import optional_import
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitrel.data.draw import Draw
+from vitrel.data.base import Draw
 from vitrel.sizes import Size, native_size
 from vitrel.train.order import Order, generator, in_turns
 
