@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -114,10 +114,10 @@ def decode(
         MemoryError: memory runs out, which does not mean that the image is bad; the text has its name and size.
     """
     _check_decoder(decoder)
-    name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
+    name = name or _name(source)
     image = None
     with (
-        nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file,
+        open_image(source, name) as file,
         names_image(lambda: f"{name}{'' if image is None else ' ({1}x{0} pixels)'.format(*image.size)} was decoded"),
     ):
         image = _header(file, max_pixels, name)
@@ -136,21 +136,23 @@ def decode(
 
 def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> tuple[int, int]:
     """Return (height, width) of an image in pixels from its header, without decoding it; `BadImage` as `decode`."""
-    name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
-    with nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file:
+    name = name or _name(source)
+    with open_image(source, name) as file:
         w, h = _header(file, max_pixels, name).size
     return h, w
 
 
-def open_image(path: str | Path, name: str) -> IO[bytes]:
-    """Open an image file for reading; `BadImage`, with `name`, for a path that cannot be opened, a pipe or a device.
+def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
+    """Open an image file, or its bytes, for reading; `BadImage`, with `name`, for a bad path, a pipe or a device.
 
     Errors of the machine, such as too many open files, stay OSErrors.
     """
+    if isinstance(source, bytes):
+        return BytesIO(source)
     try:
-        mode = os.stat(path).st_mode
+        mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            return open(path, "rb")
+            return open(source, "rb")
     except OSError as error:
         if error.errno not in UNREADABLE:
             raise
@@ -176,6 +178,10 @@ def names_image(activity: Callable[[], str]) -> Iterator[None]:
             raise
         text = f"memory ran out while {activity()}: fewer loader processes, a smaller size or smaller images need less"
         raise MemoryError(text) from error
+
+
+def _name(source: str | Path | bytes) -> str:
+    return f"{len(source)} bytes" if isinstance(source, bytes) else shown(source)
 
 
 def _check_decoder(decoder: str) -> None:

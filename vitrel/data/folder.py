@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrel.data.base import ImageSet, Split, file_checksums, subset
-from vitrel.data.decode import SUFFIXES, Reading, decode, image_size
+from vitrel.data.decode import SUFFIXES, Reading
 from vitrel.files import shown
 
 SHOWN = 3  # paths in a message
@@ -33,10 +33,8 @@ class Folder(ImageSet):
     Args:
         root: folder that holds `train/` and `val/`.
         split: "train" or "val".
-        prepare: maps uint8 [3, h, w] to the item's image, without augmentation.
-        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`.
-        n: number of randomly chosen images; by default all images.
-        seed: seed of this choice.
+        prepare, augment: as in `ImageSet`.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
@@ -62,14 +60,9 @@ class Folder(ImageSet):
         super().__init__(classes, len(self.samples), prepare, augment, reading)
         self.folder = folder
 
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
-        path, label = self.samples[index]
-        return decode(path, self.reading.max_pixels, self.reading.decoder), label
-
-    def image_size(self, index: int) -> tuple[int, int]:
-        """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        return image_size(self.samples[index][0], self.reading.max_pixels)
+    def encoded(self, index: int) -> tuple[str, int, str]:
+        """Return (path, label, path for messages) of an image."""
+        return *self.samples[index], self.name(index)
 
     def label(self, index: int) -> int:
         """Return the label of an image, without decoding it."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import resize, to_pil_image
 
 from vitrel.data.base import ImageSet, Split, sha256, subset
-from vitrel.data.decode import MAX_PIXELS, SUFFIXES, BadImage, Reading, decode, image_size, names_image, open_image
+from vitrel.data.decode import MAX_PIXELS, SUFFIXES, BadImage, Reading, decode, names_image, open_image
 from vitrel.data.folder import Folder
 from vitrel.data.prepare import INTERPOLATIONS
 from vitrel.extras import optional_import
@@ -55,10 +55,8 @@ class Shards(ImageSet):
     Args:
         root: folder with `index.json`, as `vitrel pack` writes it.
         split: "train" or "val".
-        prepare: maps uint8 [3, h, w] to the item's image, without augmentation.
-        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`.
-        n: number of randomly chosen images; by default all images.
-        seed: seed of this choice.
+        prepare, augment: as in `ImageSet`.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: decoder, pixel limit, and handling of unreadable images.
 
     Raises:
@@ -88,15 +86,12 @@ class Shards(ImageSet):
         self._scanned: dict[int, list[Sample]] = {}
         super().__init__(index["classes"], self.starts[-1] if n is None else n, prepare, augment, reading)
 
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
-        data, label, name = self._encoded(index)
-        return decode(data, self.reading.max_pixels, self.reading.decoder, name), label
-
-    def image_size(self, index: int) -> tuple[int, int]:
-        """Return (height, width) of an image, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        data, _, name = self._encoded(index)
-        return image_size(data, self.reading.max_pixels, name)
+    def encoded(self, index: int) -> tuple[bytes, int, str]:
+        """Return (encoded image, label, shard and key for messages) of an image."""
+        shard, sample = self._find(index)
+        with open(self.path(shard), "rb") as file:
+            file.seek(sample.offset)
+            return file.read(sample.size), sample.label, self.sample_name(shard, sample)
 
     def label(self, index: int) -> int:
         """Return the label of an image, without decoding it."""
@@ -148,13 +143,6 @@ class Shards(ImageSet):
         for i, shard in enumerate(self.shards):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise ValueError(f"{self.path(i)} has changed since it was packed (SHA-256); {REPACK}")
-
-    def _encoded(self, index: int) -> tuple[bytes, int, str]:
-        """(encoded image, label, name for messages) of an image."""
-        shard, sample = self._find(index)
-        with open(self.path(shard), "rb") as file:
-            file.seek(sample.offset)
-            return file.read(sample.size), sample.label, self.sample_name(shard, sample)
 
     def _find(self, index: int) -> tuple[int, Sample]:
         """(number of the shard, sample) of an image; scans the shard's headers the first time."""
