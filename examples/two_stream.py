@@ -112,9 +112,7 @@ class PatchPredictor(nn.Module):
     at every patch, so that position enters through attention alone. ValueError for an encoding that is added to tokens.
     """
 
-    def __init__(
-        self, position: str, size: int = 64, patch: int = 4, dim: int = 64, num_heads: int = 4, depth: int = 2
-    ) -> None:
+    def __init__(self, position: str, patch: int = 4, dim: int = 64, num_heads: int = 4, depth: int = 2) -> None:
         super().__init__()
         if added := [key for key in position.split("+") if key in POSITIONS and POSITIONS[key].site == "tokens"]:
             raise ValueError(f"{added[0]} is added to tokens, but the query stream gets its position in attention")

@@ -139,7 +139,7 @@ def test_what_cannot_be_opened_or_does_not_fit_in_memory_is_named(source, tmp_pa
     def full(*args, **how):
         raise MemoryError
 
-    monkeypatch.setattr("vitrel.data.pack.resize", full)
+    monkeypatch.setattr("vitrel.data.shards.resize", full)
     with pytest.raises(SystemExit, match=r"error: memory ran out while .*train/.* \(40x60 pixels\) was resized"):
         tool.main([str(source), str(tmp_path / "small"), "--resize", "8"])
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrel.data import create_dataset
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.folder import Prepare
+from vitrel.data.prepare import Prepare
 
 HALF = (0.5, 0.5, 0.5)
 LIBRARIES = ("albumentations", "torchvision", "timm")

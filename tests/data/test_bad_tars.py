@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from vitrel.data import Batch, Prepare, ShardBatches, Shards
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 
 PLAIN = Prepare((8, 12), (0.0,) * 3, (1.0,) * 3)
 NOT_A_TAR = r"train/00000.tar is not a tar file, or it is damaged or compressed"
@@ -109,8 +109,10 @@ def test_impossible_headers_are_named(read, part):
         read(sample("a"), part, sample("c"))
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices_are_no_images(read, kind):
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE]
+)
+def test_links_devices_and_sparse_files_are_no_images(read, kind):
     link = tarfile.TarInfo("b.png")
     link.type, link.linkname = kind, "/etc/hostname"
     with pytest.raises(ValueError, match=r"train/00000.tar holds 1 images, but index.json says 2"):
@@ -122,10 +124,48 @@ def test_more_images_than_the_index_says(read):
         read(*map(sample, "abcde"))
 
 
-@pytest.mark.parametrize("label", [b"", b"1.5", b"x", "\u0663".encode(), b"0" * 20 + b"1"])
+@pytest.mark.parametrize("label", [b"", b"-1", b"1.5", b"x", "\u0663".encode(), b"0" * 20 + b"1"])
 def test_labels_are_short_numbers(read, label):
     with pytest.raises(ValueError, match=r"train/00000.tar: b.cls is not a class number: b'"):
         read(sample("a"), sample("b", label))
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        (sample("b", b"2"), "b has label 2, but there are 2 classes; pack it again"),
+        (member("b.png", png()), "b: a sample must be one image and its .cls"),
+        (sample("b") + member("b.jpg"), "b: a sample must be one image and its .cls"),
+    ],
+)
+def test_samples_are_one_image_and_a_label_of_the_classes(read, parts, text):
+    with pytest.raises(ValueError, match=f"train/00000.tar: {text}"):
+        read(sample("a"), parts)
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda i: i.update(format=2), "has format 2, but this version reads format 1"),
+        (lambda i: i.update(classes=["dog", "cat"]), "list of classes is empty, not sorted or has duplicates"),
+        (lambda i: i.update(classes=["cat"]), "counts of train do not fit its classes"),
+        (lambda i: i["splits"]["val"]["counts"].append(0), "counts of val do not fit"),
+        (lambda i: i["splits"]["train"]["shards"][0].update(name="../../../etc/passwd"), "names a shard '../../../etc/passwd'"),
+        (lambda i: i["splits"]["train"]["shards"][0].update(name="pipe:date"), "names a shard 'pipe:date'"),
+        (lambda i: i["splits"]["train"].pop("counts"), r"index.json is damaged \(KeyError\('counts'\)\)"),
+        (lambda i: i["splits"].pop("train"), "has no split 'train', only val"),
+    ],
+)
+def test_a_damaged_index_is_refused(root, edit, text):
+    change(root, edit)
+    with pytest.raises(ValueError, match=text):
+        Shards(root, "train", PLAIN)
+
+
+def test_no_index(root):
+    (root / "index.json").unlink()
+    with pytest.raises(ValueError, match=r"index.json is missing: .* was not packed completely"):
+        Shards(root, "train", PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +189,7 @@ def test_impossible_counts_are_refused(root, edit, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"format": 1, "classes": ["a"], "splits": []}', "1" * 5000, "[]", '{"format": 1}', "\udcff"]
+    "text", ["{", "[" * 100_000, '{"format": 1, "classes": ["a"], "splits": []}', "1" * 5000, "[]", '{"format": 1}', "\udcff"]
 )
 def test_an_index_of_another_form_is_refused(root, text):
     (root / "index.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -43,7 +43,7 @@ def cached(root, side=SIDE, **how):
 
 def augmented(root, size, side=SIDE, crop_pct=1.0, **settings):
     augment = Augmenter(Augmentation(**settings), size, HALF, HALF, 3, crop_pct)
-    return Folder(root, "train", Prepare(size, HALF, HALF), augment, reading=Reading(cached_side=side))
+    return Folder(root, "train", Prepare(size, HALF, HALF), augment, reading=Reading(cached_side=side, on_bad="replace"))
 
 
 def test_the_shorter_side_is_reduced_and_small_images_stay_as_decoded(root):
@@ -156,9 +156,8 @@ def test_drawn_as_from_files_that_were_reduced_before(root, tmp_path, library, c
         assert all(torch.equal(data[i][0], other[i][0]) and data[i][1] == other[i][1] for i in range(6))
 
 
-@pytest.mark.parametrize("side", [96, 1000])
-def test_images_that_are_small_enough_are_drawn_as_without(root, side):
-    data, other = augmented(root, (24, 24), side=side, **EVERYTHING), augmented(root, (24, 24), side=None, **EVERYTHING)
+def test_images_that_are_small_enough_are_drawn_as_without(root):
+    data, other = augmented(root, (24, 24), side=96, **EVERYTHING), augmented(root, (24, 24), side=None, **EVERYTHING)
     for epoch in (0, 1):
         data.set_epoch(epoch)
         other.set_epoch(epoch)
@@ -167,6 +166,9 @@ def test_images_that_are_small_enough_are_drawn_as_without(root, side):
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_loader_processes_give_the_same(root, start):
+    """The same images in every epoch, and what they could not read is known here."""
+    files(root)[1].write_bytes(b"")
+
     def batches(workers, drawn_before):
         data = augmented(root, (24, 24), **EVERYTHING)
         if drawn_before:
@@ -176,11 +178,12 @@ def test_loader_processes_give_the_same(root, start):
         for epoch in range(3):
             data.set_epoch(epoch)
             found += [image for image, _ in loader]
+        assert data.bad_indices() == [1]
         return found
 
     alone = batches(0, False)
     assert len(alone) == 9 and not torch.equal(alone[0], alone[3])
-    for workers, drawn_before in ((1, False), (2, True)) if start == "fork" else ((2, True),):
+    for workers, drawn_before in ((1, False), (2, True)) if start == "fork" else ((1, True),):
         assert all(map(torch.equal, batches(workers, drawn_before), alone))
 
 
@@ -190,44 +193,6 @@ def test_a_pickled_data_set_draws_the_same(root):
     first = [data[i][0].clone() for i in range(3)]
     again = pickle.loads(pickle.dumps(data))
     assert all(torch.equal(again[i][0], first[i]) for i in range(3)) and torch.equal(again[4][0], data[4][0])
-
-
-@pytest.fixture
-def damaged(root):
-    """Of the images 0 to 5, number 1 is empty and 2 is cut off."""
-    files(root)[1].write_bytes(b"")
-    files(root)[2].write_bytes(files(root)[2].read_bytes()[:200])
-    return root
-
-
-def test_an_unreadable_image_stops_every_time(damaged):
-    data = cached(damaged)
-    for _ in range(2):
-        data[0]
-        with pytest.raises(BadImage, match=r"cannot decode .*train/cat/1.png: the file is empty; repair or remove it"):
-            data[1]
-    assert data.bad_indices() == []
-
-
-def test_an_unreadable_image_is_replaced_every_time(damaged):
-    data = cached(damaged, on_bad="replace")
-    for _ in range(2):
-        for index in (1, 2):
-            image, label = data[index]
-            assert label == 1 and torch.equal(image, data[3][0]) and image.shape == (3, 24, 24)
-    assert data.bad_indices() == [1, 2]
-    strict = cached(damaged, on_bad="replace", bad_limit=2)
-    for _ in range(2):
-        with pytest.raises(BadImage, match=r"2 images in a row cannot be read"):
-            strict[1]
-
-
-def test_an_unreadable_image_is_left_out_every_time(damaged):
-    data = Folder(damaged, "train", Prepare((8, 12), HALF, HALF), reading=Reading(cached_side=SIDE, on_bad="leave_out"))
-    for _ in range(2):
-        assert [data[i][1] for i in range(6)] == [0, -1, -1, 1, 1, 1]
-        assert not data[1][0].any() and data[1][0].shape == (3, 8, 12)
-    assert data.bad_indices() == [1, 2]
 
 
 def test_the_limit_of_pixels_is_that_of_the_file(root):

@@ -9,10 +9,11 @@ from PIL import Image
 from timm.data import auto_augment as peer
 from torchvision.transforms.v2 import functional as F
 
+from vitrel.data import aug_albumentations
+from vitrel.data.aug_albumentations import AUGMIX, RAND, RAND_INCREASING
 from vitrel.data.augment import Augmenter
-from vitrel.data.augmentation import Augmentation
-from vitrel.data.folder import INTERPOLATIONS
-from vitrel.data.rand_augment import AUGMIX, RAND, RAND_INCREASING, Policy, parse_policy
+from vitrel.data.augmentation import Augmentation, Policy, parse_policy
+from vitrel.data.prepare import INTERPOLATIONS
 
 HALF = (0.5, 0.5, 0.5)
 FILL = (124, 116, 104)
@@ -68,9 +69,7 @@ def picture(h=80, w=120):
 
 
 def operate(name, image, argument, fill=FILL, **how):
-    from vitrel.data.aug_albumentations import operate
-
-    return operate(name, image, argument, fill, **how).astype(int)
+    return aug_albumentations.operate(name, image, argument, fill, **how).astype(int)
 
 
 def by_peer(name, image, argument, resample=Image.Resampling.BILINEAR):

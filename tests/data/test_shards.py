@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vitrel.data import BadImage, Batch, Draw, Folder, Prepare, Reading, ShardBatches, Shards, class_names, create_dataset
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 N = {"train": (20, 30), "val": (5, 6)}
@@ -130,8 +130,7 @@ def uneven(epoch):
     return [Batch(b) for b in (3, 1, 4, 2, 5, 1)]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (2, 1), (3, 2)])
 def test_each_image_at_most_once_over_ranks_and_workers(packed, world, workers):
     seen = []
     for rank in range(world):
@@ -143,8 +142,7 @@ def test_each_image_at_most_once_over_ranks_and_workers(packed, world, workers):
     assert len(set(seen)) == len(seen) == 16 * world
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), (5, 1)])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2)])
 def test_a_plan_of_all_images_sees_all(packed, world, workers):
     def plan(epoch):
         return [Batch(TRAIN // world // 5)] * 5
@@ -206,7 +204,7 @@ def test_the_buffer_mixes_shards_and_is_bounded(packed, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize(("workers", "k"), [(0, 1), (0, 6), (1, 3), (2, 0), (2, 5), (3, 3), (3, 6)])
+@pytest.mark.parametrize(("workers", "k"), [(0, 1), (0, 6), (2, 0), (2, 5), (3, 3), (3, 6)])
 def test_skipping_leaves_the_other_batches_as_they_were(packed, workers, k):
     whole = indices_seen(batches(packed, uneven, workers=workers, buffer=6)[1])
     data, loader = batches(packed, uneven, workers=workers, buffer=6)
@@ -238,9 +236,7 @@ def test_batches_have_the_size_of_the_plan(packed):
     assert [tuple(images.shape) for images, _ in data] == [(2, 3, 4, 10), (3, 3, 8, 12)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), (3, 1)])
 def test_evaluation_sees_each_image_once_and_fills_up(packed, world, workers):
     total = sum(N["val"])
     seen, lengths = [], []
@@ -248,8 +244,9 @@ def test_evaluation_sees_each_image_once_and_fills_up(packed, world, workers):
         shards = Shards(packed, "val", plain())
         data = ShardBatches(shards, lambda e: [Batch(4)] * -(-total // (4 * world)), rank, world, shuffle=False)
         loader = DataLoader(data, batch_size=None, num_workers=workers)
-        lengths.append(len(list(loader)))
-        for images, labels in loader:
+        batches_of_rank = list(loader)
+        lengths.append(len(batches_of_rank))
+        for images, labels in batches_of_rank:
             assert len(images) == len(labels) == 4 and not images[labels == -1].any()
             seen += [key(image) for image in images[labels >= 0]]
     assert len(set(lengths)) == 1
@@ -283,8 +280,7 @@ def test_unreadable_images_in_a_shard(root):
     assert key(shards[2][0]) == (0, 204) and shards.bad_indices() == [2, 3]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("on_bad", ["raise", "replace", "leave_out"])
+@pytest.mark.parametrize(("on_bad", "workers"), [("raise", 0), ("raise", 2), ("replace", 2), ("leave_out", 0)])
 def test_unreadable_images_in_a_stream(root, on_bad, workers):
     rewrite(root, members(bad=(2, 3)))
     shards = Shards(root, "train", plain(), reading=Reading(on_bad=on_bad))
@@ -365,38 +361,6 @@ def test_only_images_and_labels_are_read_and_nothing_is_written(root, tmp_path, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ([("0.cls", b"2"), ("0.png", b"")], "train/00000.tar: 0 has label 2, but there are 2 classes; pack it again"),
-        ([("0.cls", b"-1"), ("0.png", b"")], r"train/00000.tar: 0.cls is not a class number: b'-1'"),
-        ([("0.png", b"")], "train/00000.tar: 0: a sample must be one image and its .cls"),
-        ([("0.cls", b"0"), ("0.png", b""), ("0.jpg", b"")], "train/00000.tar: 0: a sample must be one image and its .cls"),
-        ([("0.cls", b"0"), ("0.png", b"")], "00000.tar holds 1 images, but index.json says 7"),
-    ],
-)
-def test_damaged_samples_are_named(root, content, text):
-    rewrite(root, content)
-    with pytest.raises(ValueError, match=text):
-        Shards(root, "train", plain()).name(0)
-    with pytest.raises(ValueError, match=text):
-        list(ShardBatches(Shards(root, "train", plain()), lambda e: [Batch(50)]))
-
-
-def test_a_sparse_member_claims_no_memory(root):
-    """A header can say terabytes; such members are passed over."""
-    path = root / "train" / "00000.tar"
-    with tarfile.open(path, "w") as tar:
-        header = tarfile.TarInfo("0.png")
-        header.type, header.size = tarfile.GNUTYPE_SPARSE, 0
-        tar.addfile(header, io.BytesIO())
-    index = json.loads((root / "index.json").read_text())
-    index["splits"]["train"]["shards"][0]["bytes"] = path.stat().st_size
-    (root / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="holds 0 images"):
-        Shards(root, "train", plain()).name(0)
-
-
 def test_missing_changed_and_compressed_shards(root):
     path = root / "train" / "00002.tar"
     whole = path.read_bytes()
@@ -412,37 +376,4 @@ def test_missing_changed_and_compressed_shards(root):
         Shards(root, "train", plain()).verify()
     path.unlink()
     with pytest.raises(ValueError, match=r"shard .*00002.tar is missing; copy it again or pack it again"):
-        Shards(root, "train", plain())
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda i: i.update(format=2), "has format 2, but this version reads format 1"),
-        (lambda i: i.update(classes=["dog", "cat"]), "list of classes is empty, not sorted or has duplicates"),
-        (lambda i: i.update(classes=["cat"]), "counts of train do not fit its classes"),
-        (
-            lambda i: i["splits"]["train"]["counts"].reverse() or i["splits"]["val"]["counts"].append(0),
-            "counts of val do not fit",
-        ),
-        (lambda i: i["splits"]["train"]["shards"][0].update(name="../../../etc/passwd"), "names a shard '../../../etc/passwd'"),
-        (lambda i: i["splits"]["train"]["shards"][0].update(name="pipe:date"), "names a shard 'pipe:date'"),
-        (lambda i: i["splits"]["train"].pop("counts"), r"index.json is damaged \(KeyError\('counts'\)\)"),
-        (lambda i: i["splits"].pop("train"), "has no split 'train', only val"),
-    ],
-)
-def test_a_damaged_index_is_refused(root, change, text):
-    index = json.loads((root / "index.json").read_text())
-    change(index)
-    (root / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=text):
-        Shards(root, "train", plain())
-
-
-def test_no_index_and_no_json(root):
-    (root / "index.json").write_text("{")
-    with pytest.raises(ValueError, match=r"index.json is damaged \(JSONDecodeError"):
-        Shards(root, "train", plain())
-    (root / "index.json").unlink()
-    with pytest.raises(ValueError, match=r"index.json is missing: .* was not packed completely"):
         Shards(root, "train", plain())

@@ -89,10 +89,10 @@ def test_an_axis_that_fits_is_not_cut(size):
 
 def test_single_precision_and_another_tile():
     model = build("v1", torch.float32)
-    image = picture(model, (203, 331), torch.float32).expand(2, -1, -1, -1) * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)
+    image = picture(model, (140, 190), torch.float32).expand(2, -1, -1, -1) * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)
     with torch.no_grad():
         wanted = model.forward_features(image)
-        for tile in (120, 157, (203, 200), 1000):
+        for tile in (120, (140, 157), 1000):
             torch.testing.assert_close(tiled_features(model, image, tile), wanted, atol=1e-5, rtol=1e-5)
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from helpers.runs import read
 from vitrel.data import Augmentation, Folder, Reading
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 from vitrel.train import ImageData, run
 
 HOW = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9, "interpolation": "bicubic"}

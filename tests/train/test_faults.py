@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 
 from helpers.runs import assert_same_run, at, in_child, read, resumed, rows, status
-from vitrel.data.pack import pack
-from vitrel.data.shards import Shards
+from vitrel.data.shards import Shards, pack
 from vitrel.train import Classifier, run
 from vitrel.train.faults import FiniteLoss, RunFolder
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from helpers import shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
 from vitrel.data import Augmentation, BadImage, create_dataset
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 from vitrel.sizes import native_size
 from vitrel.train import run
 from vitrel.train.datamodule import ImageData

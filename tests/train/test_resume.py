@@ -11,7 +11,7 @@ import time
 import pytest
 
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 from vitrel.train import run
 from vitrel.train.saving import Best, Saving
 

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
-from vitrel.data.pack import pack
+from vitrel.data.shards import pack
 from vitrel.train import run
 
 SETTINGS = ("--data.augment={flip: false, erase: 0.2}", "--model.mixing.mixup=0.2", "--model.label_smoothing=0.1")

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.source.is_dir():
         raise FileNotFoundError(f"no folder {args.source}: give one with train/<class>/ and val/<class>/")
     from vitrel.data.decode import MAX_PIXELS
-    from vitrel.data.pack import pack
+    from vitrel.data.shards import pack
 
     index = pack(
         args.source, args.out, args.splits, shard_bytes=args.shard_size, images_per_shard=args.images_per_shard,

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.base import ImageSet
+from vitrel.data.base import Draw, ImageSet, Split
 from vitrel.data.decode import BadImage, Reading, decode
-from vitrel.data.draw import Draw
-from vitrel.data.folder import Folder, Prepare, Split, folder_classes, normalise
+from vitrel.data.folder import Folder, folder_classes
+from vitrel.data.prepare import Prepare, normalise
 from vitrel.data.sets import SETS, TorchvisionSet, set_classes
 from vitrel.data.shapes import Shapes
 from vitrel.data.shards import INDEX, Shards, shard_index

@@ -7,6 +7,7 @@ blends with the fill colour.
 
 import os
 import random
+from collections.abc import Callable
 
 # set before the import, or albumentations would look up its newest version on the network
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
@@ -17,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrel.data.augmentation import Augmentation
-from vitrel.data.rand_augment import Policy, parse_policy
+from vitrel.data.augmentation import Augmentation, Policy, parse_policy
 
 cv2.setNumThreads(0)  # the loader's workers are the parallelism
 
@@ -27,19 +27,12 @@ FLAGS = {
     "bilinear": (cv2.INTER_LINEAR,),
     "random": (cv2.INTER_LINEAR, cv2.INTER_CUBIC),
 }
+Level = Callable[[float, int], float]  # (magnitude / 10, sign -1 or 1) to the argument of an operation
 SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's SMOOTH filter, used by Sharpness
 
 
 class AlbumentationsPipeline:
-    """Augments uint8 [3, h, w] to uint8 [3, H, W]: random-resized crop, flips, policy, colour jitter, grey, blur.
-
-    The other crops and erasing are left to `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
-
-    Args:
-        settings: the augmentation.
-        size: (H, W) of the result, pixels.
-        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
-    """
+    """The albumentations pipeline; its arguments, and what it leaves to the caller, are those of `augment.TimmPipeline`."""
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
         fill = tuple(round(255 * m) for m in mean)
@@ -102,7 +95,7 @@ class _RandomOperations(A.ImageOnlyTransform):
         self.policy, self.colour, self.flags = policy, colour, flags
 
     def operation(self, image: np.ndarray) -> np.ndarray:
-        rng, levels = self.py_random, self.policy.levels
+        rng, levels = self.py_random, levels_of(self.policy)
         name = rng.choice(list(levels))
         argument = levels[name](self.policy.draw(rng) / 10, rng.choice((-1, 1)))
         return operate(name, image, argument, self.colour, rng.choice(self.flags))
@@ -129,13 +122,21 @@ class _AugMix(_RandomOperations):
         return mixed.clip(0, 255).astype(np.uint8)
 
 
+def levels_of(policy: Policy) -> dict[str, Level]:
+    """Return the operations of a "rand" or "augmix" policy: {name: function from (magnitude / 10, sign) to its argument}.
+
+    sign: -1 or 1.
+    """
+    return AUGMIX if policy.kind == "augmix" else RAND_INCREASING if policy.increasing else RAND
+
+
 def operate(
     name: str, image: np.ndarray, argument: float, fill: tuple[int, ...] = (128, 128, 128), flag: int = cv2.INTER_LINEAR
 ) -> np.ndarray:
     """Apply one operation of RandAugment.
 
     Args:
-        name: name of the operation, a key of `vitrel.data.rand_augment.RAND`.
+        name: name of the operation, a key of `RAND`.
         image: uint8 [h, w, 3].
         argument: strength: degrees of "Rotate" (counter-clockwise), tangent of a shear (lower rows to the left, right columns
             to the top), share of the side of a translation (to the left, to the top), bits kept by "Posterize", threshold from
@@ -235,4 +236,47 @@ IMAGES = {
     "Color": _color,
     "Contrast": _contrast,
     "Sharpness": _sharpness,
+}
+
+
+def _no_argument(x: float, sign: int) -> float:
+    return 0.0
+
+
+def _around_one(x: float, sign: int) -> float:
+    return max(0.1, 1 + sign * 0.9 * x)
+
+
+def _from_a_tenth(x: float, sign: int) -> float:
+    return 0.1 + 1.8 * x
+
+
+# timm's level functions; the arguments are: Rotate, degrees; Posterize, bits kept; Solarize, threshold; SolarizeAdd, grey
+# levels added; Color to Sharpness, factor (1 changes nothing); Shear, tangent; Translate, share of the side
+RAND_INCREASING: dict[str, Level] = {
+    "AutoContrast": _no_argument,
+    "Equalize": _no_argument,
+    "Invert": _no_argument,
+    "Rotate": lambda x, sign: sign * 30 * x,
+    "Posterize": lambda x, sign: 4 - int(4 * x),
+    "Solarize": lambda x, sign: 256 - min(256, int(256 * x)),
+    "SolarizeAdd": lambda x, sign: min(128, int(110 * x)),
+    "Color": _around_one,
+    "Contrast": _around_one,
+    "Brightness": _around_one,
+    "Sharpness": _around_one,
+    "ShearX": lambda x, sign: sign * 0.3 * x,
+    "ShearY": lambda x, sign: sign * 0.3 * x,
+    "TranslateX": lambda x, sign: sign * 0.45 * x,
+    "TranslateY": lambda x, sign: sign * 0.45 * x,
+}
+RAND: dict[str, Level] = RAND_INCREASING | {
+    "Posterize": lambda x, sign: int(4 * x),
+    "Solarize": lambda x, sign: min(256, int(256 * x)),
+    **dict.fromkeys(("Color", "Contrast", "Brightness", "Sharpness"), _from_a_tenth),
+}
+AUGMIX: dict[str, Level] = {
+    **{name: level for name, level in RAND_INCREASING.items() if name not in ("Invert", "SolarizeAdd")},
+    "TranslateX": lambda x, sign: sign * 0.3 * x,
+    "TranslateY": lambda x, sign: sign * 0.3 * x,
 }

@@ -5,7 +5,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +17,24 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
-from vitrel.data.decode import BadImage, Reading
-from vitrel.data.draw import Draw
-from vitrel.data.memory import names_image
+from vitrel.data.decode import BadImage, Reading, decode, image_size, names_image
 
+Split = Literal["train", "val"]
 HEADER_READERS = 16  # threads; many, because on a network disk they mostly wait
+
+
+class Draw(NamedTuple):
+    """A request for one image of a data set, with size and repeat, as a training sampler makes it.
+
+    Args:
+        index: index of the image in the data set.
+        size: (H, W) of the result in pixels; None for the data set's size.
+        repeat: number of this view of the image with repeated augmentation; each view has its own random augmentation.
+    """
+
+    index: int  # type: ignore[assignment]  # the name hides tuple.index, which nothing here uses
+    size: tuple[int, int] | None = None
+    repeat: int = 0
 
 
 class ImageSet(Dataset, ABC):
@@ -50,12 +66,8 @@ class ImageSet(Dataset, ABC):
         self._sizes: list[tuple[int, int]] | None = None
 
     @abstractmethod
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
-
-    @abstractmethod
-    def image_size(self, index: int) -> tuple[int, int]:
-        """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
+    def encoded(self, index: int) -> tuple[str | bytes, int, str]:
+        """Return (path of an image file or its bytes, label, name for messages)."""
 
     @abstractmethod
     def label(self, index: int) -> int:
@@ -64,6 +76,16 @@ class ImageSet(Dataset, ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """Return the location of an image (path, or shard and key), for messages."""
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
+        source, label, name = self.encoded(index)
+        return decode(source, self.reading.max_pixels, self.reading.decoder, name), label
+
+    def image_size(self, index: int) -> tuple[int, int]:
+        """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
+        source, _, name = self.encoded(index)
+        return image_size(source, self.reading.max_pixels, name)
 
     @property
     def epoch(self) -> int:
@@ -85,10 +107,39 @@ class ImageSet(Dataset, ABC):
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")
-        image, label, source = self._readable(draw.index)
-        if image is None:
+        read = self.read if self.reading.cached_side is None else self._from_cache
+        following = ((draw.index + step) % len(self) for step in count())
+        found = self.first_readable((index, partial(read, index)) for index in following)
+        if found is None:
             return torch.zeros(3, *(draw.size or self.prepare.size)), -1
+        image, label, source = found
         return self.finish(image, draw, source), label
+
+    def first_readable(
+        self, candidates: Iterable[tuple[int, Callable[[], tuple[Tensor, int]]]]
+    ) -> tuple[Tensor, int, int] | None:
+        """Return (image uint8 [3, h, w], label, index) of the first image, or of its replacement; None if it is left out.
+
+        Unreadable images are handled by `on_bad`, and marked in `bad` unless it is "raise".
+
+        Args:
+            candidates: (index, function that reads the image) of the image and of its replacements, in order.
+
+        Raises:
+            BadImage: an unreadable image, with "raise"; all candidates, or the first `bad_limit`, with "replace".
+        """
+        unreadable = 0
+        for index, read in islice(candidates, self.reading.bad_limit):
+            try:
+                return *read(), index
+            except BadImage as error:
+                if self.reading.on_bad == "raise":
+                    raise
+                self.bad[index] = 1
+                if self.reading.on_bad == "leave_out":
+                    return None
+                last, unreadable = error, unreadable + 1
+        raise BadImage(f"{unreadable} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
     def finish(self, image: Tensor, draw: Draw, source: int) -> Tensor:
         """Return a decoded image augmented or prepared for its draw, normalised float32 [3, H, W].
@@ -158,24 +209,6 @@ class ImageSet(Dataset, ABC):
         """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""
         return self.bad.nonzero().flatten().tolist()
 
-    def _readable(self, index: int) -> tuple[Tensor | None, int, int]:
-        """(image uint8 [3, h, w], label, its index) of image `index`, or of the replacement; (None, -1, index) if left out.
-
-        Handles unreadable images by `on_bad`: marks them in `bad`; BadImage with "raise", or after `bad_limit` in a row.
-        """
-        for step in range(self.reading.bad_limit):
-            source = (index + step) % len(self)
-            try:
-                return *(self.read(source) if self.reading.cached_side is None else self._from_cache(source)), source
-            except BadImage as error:
-                if self.reading.on_bad == "raise":
-                    raise
-                self.bad[source] = 1
-                if self.reading.on_bad == "leave_out":
-                    return None, -1, source
-                last = error
-        raise bad_in_a_row(self.reading.bad_limit, last)
-
     def _from_cache(self, index: int) -> tuple[Tensor, int]:
         """The result of `read`, with a longer shorter side reduced to `cached_side` pixels; the cached tensor itself."""
         if index not in self._cached:
@@ -189,11 +222,6 @@ class ImageSet(Dataset, ABC):
     def _with_size(self, image: Tensor, index: int) -> str:
         """Name and size of an image, for messages."""
         return f"{self.name(index)} ({image.shape[-2]}x{image.shape[-1]} pixels)"
-
-
-def bad_in_a_row(count: int, last: BadImage) -> BadImage:
-    """Return the error for `count` unreadable images in a row, of which `last` is the last error."""
-    return BadImage(f"{count} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
 
 def sha256(path: str | Path) -> str:

@@ -17,7 +17,8 @@ import errno
 import os
 import re
 import stat
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -29,7 +30,6 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
-from vitrel.data.memory import names_image, ran_out
 from vitrel.files import shown
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -41,6 +41,8 @@ REMEDY = "repair or remove it"
 UNREADABLE = (
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG
 )  # fmt: skip
+
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "Insufficient memory")  # of PyTorch; of libjpeg in torchvision, and of OpenCV
 
 Decoder = Literal["torchvision", "pillow"]
 OnBad = Literal["raise", "replace", "leave_out"]
@@ -112,10 +114,10 @@ def decode(
         MemoryError: memory runs out, which does not mean that the image is bad; the text has its name and size.
     """
     _check_decoder(decoder)
-    name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
+    name = name or _name(source)
     image = None
     with (
-        nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file,
+        open_image(source, name) as file,
         names_image(lambda: f"{name}{'' if image is None else ' ({1}x{0} pixels)'.format(*image.size)} was decoded"),
     ):
         image = _header(file, max_pixels, name)
@@ -126,7 +128,7 @@ def decode(
                 return decode_image(data, mode=ImageReadMode.RGB).contiguous()  # WebP is returned with channels last
             return _by_pillow(image)
         except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
-            if ran_out(error):
+            if _ran_out(error):
                 raise
             reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])  # without torchvision's source file and line
             raise BadImage(f"cannot decode {name}: {reason}; {REMEDY}") from error
@@ -134,26 +136,52 @@ def decode(
 
 def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> tuple[int, int]:
     """Return (height, width) of an image in pixels from its header, without decoding it; `BadImage` as `decode`."""
-    name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else shown(source))
-    with nullcontext(BytesIO(source)) if isinstance(source, bytes) else open_image(source, name) as file:
+    name = name or _name(source)
+    with open_image(source, name) as file:
         w, h = _header(file, max_pixels, name).size
     return h, w
 
 
-def open_image(path: str | Path, name: str) -> IO[bytes]:
-    """Open an image file for reading; `BadImage`, with `name`, for a path that cannot be opened, a pipe or a device.
+def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
+    """Open an image file, or its bytes, for reading; `BadImage`, with `name`, for a bad path, a pipe or a device.
 
     Errors of the machine, such as too many open files, stay OSErrors.
     """
+    if isinstance(source, bytes):
+        return BytesIO(source)
     try:
-        mode = os.stat(path).st_mode
+        mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            return open(path, "rb")
+            return open(source, "rb")
     except OSError as error:
         if error.errno not in UNREADABLE:
             raise
         raise BadImage(f"cannot decode {name}: {error.strerror}; {REMEDY}") from error
     raise BadImage(f"cannot decode {name}: it is a pipe or a device; {REMEDY}")  # opening it could block for ever
+
+
+def _ran_out(error: Exception) -> bool:
+    """Return whether `error` means that CPU memory ran out, in Python, PyTorch, torchvision or OpenCV."""
+    if isinstance(error, MemoryError):
+        return True
+    from_library = isinstance(error, RuntimeError) or type(error).__module__ == "cv2"
+    return from_library and any(message in str(error) for message in OUT_OF_MEMORY)
+
+
+@contextmanager
+def names_image(activity: Callable[[], str]) -> Iterator[None]:
+    """Context manager: if memory runs out in the block, raise MemoryError with `activity()`, e.g. "a.jpg was decoded"."""
+    try:
+        yield
+    except Exception as error:
+        if not _ran_out(error):
+            raise
+        text = f"memory ran out while {activity()}: fewer loader processes, a smaller size or smaller images need less"
+        raise MemoryError(text) from error
+
+
+def _name(source: str | Path | bytes) -> str:
+    return f"{len(source)} bytes" if isinstance(source, bytes) else shown(source)
 
 
 def _check_decoder(decoder: str) -> None:

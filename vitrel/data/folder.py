@@ -1,103 +1,28 @@
-"""Image folders as a data set, and the preprocessing of images for evaluation.
+"""Image folders as a data set, with rules for symbolic links, and a summary of the files left out.
 
-Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names. `vitrel.data.scan` defines
-which files are used.
+Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names.
+
+Class folders and image files may be symbolic links. A link to a folder inside a class folder is followed only with
+`follow_links`. A file that several paths lead to is used once, under the path with the fewest links, and among these the first
+by name. (A hard link counts as a separate file, like a copy.) A folder that cannot be read is an error.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from math import floor
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import center_crop, resize
 
-from vitrel.data.base import ImageSet, file_checksums, subset
-from vitrel.data.decode import Reading, decode, image_size
-from vitrel.data.scan import Scan, class_folders, warn_once
+from vitrel.data.base import ImageSet, Split, file_checksums, subset
+from vitrel.data.decode import SUFFIXES, Reading
 from vitrel.files import shown
 
-Split = Literal["train", "val"]
-INTERPOLATIONS = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
-
-
-def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return (image / 255 - mean) / std, float32 [3, h, w], of a uint8 image [3, h, w]."""
-    shift, scale = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
-    return image.float().div_(255).sub_(shift).div_(scale)
-
-
-class Prepare:
-    """Evaluation preprocessing: antialiased resize, centre crop, normalisation.
-
-    The protocols differ in resizing and cropping. `scale`: the image is resized to just cover size / crop_pct, and its central
-    H×W are cropped, which gives the same field of view at every square size. `canvas`: the image is resized as for `base_size`,
-    so that objects keep their size in pixels; its central H×W are cropped, and a smaller image is padded with the mean colour.
-    `native`: the whole image is resized to H×W, which the caller computes with `vitrel.sizes.native_size`.
-
-    Args:
-        size: (H, W) of the result, pixels.
-        mean, std: per-channel normalisation of values from 0 to 1.
-        crop_pct: share of the resized image that the crop keeps, 0 < crop_pct <= 1.
-        interpolation: "bicubic" or "bilinear".
-        protocol: "scale", "canvas" or "native".
-        base_size: (H, W) of training, pixels; required by `canvas`.
-
-    Raises:
-        ValueError: an unknown interpolation or protocol, a crop_pct out of range, or `canvas` without base_size.
-    """
-
-    def __init__(
-        self,
-        size: tuple[int, int],
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        crop_pct: float = 1.0,
-        interpolation: str = "bicubic",
-        protocol: str = "scale",
-        base_size: tuple[int, int] | None = None,
-    ) -> None:
-        if interpolation not in INTERPOLATIONS:
-            raise ValueError(f"unknown interpolation {interpolation!r}; use one of {', '.join(INTERPOLATIONS)}")
-        if protocol not in ("scale", "canvas", "native"):
-            raise ValueError(f"unknown protocol {protocol!r}; use 'scale', 'canvas' or 'native'")
-        if not 0 < crop_pct <= 1:
-            raise ValueError(f"crop_pct must satisfy 0 < crop_pct <= 1 (share of the image that is kept), not {crop_pct}")
-        if protocol == "canvas" and base_size is None:
-            raise ValueError("the canvas protocol needs the training size: give base_size=(H, W) of training")
-        self.size, self.mean, self.std = tuple(size), mean, std
-        self.crop_pct, self.protocol, self.base_size = crop_pct, protocol, base_size
-        self.interpolation = interpolation
-        view = base_size if protocol == "canvas" else size
-        self.cover = tuple(floor(side / crop_pct) for side in view)
-
-    def at(self, size: tuple[int, int]) -> "Prepare":
-        """Return the same preprocessing for another (H, W)."""
-        return Prepare(size, self.mean, self.std, self.crop_pct, self.interpolation, self.protocol, self.base_size)
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """Return the normalised float32 [3, H, W] of an image uint8 [3, h, w]."""
-        image = resize(image, self.resized(*image.shape[-2:]), INTERPOLATIONS[self.interpolation], antialias=True)
-        image = center_crop(image, [min(sides) for sides in zip(image.shape[-2:], self.size, strict=True)])
-        image = normalise(image, self.mean, self.std)
-        if tuple(image.shape[-2:]) == self.size:
-            return image
-        return center_crop(image, list(self.size))  # pads with 0, the mean colour after normalisation
-
-    def resized(self, h: int, w: int) -> list[int]:
-        """Return the size [h', w'] to which an h×w image is resized before the crop.
-
-        It keeps the aspect ratio and just covers `self.cover`; with the protocol `native` it is `self.size`.
-        """
-        if self.protocol == "native":
-            return list(self.size)
-        cover_h, cover_w = self.cover
-        if cover_h * w >= cover_w * h:
-            return [cover_h, max(cover_w, cover_h * w // h)]
-        return [max(cover_h, cover_w * h // w), cover_w]
+SHOWN = 3  # paths in a message
+_warnings: set[str] = set()  # given by this process
 
 
 class Folder(ImageSet):
@@ -108,10 +33,8 @@ class Folder(ImageSet):
     Args:
         root: folder that holds `train/` and `val/`.
         split: "train" or "val".
-        prepare: maps uint8 [3, h, w] to the item's image, without augmentation.
-        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`.
-        n: number of randomly chosen images; by default all images.
-        seed: seed of this choice.
+        prepare, augment: as in `ImageSet`.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
@@ -137,14 +60,9 @@ class Folder(ImageSet):
         super().__init__(classes, len(self.samples), prepare, augment, reading)
         self.folder = folder
 
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
-        path, label = self.samples[index]
-        return decode(path, self.reading.max_pixels, self.reading.decoder), label
-
-    def image_size(self, index: int) -> tuple[int, int]:
-        """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
-        return image_size(self.samples[index][0], self.reading.max_pixels)
+    def encoded(self, index: int) -> tuple[str, int, str]:
+        """Return (path, label, path for messages) of an image."""
+        return *self.samples[index], self.name(index)
 
     def label(self, index: int) -> int:
         """Return the label of an image, without decoding it."""
@@ -191,3 +109,196 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
             + (f"; these folders are empty, remove them: {', '.join(empty)}" if empty else "")
         )
     return names[split]
+
+
+class ImageFile(NamedTuple):
+    """An image file: path, label, number of links in the path below the split, and its real path ("" without links)."""
+
+    path: str
+    label: int
+    links: int
+    real: str
+
+
+class Subfolder(NamedTuple):
+    """A folder to scan: path, number of links in the path below the split, and its real path."""
+
+    path: str
+    links: int
+    real: str
+
+
+class Scan:
+    """The image files in `folder/<class>/` and its subfolders, in the order of torchvision's `ImageFolder`.
+
+    Args:
+        folder: folder of a split.
+        classes: names of its class folders, by label.
+        follow_links: also scan folders that links inside class folders point to.
+
+    Attributes:
+        samples: (path, label) of each image.
+        left_out: a sentence on files and links that are left out; "" if there are none.
+
+    Raises:
+        ValueError: folders that cannot be read, or classes without images; the text names them.
+    """
+
+    def __init__(self, folder: Path, classes: Sequence[str], follow_links: bool = False) -> None:
+        self.folder, self.follow_links = str(folder), follow_links
+        self._real = os.path.realpath(folder)
+        self._unreadable: list[str] = []
+        self._links: list[str] = []  # links to folders that are not followed
+        self._others: dict[str, dict[str, str]] = {}  # files that are no images: {suffix: {real path: path}}
+        self._resolved = cache(os.path.realpath)  # for the folders of link targets, which are few
+        files = [file for label, name in enumerate(classes) for file in self._class(name, label)]
+        if self._unreadable:
+            raise ValueError(
+                f"folders of {shown(folder)} cannot be read, so their images would be missing: "
+                f"{', '.join(self._unreadable)}; allow reading them, or remove them"
+            )
+        files, duplicates = self._once(files)
+        self.samples = [(file.path, file.label) for file in files]
+        self.left_out = self._summary(duplicates)
+        if empty := sorted(set(range(len(classes))) - {file.label for file in files}):
+            names = ", ".join(classes[i] for i in empty)
+            raise ValueError(
+                f"class folders without images in {shown(folder)}: {names}; add {', '.join(SUFFIXES)} files or remove them"
+                + (f" ({self.left_out})" if self.left_out else "")
+            )
+
+    def _class(self, name: str, label: int) -> Iterator[ImageFile]:
+        """Yield the image files of one class folder; collect links, other files and errors on the way."""
+        path, real = os.path.join(self.folder, name), os.path.join(self._real, name)
+        top = Subfolder(path, 1, os.path.realpath(path)) if os.path.islink(path) else Subfolder(path, 0, real)
+        images: dict[str, list[ImageFile]] = {}
+        plain, scanned = [top], set()
+        linked: list[Subfolder] = []
+        while plain or linked:  # plain folders first, so that a folder is scanned under its path without links
+            folder = plain.pop() if plain else linked.pop(0)
+            if folder.real in scanned:
+                continue
+            scanned.add(folder.real)
+            images[folder.path] = []
+            for entry in self._entries(folder.path):
+                if _leads_to_folder(entry):
+                    if not entry.is_symlink():
+                        plain.append(Subfolder(entry.path, folder.links, os.path.join(folder.real, entry.name)))
+                    elif self.follow_links:
+                        linked.append(Subfolder(entry.path, folder.links + 1, os.path.realpath(entry.path)))
+                    else:
+                        self._links.append(entry.path)
+                elif entry.name.lower().endswith(SUFFIXES):
+                    links = folder.links + entry.is_symlink()
+                    real = self._real_path(entry, folder) if links else ""
+                    images[folder.path].append(ImageFile(entry.path, label, links, real))
+                elif self.follow_links and _broken(entry):
+                    self._unreadable.append(f"{shown(entry.path)} (a broken link)")
+                else:
+                    kind = "broken link" if _broken(entry) else os.path.splitext(shown(entry.name))[1].lower() or "no suffix"
+                    self._others.setdefault(kind, {})[self._real_path(entry, folder)] = entry.path
+        for path in sorted(images):
+            yield from images[path]
+
+    def _entries(self, path: str) -> list[os.DirEntry]:
+        try:
+            with os.scandir(path) as entries:
+                return sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            self._unreadable.append(f"{shown(path)} ({error.strerror})")
+            return []
+
+    def _real_path(self, entry: os.DirEntry, parent: Subfolder) -> str:
+        """The path of a file without links; faster than `os.path.realpath`, which checks every folder of every path."""
+        folder, name = parent.real, entry.name
+        for _ in range(40 if entry.is_symlink() else 0):  # Linux also follows at most 40 links: more are a loop
+            try:
+                target, last = os.path.split(os.readlink(os.path.join(folder, name)))
+            except OSError:  # not a link: the end of the chain
+                return os.path.join(folder, name)
+            folder, name = self._resolved(os.path.join(folder, target)), last
+        return os.path.join(parent.real, entry.name)
+
+    def _once(self, files: list[ImageFile]) -> tuple[list[ImageFile], list[tuple[ImageFile, ImageFile]]]:
+        """Each file once, in the same order; and the duplicates as (file left out, file used), which are the same real file."""
+        if not any(file.links for file in files):
+            return files, []
+        start = len(self.folder)
+        used: dict[str, ImageFile] = {}
+        duplicates = []
+        for file in sorted(files, key=lambda file: file.links):  # stable
+            first = used.setdefault(file.real or self._real + file.path[start:], file)
+            if first is not file:
+                duplicates.append((file, first))
+        left_out = {file.path for file, _ in duplicates}
+        return [file for file in files if file.path not in left_out], duplicates
+
+    def _summary(self, duplicates: list[tuple[ImageFile, ImageFile]]) -> str:
+        parts = []
+        if self._links:
+            paths = ", ".join(map(shown, sorted(self._links)[:SHOWN])) + ", ..." * (len(self._links) > SHOWN)
+            parts.append(
+                f"{_number(len(self._links), 'folder link')} ({paths}), which Reading(follow_links=True) follows "
+                "(in training data.reading.follow_links, in vitrel evaluate and vitrel pack --follow-links)"
+            )
+        if duplicates:
+            elsewhere = [pair for pair in duplicates if pair[0].label != pair[1].label]
+            link, file = (elsewhere or duplicates)[0]
+            parts.append(
+                f"{_number(len(duplicates), 'link')} to images already used, {len(elsewhere)} of them in another class "
+                f"({shown(link.path)} is {shown(file.path)})"
+            )
+        if self._others:
+            kinds = {kind: list(paths.values()) for kind, paths in sorted(self._others.items())}
+            each = ", ".join(f"{len(paths)} {kind} ({shown(paths[0])})" for kind, paths in kinds.items())
+            parts.append(f"{_number(sum(map(len, kinds.values())), 'file')} of kinds that are not decoded: {each}")
+        return f"left out of {shown(self.folder)}: {'; '.join(parts)}" if parts else ""
+
+
+def _number(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Return the sorted names of the class folders of a split.
+
+    Raises:
+        ValueError: the folder cannot be read, contains a broken link (a class would be missing), or a name is not valid UTF-8.
+    """
+    try:
+        with os.scandir(folder) as iterator:
+            entries = list(iterator)
+    except OSError as error:
+        raise ValueError(
+            f"{shown(folder)} cannot be read ({error.strerror}): allow reading it, or name another folder"
+        ) from error
+    if broken := sorted(shown(entry.path) for entry in entries if _broken(entry)):
+        raise ValueError(
+            f"broken links among the class folders: {', '.join(broken)}; repair or remove them, since classes would be missing"
+        )
+    names = sorted(entry.name for entry in entries if _leads_to_folder(entry))
+    if invalid := [shown(folder / name) for name in names if shown(name) != name]:
+        raise ValueError(
+            f"names of class folders that are not valid UTF-8 (other bytes are shown as \\x..): {', '.join(invalid)}; results "
+            "contain the class names, so rename these folders"
+        )
+    return names
+
+
+def warn_once(text: str) -> None:
+    """Give a warning, at most once per process, and only on rank 0 of a distributed run."""
+    if text in _warnings or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _warnings.add(text)
+    warnings.warn(text, stacklevel=3)
+
+
+def _leads_to_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a loop of links, or a link through a folder without permission to read
+        return False
+
+
+def _broken(entry: os.DirEntry) -> bool:
+    return entry.is_symlink() and not os.path.exists(entry.path)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from vitrel.data.base import ImageSet, file_checksums, subset
-from vitrel.data.decode import Reading, decode, image_size
-from vitrel.data.folder import Split, below
+from vitrel.data.base import ImageSet, Split, file_checksums, subset
+from vitrel.data.decode import Reading
+from vitrel.data.folder import below
 from vitrel.files import shown
 
 
@@ -53,10 +53,8 @@ class TorchvisionSet(ImageSet):
         name: name of the set, a key of `SETS`.
         root: root folder of torchvision's class.
         split: "train" or "val".
-        prepare: maps uint8 [3, h, w] to the item's image, without augmentation.
-        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`.
-        n: number of randomly chosen images; by default all images.
-        seed: seed of this choice.
+        prepare, augment: as in `ImageSet`.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: decoder, pixel limit, and handling of unreadable images; without effect for sets stored as one array.
         download: let torchvision download a missing set; the network is not used otherwise.
 
@@ -82,17 +80,21 @@ class TorchvisionSet(ImageSet):
         super().__init__(list(self.source.classes), len(self.chosen), prepare, augment, reading)
         self.root = os.path.expanduser(root)
 
+    def encoded(self, index: int) -> tuple[str, int, str]:
+        """Return (path, label, path for messages) of an image of a set stored as files."""
+        return *self.source[self.chosen[index]], self.name(index)
+
     def read(self, index: int) -> tuple[Tensor, int]:
         """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
-        image, label = self.source[self.chosen[index]]
         if self.files:
-            return decode(image, self.reading.max_pixels, self.reading.decoder), label
+            return super().read(index)
+        image, label = self.source[self.chosen[index]]
         return pil_to_tensor(image.convert("RGB")), label
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Return (height, width) of an image, pixels; files are not decoded (`BadImage` if the header cannot be read)."""
         if self.files:
-            return image_size(self.source[self.chosen[index]][0], self.reading.max_pixels)
+            return super().image_size(index)
         h, w = self.read(index)[0].shape[-2:]
         return h, w
 

@@ -3,6 +3,7 @@
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vitrel.data.base import bad_in_a_row
-from vitrel.data.decode import BadImage, decode
-from vitrel.data.draw import Draw
+from vitrel.data.base import Draw
+from vitrel.data.decode import decode
 from vitrel.data.shards import Shards
 from vitrel.extras import optional_import
 
@@ -199,28 +199,16 @@ class ShardBatches(IterableDataset):
         images = torch.zeros(batch.images, 3, *(batch.size or self.shards.prepare.size))
         labels = torch.full((batch.images,), -1)
         for i, image in enumerate(encoded):
-            decoded = self._readable(encoded[i:] + encoded[:i])
+            # an unreadable image is replaced by the next of the batch
+            decoded = self.shards.first_readable(
+                (other.index, partial(self._decode, other)) for other in encoded[i:] + encoded[:i]
+            )
             if decoded is not None:
                 pixels, label, source = decoded
                 images[i] = self.shards.finish(pixels, Draw(image.index, batch.size), source)
                 labels[i] = label
         return images, labels
 
-    def _readable(self, candidates: list[Encoded]) -> tuple[Tensor, int, int] | None:
-        """(uint8 [3, h, w], label, index) of the first candidate, or of its replacement by `on_bad`; None if it is left out.
-
-        The replacement is the first of the next candidates that can be read. Marks unreadable images in the shards' `bad`.
-        """
+    def _decode(self, image: Encoded) -> tuple[Tensor, int]:
         reading = self.shards.reading
-        candidates = candidates[: reading.bad_limit]
-        for image in candidates:
-            try:
-                return decode(image.data, reading.max_pixels, reading.decoder, image.name), image.label, image.index
-            except BadImage as error:
-                if reading.on_bad == "raise":
-                    raise
-                self.shards.bad[image.index] = 1
-                if reading.on_bad == "leave_out":
-                    return None
-                last = error
-        raise bad_in_a_row(len(candidates), last)
+        return decode(image.data, reading.max_pixels, reading.decoder, image.name), image.label

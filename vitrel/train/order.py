@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from vitrel.data.draw import Draw
+from vitrel.data.base import Draw
 from vitrel.data.stream import Batch, ShardBatches
 from vitrel.sizes import Size, native_size
 
