@@ -15,7 +15,7 @@ from vitrel.ops import reference
 from vitrel.position.terms import Table, Terms
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from vitrel.ops.backends import triton_global, triton_global_backward  # noqa: E402
+from vitrel.ops.backends import triton_global  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -39,7 +39,7 @@ class Biased(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *saved, out, lse = ctx.saved_tensors
-        found = triton_global_backward.biased_backward(grad, *saved, out, lse, *ctx.rest)
+        found = triton_global.biased_backward(grad, *saved, out, lse, *ctx.rest)
         assert all(x is None or x.dtype == torch.float32 for x in found[3:])
         return *(x if x is None else x.to(y.dtype) for x, y in zip(found, saved, strict=True)), None, None
 
@@ -167,7 +167,7 @@ def test_memory_grows_as_the_tokens():
         arguments = (q.detach(), k.detach(), v.detach(), bias.detach(), None, None)
         with Sizes() as sizes:
             out, lse = triton_global.biased_forward(*arguments, grid, 0.3)
-            triton_global_backward.biased_backward(grad, *arguments, out, lse, grid, 0.3)
+            triton_global.biased_backward(grad, *arguments, out, lse, grid, 0.3)
         largest[grid.tokens] = max(sizes.seen)
     assert largest[256] <= 4 * largest[64] and largest[256] < 256 * 256
 

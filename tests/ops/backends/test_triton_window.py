@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 from triton import language as tl  # noqa: E402
 
 from tools.benchmark.kernels import compiling  # noqa: E402
-from vitrel.ops.backends import triton_window, triton_window_backward  # noqa: E402
+from vitrel.ops.backends import triton_window  # noqa: E402
 from vitrel.ops.backends.triton_window import WindowSizes, _corner, _place  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +41,7 @@ def _poisoned(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
     monkeypatch.setattr(triton_window, "PROGRAMS", 3)
-    monkeypatch.setattr(triton_window_backward, "_PROGRAMS", 3)
+    monkeypatch.setattr(triton_window, "BACKWARD_PROGRAMS", 3)
 
 
 def make(grid, window, heads=2, width=16, batch=1, bias=True, rotary=0, dtype=torch.float32):
@@ -67,7 +67,7 @@ def ours(inputs, grad_out, window, shift, heads):
     scale = 0.7 * (grad_out.shape[-1] // heads) ** -0.5
     how = window, shift, heads, scale
     out, lse = triton_window.window_forward(*inputs, *how, grad=True)
-    return out, *triton_window_backward.window_backward(grad_out, *inputs, out, lse, *how, rotary_grad=True)
+    return out, *triton_window.window_backward(grad_out, *inputs, out, lse, *how, rotary_grad=True)
 
 
 def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
@@ -107,7 +107,7 @@ def test_every_combination_of_terms(bias, rotary):
 def test_windows_of_more_than_one_tile(monkeypatch, grid, window, shift):
     """With a shift along both axes, along one, and images that leave most of a window empty; odd sizes; both tiles."""
     if window[0] % 2 == 0 and window[0] < 16:
-        monkeypatch.setattr(triton_window_backward, "WARP_GROUPS", ())
+        monkeypatch.setattr(triton_window, "WARP_GROUPS", ())
     check(grid, window, shift, width=16 if window[0] > 8 else 32, heads=1, rotary=1)
 
 
@@ -162,7 +162,7 @@ def _geometry(TOKEN, REGION, h, w, windows, sizes, SLOTS: tl.constexpr):
 def test_half_precision(monkeypatch, dtype):
     check((8, 15), (7, 7), (3, 3), width=32, heads=1, rotary=1, dtype=dtype)
     check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
-    monkeypatch.setattr(triton_window_backward, "WARP_GROUPS", ())  # the tile of sm_80 and sm_89
+    monkeypatch.setattr(triton_window, "WARP_GROUPS", ())  # the tile of sm_80 and sm_89
     check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
 
 
@@ -207,7 +207,7 @@ def test_sums_by_offset_class():
     pairs = torch.randn(3, 15, 15, dtype=torch.double)
     index = Grid(3, 5).index().flatten()
     truth = torch.zeros(3, 45, dtype=torch.double).index_add_(1, index, pairs.flatten(1))
-    torch.testing.assert_close(triton_window_backward.by_offset(pairs, (3, 5)), truth, atol=1e-12, rtol=0)
+    torch.testing.assert_close(triton_window.by_offset(pairs, (3, 5)), truth, atol=1e-12, rtol=0)
 
 
 @compiles
@@ -245,9 +245,7 @@ def test_five_products_per_pair_of_tiles():
     """q k^T, grad v^T and those of dv, dk and dq, in the one loop over pairs; 64 rows of queries on four warps together."""
     qkv, bias, out, lse = torch.zeros(1, 9, 9, 96), torch.zeros(1, 289), torch.zeros(1, 9, 9, 32), torch.zeros(1, 9, 9, 1)
     with compiling(90) as found:
-        triton_window_backward.window_backward(
-            out.half(), qkv.half(), bias, None, None, out.half(), lse, (9, 9), (0, 0), 1, 1.0
-        )
+        triton_window.window_backward(out.half(), qkv.half(), bias, None, None, out.half(), lse, (9, 9), (0, 0), 1, 1.0)
     (kernel,) = found
     assert kernel.assembly["ttir"].count("tt.dot ") == 5
     assert "wgmma.mma_async" in kernel.assembly["ptx"]
@@ -260,7 +258,7 @@ def test_statistics_are_computed_only_for_a_backward_pass():
     out, lse = triton_window.window_forward(qkv, *tables, *how)
     assert lse.numel() == 0
     with pytest.raises(ValueError, match="grad=True"):
-        triton_window_backward.window_backward(grad_out, qkv, *tables, out, lse, *how)
+        triton_window.window_backward(grad_out, qkv, *tables, out, lse, *how)
     assert triton_window.window_forward(qkv, *tables, *how, grad=True)[1].shape == (1, 9, 9, 1)
     (qkv, *tables), _ = make((4, 4), (4, 4), heads=1)
     assert triton_window.window_forward(qkv, *tables, (4, 4), (0, 0), 1, 1.0, grad=True)[1].numel() == 0
@@ -269,13 +267,13 @@ def test_statistics_are_computed_only_for_a_backward_pass():
 @pytest.mark.slow
 @compiles
 def test_the_grid_compiles_nothing_anew():
-    kernels = triton_window._forward, triton_window_backward._whole
+    kernels = triton_window._forward, triton_window._whole
     counts = []
     for images, h, w in [(1, 16, 16), (3, 15, 17), (1, 1, 30)]:
         how = (2, 2), (1, 1), 1, 1.0
         inputs = torch.zeros(images, h, w, 48), torch.zeros(1, 9), None, None
         with compiling(90):
             out, lse = triton_window.window_forward(*inputs, *how)
-            triton_window_backward.window_backward(out, *inputs, out, lse, *how)
+            triton_window.window_backward(out, *inputs, out, lse, *how)
         counts.append([len(kernel.device_caches[1090][0]) for kernel in kernels])
     assert counts[0] == counts[1], counts

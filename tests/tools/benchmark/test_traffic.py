@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter, jit
 
-from vitrel.ops.backends import triton_backend, triton_window, triton_window_backward
+from vitrel.ops.backends import triton_backend, triton_window
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interprets = pytest.mark.skipif(not INTERPRETED, reason="test_triton_ops.py runs it in a process of its own")
@@ -146,7 +146,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(jit.KernelInterface, "__getitem__", item)
     monkeypatch.setattr(triton_window, "PROGRAMS", 1)  # a program serves several windows
-    monkeypatch.setattr(triton_window_backward, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton_window, "BACKWARD_PROGRAMS", 1)
     return names
 
 
