@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vitrel.constants import constant, is_known, is_traced
 from vitrel.grid import Grid, same_size
-from vitrel.position.clip import clipped_rows
-from vitrel.position.terms import check_choice, upcast
+from vitrel.position.terms import check_choice, pad_prefix, upcast
 
 POLICIES = ("geometric", "clip", "bicubic")
 
@@ -97,6 +96,23 @@ def _padded(taps: Taps) -> Taps:
     """
     missing = max(0, 9 - taps.index.shape[1])
     return Taps(torch.cat((taps.index, taps.index[:, :1].expand(-1, missing)), 1), F.pad(taps.weight, (0, missing)))
+
+
+def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool = False) -> Tensor:
+    """Rows of `table` [(H,) 2*radius+1, D] for every offset class of `grid` along "h" or "w", [H|1, R, D]; zero for prefix
+    classes.
+
+    mirrored: read the row of the opposite offset.
+    """
+    index = clipped_rows(getattr(grid, axis), radius, device=table.device)
+    rows = pad_prefix(table.index_select(-2, index.flip(0) if mirrored else index), grid, -2)
+    return rows if rows.dim() == 3 else rows[None]
+
+
+@constant
+def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
+    """Row of every offset of an axis of `length` patches in a table of 2*radius+1 rows, [2*length-1] int64."""
+    return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
 
 
 @constant
