@@ -102,9 +102,8 @@ CASES = [
     (Grid(17, 1), dict(axes=("h", "w"))),
     (Grid(2, 33), dict(axes=("h", "w"))),
     (Grid(2, 70), dict(queries=70, axes=("w",))),
-    (Grid(2, 70, 1), {}),
-    (Grid(10, 14), dict(width=32)),
-    (Grid(14, 14), dict(axes=("h", "w"), queries=28)),
+    (Grid(5, 14), dict(width=32)),
+    (Grid(6, 14), dict(axes=("h", "w"), queries=28)),
 ]
 
 
@@ -161,7 +160,7 @@ def test_everything_is_written(monkeypatch):
 @pytest.mark.slow
 def test_memory_grows_as_the_tokens():
     largest = {}
-    for side in (8, 16):
+    for side in (7, 14):
         grid = Grid(side, side)
         (q, k, v, bias), grad = inputs(grid, torch.float32)
         arguments = (q.detach(), k.detach(), v.detach(), bias.detach(), None, None)
@@ -169,7 +168,7 @@ def test_memory_grows_as_the_tokens():
             out, lse = triton_global.biased_forward(*arguments, grid, 0.3)
             triton_global.biased_backward(grad, *arguments, out, lse, grid, 0.3)
         largest[grid.tokens] = max(sizes.seen)
-    assert largest[256] <= 4 * largest[64] and largest[256] < 256 * 256
+    assert largest[196] <= 4 * largest[49] and largest[196] < 196 * 196
 
 
 @on_kernels

@@ -80,6 +80,7 @@ def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
             assert ours_.shape == true.shape and ours_.dtype == (dtype if name in ("out", "qkv") else torch.float32), name
             error = (ours_.double() - true).abs().max()
             assert error <= TOLERANCE[dtype] * max(1.0, true.abs().max()), f"{name}: {error / true.abs().max():.1e}"
+    return (inputs, grad_out), results
 
 
 @runs
@@ -88,7 +89,7 @@ def test_equals_the_reference(grid, window):
     """Grids that the window does not divide or that it exceeds, with and without shift, bias and rotary term; three widths."""
     n = GRIDS.index(grid) + WINDOWS.index(window)
     shift = [(0, 0), (window[0] // 2, window[1] // 2), (1, window[1] - 1)][n % 3]
-    width, heads, rotary = [16, 32, 64][(n + 1) % 3], [2, 1, 3][n % 3], [0, 1, 1][n % 3]
+    width, heads, rotary = [16, 32, 64][(n + 1) % 3], [1, 1, 2][n % 3], [0, 1, 1][n % 3]
     check(grid, window, shift, heads, width=width, rotary=rotary, bias=n % 4 != 1, batch=1 + n % 2)
 
 
@@ -96,28 +97,28 @@ def test_equals_the_reference(grid, window):
 @pytest.mark.parametrize("rotary", [0, 1, 2])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_combination_of_terms(bias, rotary):
-    check((5, 9), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
+    check((5, 5), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
 
 
 @runs
-@pytest.mark.parametrize(
-    ("grid", "window", "shift"),
-    [((9, 10), (8, 9), (4, 5)), ((5, 13), (12, 12), (6, 6)), ((17, 3), (16, 16), (8, 8)), ((8, 20), (7, 13), (3, 6))],
-)
-def test_windows_of_more_than_one_tile(monkeypatch, grid, window, shift):
-    """With a shift along both axes, along one, and images that leave most of a window empty; odd sizes; both tiles."""
-    if window[0] % 2 == 0 and window[0] < 16:
-        monkeypatch.setattr(triton_window, "WARP_GROUPS", ())
-    check(grid, window, shift, width=16 if window[0] > 8 else 32, heads=1, rotary=1)
+@pytest.mark.parametrize(("grid", "window", "shift"), [((8, 12), (7, 11), (3, 5)), ((5, 13), (12, 12), (6, 6))])
+def test_windows_of_more_than_one_tile(grid, window, shift):
+    """With a shift along both axes, along one in an image that leaves most of a window empty; an odd size, three tiles of keys.
+
+    The first one twice, with the same bits.
+    """
+    given, first = check(grid, window, shift, width=16, heads=1, rotary=1)
+    if window == (7, 11):
+        assert all(torch.equal(a, b) for a, b in zip(first, ours(*given, window, shift, heads=1), strict=True))
 
 
 @runs
 @pytest.mark.parametrize(
     ("shift", "grids"),
     [
-        ((3, 3), [(1, 8), (6, 1), (7, 8), (8, 8), (11, 1), (14, 6), (15, 6)]),
-        ((0, 0), [(1, 1), (6, 8), (7, 8), (8, 1), (15, 6)]),
-        ((0, 6), [(1, 8), (7, 1), (8, 8), (11, 8)]),
+        ((3, 3), [(6, 1), (7, 8), (8, 8), (14, 6)]),
+        ((0, 0), [(7, 8), (8, 1)]),
+        ((0, 6), [(7, 1), (11, 8)]),
     ],
 )
 def test_every_border(shift, grids):
@@ -167,11 +168,9 @@ def test_half_precision(monkeypatch, dtype):
 
 
 @runs
-@pytest.mark.parametrize("window", [(4, 4), (9, 8)])
-def test_two_runs_agree_to_the_bit(window):
-    grid = (5, 5) if window == (4, 4) else (3, 9)
-    inputs, grad_out = make(grid, window, heads=1, rotary=1)
-    first, second = (ours(inputs, grad_out, window, (2, 2), heads=1) for _ in range(2))
+def test_two_runs_agree_to_the_bit():
+    inputs, grad_out = make((5, 5), (4, 4), heads=1, rotary=1)
+    first, second = (ours(inputs, grad_out, (4, 4), (2, 2), heads=1) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -232,11 +231,12 @@ def test_shapes_beyond_which_memory_would_be_read():
         triton_window.window_forward(qkv, None, angle, angle, (4, 4), (0, 0), 1, 1.0)
 
 
-@pytest.mark.slow(seconds=35)
+@pytest.mark.slow(seconds=50)
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
-    """Of this module and of test_triton_global.py, as most of a short run is the start of a process."""
-    run_in_the_interpreter(__file__, str(ROOT / "tests/ops/backends/test_triton_global.py"))
+    """Of all modules with kernels, as most of a short run is the start of a process."""
+    others = "ops/backends/test_triton_global.py", "ops/backends/test_triton_ops.py", "tools/benchmark/test_traffic.py"
+    run_in_the_interpreter(__file__, *(str(ROOT / "tests" / other) for other in others))
 
 
 @compiles

@@ -1,6 +1,6 @@
 """Bytes counted from operators, and the Triton kernels' against the addresses that they load and store in the interpreter.
 
-The interpreter must be chosen before triton is imported, so test_triton_ops.py runs this module once more, in a new process.
+The interpreter must be chosen before triton is imported, so test_triton_window.py runs this module once more, in a new process.
 """
 
 import os
@@ -21,7 +21,7 @@ from triton.runtime import interpreter, jit
 from vitrel.ops.backends import triton_backend, triton_window
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interprets = pytest.mark.skipif(not INTERPRETED, reason="test_triton_ops.py runs it in a process of its own")
+interprets = pytest.mark.skipif(not INTERPRETED, reason="test_triton_window.py runs it in a process of its own")
 counts = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 
 
