@@ -1,6 +1,5 @@
 """The oracles against each other and against what is known by hand."""
 
-import inspect
 import json
 import math
 import shutil
@@ -50,33 +49,6 @@ def test_make_check_sees_a_changed_number_and_a_missing_file(run_make, tmp_path)
     assert "founding_documents.md: not what founding_documents.json gives" in complaint
     assert run_make(tmp_path) == ""
     assert run_make("--check", tmp_path) == ""
-
-
-DEFAULTS = {
-    "table": {"per_head": True},
-    "clipped": {"radius": None, "per_head": True},
-    "t5": {"num_buckets": None, "max_distance": None, "mode": "product", "bidirectional": True},
-    "cpb": {"hidden": 512, "resize": "keep", "pretrained_window": None},
-    "alibi": {"distance": "euclidean", "learnable": False, "directional": False, "resize": "keep"},
-    "log_decay": {"decay": None, "distance": "euclidean", "directional": False, "resize": "keep"},
-    "shaw": {"radius": None, "per_head": False, "values": True},
-    "deberta": {"radius": None},
-    "pape": {"parabolas": 50},
-    "rope_axial": {"base": 100.0, "scaling": "none", "reference": None},
-    "rope_mixed": {"base": 10.0, "scaling": "none"},
-    "rope_normalised": {"base": 100.0},
-    "xpos": {"base": 100.0, "gamma": 0.4, "scale_base": None},
-    "lookhere": {"fov": 90, "slope": 1.0},
-}
-
-
-@pytest.mark.parametrize("key", oracles.ORACLES)
-def test_defaults(key):
-    """No prefix, the training grid where it counts, and the options as designed."""
-    parameters = inspect.signature(oracles.ORACLES[key]).parameters
-    assert parameters["prefix"].default == 0 and list(parameters)[:6] == ["q", "k", "v", "h", "w", "prefix"]
-    assert {name: parameters[name].default for name in DEFAULTS.get(key, {})} == DEFAULTS.get(key, {})
-    assert "trained" not in parameters or parameters["trained"].default is None
 
 
 @pytest.mark.parametrize("key", oracles.ORACLES)
