@@ -8,7 +8,7 @@ An encoding's oracle is `f(q, k, v, h, w, prefix=0, *, trained=None, options...,
 has no such argument. Parameters have the names and shapes of the state dict; names with a dot come as **parameters.
 """
 
-from oracles.algebra import attention, log_n, relative_shift, window_canvas
+from oracles.algebra import attention, log_n, window_canvas
 from oracles.bias import alibi, clipped, cpb, factorised, fire, log_decay, table
 from oracles.buckets import t5, t5_axes, t5_axis, t5_bucket
 from oracles.common import (
@@ -32,10 +32,8 @@ from oracles.rotary import rope_axial, rope_mixed, rope_normalised
 from oracles.streams import (
     causal_by_segment,
     masked_attention,
-    partial_queries,
     permutation_masks,
     recurrent,
-    relative_shift_2d,
     segment_mask,
     two_stream,
 )
@@ -70,14 +68,11 @@ __all__ = [
     "offset",
     "pair",
     "pape",
-    "partial_queries",
     "permutation_masks",
     "positions",
     "prefix_row",
     "radii",
     "recurrent",
-    "relative_shift",
-    "relative_shift_2d",
     "rope_axial",
     "rope_mixed",
     "rope_normalised",

@@ -113,7 +113,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         Weights trained on one grid then do not fit an encoding built for another. False if only the shapes of parameters, or
         values of options (radius, pretrained_window), depend on the training grid.
         """
-        return self.logit_scale != "none" or self.resize == "renormalise"
+        scaled = self.scaling is not None and self.scaling.rule != "none"
+        return scaled or self.logit_scale != "none" or self.resize == "renormalise"
 
     @property
     def perturbs(self) -> bool:
@@ -145,6 +146,8 @@ class PositionEncoding(nn.Module, abc.ABC):
 
         Empty if every value is read as trained; 0 for a rule that interpolates no parameter (clip, a scaling).
         """
+        if self.scaling is not None:
+            return self.scaling.resized(grid)
         key = type(self).__module__.rpartition(".")[2]
         return {f"{key} renormalise": 0} if self.resize == "renormalise" and grid[:2] != self.grid[:2] else {}
 
@@ -154,7 +157,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         0 for absolute and rope_normalised, without a training grid, and with resize="renormalise", scaling="linear" or a
         reference grid (rope_axial).
         """
-        return 0.0 if self.grid is None or self.resize == "renormalise" else unseen_share(self.grid, grid)
+        rescaled = self.resize == "renormalise" or (self.scaling is not None and self.scaling.rule == "linear")
+        return 0.0 if self.grid is None or rescaled else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
         """Share of the offsets of `grid`, 0 to 1, outside the training grid whose edge row or far bucket was trained."""

@@ -157,19 +157,19 @@ def plans_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: i
         if not size:
             raise ValueError("the model does not say its image size (pretrained_cfg): give sizes")
         sizes = [tuple(size[1:])]
-    sizes = [(size, size) if isinstance(size, int) else size for size in sizes]
+    pairs = [(size, size) if isinstance(size, int) else size for size in sizes]
     parameter = next(model.parameters())
     channels = getattr(model, "in_chans", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3,))[0]
     calls: list[Call] = []
     with recording(lambda backend, call, name: calls.append(call)), _evaluating(model):
-        for h, w in sizes:
+        for h, w in pairs:
             images = torch.zeros(batch_size, channels, h, w, dtype=parameter.dtype, device=parameter.device)
             for grad in (False, True):
                 with torch.set_grad_enabled(grad):
                     model(images)
     if not calls:
         raise ValueError(
-            f"no attention of vitrel was called at {', '.join(map(format_size, sizes))}: the model has other layers"
+            f"no attention of vitrel was called at {', '.join(map(format_size, pairs))}: the model has other layers"
         )
     dtypes = [torch.float16, torch.bfloat16] if device.type == "cuda" else []
     compiled = (False, True) if device.type == "cuda" else (False,)
