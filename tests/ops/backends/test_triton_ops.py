@@ -58,6 +58,19 @@ def terms_of(key, grid, **options):
     return perturbed(make(key, Grid(3, 4, grid.prefix), heads=4, dim=16, dtype=torch.float32, **options).to(DEVICE))(grid)
 
 
+def check(run, leaves):
+    """Compare the kernels' output run(backend), and the gradients of the leaves, with those of the reference."""
+    found = []
+    for backend in ("triton", "reference"):
+        out = run(backend)
+        weight = torch.cos(torch.arange(out.numel(), device=DEVICE)).view(out.shape)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
 @runs
 @pytest.mark.parametrize(("key", "options", "prefix"), spread([v for v in VARIANTS if v[0] in IN_ATTENTION], [0, 2]))
 def test_every_encoding_is_right_or_refused(key, options, prefix):
@@ -68,18 +81,12 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
     assert bool(reason) == (not served or (key in ("decomposed", "shaw") and prefix > 0)), reason
     if reason or (INTERPRETED and (key not in WAYS or (options and not options.keys() & ANOTHER_CALL))):
         return
-    found, queries = [], 2 * grid.w if prefix else grid.tokens  # all of them, or the last rows of a grid with prefix tokens
-    for backend in ("triton", "reference"):
-        torch.manual_seed(1)
-        q, k, v = (torch.randn(1, heads, grid.tokens, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-        out = attention(q[:, :, -queries:], k, v, encoding(grid), grid, backend=backend)
-        weight = torch.randn(out.shape, device=DEVICE)
-        learned = [p for p in encoding.parameters() if p.requires_grad]
-        found.append([out, *torch.autograd.grad((out * weight).sum(), [q, k, v, *learned], allow_unused=True)])
-    for a, b in zip(*found, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    queries = 2 * grid.w if prefix else grid.tokens  # all of them, or the last rows of a grid with prefix tokens
+    q, k, v = (torch.randn(1, heads, grid.tokens, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    check(
+        lambda backend: attention(q[:, :, -queries:], k, v, encoding(grid), grid, backend=backend),
+        [q, k, v, *encoding.parameters()],
+    )
 
 
 @runs
@@ -87,15 +94,11 @@ def test_every_encoding_is_right_or_refused(key, options, prefix):
 def test_windows(key):
     heads, batch = heads_of(key), 2 if key == "table" else 1
     encoding = perturbed(make(key, Grid(3, 4), heads, dim=16).to(DEVICE))
-    found = []
-    for backend in ("triton", "reference"):
-        torch.manual_seed(1)
-        qkv = torch.randn(batch, 5, 7, 3 * heads * 16, device=DEVICE, requires_grad=True)
-        out = window_attention(qkv, encoding(Grid(3, 4)), Grid(5, 7), (3, 4), (1, 2), heads, backend=backend)
-        weight = torch.randn(out.shape, device=DEVICE)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), [qkv, *encoding.parameters()])])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    qkv = torch.randn(batch, 5, 7, 3 * heads * 16, device=DEVICE, requires_grad=True)
+    check(
+        lambda backend: window_attention(qkv, encoding(Grid(3, 4)), Grid(5, 7), (3, 4), (1, 2), heads, backend=backend),
+        [qkv, *encoding.parameters()],
+    )
 
 
 @runs
@@ -107,16 +110,14 @@ def test_scales_and_query_biases(entry):
         query_bias = torch.randn(4, 16, device=DEVICE, requires_grad=True)
         terms = Terms(query_bias=query_bias, **scale, tables=(Table("w", bias=torch.randn(4, 7, device=DEVICE)),))
         x = torch.randn(1, 3, 4, 3 * 64, device=DEVICE)
-        found = []
-        for backend in ("triton", "reference"):
+        q, k, v = x.view(1, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)
+
+        def run(backend, terms=terms, x=x, q=q, k=k, v=v):
             if entry == "attention":
-                q, k, v = x.view(1, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)
-                out = attention(q, k, v, terms, grid, backend=backend)
-            else:
-                out = window_attention(x, terms, grid, (3, 4), (0, 0), 4, backend=backend)
-            found.append((out, torch.autograd.grad(out.square().sum(), query_bias)[0]))
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+                return attention(q, k, v, terms, grid, backend=backend)
+            return window_attention(x, terms, grid, (3, 4), (0, 0), 4, backend=backend)
+
+        check(run, [query_bias])
 
 
 @runs
@@ -141,13 +142,9 @@ def test_shared_keys():
     """Of one image for all, or of one head: expanded, never read beyond their end."""
     grid, bias = Grid(3, 5), torch.randn(2, 45, device=DEVICE)
     q, k, v = (torch.randn(2, 2, 15, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    terms = Terms(tables=(Table(bias=bias),))
     for x in ((q, k[:1], v[:1]), (q[:1], k, v), (q, k[:, :1], v[:, :1])):
-        found = []
-        for backend in ("triton", "reference"):
-            out = attention(*x, Terms(tables=(Table(bias=bias),)), grid, backend=backend)
-            found.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+        check(lambda backend, x=x: attention(*x, terms, grid, backend=backend), [q, k, v])
 
 
 @runs
