@@ -225,7 +225,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
 def test_refusals(terms, changes, text):
     grid = Grid(2, 3)
-    reason = augmented_qk.refuses(call(bias_terms(grid) if terms is None else terms, changes.pop("grid", grid), **changes))
+    reason = augmented_qk.refuses(call(bias_terms(grid) if terms is None else terms, **({"grid": grid} | changes)))
     assert text in reason and bool(text) == bool(reason)
 
 
