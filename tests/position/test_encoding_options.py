@@ -70,6 +70,7 @@ def test_rope_scaling_acts_on_larger_grids_alone(key, scaling):
     larger = Grid(6, 9)
     assert (plain(larger).rotary[1] - scaled(larger).rotary[1]).abs().max() > 0.05
     assert scaled.resized(larger) == {f"{key} {scaling}": 0} and plain.resized(larger) == {}
+    assert plain.unseen(larger) > 0 and (scaled.unseen(larger) == 0) == (scaling == "linear")
     if key == "rope_axial":  # only x grew: the bands of y are those of training
         assert torch.equal(plain(larger).rotary[0][..., :4], scaled(larger).rotary[0][..., :4])
 
