@@ -22,9 +22,9 @@ from vitrel.ops.window import windows
 from vitrel.position.resize import table_taps
 
 MADE = []
+SEVERAL = [(9, 13), (8, 16), (6, 10)]
 # Not divisible by the window, one window along an axis, one window in all, one token, divisible.
 GRIDS = [(9, 13), (3, 14), (4, 3), (1, 1), (8, 12)]
-SEVERAL = [(9, 13), (8, 16), (6, 10)]
 
 
 @constant
@@ -242,8 +242,12 @@ def test_a_graph_of_one_size_reads_them():
     assert counter.frame_count == 3
 
 
-def check_learning(compiled, model):
-    """Outputs and gradients over sizes that one compiled graph serves."""
+@pytest.mark.slow
+def test_inductor_at_any_size():
+    """In training; the forward pass is made of the same operators as in inference."""
+    torch._dynamo.reset()
+    model, counter = Attend(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
     for h, w in SEVERAL:
         qkv = dynamic_image(2, h, w, requires_grad=True)
         weight, found = torch.randn(2, h, w, 2 * 8), []
@@ -252,23 +256,8 @@ def check_learning(compiled, model):
             found.append([out, *torch.autograd.grad((out * weight).sum(), [qkv, model.table])])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_compiled_attention_learns():
-    torch._dynamo.reset()
-    model, counter = Attend(), CompileCounterWithBackend("aot_eager")
-    check_learning(torch.compile(model, backend=counter, fullgraph=True), model)
     assert counter.frame_count == 1
     assert "vitrel.constant" in counter.graphs[0].print_readable(print_output=False)
-
-
-@pytest.mark.slow
-def test_inductor_at_any_size():
-    """In training; the forward pass is made of the same operators as in inference."""
-    torch._dynamo.reset()
-    model = Attend()
-    check_learning(torch.compile(model, fullgraph=True), model)
 
 
 class Layout(torch.nn.Module):

@@ -1,6 +1,5 @@
 """The oracles against each other and against what is known by hand."""
 
-import inspect
 import json
 import math
 import shutil
@@ -52,48 +51,6 @@ def test_make_check_sees_a_changed_number_and_a_missing_file(run_make, tmp_path)
     assert run_make("--check", tmp_path) == ""
 
 
-DEFAULTS = {
-    "table": {"per_head": True},
-    "clipped": {"radius": None, "per_head": True},
-    "t5": {"num_buckets": None, "max_distance": None, "mode": "product", "bidirectional": True},
-    "cpb": {"hidden": 512, "resize": "keep", "pretrained_window": None},
-    "alibi": {"distance": "euclidean", "learnable": False, "directional": False, "resize": "keep"},
-    "log_decay": {"decay": None, "distance": "euclidean", "directional": False, "resize": "keep"},
-    "shaw": {"radius": None, "per_head": False, "values": True},
-    "deberta": {"radius": None},
-    "pape": {"parabolas": 50},
-    "rope_axial": {"base": 100.0, "scaling": "none", "reference": None},
-    "rope_mixed": {"base": 10.0, "scaling": "none"},
-    "rope_normalised": {"base": 100.0},
-    "xpos": {"base": 100.0, "gamma": 0.4, "scale_base": None},
-    "lookhere": {"fov": 90, "slope": 1.0},
-}
-
-
-@pytest.mark.parametrize("key", oracles.ORACLES)
-def test_defaults(key):
-    """No prefix, the training grid where it counts, and the options as designed."""
-    parameters = inspect.signature(oracles.ORACLES[key]).parameters
-    assert parameters["prefix"].default == 0 and list(parameters)[:6] == ["q", "k", "v", "h", "w", "prefix"]
-    assert {name: parameters[name].default for name in DEFAULTS.get(key, {})} == DEFAULTS.get(key, {})
-    assert "trained" not in parameters or parameters["trained"].default is None
-
-
-@pytest.mark.parametrize("key", oracles.ORACLES)
-def test_golden_cases_reach_beyond_the_training_grid(key):
-    """Each file has two training grids of unequal sides and a larger grid; a case that names an option differs by it."""
-    cases = golden(key)["cases"]
-    assert all({"grid", "trained", "options", "parameters", "q", "k", "v", "logits", "output"} <= case.keys() for case in cases)
-    grids = [(case["grid"]["h"], case["grid"]["w"]) for case in cases]
-    assert grids[:2] == [tuple(case["trained"]) for case in cases[:2]] == [(2, 3), (3, 2)]
-    if len(cases) > 2:
-        assert grids[2][0] > cases[2]["trained"][0] and grids[2][1] >= cases[2]["trained"][1]
-    built = [json.dumps([case[name] for name in ("grid", "trained", "options")]) for case in cases]
-    assert len(set(built)) == len(cases)
-    others = [case["output"] for case, grid in zip(cases, grids, strict=True) if grid == (4, 2)]
-    assert all(a != b for n, a in enumerate(others) for b in others[:n])
-
-
 def test_golden_logits_keep_infinities():
     for key in ("lookhere", "xpos"):
         for case in golden(key)["cases"]:
@@ -103,65 +60,6 @@ def test_golden_logits_keep_infinities():
 
 def draw(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape)
-
-
-def lattice(h, w, prefix, rows):
-    """[H, N, N, ...] from rows(dy, dx) -> [H, ...]; zero where a prefix token takes part."""
-    at = oracles.positions(h, w, prefix)
-    deltas = [[oracles.offset(i, j) for j in at] for i in at]
-    filled = [[0 * rows(0, 0) if delta is None else rows(*delta) for delta in line] for line in deltas]
-    return np.moveaxis(np.array(filled), 2, 0)
-
-
-def clipped_row(tables, step):
-    return tables[:, min(max(step, -1), 1) + 1]
-
-
-def both_heads(table):
-    return np.stack([table, table])
-
-
-def as_shaw(h, w, prefix):
-    own = {name: draw(i, 3, 8) for i, name in enumerate(("key_h", "key_w", "value_h", "value_w"))}
-    key_h, key_w, value_h, value_w = map(both_heads, own.values())
-    rq = lattice(h, w, prefix, lambda dy, dx: clipped_row(key_h, dy) + clipped_row(key_w, dx))
-    rv = lattice(h, w, prefix, lambda dy, dx: clipped_row(value_h, dy) + clipped_row(value_w, dx))
-    return own | {"radius": 1}, {"rq": rq, "rv": rv}
-
-
-def as_transformer_xl(h, w, prefix):
-    u, v_bias, w_r = draw(0, 2, 8), draw(1, 2, 8), draw(2, 2, 8, 12)
-    rq = lattice(h, w, prefix, lambda dy, dx: w_r @ np.concatenate([oracles.sincos_1d(dy, 6), oracles.sincos_1d(dx, 6)]))
-    bias = 8**-0.5 * np.einsum("nd,nijd->nij", v_bias - u, rq)
-    return {"u": u, "v_bias": v_bias, "w_r": w_r}, {"query_bias": u, "rq": rq, "bias": bias}
-
-
-def as_deberta(h, w, prefix):
-    own = {name: draw(i, 2, 3, 8) for i, name in enumerate(("key_h", "key_w", "query_h", "query_w"))}
-    key_h, key_w, query_h, query_w = own.values()
-    rq = lattice(h, w, prefix, lambda dy, dx: clipped_row(key_h, dy) + clipped_row(key_w, dx))
-    rk = lattice(h, w, prefix, lambda dy, dx: clipped_row(query_h, -dy) + clipped_row(query_w, -dx))
-    return own | {"radius": 1}, {"rq": rq, "rk": rk, "scale": 3**-0.5}
-
-
-def as_decomposed(h, w, prefix):
-    own = {"rel_pos_h": draw(0, 2 * h - 1, 8), "rel_pos_w": draw(1, 2 * w - 1, 8)}
-    along_h, along_w = map(both_heads, own.values())
-    rq = lattice(h, w, prefix, lambda dy, dx: along_h[:, dy + h - 1] + along_w[:, dx + w - 1])
-    return own, {"rq": rq * 8**0.5}
-
-
-ALGEBRA = {"shaw": as_shaw, "transformer_xl": as_transformer_xl, "deberta": as_deberta, "decomposed": as_decomposed}
-
-
-@pytest.mark.parametrize("key", ALGEBRA)
-@pytest.mark.parametrize(("h", "w", "prefix"), [(3, 4, 0), (2, 4, 2)])
-def test_papers_agree_with_the_general_algebra(key, h, w, prefix):
-    q, k, v = draw(7, 3, 2, prefix + h * w, 8)
-    own, terms = ALGEBRA[key](h, w, prefix)
-    direct, general = oracles.ORACLES[key](q, k, v, h, w, prefix, **own), oracles.attention(q, k, v, **terms)
-    assert_allclose(direct[0], general[0], atol=1e-12)
-    assert_allclose(direct[1], general[1], atol=1e-12)
 
 
 def test_third_term_of_deberta_uses_the_offset_of_j_from_i():
@@ -201,23 +99,6 @@ def test_rope_depends_on_offsets_only_and_leaves_prefix_tokens(key, parameters):
     one = np.eye(8)[None, [1] * 13]
     first = {name: value[:, :1] for name, value in parameters.items()}
     assert oracles.ORACLES[key](one, one, one, 3, 4, 1, **first)[0][0, 5, 1] == pytest.approx(8**-0.5 * math.cos(angle))
-
-
-def test_masks_and_memory():
-    q, k, v = draw(0, 3, 2, 6, 4)
-    terms = {"bias": draw(1, 2, 6, 6), "rq": draw(2, 2, 6, 6, 4), "rk": draw(3, 2, 6, 6, 4), "rv": draw(4, 2, 6, 6, 4)}
-    terms |= {"angles": draw(5, 2, 6, 2), "query_bias": draw(6, 2, 4), "scale": 0.7}
-    visible = np.array([[j // 2 <= i // 2 and i != 4 for j in range(6)] for i in range(6)])
-    logits, output = oracles.attention(q, k, v, **terms, mask=visible)
-    additive = oracles.attention(q, k, v, **terms, mask=np.where(visible, 0.0, -np.inf))
-    assert_allclose(output, additive[1])
-    assert_allclose(output[:, 4], 0)
-    assert np.isneginf(logits[:, ~visible]).all()
-    last = oracles.attention(q[:, 4:], k, v, **terms, mask=visible[4:])
-    assert_allclose(last[1], output[:, 4:])
-    first = {name: value if name in ("scale", "query_bias") else value[:, :2] for name, value in terms.items()}
-    first |= {name: terms[name][:, :2, :2] for name in ("bias", "rq", "rk", "rv")}
-    assert_allclose(oracles.attention(q[:, :2], k[:, :2], v[:, :2], **first)[1], output[:, :2])
 
 
 def seen_on_canvas(h, w, window, shift):

@@ -214,7 +214,7 @@ values have four digits, printed ones agree where they are right in the digits p
 a document's listing computes but the document does not print.
 
 `python tests/golden/make.py` writes this page from `tests/golden/founding_documents.json`. Tests recompute every number, within
-{tolerance}, by vitrel's public functions, and by the oracles (`tests/oracles`), double loops that use nothing of the package.
+{tolerance}, by vitrel's functions, which equal the oracles (`tests/oracles`), double loops that use nothing of the package.
 
 ## Where a printed value is wrong
 

@@ -1,4 +1,4 @@
-"""The founding documents' numbers, recomputed by the oracles and by vitrel's public functions; the page that shows them."""
+"""The founding documents' numbers, recomputed by vitrel's public functions; the page that shows them."""
 
 import json
 import math
@@ -11,7 +11,6 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-import oracles
 import vitrel
 from examples.skew import relative_shift
 from vitrel.inspect import plot
@@ -36,94 +35,12 @@ def compare(computed, expected):
         assert_allclose(computed, expected, rtol=0, atol=DOCUMENTS["tolerance"])
 
 
-# By the oracles
-
-
-def one_head(inputs):
-    """q, k, v [1, N, D], h, w of a founding case; x stands for all three."""
-    q, k, v = (np.array(inputs.get(name, inputs.get("x")), float)[None] for name in "qkv")
-    return q, k, v, inputs["h"], inputs["w"]
-
-
-def weights(logits):
-    return np.array([oracles.softmax(row) for row in logits])
-
-
-def decay_row(inputs, rate):
-    logits, _ = oracles.log_decay(*one_head(inputs), decay=rate)
-    return weights(logits[0])[inputs["row"]]
-
-
 def crossing(condition, low, high):
     """The point of [low, high] above which `condition` holds."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if condition(middle) else (middle, high)
     return high
-
-
-def five_tokens(inputs):
-    logits, output = oracles.log_decay(*one_head(inputs), decay=inputs["lambda"])
-    return {"weights": weights(logits[0]), "output": output[0]}
-
-
-def lambda_exercise(inputs):
-    return {
-        "weights_without": decay_row(inputs, 0.0),
-        "weights": decay_row(inputs, inputs["lambda"]),
-        "becomes_maximum_at": round(crossing(lambda rate: decay_row(inputs, rate).argmax() == 0, 0, 5), 4),
-        "exceeds_half_at": round(crossing(lambda rate: decay_row(inputs, rate)[0] > 0.5, 0, 5), 3),
-    }
-
-
-def linear_decay(inputs):
-    logits, _ = oracles.alibi(*one_head(inputs), learnable=True, slopes=[inputs["slope"]])
-    return {"weights": weights(logits[0])[inputs["row"]]}
-
-
-def table_logits(inputs, rows):
-    return oracles.table(*one_head(inputs), relative_position_bias_table=np.array(rows, float)[:, None])[0][0]
-
-
-def asymmetric(inputs):
-    rows = [-(inputs["earlier"] if d > 0 else inputs["later"]) * math.log1p(abs(d)) for d in range(-4, 5)]
-    return {"weights": weights(table_logits(inputs, rows))[inputs["row"]]}
-
-
-def shaw_keys(inputs):
-    keys = np.array(inputs["keys"], float)
-    reach = len(keys) // 2
-    return {"logits": oracles.shaw(*one_head(inputs), radius=reach, values=False, key_h=0 * keys, key_w=keys)[0][0]}
-
-
-def rope(inputs):
-    step = math.radians(inputs["degrees"])
-    logits, _ = oracles.rope_mixed(*one_head(inputs), freqs=np.array([0, step])[:, None, None])
-    rotated = [oracles.rotate(np.array(x), [i * step]) for i, x in enumerate(inputs["x"])]
-    return {"logits": logits[0], "rotated": rotated, "dots": np.array(rotated) @ np.array(rotated).T}
-
-
-def square_relative(inputs):
-    at = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
-    return {
-        "logits": table_logits(inputs, [LISTED.get((dy, dx), 0) for dy, dx in at]),
-        "logits_key_query": table_logits(inputs, [LISTED.get((-dy, -dx), 0) for dy, dx in at]),
-    }
-
-
-def clipped(inputs):
-    """The clipped encoding of a row of tokens without content, each bias the clipped offset itself, or the listed one."""
-    n, reach = inputs["length"], inputs["reach"]
-
-    def logits(steps):
-        table = np.tile(steps, 2 * reach + 1)[:, None]
-        return oracles.clipped(*np.zeros((3, 1, n, 2)), 1, n, radius=reach, relative_position_bias_table=table)[0][0]
-
-    return {"clipped": logits(np.arange(-reach, reach + 1.0)), "biases": logits(np.array(inputs["bias"]))}
-
-
-def bucket_of(inputs, distance):
-    return oracles.t5_bucket(distance, inputs["num_buckets"], inputs["max_distance"])
 
 
 def groups_of(inputs, bucket):
@@ -134,69 +51,6 @@ def groups_of(inputs, bucket):
         "buckets_per_group": [len(group) for group in found],
         "first_and_last_bucket": [[group[0], group[-1]] for group in found],
     }
-
-
-def outweighed(inputs):
-    listed = {tuple(entry["offset"]): entry["value"] for entry in inputs["bias"]}
-    logits = table_logits(inputs, [listed.get((-dy, -dx), 0) for dy in (-1, 0, 1) for dx in (-1, 0, 1)])
-    return {"logits": logits, "weights": weights(logits)}
-
-
-def t5_buckets(inputs):
-    per_sign = [bucket_of(inputs, distance) for distance in range(4096)]
-    first = {bucket: per_sign.index(bucket) for bucket in sorted(set(per_sign))}
-    last = max(per_sign)
-    added = {bucket_of(inputs, -distance) - per_sign[distance] for distance in range(1, 4096)}
-    return {
-        "exact_up_to": min(bucket for bucket in range(last) if first[bucket + 1] > first[bucket] + 1) - 1,
-        "ranges": [[first[b], first[b + 1] - 1, b] for b in range(8, last)],
-        "last": {"from": first[last], "bucket": last},
-        "negative_adds": added.pop() if len(added) == 1 else None,
-    }
-
-
-ORACLES = {  # quantities of an example that the oracles have too
-    "five_tokens_log_decay": five_tokens,
-    "five_tokens_no_decay": lambda inputs: {"weights": weights(oracles.none(*one_head(inputs))[0][0])},
-    "lambda_exercise": lambda_exercise,
-    "linear_decay": linear_decay,
-    "asymmetric_exercise": asymmetric,
-    "three_tokens_content": lambda inputs: {"logits": oracles.none(*one_head(inputs))[0][0]},
-    "three_tokens_additive": lambda inputs: {"logits": table_logits(inputs, inputs["bias"])},
-    "three_tokens_shaw_keys": shaw_keys,
-    "three_tokens_alibi_signed": lambda inputs: {"logits": table_logits(inputs, [-inputs["m"] * d for d in range(-2, 3)])},
-    "three_tokens_alibi_symmetric": lambda inputs: {
-        "logits": oracles.alibi(*one_head(inputs), learnable=True, slopes=[inputs["m"]])[0][0]
-    },
-    "three_tokens_rope": rope,
-    "square_content": lambda inputs: {"logits": oracles.none(*one_head(inputs))[0][0]},
-    "square_absolute": lambda inputs: {
-        "logits": oracles.absolute(*one_head(inputs), pos_embed=np.array([inputs["pos_embed"]]))[0][0]
-    },
-    "square_relative": square_relative,
-    "content_outweighs_bias": outweighed,
-    "clip": clipped,
-    "stored_biases": lambda inputs: {"biases": clipped(inputs)["biases"]},
-    "t5_buckets": t5_buckets,
-    "t5_groups": lambda inputs: groups_of(inputs, lambda distance: bucket_of(inputs, distance)),
-    "t5_exercise": lambda inputs: {"buckets": [bucket_of(inputs, d) for d in inputs["distances"]]},
-    "t5_demo": lambda inputs: {
-        "buckets": [bucket_of(inputs, -d) for d in inputs["offsets"]],
-        "by_distance": [bucket_of(inputs, d) for d in inputs["distances"]],
-    },
-    "relative_shift": lambda inputs: {
-        "shifted": oracles.relative_shift([[10 * i + m for m in range(2 * inputs["n"] - 1)] for i in range(inputs["n"])])
-    },
-}
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_by_the_oracles(name):
-    for quantity, value in ORACLES[name](CASES[name]["inputs"]).items():
-        compare(value, CASES[name]["expected"][quantity])
-
-
-# By vitrel
 
 
 def built(key, grid, parameters, **options):

@@ -85,12 +85,17 @@ def small_model(name: str, **keywords) -> nn.Module:
     return perturbed(timm.create_model(name, **({"num_classes": 5} | keywords)).eval(), 0.2)
 
 
+def call(terms, grid, **how) -> Call:
+    """Return a call of attention with the terms on a grid: float32 on the CPU, without gradients."""
+    grid = Grid(*grid)
+    plain = Call("attention", terms, grid, None, 2, 8, grid.tokens, torch.float32, torch.device("cpu"), False)
+    return plain._replace(**how)
+
+
 def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) -> str:
     """Return why a backend refuses the terms on a grid in training, "" if it supports them."""
-    call = Call(
-        "attention", terms, Grid(*grid), None, heads, width, Grid(*grid).tokens, torch.float64, torch.device("cpu"), True
-    )
-    return BACKENDS[backend].refuses(call._replace(**how))
+    how = {"heads": heads, "width": width, "dtype": torch.float64, "grad": True} | how
+    return BACKENDS[backend].refuses(call(terms, grid, **how))
 
 
 def serving(terms, grid, heads: int = 2, width: int = 8, **how) -> list[str]:

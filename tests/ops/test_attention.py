@@ -138,15 +138,6 @@ def test_masks(backend, kind):
 
 
 @pytest.mark.parametrize("backend", GENERAL)
-def test_mask_without_terms(backend):
-    q, k, v = torch.randn(3, 1, 2, 6, 4)
-    mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)
-    out = attention(q, k, v, Terms(), Grid(2, 3), mask, backend=backend)
-    assert (out[:, :, 0] == 0).all()
-    torch.testing.assert_close(out[:, :, 1], v[:, :, 0])
-
-
-@pytest.mark.parametrize("backend", GENERAL)
 @pytest.mark.parametrize("queries", [1, 3, 7])
 def test_fewer_queries_are_the_last_rows(backend, queries):
     grid = Grid(2, 3, 1)
@@ -190,14 +181,6 @@ def test_dropout_is_unbiased(backend):
     out = torch.stack([attention(q, k, v, Terms(), Grid(2, 3), dropout_p=0.5, backend=backend) for _ in range(400)])
     assert out.std() > 0.1
     assert out.mean() == pytest.approx(1.0, abs=0.05)
-
-
-def test_auto_takes_the_first_that_serves():
-    grid = Grid(2, 3)
-    terms, _, _ = make_terms(grid, FIELDS)
-    q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=double)
-    expected = attention(q, k, v, terms, grid, backend="reference")
-    torch.testing.assert_close(attention(q, k, v, terms, grid), expected)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 import oracles
 from helpers.variants import GENERAL
-from vitrel import Grid, Table, Terms, create_position
+from vitrel import Grid, Table, Terms
 from vitrel.ops import window_attention
 
 double = torch.float64
@@ -68,42 +68,12 @@ def test_outputs_and_gradients(window, shift, backend):
         check(h, w, window, shift, backend)
 
 
-@pytest.mark.parametrize("h", range(1, 17))
-@pytest.mark.slow
-def test_every_grid_up_to_sixteen(h):
-    """Every remainder of both sides, below the window, above it and above two of it."""
-    for w in range(1, 17):
-        check(h, w, (7, 7), (3, 3), "sdpa", dim=2)
-        check(h, w, (7, 7), (0, 0), "sdpa", heads=1, dim=2)
-
-
-@pytest.mark.slow
-def test_every_height_up_to_thirty_quickly():
-    """The diagonal and two skewed lines of the plane, in the default suite."""
-    for h in range(1, 31):
-        for w in {h, 31 - h, h * 11 % 31}:
-            check(h, w, (7, 7), (3, 3), "sdpa", dim=2)
-
-
-def test_rotation_inside_windows():
-    rope = create_position("rope_mixed", Grid(4, 4), 2, 8, dtype=double)
-    freqs = rope.freqs.detach().numpy()
-    qkv = torch.randn(1, 6, 9, 3 * 16, dtype=double)
-    expected = oracles.window_canvas(
-        qkv[0].numpy(), (4, 4), (2, 2), 2, angle_fn=lambda n, y, x: freqs[0, n] * y + freqs[1, n] * x
-    )
-    for backend in GENERAL:
-        out = window_attention(qkv, rope(Grid(4, 4)), Grid(6, 9), (4, 4), (2, 2), 2, backend=backend)
-        np.testing.assert_allclose(out[0].detach().numpy(), expected, atol=1e-10)
-
-
-def test_query_and_key_tables_inside_windows():
-    """Backends agree on content tables too, which make the bias depend on the image."""
-    grid = Grid(4, 3)
-    terms = Terms(tables=(Table("h", query=torch.randn(1, 7, 4), key=torch.randn(2, 7, 4)), Table("w", bias=torch.randn(2, 5))))
-    qkv = torch.randn(2, 9, 5, 24)
-    a, b = (window_attention(qkv, terms, Grid(9, 5), tuple(grid[:2]), (2, 1), 2, backend=name) for name in GENERAL)
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+def test_every_remainder():
+    """Of both sides, below the window, above it and above two of it."""
+    for h in range(1, 8):
+        for w in range(1, 10):
+            check(h, w, (3, 4), (1, 2), "sdpa", dim=2)
+            check(h, w, (3, 4), (0, 0), "sdpa", heads=1, dim=2)
 
 
 def test_padding_is_never_seen_and_nothing_wraps():
@@ -115,15 +85,6 @@ def test_padding_is_never_seen_and_nothing_wraps():
         seen = out[0, 0, 0].view(12, 12)
         torch.testing.assert_close(seen[:3, :3], torch.full((3, 3), 1 / 9))
         assert seen.sum() == pytest.approx(1.0) and seen[3:].sum() == 0 and seen[:, 3:].sum() == 0
-
-
-def test_low_precision_with_large_logits():
-    """Logits near a cosine attention's scale of 100: a mask of -100 would leak, -inf does not."""
-    qkv = torch.randn(1, 5, 5, 24).bfloat16() * 40
-    qkv[:, :, :, 16:] = 1
-    for backend in GENERAL:
-        out = window_attention(qkv, Terms(), Grid(5, 5), (4, 4), (2, 2), 2, backend=backend)
-        torch.testing.assert_close(out, torch.ones_like(out), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

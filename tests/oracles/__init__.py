@@ -8,7 +8,8 @@ An encoding's oracle is `f(q, k, v, h, w, prefix=0, *, trained=None, options...,
 has no such argument. Parameters have the names and shapes of the state dict; names with a dot come as **parameters.
 """
 
-from oracles.algebra import attention, log_n, relative_shift, window_canvas
+# ruff: noqa: F401  what the modules offer, under one name
+from oracles.algebra import attention, log_n, window_canvas
 from oracles.bias import alibi, clipped, cpb, factorised, fire, log_decay, table
 from oracles.buckets import t5, t5_axes, t5_axis, t5_bucket
 from oracles.common import (
@@ -32,10 +33,8 @@ from oracles.rotary import rope_axial, rope_mixed, rope_normalised
 from oracles.streams import (
     causal_by_segment,
     masked_attention,
-    partial_queries,
     permutation_masks,
     recurrent,
-    relative_shift_2d,
     segment_mask,
     two_stream,
 )
@@ -46,58 +45,3 @@ BIAS = (table, factorised, clipped, t5, cpb, alibi, log_decay, fire)
 CONTENT = (shaw, decomposed, transformer_xl, deberta, pape)
 ROTARY = (rope_axial, rope_mixed, rope_normalised, xpos)
 ORACLES = {rule.__name__: rule for rule in (*ADDED, *BIAS, *CONTENT, *ROTARY, lookhere)}
-
-__all__ = [
-    "ORACLES",
-    "absolute",
-    "alibi",
-    "attend",
-    "attention",
-    "biased",
-    "causal_by_segment",
-    "clip",
-    "clipped",
-    "cpb",
-    "deberta",
-    "decomposed",
-    "factorised",
-    "fire",
-    "log_decay",
-    "log_n",
-    "lookhere",
-    "masked_attention",
-    "none",
-    "offset",
-    "pair",
-    "pape",
-    "partial_queries",
-    "permutation_masks",
-    "positions",
-    "prefix_row",
-    "radii",
-    "recurrent",
-    "relative_shift",
-    "relative_shift_2d",
-    "rope_axial",
-    "rope_mixed",
-    "rope_normalised",
-    "rotate",
-    "rotated",
-    "segment_mask",
-    "shaw",
-    "sincos",
-    "sincos_1d",
-    "sincos_tokens",
-    "softmax",
-    "split_heads",
-    "t5",
-    "t5_axes",
-    "t5_axis",
-    "t5_bucket",
-    "table",
-    "transformer_xl",
-    "two_stream",
-    "views",
-    "window_canvas",
-    "xpos",
-]

@@ -1,4 +1,4 @@
-"""Attention with all terms, shifted windows, the relative shift, and the log-n temperature, pair by pair."""
+"""Attention with all terms, shifted windows, and the log-n temperature, pair by pair."""
 
 import math
 from collections import defaultdict
@@ -62,12 +62,6 @@ def window_canvas(qkv, window, shift, num_heads, bias_fn=None, angle_fn=None):
             for weight, j in zip(softmax(logits), pixels, strict=True):
                 output[i][n * D : (n + 1) * D] += weight * v[j]
     return output
-
-
-def relative_shift(x):
-    """Scores by key-minus-query offset [n, 2n-1] -> by key [n, n]: y[i, j] = x[i, j - i + n - 1] (1809.04281)."""
-    n = len(x)
-    return np.array([[x[i][j - i + n - 1] for j in range(n)] for i in range(n)])
 
 
 def log_n(tokens, trained_tokens):

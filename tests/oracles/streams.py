@@ -1,4 +1,4 @@
-"""Attention over segments with memory, in two streams, by shifted scores, and of the last queries only."""
+"""Attention over segments with memory, and in two streams."""
 
 import math
 from itertools import chain, product
@@ -104,19 +104,17 @@ PAIRS = {
 }
 
 
-def recurrent(encoding, q, k, v, rows, w, length=None, restart=False, **parameters):
+def recurrent(encoding, q, k, v, rows, w, length=None, **parameters):
     """Output [H, N, D] of a vertical strip of width w, segment after segment of `rows`, as in `causal_by_segment`.
 
     Each segment attends to the cached keys and values of the `length` segments before it (None: of all) and to its own
     keys. encoding: one of PAIRS, with its parameters for the whole strip; q, k, v [H, N, D].
-    Coordinates continue across the borders; restart: they begin at row 0 in every segment and are cached so (the error that
-    section 3.3 of the paper describes).
+    Coordinates continue across the borders.
     """
     logit, value = PAIRS[encoding](sum(rows), w, **parameters)
     output, memory, start = np.zeros(v.shape), [], 0
     for height in rows:
-        first = 0 if restart else start
-        own = [(start * w + t, (first + t // w, t % w)) for t in range(height * w)]  # where it is stored, and its (y, x)
+        own = [(start * w + t, (start + t // w, t % w)) for t in range(height * w)]  # where it is stored, and its (y, x)
         cached = memory if length is None else memory[len(memory) - min(length, len(memory)) :]
         keys = [*chain(*cached), *own]
         for n, (row, i) in product(range(len(q)), own):
@@ -156,17 +154,3 @@ def two_stream(q_h, q_g, k, v, bias_logits, order, memory=None, bias_g=None):
             logits[n, i, j] += q.shape[-1] ** -0.5 * np.dot(q[n, i], k[n, j])
         outputs.append(masked_attention(logits, v, mask))
     return tuple(outputs)
-
-
-def relative_shift_2d(along_h, along_w, h, w):
-    """Per-axis scores by key-minus-query offset, [N, 2h-1] and [N, 2w-1] -> their sum by key [N, N]: `relative_shift` in 2-D.
-
-    Query i at (y, x), key j at (y', x'): along_h[i, y' - y + h - 1] + along_w[i, x' - x + w - 1].
-    """
-    at = [(y, x) for y in range(h) for x in range(w)]
-    return np.array([[along_h[i][b - y + h - 1] + along_w[i][c - x + w - 1] for b, c in at] for i, (y, x) in enumerate(at)])
-
-
-def partial_queries(result, count):
-    """Of an oracle's (logits [H, N, N], output [H, N, D]) the last `count` queries: [H, count, N] and [H, count, D]."""
-    return tuple(part[:, part.shape[1] - count :] for part in result)

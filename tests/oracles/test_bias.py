@@ -11,14 +11,6 @@ from oracles.bias import log_spaced
 from oracles.inputs import assert_same, draw, from_corner, no_content, qkv
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-def test_clipped_beyond_every_offset_is_the_table(prefix):
-    B = draw(0, 5 * 7 + (3 if prefix else 0), 2)
-    expected = oracles.table(*qkv(3, 4, prefix), relative_position_bias_table=B)
-    assert_same(oracles.clipped(*qkv(3, 4, prefix), radius=(2, 3), relative_position_bias_table=B), expected)
-    assert_same(oracles.clipped(*qkv(3, 4, prefix), trained=(5, 7), relative_position_bias_table=B), expected)
-
-
 def test_clipped_far_offsets_have_the_edge():
     B = np.arange(15.0)[:, None].repeat(2, axis=1)  # R = (1, 2): dy -1 has 0..4, dy 0 has 5..9
     logits, _ = oracles.clipped(*no_content(4, 5), trained=(2, 4), relative_position_bias_table=B)
@@ -35,14 +27,6 @@ def test_log_spaced_coordinates():
     assert log_spaced(1, 1) == log_spaced(1, 2) == pytest.approx(math.log2(9) / 3)
 
 
-def network(hidden, heads=2):
-    return {
-        "cpb_mlp.0.weight": draw(0, hidden, 2),
-        "cpb_mlp.0.bias": draw(1, hidden),
-        "cpb_mlp.2.weight": draw(2, heads, hidden),
-    }
-
-
 def test_cpb_by_hand():
     """One hidden unit that reads g(dx): 16 sigmoid(2 max(g, 0)), and 8 where it is silent."""
     mlp = {"cpb_mlp.0.weight": np.array([[0.0, 1]]), "cpb_mlp.0.bias": np.zeros(1), "cpb_mlp.2.weight": np.full((1, 1), 2.0)}
@@ -57,16 +41,6 @@ def test_cpb_by_hand():
     assert_allclose(logits, 16 / (1 + math.exp(-1)))
 
 
-def test_cpb_keeps_the_training_grid_unless_told():
-    def logits(**options):
-        return oracles.cpb(*qkv(3, 6), hidden=4, **options, **network(4))[0]
-
-    assert_allclose(logits(trained=(2, 9)), logits(pretrained_window=(2, 9)))
-    assert_allclose(logits(trained=(2, 9), pretrained_window=5), logits(trained=(5, 5)))
-    assert_allclose(logits(trained=(2, 9), resize="renormalise"), logits())
-    assert np.abs(logits(trained=(2, 9)) - logits()).max() > 1e-3
-
-
 def test_alibi_slopes_and_distances():
     euclidean, l1, squared = (
         from_corner(oracles.alibi(*no_content(4, 5, 1, heads=8), distance=kind)[0], 4, 5, 1)
@@ -78,13 +52,6 @@ def test_alibi_slopes_and_distances():
     assert_allclose(l1, l1[:, :, :1] + l1[:, :1])
     odd = from_corner(oracles.alibi(*no_content(2, 2, heads=3))[0], 2, 2)
     assert_allclose(odd[:, 0, 1], [-(2 ** (-8 / 3)), -(2 ** (-16 / 3)), -(2.0**-8)])
-
-
-def test_alibi_with_a_prefix_has_content_only_there():
-    plain, biased = oracles.none(*qkv(2, 3, 2))[0], oracles.alibi(*qkv(2, 3, 2))[0]
-    assert_allclose(biased[:, :2], plain[:, :2])
-    assert_allclose(biased[:, :, :2], plain[:, :, :2])
-    assert_allclose(biased[:, 2, 3] - plain[:, 2, 3], [-(2.0**-4), -(2.0**-8)])
 
 
 DIRECTION = np.log([[1.0], [2], [3], [4]])  # weights of dy > 0, dy < 0, dx > 0, dx < 0

@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import oracles
-from oracles.inputs import assert_same, draw, no_content, qkv
+from oracles.inputs import no_content
 
 
 def test_published_boundaries():
@@ -56,16 +56,6 @@ def test_every_default_bucket_is_reached_in_training_and_no_other_at_a_larger_gr
     assert per_sign <= allowed and per_sign // 2 <= (length + 2) // 4
     for more in range(per_sign + 1, allowed + 1):
         assert len({oracles.t5_bucket(distance, more, farthest, False) for distance in range(length)}) < more
-
-
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"num_buckets": 8, "max_distance": 4}, {"bidirectional": False}], ids=str)
-def test_sum_is_a_product_table_of_sums(options, prefix):
-    n_h, n_w = (oracles.t5_axis(n, **options)[0] for n in (2, 3))
-    table_h, table_w = draw(0, n_h + (3 if prefix else 0), 2), draw(1, n_w, 2)
-    both = np.concatenate([(table_h[:n_h, None] + table_w).reshape(-1, 2), table_h[n_h:]])
-    summed = oracles.t5(*qkv(5, 4, prefix), trained=(2, 3), mode="sum", table_h=table_h, table_w=table_w, **options)
-    assert_same(oracles.t5(*qkv(5, 4, prefix), trained=(2, 3), relative_attention_bias=both, **options), summed)
 
 
 def test_rows_by_hand():

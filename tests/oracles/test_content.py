@@ -10,35 +10,13 @@ from numpy.testing import assert_allclose
 
 import oracles
 from oracles.content import stretch_rows
-from oracles.inputs import assert_same, draw, no_content, qkv
+from oracles.inputs import draw, no_content, qkv
 
 
 def shaw_tables(R_h, R_w, *heads):
     rows = {"h": 2 * R_h + 1, "w": 2 * R_w + 1}
     names = [f"{part}_{axis}" for part in ("key", "value") for axis in "hw"]
     return {name: draw(seed, *heads, rows[name[-1]], 8) for seed, name in enumerate(names)}
-
-
-def test_shaw_per_head_with_equal_heads_is_shared():
-    shared = shaw_tables(1, 2)
-    copied = {name: np.stack([table, table]) for name, table in shared.items()}
-    expected = oracles.shaw(*qkv(3, 4, 1), **shared)
-    assert_same(oracles.shaw(*qkv(3, 4, 1), per_head=True, **copied), expected)
-    own = shaw_tables(1, 2, 2)
-    each = oracles.shaw(*qkv(3, 4, 1), per_head=True, **own)
-    for n in range(2):
-        q, k, v, *grid = qkv(3, 4, 1)
-        alone = oracles.shaw(*(x[n : n + 1] for x in (q, k, v)), *grid, **{name: table[n] for name, table in own.items()})
-        assert_same([part[n] for part in each], [part[0] for part in alone])
-
-
-def test_shaw_without_values_and_at_a_larger_grid():
-    tables = shaw_tables(1, 1)
-    keys = {name: tables[name] for name in ("key_h", "key_w")}
-    silent = tables | {name: 0 * tables[name] for name in ("value_h", "value_w")}
-    assert_same(oracles.shaw(*qkv(2, 3), values=False, **keys), oracles.shaw(*qkv(2, 3), **silent))
-    wide = {name: table[[0, 0, 1, 2, 2]] for name, table in tables.items()}
-    assert_same(oracles.shaw(*qkv(4, 5), trained=(2, 3), **tables), oracles.shaw(*qkv(4, 5), radius=2, **wide))
 
 
 def test_shaw_value_of_one_visible_key():
@@ -54,30 +32,12 @@ def test_shaw_value_of_one_visible_key():
     assert_allclose(out[0, 5], draw(9, 1, 6, 8)[0, 5] + tables["value_h"][1] + tables["value_w"][1], atol=1e-12)
 
 
-def test_deberta_clips_at_half_the_training_grid():
-    names = ("key_h", "key_w", "query_h", "query_w")
-    tables = {name: draw(seed, 2, 3, 8) for seed, name in enumerate(names)}
-    wide = {name: table[:, [0, 0, 0, 1, 2, 2, 2]] for name, table in tables.items()}
-    expected = oracles.deberta(*qkv(4, 3, 1), radius=3, **wide)
-    assert_same(oracles.deberta(*qkv(4, 3, 1), trained=(3, 2), **tables), expected)
-    assert_same(oracles.deberta(*qkv(4, 3, 1), radius=(1, 1), **tables), expected)
-
-
 def test_stretched_rows_are_torchs():
     for rows, count in ((3, 9), (5, 7), (1, 5), (7, 7)):
         table = draw(rows, rows, 4)
         expected = torch.nn.functional.interpolate(torch.from_numpy(table.T[None]), count, mode="linear", align_corners=False)
         assert_allclose(stretch_rows(table, count), expected[0].T, atol=1e-12)
     assert_allclose(stretch_rows(np.array([[0.0], [4]]), 4)[:, 0], [0, 1, 3, 4])
-
-
-def test_decomposed_keeps_its_own_rows_where_an_axis_does_not_grow():
-    along_h, along_w = draw(0, 9, 8), draw(1, 5, 8)
-    smaller = oracles.decomposed(*qkv(3, 3, 1), trained=(5, 3), rel_pos_h=along_h, rel_pos_w=along_w)
-    assert_same(smaller, oracles.decomposed(*qkv(3, 3, 1), rel_pos_h=along_h[2:7], rel_pos_w=along_w))
-    mixed = oracles.decomposed(*qkv(2, 4), trained=(5, 3), rel_pos_h=along_h, rel_pos_w=along_w)
-    separate = oracles.decomposed(*qkv(2, 4), rel_pos_h=along_h[3:6], rel_pos_w=stretch_rows(along_w, 7))
-    assert_same(mixed, separate)
 
 
 def test_transformer_xl_by_hand():

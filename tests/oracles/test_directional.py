@@ -79,15 +79,6 @@ def test_sizes_of_the_views():
         assert all(seen(fov, 0, 0)) and all(any(seen(fov, *delta)) for delta in offsets)
 
 
-def test_half_wedges_are_the_wedges_of_the_quadrants():
-    for dy, dx in np.ndindex(7, 7):
-        corners, wedges = np.split(np.array(seen(90, dy - 3, dx - 3)), 2)
-        (up_left, up_right, down_left, down_right), (up, down, left, right) = corners, wedges
-        halves = [up & up_left, down & down_left, left & up_left, right & up_right]
-        halves += [up & up_right, down & down_right, left & down_left, right & down_right]
-        assert seen(45, dy - 3, dx - 3) == [bool(half) for half in halves]
-
-
 @pytest.mark.parametrize(
     ("heads", "fov", "expected"),
     [
@@ -105,14 +96,6 @@ def test_slopes_of_lookhere(heads, fov, expected):
     assert (middle[:, 4, 4] == 0).all()
     hidden = np.isneginf(middle).any(axis=(1, 2))
     assert hidden.tolist() == [True] * (heads - max(1, min(4, heads // 3))) + [False] * max(1, min(4, heads // 3))
-
-
-@pytest.mark.parametrize(("heads", "fov"), [(12, 90), (12, 45), (16, 180)])
-def test_views_of_lookheres_heads(heads, fov):
-    logits, _ = oracles.lookhere(*no_content(3, 3, heads=heads), fov=fov)
-    for n in range(heads - 4):
-        view = oracles.views(fov)[n % len(oracles.views(fov))]
-        assert np.isfinite(logits[n, 4]).tolist() == [view(1 - y, 1 - x) for y, x in oracles.positions(3, 3)]
 
 
 def test_lookhere_never_hides_prefix_tokens():

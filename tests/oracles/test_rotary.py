@@ -66,15 +66,6 @@ def test_ntk_keeps_the_first_band_and_divides_the_last():
     assert_same(oracles.rope_axial(*qkv(4, 6, 1, width=16), trained=(2, 4), scaling="ntk"), expected)
 
 
-def test_ntk_bands_of_the_mixed_rope_repeat_in_its_second_half():
-    freqs = draw(0, 2, 2, 8)
-    band = np.arange(8) % 4 / 3
-    scaled = freqs * np.stack([2.0**-band, 1.5**-band])[:, None]
-    expected = oracles.rope_mixed(*qkv(4, 6, width=16), freqs=scaled)
-    made = oracles.rope_mixed(*qkv(4, 6, width=16), trained=(2, 4), scaling="ntk", freqs=freqs)
-    assert_same(made, expected)
-
-
 def test_yarn_keeps_fast_frequencies_and_interpolates_slow_ones():
     turn = 2 * math.pi
     assert rescaled(-40 * turn / 8, 0, 2, 2.0, 8, "yarn") == -40 * turn / 8
@@ -88,13 +79,3 @@ def test_yarn_temperature_multiplies_every_content_logit():
     assert_allclose(yarn, linear * (0.1 * math.log(3**0.5) + 1) ** 2, atol=1e-12)  # less than one rotation in training
     assert content_factor(4, 6, (2, 4), "linear") == content_factor(2, 3, (2, 4), "yarn") == 1
     assert content_factor(4, 1, (2, 4), "yarn") == pytest.approx((0.1 * math.log(2**0.5) + 1) ** 2)
-
-
-@pytest.mark.parametrize("scaling", ["none", "linear", "ntk", "yarn"])
-def test_nothing_is_scaled_up_to_the_training_grid(scaling):
-    freqs = draw(0, 2, 2, 4)
-    for trained in (None, (3, 4), (5, 9)):
-        plain = oracles.rope_axial(*qkv(3, 4, 1))
-        assert_same(oracles.rope_axial(*qkv(3, 4, 1), trained=trained, scaling=scaling), plain)
-        plain = oracles.rope_mixed(*qkv(3, 4, 1), freqs=freqs)
-        assert_same(oracles.rope_mixed(*qkv(3, 4, 1), trained=trained, scaling=scaling, freqs=freqs), plain)

@@ -44,7 +44,6 @@ from vitrel import Grid, create_position
             dict(pretrained_window=(8,)),
             r"cpb option pretrained_window must be one side or \(h, w\)",
         ),
-        ("rope_normalised", dict(jitter=0.5), "rope_normalised needs jitter of at least 1, or None for none, not 0.5"),
         ("pape", dict(parabolas=0), "option parabolas=0 of position 'pape' must be greater than 0"),
         ("rope_axial", dict(base=0), "option base=0 of position 'rope_axial' must be greater than 0"),
         ("rope_axial", dict(base=float("nan")), "option base=nan of position 'rope_axial' must be greater than 0"),

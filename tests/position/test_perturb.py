@@ -222,8 +222,3 @@ def test_impossible_strengths(key, options, text):
     with pytest.raises(ValueError, match=text):
         create_position(key, (4, 4), 2, 8, **options)
     assert not create_position(key, (4, 4), 2, 8, shift=None, jitter=None, rescale=None).perturbs
-
-
-def test_encodings_without_coordinates_refuse_them():
-    with pytest.raises(TypeError, match="'table' has no option 'shift'; it takes init_std, logit_scale, per_head, resize"):
-        create_position("table", (4, 4), 2, 8, shift=0.5)

@@ -104,8 +104,3 @@ def test_counts_and_shares():
     assert table.resized(Grid(24, 10)) == {"table geometric": 729 * 3}
     assert create_position("factorised", Grid(14, 14), 3, 8).resized(Grid(24, 10)) == {"factorised geometric": 27 * 3}
     assert create_position("absolute", Grid(14, 14, 1), 3, 8).resized(Grid(7, 7, 1)) == {"absolute bicubic": 196 * 24}
-
-
-def test_unknown_policy():
-    with pytest.raises(ValueError, match="'nearest' is unknown to 'table'; choose one of geometric, clip, bicubic"):
-        create_position("table", Grid(4, 4), 2, 8, resize="nearest")

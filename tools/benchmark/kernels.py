@@ -27,7 +27,7 @@ from tools.benchmark.tables import markdown
 from tools.study.pages import fill_pages
 from vitrel.files import atomic_write
 from vitrel.grid import Grid
-from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
+from vitrel.ops.backends import triton_global, triton_window
 
 ROWS, PAGE = Path("results/kernel_registers/registers.csv"), "docs/performance.md"
 ARCHITECTURES = (80, 89, 90, 100)
@@ -144,7 +144,7 @@ def _launch_windowed(shape: Shape) -> None:
     inputs = qkv, torch.zeros(heads, classes), angle, angle
     how = window, (1, 1), heads, 1.0
     out, lse = triton_window.window_forward(*inputs, *how, grad=True)
-    triton_window_backward.window_backward(out, *inputs, out, lse, *how)
+    triton_window.window_backward(out, *inputs, out, lse, *how)
 
 
 def _launch_global(shape: Shape) -> None:
@@ -156,7 +156,7 @@ def _launch_global(shape: Shape) -> None:
 
     inputs = x, x, x, torch.zeros(heads, grid.classes()), scores(grid.h), scores(grid.w)
     out, lse = triton_global.biased_forward(*inputs, grid, 1.0)
-    triton_global_backward.biased_backward(out, *inputs, out, lse, grid, 1.0, not shape.scores)
+    triton_global.biased_backward(out, *inputs, out, lse, grid, 1.0, not shape.scores)
 
 
 def table(rows: pd.DataFrame) -> str:

@@ -19,7 +19,7 @@ Function = Callable[[Shape, Sequence[Tensor], Terms, Sequence[Tensor]], Tensor]
 FLOOR = "sdpa without bias"
 GATHERED = "sdpa + gathered bias"
 _SLOW = 1024  # tokens above which uncompiled flex_attention and the definition take minutes on a CPU
-_KERNELS = ("triton_window", "triton_window_backward", "triton_global", "triton_global_backward")
+_KERNELS = ("triton_window", "triton_global")
 
 
 class Method(NamedTuple):

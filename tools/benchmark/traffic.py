@@ -172,12 +172,12 @@ class Access(NamedTuple):
 _WITHOUT_OUT = {"inputs.3": 0.0}
 ACCESSES = {  # module in vitrel.ops.backends and kernel
     "triton_window._forward": Access({"OUT": 1, "LSE": 1}),
-    "triton_window_backward._whole": Access({"DQKV": 1, "TABLE": 1, "DANGLES": 1}),
-    "triton_window_backward._tiles": Access({"DQKV": 1, "DELTA": 1, "DQ": 1, "TABLE": 1, "DANGLES": 1}),
+    "triton_window._whole": Access({"DQKV": 1, "TABLE": 1, "DANGLES": 1}),
+    "triton_window._tiles": Access({"DQKV": 1, "DELTA": 1, "DQ": 1, "TABLE": 1, "DANGLES": 1}),
     "triton_global._forward": Access({"out": 1, "lse": 1}),
-    "triton_global_backward._queries": Access({"grads": 1, "stats.1": 1}),
-    "triton_global_backward._keys": Access({"grads": 1}, _WITHOUT_OUT),
-    "triton_global_backward._table": Access({"parts": 1}, {"parts": 1} | _WITHOUT_OUT),
+    "triton_global._queries": Access({"grads": 1, "stats.1": 1}),
+    "triton_global._keys": Access({"grads": 1}, _WITHOUT_OUT),
+    "triton_global._table": Access({"parts": 1}, {"parts": 1} | _WITHOUT_OUT),
 }
 
 

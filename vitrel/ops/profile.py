@@ -78,15 +78,10 @@ class Profile:
 
     def __init__(self, path: Path, identity: dict[str, str], cases: list[Case] | None = None, trying: Case | None = None):
         self.path, self.identity, self.cases, self.trying = path, identity, cases or [], trying or {}
-        self._kinds: dict[tuple, list[tuple[tuple[float, ...], dict[str, float]]]] = {}
-        self._wrong: dict[tuple[str, str], set[str]] = {}
-        for case in self.cases:
-            self._index(case)
 
     def add(self, case: Case) -> None:
         """Add a case and write the file, whose folder is made if need be."""
         self.cases.append(case)
-        self._index(case)
         self.write()
 
     def write(self) -> None:
@@ -106,29 +101,28 @@ class Profile:
         Only backends that were measured for the nearest call of the same kind, and that were nowhere wrong for this entry and
         dtype. The logarithms of the times, each over the fastest of its case, are averaged by inverse distance.
         """
-        here = _place(traits)
-        near = sorted(
-            ((math.dist(here, there), times) for there, times in self._kinds.get(traits.kind, ())), key=lambda n: n[0]
-        )
+        near, wrong = [], set()
+        for case in self.cases:
+            known = traits_of(case)
+            if (known.entry, known.dtype) == (traits.entry, traits.dtype):
+                wrong |= case["wrong"].keys()
+            if case["ms"] and known.kind == traits.kind:
+                near.append((math.dist(_place(traits), _place(known)), case["ms"]))
+        near.sort(key=lambda pair: pair[0])
         if not near or near[0][0] > FARTHEST:
             return {}
-        weighted = [(max(distance, 1e-6) ** -_POWER, times) for distance, times in near]
+        weighted = [
+            (max(distance, 1e-6) ** -_POWER, {name: math.log(ms / min(times.values())) for name, ms in times.items()})
+            for distance, times in near
+        ]
         estimates = {}
-        for name in near[0][1].keys() - self._wrong.get((traits.entry, traits.dtype), set()):
-            known = [(weight, times[name]) for weight, times in weighted if name in times]
-            estimates[name] = sum(weight * time for weight, time in known) / sum(weight for weight, _ in known)
+        for name in near[0][1].keys() - wrong:
+            measured = [(weight, times[name]) for weight, times in weighted if name in times]
+            estimates[name] = sum(weight * time for weight, time in measured) / sum(weight for weight, _ in measured)
         fastest = min(estimates.values(), default=0.0)
         return {
             name: math.exp(estimates[name] - fastest) for name in sorted(estimates, key=lambda name: (estimates[name], name))
         }
-
-    def _index(self, case: Case) -> None:
-        traits = traits_of(case)
-        self._wrong.setdefault((traits.entry, traits.dtype), set()).update(case["wrong"])
-        if case["ms"]:
-            fastest = min(case["ms"].values())
-            times = {name: math.log(ms / fastest) for name, ms in case["ms"].items()}
-            self._kinds.setdefault(traits.kind, []).append((_place(traits), times))
 
 
 def fastest(call: Call) -> tuple[str, ...]:

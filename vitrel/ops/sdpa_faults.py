@@ -1,13 +1,12 @@
 """Known faults of the kernels behind scaled_dot_product_attention (SDPA) on a GPU, each with its condition and source.
 
-A fault is a row of FAULTS. Where its condition holds, SDPA chooses among the other kernels. PyTorch itself refuses a few of
-these cases in newer versions; the rows serve the older ones that vitrel supports. What is guarded elsewhere: cuDNN read a
+Where the condition of a fault holds, SDPA chooses among the other kernels. PyTorch itself refuses a few of these cases in newer
+versions; the conditions serve the older ones that vitrel supports. What is guarded elsewhere: cuDNN read a
 float32 mask as if it had the dtype of half-precision queries (pytorch 191612), so `vitrel.ops.sdpa` gives every mask the dtype
 in which SDPA computes.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,63 +31,29 @@ class Case(NamedTuple):
     mask_grad: bool  # the mask needs a gradient, as a learned bias does
 
 
-class Fault(NamedTuple):
-    """A kernel, what goes wrong in it, who says so and until when, and whether that concerns a case."""
-
-    kernel: str  # name of an SDPBackend
-    result: str
-    source: str
-    concerns: Callable[[Stack, Case], bool]
-
-
-def _cudnn(stack: Stack, case: Case) -> bool:
-    """True if PyTorch may give the call to cuDNN, which serves half precision and masks that need no gradient."""
-    return stack.cudnn > 0 and case.half and not case.mask_grad
-
-
-FAULTS = (
-    Fault(
-        "CUDNN_ATTENTION",
-        "gradients of queries are NaN if a row's log-sum-exp is below -88.7, with 64 keys modulo 128 (windows of 8x8, 24x24)",
-        "pytorch issue 196678, cudnn-frontend pull request 628: Hopper, with and without a mask, fixed in cuDNN 9.26",
-        lambda stack, case: (
-            _cudnn(stack, case)
-            and stack.capability[0] == 9
-            and stack.cudnn < 92600
-            and case.grad
-            and (case.keys is None or case.keys % 128 == 64)
-        ),
-    ),
-    Fault(
-        "CUDNN_ATTENTION",
-        "gradients of keys and values are NaN for a single query with a very negative log-sum-exp",
-        "cudnn-frontend issue 1072: Hopper, cuDNN 9.26 and earlier, no fix known",
-        lambda stack, case: _cudnn(stack, case) and stack.capability[0] == 9 and case.grad and case.queries == 1,
-    ),
-    Fault(
-        "CUDNN_ATTENTION",
-        "wrong output for a single query",
-        "pytorch issue 193893, pull request 194927: Blackwell, cuDNN 9.19 to 9.25.0 except 9.24.1",
-        lambda stack, case: (
-            _cudnn(stack, case)
-            and stack.capability[0] in (10, 11)
-            and 91900 <= stack.cudnn <= 92500
-            and stack.cudnn != 92401
-            and case.queries == 1
-        ),
-    ),
-    Fault(
-        "EFFICIENT_ATTENTION",
-        "illegal memory access in the backward pass if the mask alone needs a gradient, as when only tables are trained",
-        "pytorch issue 148476, pull request 188302: fixed in 2.15 at the latest",
-        lambda stack, case: case.mask_grad and not case.grad and stack.torch < (2, 15),
-    ),
-)
-
-
 def excluded(stack: Stack, case: Case) -> set[str]:
-    """Names of the kernels that SDPA must not choose."""
-    return {fault.kernel for fault in FAULTS if fault.concerns(stack, case)}
+    """Names of the kernels (SDPBackend) that SDPA must not choose."""
+    found = set()
+    # PyTorch may give the call to cuDNN, which serves half precision and masks that need no gradient.
+    if stack.cudnn > 0 and case.half and not case.mask_grad:
+        hopper, single = stack.capability[0] == 9, case.queries == 1
+        # Gradients of queries are NaN if a row's log-sum-exp is below -88.7, with 64 keys modulo 128 (windows of 8x8, 24x24),
+        # with and without a mask: pytorch issue 196678, cudnn-frontend pull request 628, fixed in cuDNN 9.26.
+        if hopper and stack.cudnn < 92600 and case.grad and (case.keys is None or case.keys % 128 == 64):
+            found.add("CUDNN_ATTENTION")
+        # Gradients of keys and values are NaN for a single query with a very negative log-sum-exp: cudnn-frontend issue 1072,
+        # cuDNN 9.26 and earlier, no fix known.
+        if hopper and case.grad and single:
+            found.add("CUDNN_ATTENTION")
+        # Wrong output for a single query: pytorch issue 193893, pull request 194927, cuDNN 9.19 to 9.25.0 except 9.24.1.
+        blackwell = stack.capability[0] in (10, 11)
+        if blackwell and 91900 <= stack.cudnn <= 92500 and stack.cudnn != 92401 and single:
+            found.add("CUDNN_ATTENTION")
+    # Illegal memory access in the backward pass if the mask alone needs a gradient, as when only tables are trained: pytorch
+    # issue 148476, pull request 188302, fixed in 2.15 at the latest.
+    if case.mask_grad and not case.grad and stack.torch < (2, 15):
+        found.add("EFFICIENT_ATTENTION")
+    return found
 
 
 @torch._dynamo.assume_constant_result
@@ -114,7 +79,7 @@ def kernels(index: int | None, *case: bool | int | None) -> str:
 
 @functools.cache
 def stack(index: int) -> Stack | None:
-    """The GPU with this index; None where there is none, as under fake tensors, and for AMD's, which no row concerns."""
+    """The GPU with this index; None where there is none, as under fake tensors, and for AMD's, which no fault concerns."""
     if torch.version.hip or not torch.cuda.is_available():
         return None
     return Stack(torch.cuda.get_device_capability(index), torch.backends.cudnn.version() or 0, torch.__version__)

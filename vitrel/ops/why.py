@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import vitrel.ops.dispatch as dispatch
@@ -35,23 +36,30 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     run uncompiled.
     """
     calls: Counter[str] = Counter()
-    choose = dispatch.choose
-
-    def recording(backend: str, call: Call) -> Any:
-        module = choose(backend, call)
-        calls[_text(call, next(name for name, other in BACKENDS.items() if other is module), backend)] += 1
-        return module
-
     function = getattr(function, "_orig_mod", function)
-    dispatch.choose = recording
-    try:
+    with recording(lambda *chosen: calls.update([_text(*chosen)])):
         function(*args, **kwargs)
-    finally:
-        dispatch.choose = choose
     return "\n".join(f"{count} x {text}" for text, count in calls.items()) or "no attention of vitrel was called"
 
 
-def _text(call: Call, name: str, backend: str) -> str:
+@contextlib.contextmanager
+def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
+    """Context with record(backend, call, name) at every choice: the backend asked for, the call, and the backend chosen."""
+    choose = dispatch.choose
+
+    def recorded(backend: str, call: Call) -> ModuleType:
+        module = choose(backend, call)
+        record(backend, call, next(name for name, other in BACKENDS.items() if other is module))
+        return module
+
+    dispatch.choose = recorded
+    try:
+        yield
+    finally:
+        dispatch.choose = choose
+
+
+def _text(backend: str, call: Call, name: str) -> str:
     h, w, prefix = call.grid
     windows = f" in windows of {call.window[0]}x{call.window[1]}" if call.window else ""
     tokens = f"{h}x{w}{f' + {prefix}' if prefix else ''} tokens{windows}"

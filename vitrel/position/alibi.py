@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.distance import DISTANCES, POLICIES, alibi_slopes, distances, scaled_distances, scaled_offsets
+from vitrel.position.distance import DISTANCES, POLICIES, alibi_slopes, scaled_distances
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, upcast
 
 
@@ -61,11 +61,7 @@ class Alibi(PositionEncoding):
         slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else upcast(self.slopes)
         tables = []
         for axis in ("hw",) if self.distance == "euclidean" else ("h", "w"):  # others are sums over both axes
-            grids = self.grid, grid, self.resize
-            if self.direction is None:
-                length = scaled_distances(*grids, self.distance, device, axis)  # [R]
-            else:
-                length = distances(scaled_offsets(*grids, device, axis), self.distance, self.direction)  # [H, R]
+            length = scaled_distances(self.grid, grid, self.resize, self.distance, device, axis, self.direction)
             bias = -slopes[:, None] * length  # [H, R]
             bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned
             tables.append(Table(axis, bias=pad_prefix(bias, grid)))

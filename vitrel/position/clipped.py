@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.clip import clip_radius, clipped_rows
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix
+from vitrel.position.resize import resize_table
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, clip_radius
 
 
 class Clipped(PositionEncoding):
@@ -39,16 +39,13 @@ class Clipped(PositionEncoding):
         """
         super().__init__()
         self.grid, self.radius, self.init_std = grid, clip_radius("clipped", radius, grid), init_std
-        rows = (2 * self.radius[0] + 1) * (2 * self.radius[1] + 1) + (3 if grid.prefix else 0)
+        self.reach = Grid(self.radius[0] + 1, self.radius[1] + 1, grid.prefix)  # a grid with exactly the offsets of the table
         self.num_heads = num_heads
-        self.relative_position_bias_table = nn.Parameter(torch.empty(rows, num_heads if per_head else 1, **factory))
+        table = torch.empty(self.reach.classes(), num_heads if per_head else 1, **factory)
+        self.relative_position_bias_table = nn.Parameter(table)
         self.reset_parameters()
 
     def forward(self, grid: Grid) -> Terms:
         check_prefix("clipped", self.grid, grid)
-        table = self.relative_position_bias_table
-        rows, columns = (clipped_rows(n, r, device=table.device) for n, r in zip(grid[:2], self.radius, strict=True))
-        index = (rows[:, None] * (2 * self.radius[1] + 1) + columns).flatten()  # [R]
-        prefix = table[(2 * self.radius[0] + 1) * (2 * self.radius[1] + 1) :]
-        bias = torch.cat((table.index_select(0, index), prefix)).mT  # [H|1, R]
-        return Terms(tables=(Table("hw", bias=bias.expand(self.num_heads, -1)),))
+        rows = resize_table(self.relative_position_bias_table, self.reach, grid, "clip")  # [R, H|1]
+        return Terms(tables=(Table("hw", bias=rows.mT.expand(self.num_heads, -1)),))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.distance import POLICIES
-from vitrel.position.mlp import run_upcast
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, check_sides, run_upcast
 
 
 class CPB(PositionEncoding):

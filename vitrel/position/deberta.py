@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.clip import clip_radius, clipped_table
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms
+from vitrel.position.resize import clip_table
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_radius
 
 
 class DeBERTa(PositionEncoding):
@@ -51,7 +51,7 @@ class DeBERTa(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         tables = []
         for axis, r in zip("hw", self.radius, strict=True):
-            key = clipped_table(getattr(self, f"key_{axis}"), r, axis, grid)
-            query = clipped_table(getattr(self, f"query_{axis}"), r, axis, grid, mirrored=True)  # indexed by (j, i)
+            key = clip_table(getattr(self, f"key_{axis}"), r, axis, grid)
+            query = clip_table(getattr(self, f"query_{axis}"), r, axis, grid, mirrored=True)  # indexed by (j, i)
             tables.append(Table(axis, query=key, key=query))
         return Terms(scale=3**-0.5, tables=tuple(tables))

@@ -12,25 +12,30 @@ DISTANCES = ("euclidean", "l1", "squared")
 POLICIES = ("keep", "renormalise")  # distances in patches, or in units of side / trained side
 
 
-def scaled_offsets(trained: Grid, grid: Grid, resize: str, device: torch.device, axis: str = "hw") -> Tensor:
-    """Offset (dy, dx) of every class, [R, 2] float32: in patches ("keep"), or times trained / current side ("renormalise").
+def scaled_distances(
+    trained: Grid,
+    grid: Grid,
+    resize: str,
+    kind: str,
+    device: torch.device,
+    axis: str = "hw",
+    direction: Tensor | None = None,
+) -> Tensor:
+    """Length of the offset of every class but the prefix classes, [R] float32, or [H, R] with `direction`.
 
-    Prefix classes have no row. axis "h" or "w": only the classes of that axis, with 0 as the other component. The result is a
-    shared constant: do not change it in place.
+    Offsets are in patches with resize "keep", and multiplied by trained / current side with "renormalise". axis "h" or "w":
+    only the classes of that axis. kind, direction: see `distances`. Without direction the result is a shared constant: do not
+    change it in place.
     """
-    return _scaled_offsets(*grid[:2], trained[:2], resize, axis, device=device)
-
-
-def scaled_distances(trained: Grid, grid: Grid, resize: str, kind: str, device: torch.device, axis: str = "hw") -> Tensor:
-    """Length of every offset of `scaled_offsets`, [R] float32 without prefix classes; kind: see `distances`.
-
-    The result is a shared constant: do not change it in place.
-    """
-    return _scaled_distances(*grid[:2], trained[:2], resize, axis, kind, device=device)
+    key = (*grid[:2], trained[:2], resize, axis)
+    if direction is None:
+        return _scaled_distances(*key, kind, device=device)
+    return distances(_scaled_offsets(*key, device=device), kind, direction)
 
 
 @constant
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], resize: str, axis: str, device: torch.device) -> Tensor:
+    """Offsets (dy, dx), [R, 2]; of an axis "h" or "w" with 0 as the other component."""
     offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":
         offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))

@@ -14,8 +14,7 @@ from torch import nn
 
 from vitrel.grid import Grid
 from vitrel.position.distance import scaled_distances
-from vitrel.position.mlp import run_upcast
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, upcast
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_prefix, run_upcast, upcast
 
 
 class FIRE(PositionEncoding):

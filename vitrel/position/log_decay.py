@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.position.distance import POLICIES, distances, scaled_distances, scaled_offsets
+from vitrel.position.distance import POLICIES, scaled_distances
 from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check_choice, pad_prefix, upcast
 
 
@@ -63,10 +63,7 @@ class LogDecay(PositionEncoding):
     def log_distances(self, grid: Grid) -> Tensor:
         """log(1 + b distance) of every offset class of `grid` but the prefix classes, b = 1 with a fixed decay, [H, R]."""
         grids, device = (self.grid, grid, self.resize), self.device_marker.device
-        if self.direction is None:
-            distance = scaled_distances(*grids, self.distance, device)  # [R]
-        else:
-            distance = distances(scaled_offsets(*grids, device), self.distance, self.direction)  # [H, R]
+        distance = scaled_distances(*grids, self.distance, device, direction=self.direction)  # [R] or [H, R]
         if self.decay is None:
             distance = upcast(self.log_b).exp()[:, None] * distance
         return torch.log1p(distance).expand(self.num_heads, -1)

@@ -3,6 +3,8 @@
 Every row of the target is a weighted sum of a few source rows, called its taps. They depend on the two grids and the policy
 only, so they are constants (vitrel.constants). The sum is not rounded by autocast or TF32, and a new size needs no new compiled
 graph. An axis that does not grow is read exactly, as the centre of the trained axis; the policy applies to an axis that grows.
+
+Offsets clipped to a radius are read here too: all farther offsets share the edge row (Shaw et al., arXiv 1803.02155).
 """
 
 from typing import NamedTuple
@@ -13,8 +15,7 @@ from torch import Tensor
 
 from vitrel.constants import constant, is_known, is_traced
 from vitrel.grid import Grid, same_size
-from vitrel.position.clip import clipped_rows
-from vitrel.position.terms import check_choice, upcast
+from vitrel.position.terms import check_choice, pad_prefix, upcast
 
 POLICIES = ("geometric", "clip", "bicubic")
 
@@ -97,6 +98,23 @@ def _padded(taps: Taps) -> Taps:
     """
     missing = max(0, 9 - taps.index.shape[1])
     return Taps(torch.cat((taps.index, taps.index[:, :1].expand(-1, missing)), 1), F.pad(taps.weight, (0, missing)))
+
+
+def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool = False) -> Tensor:
+    """Rows of `table` [(H,) 2*radius+1, D] for every offset class of `grid` along "h" or "w", [H|1, R, D]; zero for prefix
+    classes.
+
+    mirrored: read the row of the opposite offset.
+    """
+    index = clipped_rows(getattr(grid, axis), radius, device=table.device)
+    rows = pad_prefix(table.index_select(-2, index.flip(0) if mirrored else index), grid, -2)
+    return rows if rows.dim() == 3 else rows[None]
+
+
+@constant
+def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
+    """Row of every offset of an axis of `length` patches in a table of 2*radius+1 rows, [2*length-1] int64."""
+    return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
 
 
 @constant

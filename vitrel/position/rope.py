@@ -78,17 +78,13 @@ class RopeAxial(PositionEncoding):
         """As PositionEncoding.switch; with a reference grid it changes nothing and returns an empty set."""
         return set() if self.reference is not None else super().switch(options)
 
-    @property
-    def refers_to_grid(self) -> bool:
-        return super().refers_to_grid or self.scaling.rule != "none"
-
     def resized(self, grid: Grid) -> dict[str, int]:
         if self.reference is not None and grid[:2] != self.grid[:2]:
             return {"rope_axial reference": 0}
-        return self.scaling.resized(grid)
+        return super().resized(grid)
 
     def unseen(self, grid: Grid) -> float:
-        return 0.0 if self.scaling.rule == "linear" or self.reference is not None else super().unseen(grid)
+        return 0.0 if self.reference is not None else super().unseen(grid)
 
 
 class Rotary(NamedTuple):
@@ -188,16 +184,6 @@ class RopeMixed(PositionEncoding):
         # Not a matrix product, in which autocast would round the angles.
         angle = y[:, None] * freqs[0, :, None] + x[:, None] * freqs[1, :, None]  # [H, N, D/2]
         return Terms(rotary=(angle.cos(), angle.sin()), temperature=self.scaling.temperature(grid, freqs.device))
-
-    @property
-    def refers_to_grid(self) -> bool:
-        return super().refers_to_grid or self.scaling.rule != "none"
-
-    def resized(self, grid: Grid) -> dict[str, int]:
-        return self.scaling.resized(grid)
-
-    def unseen(self, grid: Grid) -> float:
-        return 0.0 if self.scaling.rule == "linear" else super().unseen(grid)
 
 
 def rotary_terms(angle: Tensor, grid: Grid) -> Rotary:

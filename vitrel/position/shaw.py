@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from vitrel.grid import Grid
-from vitrel.position.clip import clip_radius, clipped_table
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms
+from vitrel.position.resize import clip_table
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_radius
 
 
 class Shaw(PositionEncoding):
@@ -54,7 +54,7 @@ class Shaw(PositionEncoding):
     def forward(self, grid: Grid) -> Terms:
         tables = []
         for axis, r in zip("hw", self.radius, strict=True):
-            key = clipped_table(getattr(self, f"key_{axis}"), r, axis, grid)
-            value = clipped_table(getattr(self, f"value_{axis}"), r, axis, grid) if self.values else None
+            key = clip_table(getattr(self, f"key_{axis}"), r, axis, grid)
+            value = clip_table(getattr(self, f"value_{axis}"), r, axis, grid) if self.values else None
             tables.append(Table(axis, query=key, value=value))
         return Terms(tables=tuple(tables))

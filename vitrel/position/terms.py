@@ -113,7 +113,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         Weights trained on one grid then do not fit an encoding built for another. False if only the shapes of parameters, or
         values of options (radius, pretrained_window), depend on the training grid.
         """
-        return self.logit_scale != "none" or self.resize == "renormalise"
+        scaled = self.scaling is not None and self.scaling.rule != "none"
+        return scaled or self.logit_scale != "none" or self.resize == "renormalise"
 
     @property
     def perturbs(self) -> bool:
@@ -145,6 +146,8 @@ class PositionEncoding(nn.Module, abc.ABC):
 
         Empty if every value is read as trained; 0 for a rule that interpolates no parameter (clip, a scaling).
         """
+        if self.scaling is not None:
+            return self.scaling.resized(grid)
         key = type(self).__module__.rpartition(".")[2]
         return {f"{key} renormalise": 0} if self.resize == "renormalise" and grid[:2] != self.grid[:2] else {}
 
@@ -154,7 +157,8 @@ class PositionEncoding(nn.Module, abc.ABC):
         0 for absolute and rope_normalised, without a training grid, and with resize="renormalise", scaling="linear" or a
         reference grid (rope_axial).
         """
-        return 0.0 if self.grid is None or self.resize == "renormalise" else unseen_share(self.grid, grid)
+        rescaled = self.resize == "renormalise" or (self.scaling is not None and self.scaling.rule == "linear")
+        return 0.0 if self.grid is None or rescaled else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
         """Share of the offsets of `grid`, 0 to 1, outside the training grid whose edge row or far bucket was trained."""
@@ -244,6 +248,20 @@ def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int,
     return sides
 
 
+def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> tuple[int, int]:
+    """Return the radius (rows, columns) in patches from `radius`: one number for both axes, a pair, or None for half of `grid`,
+    so that many training pairs train the edge row.
+
+    Raises ValueError, naming the encoding `key`, for anything but whole numbers of 0 or more.
+    """
+    if radius is None:
+        return grid.h // 2, grid.w // 2
+    pair = tuple(radius) if isinstance(radius, tuple | list) else (radius, radius)
+    if len(pair) != 2 or not all(isinstance(r, int) and r >= 0 for r in pair):
+        raise ValueError(f"{key} needs a radius of 0 or more patches, one number or (rows, columns), not {radius}")
+    return pair
+
+
 def check_prefix(key: str, trained: Grid, grid: Grid) -> None:
     """ValueError unless both grids have prefix tokens or both have none; for encodings with learned prefix rows."""
     if bool(grid.prefix) != bool(trained.prefix):
@@ -259,6 +277,15 @@ def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:
 def upcast(tensor: Tensor) -> Tensor:
     """Return `tensor` in at least float32: encodings compute in it and round once, at the end."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def run_upcast(mlp: nn.Sequential, x: Tensor) -> Tensor:
+    """Return mlp(x), [R, in] -> [R, out], in at least float32 (result too), even with half-precision weights or autocast."""
+    with no_autocast(x.device):
+        for layer in mlp:
+            parameters = [upcast(p) for p in layer.parameters()]  # weight and bias of a linear layer
+            x = F.linear(x.to(parameters[0].dtype), *parameters) if parameters else layer(x)
+    return x
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:

@@ -6,19 +6,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.variants import perturbed
+from helpers.variants import call, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import attention, sdpa, why, window_attention
+from vitrel.ops import attention, sdpa, why
 from vitrel.ops.backends import bias_by_row
-from vitrel.ops.dispatch import Call
-
-
-def call(terms, grid, **changes):
-    known = dict(
-        entry="attention", terms=terms, grid=grid, window=None, heads=2, width=8, queries=grid.tokens, dtype=torch.float32,
-        device=torch.device("cpu"), grad=False,
-    )  # fmt: skip
-    return Call(**(known | changes))
 
 
 def learned_table(grid):
@@ -51,9 +42,7 @@ def test_refusals(terms, changes, text):
     assert text in reason and bool(text) == bool(reason)
 
 
-def test_refusals_of_graphs_and_windows(monkeypatch):
-    with pytest.raises(ValueError, match="biases of windows are small"):
-        window_attention(torch.zeros(1, 4, 4, 24), Terms(), Grid(4, 4), (2, 2), (0, 0), 2, backend="bias_by_row")
+def test_refusals_of_graphs(monkeypatch):
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
     assert "a graph would contain every block of image rows" in bias_by_row.refuses(call(BIAS, Grid(2, 3)))
     assert not bias_by_row.pays(call(BIAS, Grid(99, 99)))

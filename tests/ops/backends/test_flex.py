@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed
+from helpers.variants import IN_ATTENTION, VARIANTS, call, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import reference, window_attention
+from vitrel.ops import reference
 from vitrel.ops.backends import flex
-from vitrel.ops.dispatch import Call
 
 double = torch.float64
 KEYS = [
@@ -23,14 +22,6 @@ KEYS = [
     "rope_mixed",
     "decomposed+table+rope_axial",
 ]
-
-
-def call(terms, **changes):
-    known = dict(
-        entry="attention", terms=terms, grid=Grid(2, 3), window=None, heads=2, width=8, queries=6, dtype=torch.float32,
-        device=torch.device("cpu"), grad=False,
-    )  # fmt: skip
-    return Call(**(known | changes))
 
 
 def agree(terms, grid, queries=None, mask=None, dtype=double, atol=1e-12):
@@ -54,7 +45,7 @@ SIZES = [(Grid(2, 5), 10), (Grid(3, 2, 1), 7), (Grid(2, 4, 3), 4)]
 def test_equals_the_reference(key, size):
     grid, queries = size
     terms = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double))(grid)
-    assert not flex.refuses(call(terms, dtype=double))
+    assert not flex.refuses(call(terms, Grid(2, 3), dtype=double))
     agree(terms, grid, queries)
 
 
@@ -108,7 +99,7 @@ def test_no_warning(monkeypatch):
 
 
 def test_refusals(monkeypatch):
-    bias, cuda = Terms(tables=(Table(bias=torch.zeros(2, 15)),)), torch.device("cuda")
+    bias, grid, cuda = Terms(tables=(Table(bias=torch.zeros(2, 15)),)), Grid(2, 3), torch.device("cuda")
     turn = (torch.zeros(1, 6, 4),) * 2
     for terms, changes, text in (
         (bias, {"dtype": double}, ""),
@@ -121,24 +112,19 @@ def test_refusals(monkeypatch):
         (Terms(tables=(Table("h", value=torch.zeros(1, 3, 8)),)), {}, r"position-dependent values \(Table.value\)"),
         (Terms(key_rotary=turn, rotary=turn), {}, "overflow half precision"),
     ):
-        reason = flex.refuses(call(terms, **changes))
+        reason = flex.refuses(call(terms, grid, **changes))
         assert text.replace("\\", "") in reason and bool(text) == bool(reason)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "in no fixed order" in flex.refuses(call(bias, device=cuda, grad=True))
-    assert not flex.refuses(call(bias, device=cuda))
+    assert "in no fixed order" in flex.refuses(call(bias, grid, device=cuda, grad=True))
+    assert not flex.refuses(call(bias, grid, device=cuda))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "compiled for a CPU" in flex.refuses(call(bias))
+    assert "compiled for a CPU" in flex.refuses(call(bias, grid))
 
 
 def test_every_encoding_is_served_or_refused():
     grid = Grid(3, 4)
-    refused = {key for key, o in VARIANTS if key in IN_ATTENTION and flex.refuses(call(make(key, grid, **o)(grid)))}
+    refused = {key for key, o in VARIANTS if key in IN_ATTENTION and flex.refuses(call(make(key, grid, **o)(grid), grid))}
     assert refused == {"shaw", "xpos"}
-
-
-def test_windows_are_not_served():
-    with pytest.raises(ValueError, match="blocks of 128 tokens"):
-        window_attention(torch.zeros(1, 4, 4, 48), Terms(), Grid(4, 4), (2, 2), (0, 0), 2, backend="flex")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has a backward on a GPU only")

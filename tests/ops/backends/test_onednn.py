@@ -3,21 +3,16 @@
 import pytest
 import torch
 
+from helpers.variants import call
 from vitrel import Grid, Table, Terms
 from vitrel.ops import attention, reference, use_backend, why
 from vitrel.ops.backends import onednn
 from vitrel.ops.dispatch import choose
-from vitrel.ops.reference import Call
 from vitrel.position import create_position
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 GRID = Grid(3, 4)
 BIAS = Terms(tables=(Table(bias=torch.zeros(2, GRID.classes())),))
-
-
-def call(terms=BIAS, grid=GRID, **other):
-    about = dict(entry="attention", window=None, heads=2, width=8, queries=grid.tokens, dtype=torch.float32, grad=False)
-    return Call(**(about | dict(terms=terms, grid=grid, device=torch.device("cpu")) | other))
 
 
 @pytest.mark.parametrize("grid", [Grid(3, 5), Grid(17, 16, 1), Grid(2, 300, 3), Grid(1, 1)], ids=str)
@@ -59,19 +54,19 @@ def test_against_the_definition(grid, what):
     ],
 )
 def test_refusals(terms, other, reason):
-    assert reason in onednn.refuses(call(terms, **other))
+    assert reason in onednn.refuses(call(terms, GRID, **other))
     with pytest.raises(ValueError, match=f"backend 'onednn' refuses: .*{reason}"):
-        choose("onednn", call(terms, **other))
-    assert choose("auto+onednn", call(terms, **other)) is not onednn
+        choose("onednn", call(terms, GRID, **other))
+    assert choose("auto+onednn", call(terms, GRID, **other)) is not onednn
     if "float32" in reason:
         with torch.autocast("cpu"):
-            assert "autocast" in onednn.refuses(call())
+            assert "autocast" in onednn.refuses(call(BIAS, GRID))
 
 
 def test_only_where_it_is_opted_in():
     grid = Grid(23, 23)
     small, large = (Terms(tables=(Table(bias=torch.zeros(2, g.classes())),)) for g in (GRID, grid))
-    assert choose("auto+onednn", call(large, grid)) is onednn and choose("auto+onednn", call(small)) is not onednn
+    assert choose("auto+onednn", call(large, grid)) is onednn and choose("auto+onednn", call(small, GRID)) is not onednn
     assert choose("auto", call(large, grid)) is not onednn
     q = torch.randn(3, 1, 2, grid.tokens, 8)
     assert ": onednn (first of auto+onednn that serves it)" in why(attention, *q, large, grid, backend="auto+onednn")
@@ -82,4 +77,4 @@ def test_only_where_it_is_opted_in():
     with use_backend("reference"):
         assert ": reference (given by name)" in why(attention, *q, large, grid, backend="auto+onednn")
     with pytest.raises(ValueError, match="unknown backend 'auto\\+flex'"):
-        choose("auto+flex", call())
+        choose("auto+flex", call(BIAS, GRID))

@@ -15,7 +15,7 @@ from vitrel.ops import reference
 from vitrel.position.terms import Table, Terms
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from vitrel.ops.backends import triton_global, triton_global_backward  # noqa: E402
+from vitrel.ops.backends import triton_global  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -24,6 +24,19 @@ on_kernels = pytest.mark.skipif(
 )
 LIMITS = {torch.float32: (2e-6, 4e-6), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.5e-2, 3e-2)}  # outputs, gradients
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Whatever a kernel does not write is NaN."""
+    for holder, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        empty = getattr(holder, name)
+
+        def poisoned(*args, empty=empty, **options):
+            made = empty(*args, **options)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        monkeypatch.setattr(holder, name, poisoned)
 
 
 class Biased(torch.autograd.Function):
@@ -39,7 +52,7 @@ class Biased(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *saved, out, lse = ctx.saved_tensors
-        found = triton_global_backward.biased_backward(grad, *saved, out, lse, *ctx.rest)
+        found = triton_global.biased_backward(grad, *saved, out, lse, *ctx.rest)
         assert all(x is None or x.dtype == torch.float32 for x in found[3:])
         return *(x if x is None else x.to(y.dtype) for x, y in zip(found, saved, strict=True)), None, None
 
@@ -102,9 +115,8 @@ CASES = [
     (Grid(17, 1), dict(axes=("h", "w"))),
     (Grid(2, 33), dict(axes=("h", "w"))),
     (Grid(2, 70), dict(queries=70, axes=("w",))),
-    (Grid(2, 70, 1), {}),
-    (Grid(10, 14), dict(width=32)),
-    (Grid(14, 14), dict(axes=("h", "w"), queries=28)),
+    (Grid(5, 14), dict(width=32)),
+    (Grid(6, 14), dict(axes=("h", "w"), queries=28)),
 ]
 
 
@@ -145,31 +157,17 @@ def test_no_bias_and_a_bias_that_hides():
 
 @on_kernels
 @pytest.mark.slow
-def test_everything_is_written(monkeypatch):
-    """With memory that holds NaN before the kernels write to it."""
-    for holder, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        make = getattr(holder, name)
-        monkeypatch.setattr(
-            holder, name, lambda *args, make=make, **options: make(*args, **options).fill_(float("nan")), raising=True
-        )
-    for grid, options in ((Grid(3, 5, 3), {}), (Grid(2, 33), dict(axes=("h", "w"))), (Grid(5, 3, 1), dict(queries=6))):
-        leaves, grad = inputs(grid, torch.float32, **options)
-        check(leaves, grad, grid, options.get("axes", ()))
-
-
-@on_kernels
-@pytest.mark.slow
 def test_memory_grows_as_the_tokens():
     largest = {}
-    for side in (8, 16):
+    for side in (7, 14):
         grid = Grid(side, side)
         (q, k, v, bias), grad = inputs(grid, torch.float32)
         arguments = (q.detach(), k.detach(), v.detach(), bias.detach(), None, None)
         with Sizes() as sizes:
             out, lse = triton_global.biased_forward(*arguments, grid, 0.3)
-            triton_global_backward.biased_backward(grad, *arguments, out, lse, grid, 0.3)
+            triton_global.biased_backward(grad, *arguments, out, lse, grid, 0.3)
         largest[grid.tokens] = max(sizes.seen)
-    assert largest[256] <= 4 * largest[64] and largest[256] < 256 * 256
+    assert largest[196] <= 4 * largest[49] and largest[196] < 196 * 196
 
 
 @on_kernels

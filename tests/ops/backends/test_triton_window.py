@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 from triton import language as tl  # noqa: E402
 
 from tools.benchmark.kernels import compiling  # noqa: E402
-from vitrel.ops.backends import triton_window, triton_window_backward  # noqa: E402
+from vitrel.ops.backends import triton_window  # noqa: E402
 from vitrel.ops.backends.triton_window import WindowSizes, _corner, _place  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +41,7 @@ def _poisoned(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
     monkeypatch.setattr(triton_window, "PROGRAMS", 3)
-    monkeypatch.setattr(triton_window_backward, "_PROGRAMS", 3)
+    monkeypatch.setattr(triton_window, "BACKWARD_PROGRAMS", 3)
 
 
 def make(grid, window, heads=2, width=16, batch=1, bias=True, rotary=0, dtype=torch.float32):
@@ -67,7 +67,7 @@ def ours(inputs, grad_out, window, shift, heads):
     scale = 0.7 * (grad_out.shape[-1] // heads) ** -0.5
     how = window, shift, heads, scale
     out, lse = triton_window.window_forward(*inputs, *how, grad=True)
-    return out, *triton_window_backward.window_backward(grad_out, *inputs, out, lse, *how, rotary_grad=True)
+    return out, *triton_window.window_backward(grad_out, *inputs, out, lse, *how, rotary_grad=True)
 
 
 def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
@@ -80,6 +80,7 @@ def check(grid, window, shift, heads=2, dtype=torch.float32, **options):
             assert ours_.shape == true.shape and ours_.dtype == (dtype if name in ("out", "qkv") else torch.float32), name
             error = (ours_.double() - true).abs().max()
             assert error <= TOLERANCE[dtype] * max(1.0, true.abs().max()), f"{name}: {error / true.abs().max():.1e}"
+    return (inputs, grad_out), results
 
 
 @runs
@@ -88,7 +89,7 @@ def test_equals_the_reference(grid, window):
     """Grids that the window does not divide or that it exceeds, with and without shift, bias and rotary term; three widths."""
     n = GRIDS.index(grid) + WINDOWS.index(window)
     shift = [(0, 0), (window[0] // 2, window[1] // 2), (1, window[1] - 1)][n % 3]
-    width, heads, rotary = [16, 32, 64][(n + 1) % 3], [2, 1, 3][n % 3], [0, 1, 1][n % 3]
+    width, heads, rotary = [16, 32, 64][(n + 1) % 3], [1, 1, 2][n % 3], [0, 1, 1][n % 3]
     check(grid, window, shift, heads, width=width, rotary=rotary, bias=n % 4 != 1, batch=1 + n % 2)
 
 
@@ -96,28 +97,28 @@ def test_equals_the_reference(grid, window):
 @pytest.mark.parametrize("rotary", [0, 1, 2])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_combination_of_terms(bias, rotary):
-    check((5, 9), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
+    check((5, 5), (4, 6), (2, 3), width=48, bias=bias, rotary=rotary)
 
 
 @runs
-@pytest.mark.parametrize(
-    ("grid", "window", "shift"),
-    [((9, 10), (8, 9), (4, 5)), ((5, 13), (12, 12), (6, 6)), ((17, 3), (16, 16), (8, 8)), ((8, 20), (7, 13), (3, 6))],
-)
-def test_windows_of_more_than_one_tile(monkeypatch, grid, window, shift):
-    """With a shift along both axes, along one, and images that leave most of a window empty; odd sizes; both tiles."""
-    if window[0] % 2 == 0 and window[0] < 16:
-        monkeypatch.setattr(triton_window_backward, "WARP_GROUPS", ())
-    check(grid, window, shift, width=16 if window[0] > 8 else 32, heads=1, rotary=1)
+@pytest.mark.parametrize(("grid", "window", "shift"), [((8, 12), (7, 11), (3, 5)), ((5, 13), (12, 12), (6, 6))])
+def test_windows_of_more_than_one_tile(grid, window, shift):
+    """With a shift along both axes, along one in an image that leaves most of a window empty; an odd size, three tiles of keys.
+
+    The first one twice, with the same bits.
+    """
+    given, first = check(grid, window, shift, width=16, heads=1, rotary=1)
+    if window == (7, 11):
+        assert all(torch.equal(a, b) for a, b in zip(first, ours(*given, window, shift, heads=1), strict=True))
 
 
 @runs
 @pytest.mark.parametrize(
     ("shift", "grids"),
     [
-        ((3, 3), [(1, 8), (6, 1), (7, 8), (8, 8), (11, 1), (14, 6), (15, 6)]),
-        ((0, 0), [(1, 1), (6, 8), (7, 8), (8, 1), (15, 6)]),
-        ((0, 6), [(1, 8), (7, 1), (8, 8), (11, 8)]),
+        ((3, 3), [(6, 1), (7, 8), (8, 8), (14, 6)]),
+        ((0, 0), [(7, 8), (8, 1)]),
+        ((0, 6), [(7, 1), (11, 8)]),
     ],
 )
 def test_every_border(shift, grids):
@@ -127,8 +128,8 @@ def test_every_border(shift, grids):
 
 
 @runs
-@pytest.mark.parametrize(("window", "shift"), [((4, 4), (2, 2)), ((3, 5), (1, 4)), ((4, 4), (0, 0)), ((7, 2), (3, 1))], ids=str)
-@pytest.mark.parametrize("grid", [*GRIDS, (7, 3), (4, 30), (12, 9), (8, 20)], ids=str)
+@pytest.mark.parametrize(("window", "shift"), [((4, 4), (2, 2)), ((3, 5), (1, 4)), ((7, 2), (3, 1))], ids=str)
+@pytest.mark.parametrize("grid", [(1, 1), (5, 5), (4, 10), (3, 16), (7, 3), (12, 9)], ids=str)
 def test_the_geometry_is_that_of_vitrel_ops_window(grid, window, shift):
     """Token and region of every slot: the rule that an axis which one window holds is not shifted stands in both."""
     layout, n = windows(*grid, window, shift), window[0] * window[1]
@@ -160,18 +161,16 @@ def _geometry(TOKEN, REGION, h, w, windows, sizes, SLOTS: tl.constexpr):
 @runs
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_half_precision(monkeypatch, dtype):
-    check((8, 15), (7, 7), (3, 3), width=32, heads=1, rotary=1, dtype=dtype)
+    check((8, 8), (7, 7), (3, 3), width=32, heads=1, rotary=1, dtype=dtype)
     check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
-    monkeypatch.setattr(triton_window_backward, "WARP_GROUPS", ())  # the tile of sm_80 and sm_89
+    monkeypatch.setattr(triton_window, "WARP_GROUPS", ())  # the tile of sm_80 and sm_89
     check((9, 8), (9, 8), (0, 0), width=16, heads=1, dtype=dtype)
 
 
 @runs
-@pytest.mark.parametrize("window", [(4, 4), (9, 8)])
-def test_two_runs_agree_to_the_bit(window):
-    grid = (5, 5) if window == (4, 4) else (3, 9)
-    inputs, grad_out = make(grid, window, heads=1, rotary=1)
-    first, second = (ours(inputs, grad_out, window, (2, 2), heads=1) for _ in range(2))
+def test_two_runs_agree_to_the_bit():
+    inputs, grad_out = make((5, 5), (4, 4), heads=1, rotary=1)
+    first, second = (ours(inputs, grad_out, (4, 4), (2, 2), heads=1) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -207,7 +206,7 @@ def test_sums_by_offset_class():
     pairs = torch.randn(3, 15, 15, dtype=torch.double)
     index = Grid(3, 5).index().flatten()
     truth = torch.zeros(3, 45, dtype=torch.double).index_add_(1, index, pairs.flatten(1))
-    torch.testing.assert_close(triton_window_backward.by_offset(pairs, (3, 5)), truth, atol=1e-12, rtol=0)
+    torch.testing.assert_close(triton_window.by_offset(pairs, (3, 5)), truth, atol=1e-12, rtol=0)
 
 
 @compiles
@@ -232,11 +231,12 @@ def test_shapes_beyond_which_memory_would_be_read():
         triton_window.window_forward(qkv, None, angle, angle, (4, 4), (0, 0), 1, 1.0)
 
 
-@pytest.mark.slow(seconds=35)
+@pytest.mark.slow(seconds=50)
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
-    """Of this module and of test_triton_global.py, as most of a short run is the start of a process."""
-    run_in_the_interpreter(__file__, str(ROOT / "tests/ops/backends/test_triton_global.py"))
+    """Of all modules with kernels, as most of a short run is the start of a process."""
+    others = "ops/backends/test_triton_global.py", "ops/backends/test_triton_ops.py", "tools/benchmark/test_traffic.py"
+    run_in_the_interpreter(__file__, *(str(ROOT / "tests" / other) for other in others))
 
 
 @compiles
@@ -245,9 +245,7 @@ def test_five_products_per_pair_of_tiles():
     """q k^T, grad v^T and those of dv, dk and dq, in the one loop over pairs; 64 rows of queries on four warps together."""
     qkv, bias, out, lse = torch.zeros(1, 9, 9, 96), torch.zeros(1, 289), torch.zeros(1, 9, 9, 32), torch.zeros(1, 9, 9, 1)
     with compiling(90) as found:
-        triton_window_backward.window_backward(
-            out.half(), qkv.half(), bias, None, None, out.half(), lse, (9, 9), (0, 0), 1, 1.0
-        )
+        triton_window.window_backward(out.half(), qkv.half(), bias, None, None, out.half(), lse, (9, 9), (0, 0), 1, 1.0)
     (kernel,) = found
     assert kernel.assembly["ttir"].count("tt.dot ") == 5
     assert "wgmma.mma_async" in kernel.assembly["ptx"]
@@ -260,7 +258,7 @@ def test_statistics_are_computed_only_for_a_backward_pass():
     out, lse = triton_window.window_forward(qkv, *tables, *how)
     assert lse.numel() == 0
     with pytest.raises(ValueError, match="grad=True"):
-        triton_window_backward.window_backward(grad_out, qkv, *tables, out, lse, *how)
+        triton_window.window_backward(grad_out, qkv, *tables, out, lse, *how)
     assert triton_window.window_forward(qkv, *tables, *how, grad=True)[1].shape == (1, 9, 9, 1)
     (qkv, *tables), _ = make((4, 4), (4, 4), heads=1)
     assert triton_window.window_forward(qkv, *tables, (4, 4), (0, 0), 1, 1.0, grad=True)[1].numel() == 0
@@ -269,13 +267,13 @@ def test_statistics_are_computed_only_for_a_backward_pass():
 @pytest.mark.slow
 @compiles
 def test_the_grid_compiles_nothing_anew():
-    kernels = triton_window._forward, triton_window_backward._whole
+    kernels = triton_window._forward, triton_window._whole
     counts = []
     for images, h, w in [(1, 16, 16), (3, 15, 17), (1, 1, 30)]:
         how = (2, 2), (1, 1), 1, 1.0
         inputs = torch.zeros(images, h, w, 48), torch.zeros(1, 9), None, None
         with compiling(90):
             out, lse = triton_window.window_forward(*inputs, *how)
-            triton_window_backward.window_backward(out, *inputs, out, lse, *how)
+            triton_window.window_backward(out, *inputs, out, lse, *how)
         counts.append([len(kernel.device_caches[1090][0]) for kernel in kernels])
     assert counts[0] == counts[1], counts

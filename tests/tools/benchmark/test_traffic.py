@@ -1,6 +1,6 @@
 """Bytes counted from operators, and the Triton kernels' against the addresses that they load and store in the interpreter.
 
-The interpreter must be chosen before triton is imported, so test_triton_ops.py runs this module once more, in a new process.
+The interpreter must be chosen before triton is imported, so test_triton_window.py runs this module once more, in a new process.
 """
 
 import os
@@ -19,10 +19,10 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter, jit
 
-from vitrel.ops.backends import triton_backend, triton_window, triton_window_backward
+from vitrel.ops.backends import triton_backend, triton_window
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interprets = pytest.mark.skipif(not INTERPRETED, reason="test_triton_ops.py runs it in a process of its own")
+interprets = pytest.mark.skipif(not INTERPRETED, reason="test_triton_window.py runs it in a process of its own")
 counts = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 
 
@@ -147,7 +147,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(jit.KernelInterface, "__getitem__", item)
     monkeypatch.setattr(triton_window, "PROGRAMS", 1)  # a program serves several windows
-    monkeypatch.setattr(triton_window_backward, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton_window, "BACKWARD_PROGRAMS", 1)
     return names
 
 

@@ -19,13 +19,12 @@ from vitrel.ops.sdpa import KEY_ROTARY, computed_in, fused
 from vitrel.position.terms import Table, Terms
 
 _WIDEST = 256  # largest head width of flash attention on a GPU; on a CPU there is none
-_WINDOWED = "shifted and padded windows need a mask, which flash attention does not take"
 
 
 def refuses(call: Call) -> str:
     terms, grid = call.terms, call.grid
     if call.entry == "window_attention":
-        return _WINDOWED
+        return "shifted and padded windows need a mask, which flash attention does not take"
     if any(table.axis == "hw" for table in terms.tables):
         return "a table over 'hw' cannot be written as columns: it is in general not a sum of tables over 'h' and 'w'"
     if not terms.tables:

@@ -18,27 +18,32 @@ from vitrel.ops.reference import Call, has_content_terms, lattice_bias
 from vitrel.ops.sdpa import KEY_ROTARY, prepare
 from vitrel.position.terms import Terms, no_autocast, upcast
 
-_WINDOWED = "biases of windows are small, so there is nothing to save"
 QUERIES = 256  # maximum in a block, of which the backward pass stores all scores
 _NUMBERS = 1 << 23  # maximum biases of a block (32 MB); larger arrays are slow to allocate, page by page
 
 
 def refuses(call: Call) -> str:
-    tables = call.terms.tables
     if call.entry == "window_attention":
-        return _WINDOWED
-    if has_content_terms(tables):
-        return "it serves bias tables only, no query, key, value or gated tables"
-    if all(table.bias is None for table in tables):
+        return "biases of windows are small, so there is nothing to save"
+    if reason := refuses_all_but_biases(call):
+        return reason
+    if all(table.bias is None for table in call.terms.tables):
         return "there is no bias table, so there is nothing to save"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
     if call.device.type != "cpu":
         return f"it is slow on {call.device.type}: every block of image rows needs its own kernel launch"
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "a graph would contain every block of image rows, and serve a single grid"
     if torch._C._are_functorch_transforms_active():
         return "its backward pass supports backward() only, no transforms of torch.func"
+    return ""
+
+
+def refuses_all_but_biases(call: Call) -> str:
+    """Why code for bias tables alone does not serve a call of `attention`, "" if it does."""
+    if has_content_terms(call.terms.tables):
+        return "it serves bias tables only, no query, key, value or gated tables"
+    if call.terms.key_rotary is not None:
+        return KEY_ROTARY
     if call.mask is not None or call.dropout_p:
         return "it has no mask and no dropout of attention weights"
     if call.queries != call.grid.tokens:

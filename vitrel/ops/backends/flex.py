@@ -19,14 +19,13 @@ from vitrel.ops.reference import Call, gated_scores, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Table, Terms
 
-_WINDOWED = "flex_attention computes blocks of 128 tokens, of which a window fills a part only (7x7: 49)"
 _compiled = functools.cache(torch.compile)
 
 
 def refuses(call: Call) -> str:
     cpu = call.device.type == "cpu"
     if call.entry == "window_attention":
-        return _WINDOWED
+        return "flex_attention computes blocks of 128 tokens, of which a window fills a part only (7x7: 49)"
     if any(table.value is not None for table in call.terms.tables):
         return "flex_attention cannot add position-dependent values (Table.value) to its output"
     if call.terms.key_rotary is not None:

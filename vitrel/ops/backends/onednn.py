@@ -12,21 +12,17 @@ from torch import Tensor
 
 from vitrel.constants import is_traced
 from vitrel.grid import Grid
-from vitrel.ops.backends.bias_by_row import QUERIES, expanded, query_blocks, row_bias, softmax_under
-from vitrel.ops.reference import Call, has_content_terms, lattice_bias
-from vitrel.ops.sdpa import KEY_ROTARY, prepare
+from vitrel.ops.backends.bias_by_row import QUERIES, expanded, query_blocks, refuses_all_but_biases, row_bias, softmax_under
+from vitrel.ops.reference import Call, lattice_bias
+from vitrel.ops.sdpa import prepare
 from vitrel.position.terms import Terms
-
-_WINDOWED = "it computes one product per head and image, too slow for small windows"
 
 
 def refuses(call: Call) -> str:
     if call.entry == "window_attention":
-        return _WINDOWED
-    if has_content_terms(call.terms.tables):
-        return "it serves bias tables only, no query, key, value or gated tables"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
+        return "it computes one product per head and image, too slow for small windows"
+    if reason := refuses_all_but_biases(call):
+        return reason
     if call.device.type != "cpu" or call.dtype != torch.float32:
         return "it serves float32 on a CPU only"
     if not takes(call.dtype):
@@ -37,10 +33,6 @@ def refuses(call: Call) -> str:
         return "it computes in float32, but autocast is on"
     if torch.compiler.is_compiling() or is_traced(call.device):
         return "a graph would contain every block of queries of every head, and serve a single grid"
-    if call.mask is not None or call.dropout_p:
-        return "it has no mask and no dropout of attention weights"
-    if call.queries != call.grid.tokens:
-        return "it needs the queries of the whole grid, not of its last rows"
     return ""
 
 

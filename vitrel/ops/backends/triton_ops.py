@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.backends import triton_global, triton_global_backward, triton_window, triton_window_backward
+from vitrel.ops.backends import triton_global, triton_window
 
 _Maybe = Optional[Tensor]  # noqa: UP045  infer_schema of torch 2.11 needs this form
 
@@ -45,7 +45,7 @@ def window_backward_op(
 
     That of bias is also empty without bias_grad, those of cos and sin without rotary_grad.
     """
-    grads = triton_window_backward.window_backward(
+    grads = triton_window.window_backward(
         grad, qkv, bias, cos, sin, out, lse, tuple(window), tuple(shift), heads, scale, bias_grad, rotary_grad
     )
     return tuple(_or_empty(x, qkv) for x in grads)  # type: ignore[return-value]
@@ -100,7 +100,7 @@ def biased_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, bias, rows and columns; empty where the input is None, that of bias also without bias_grad."""
     grid = Grid(h, w, prefix)
-    grads = triton_global_backward.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
+    grads = triton_global.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
     return tuple(_or_empty(x, q) for x in grads)  # type: ignore[return-value]
 
 

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import vitrel.ops.dispatch as dispatch
 from vitrel.grid import Grid
-from vitrel.ops.dispatch import BACKENDS, attention, window_attention
+from vitrel.ops.dispatch import BACKENDS, attention, by_rule, window_attention
 from vitrel.ops.profile import (
     Case,
     Profile,
@@ -42,6 +41,7 @@ from vitrel.ops.profile import (
     traits_of,
 )
 from vitrel.ops.reference import Call
+from vitrel.ops.why import recording
 from vitrel.position import create_position
 from vitrel.position.terms import Table, Terms
 from vitrel.progress import progress
@@ -157,18 +157,20 @@ def plans_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: i
         if not size:
             raise ValueError("the model does not say its image size (pretrained_cfg): give sizes")
         sizes = [tuple(size[1:])]
+    pairs = [(size, size) if isinstance(size, int) else size for size in sizes]
     parameter = next(model.parameters())
     channels = getattr(model, "in_chans", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3,))[0]
     calls: list[Call] = []
-    with _recording(calls), _evaluating(model):
-        for size in sizes:
-            h, w = (size, size) if isinstance(size, int) else size
+    with recording(lambda backend, call, name: calls.append(call)), _evaluating(model):
+        for h, w in pairs:
             images = torch.zeros(batch_size, channels, h, w, dtype=parameter.dtype, device=parameter.device)
             for grad in (False, True):
                 with torch.set_grad_enabled(grad):
                     model(images)
     if not calls:
-        raise ValueError(f"no attention of vitrel was called at {', '.join(map(_text, sizes))}: the model has other layers")
+        raise ValueError(
+            f"no attention of vitrel was called at {', '.join(map(format_size, pairs))}: the model has other layers"
+        )
     dtypes = [torch.float16, torch.bfloat16] if device.type == "cuda" else []
     compiled = (False, True) if device.type == "cuda" else (False,)
     calls = [call._replace(dtype=dtype, device=device) for call in calls for dtype in dict.fromkeys((call.dtype, *dtypes))]
@@ -192,7 +194,7 @@ def measure(
     case: Case = {"call": plan.traits._asdict(), "ms": {}, "rounds": 0, "errors": {}, "wrong": {}, "failed": {}, "refused": {}}
     with _as_if_compiling(plan.compiled):
         reasons = {name: _refusal(name, call) for name in BACKENDS}
-        case["rule"] = next(name for name, module in BACKENDS.items() if module is dispatch.by_rule("auto", call))
+        case["rule"] = next(name for name, module in BACKENDS.items() if module is by_rule("auto", call))
     case["refused"] = {name: reason for name, reason in reasons.items() if reason}
     runs: dict[str, Callable[[], object]] = {}
     try:
@@ -568,21 +570,6 @@ def _as_if_compiling(compiling: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recording(calls: list[Call]) -> Iterator[None]:
-    choose = dispatch.choose
-
-    def recording(backend: str, call: Call) -> Any:
-        calls.append(call)
-        return choose(backend, call)
-
-    dispatch.choose = recording
-    try:
-        yield
-    finally:
-        dispatch.choose = choose
-
-
-@contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Context in which no module is in training mode, so that buffers stay as they are."""
     training = [module for module in model.modules() if module.training]
@@ -795,7 +782,3 @@ def _free(device: torch.device) -> None:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-
-
-def _text(size: int | Size) -> str:
-    return format_size((size, size) if isinstance(size, int) else size)

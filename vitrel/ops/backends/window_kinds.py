@@ -18,12 +18,10 @@ from vitrel.ops.sdpa import four_dimensional, prepare
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
 
-_GLOBAL = "it groups windows, and global attention has none"
-
 
 def refuses(call: Call) -> str:
     if call.entry == "attention":
-        return _GLOBAL
+        return "it groups windows, and global attention has none"
     if reason := sdpa.refuses(call):
         return reason
     if call.device.type != "cpu":
