@@ -182,7 +182,7 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 
     Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
     """
-    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
+    if stays_itself(model):
         return model
     changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
     try:
@@ -190,6 +190,11 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
     except REFUSALS as error:
         raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
     return changed if _differs(model, changed) or not _takes(model, size) else model
+
+
+def stays_itself(model: nn.Module) -> bool:
+    """True if `at_size` returns the model itself at every size: vitrel's, and those that timm does not change for a size."""
+    return getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone)
 
 
 def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
