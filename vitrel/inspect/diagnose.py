@@ -14,20 +14,19 @@ from torch import nn
 
 from vitrel.inspect.any_model import (
     REFUSALS,
+    ModelAtSize,
     StageWindows,
-    Trace,
     TracedBlock,
     at_size,
+    changed_for_size,
     evaluating,
     model_name,
     patch_grid,
     reason,
     refusal,
     replaced_parameters,
-    replaced_values,
     stage_windows,
     stays_itself,
-    trace,
     trained_size,
 )
 from vitrel.inspect.footprint import Leaks, leaks_by_block
@@ -224,7 +223,7 @@ def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Siz
 class _Way(NamedTuple):
     name: str
     base: nn.Module
-    at: Callable[[Size], nn.Module]  # the model for a size
+    at: Callable[[Size], ModelAtSize]
     same_weights: bool  # True: the models for other sizes have the weights of `base`, resampled where needed
 
 
@@ -239,15 +238,19 @@ def _ways(model: str | nn.Module, base: nn.Module, step: _Step) -> Iterator[_Way
     base: the module itself, or the module created by that name.
     """
     if stays_itself(base):
-        yield _Way("as built", base, lambda size: at_size(base, size).model, True)
+        yield _Way("as built", base, lambda size: at_size(base, size), True)
     else:
         if isinstance(model, str) and _accepts(model, dynamic_img_size=True):
             step(", dynamic_img_size=True: building")
             dynamic = _created(model, dynamic_img_size=True)
-            yield _Way("dynamic_img_size=True", dynamic, lambda size: dynamic, True)
-        yield _Way("set_input_size()", base, lambda size: at_size(base, size).model, True)
+            yield _Way("dynamic_img_size=True", dynamic, lambda size: at_size(dynamic, size), True)
+        yield _Way("set_input_size()", base, lambda size: at_size(base, size), True)
     if isinstance(model, str) and not isinstance(base, Backbone) and _accepts(model, img_size=trained_size(base)):
-        yield _Way("img_size=", base, lambda size: timm.create_model(model, img_size=size).eval(), False)
+
+        def built(size: Size) -> ModelAtSize:
+            return changed_for_size(base, timm.create_model(model, img_size=size).eval(), size, values=False)
+
+        yield _Way("img_size=", base, built, False)
 
 
 def _created(name: str, **keywords: bool) -> nn.Module:
@@ -275,15 +278,14 @@ def _way_diagnosis(
     for size in sizes:
         step(f" at {format_size(size)}, {way.name}: forward")
         try:
-            model = way.at(size)
-            traced = trace(model, size)
-            positions = _positions(way, model, trained, size, reference)
+            found = way.at(size)
+            positions = _positions(way, found.model, trained, size, reference)
         except REFUSALS as error:
             lines.append(SizeDiagnosis(size, refusal=reason(error)))
             continue
         step(f" at {format_size(size)}, {way.name}: windows")
-        lines.append(_size_diagnosis(way, model, traced, trained, size, positions))
-        models += [(model, size)] if compile else []
+        lines.append(_size_diagnosis(way, found, trained, size, positions))
+        models += [(found.model, size)] if compile else []
     if not compile:
         return WayDiagnosis(way.name, tuple(lines))
     graphs = count_graphs(models, lambda size: step(f" at {format_size(size)}, {way.name}: torch.compile"))
@@ -317,18 +319,15 @@ def _patches(way: _Way, *sizes: Size) -> list[Size]:
     return [patch_grid(way.base, size) or (1, 1) for size in sizes]
 
 
-def _size_diagnosis(
-    way: _Way, model: nn.Module, traced: Trace, trained: Size, size: Size, positions: _Positions
-) -> SizeDiagnosis:
-    resized, changed = traced.resampled, own_bias_changes(traced.encodings)
-    if not isinstance(model, Backbone):
-        resized = replaced_values(way.base, model, way.same_weights) | resized
+def _size_diagnosis(way: _Way, found: ModelAtSize, trained: Size, size: Size, positions: _Positions) -> SizeDiagnosis:
+    changed = own_bias_changes(found.trace.encodings)
+    if not isinstance(found.model, Backbone):
         old, new = _patches(way, trained, size)
-        changed += timm_bias_changes(way.base, model, old, new, tables=way.same_weights)
-    embed, unread = getattr(model, "patch_embed", None), (0, 0)
+        changed += timm_bias_changes(way.base, found.model, old, new, tables=way.same_weights)
+    embed, unread = getattr(found.model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
-    return SizeDiagnosis(size, "", resized, changed, tuple(_stages(traced.blocks)), unread, *positions)
+    return SizeDiagnosis(size, "", found.resized, changed, tuple(_stages(found.trace.blocks)), unread, *positions)
 
 
 def _stages(blocks: Sequence[TracedBlock]) -> Iterator[StageDiagnosis]:
