@@ -6,13 +6,13 @@ from helpers.explorer_page import driven, look
 from tools.explorer.make import write_explorer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     with driven() as driver:
         yield driver
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def explorer_path(tmp_path_factory):
     return write_explorer(tmp_path_factory.mktemp("explorer") / "explorer.html")
 

@@ -16,6 +16,14 @@ from vitrel.position import create_position
 selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install -e '.[dev]'")
 pytestmark = NEEDS_BROWSER
 CASES = golden("founding_documents")["cases"]
+WHY = """
+const field = document.getElementById('offset');
+return arguments[0].map((offset) => {
+  field.value = offset;
+  field.dispatchEvent(new Event('input'));
+  return document.getElementById('why').textContent;
+});
+"""
 WAVES = {"q": (0.1, 1.5), "k": (0.7, 1.5), "v": (1.3, 1.0)}
 
 
@@ -42,21 +50,17 @@ def test_the_five_tokens_as_the_page_opens(browser, explorer):
     assert row[6] == pytest.approx(expected["weights"][4][0], abs=6e-5)
 
 
-@pytest.mark.parametrize(
-    ("decay", "strength", "case"), [("log", 1, "lambda_exercise"), ("linear", 0.3, "linear_decay"), ("log", 0, None)]
-)
-def test_the_first_token_with_other_decays(browser, explorer, decay, strength, case):
+def test_the_first_token_with_other_decays(browser, explorer):
     explorer()
-    set_value(browser, "decay", decay)
-    set_value(browser, "lambda", strength)
-    weights = numbers(cells(browser, "biased"))
-    if case:
-        assert weights == pytest.approx(CASES[case]["expected"]["weights"], abs=6e-5)
-    else:
-        expected = CASES["five_tokens_no_decay"]["expected"]["output_rows"]["0"]
-        assert outputs(browser)["biased"] == pytest.approx(expected, abs=6e-5)
-        assert numbers(cells(browser, "difference")) == [0] * 5
-        assert browser.execute_script(LIVE, "summary").endswith("The bias changes nothing.")
+    for decay, strength, case in (("log", 1, "lambda_exercise"), ("linear", 0.3, "linear_decay")):
+        set_value(browser, "decay", decay)
+        set_value(browser, "lambda", strength)
+        assert numbers(cells(browser, "biased")) == pytest.approx(CASES[case]["expected"]["weights"], abs=6e-5)
+    set_value(browser, "lambda", 0)
+    expected = CASES["five_tokens_no_decay"]["expected"]["output_rows"]["0"]
+    assert outputs(browser)["biased"] == pytest.approx(expected, abs=6e-5)
+    assert numbers(cells(browser, "difference")) == [0] * 5
+    assert browser.execute_script(LIVE, "summary").endswith("The bias changes nothing.")
 
 
 def test_the_exercise_in_its_note_is_true(browser, explorer):
@@ -86,7 +90,7 @@ def position(decay, strength, grid):
 
 @pytest.mark.parametrize(
     ("h", "w", "decay", "strength", "query"),
-    [(3, 4, "log", 0.7, 6), (3, 4, "linear", 0.45, 11), (5, 2, "log", 2.5, 3), (1, 1, "linear", 1, 0)],
+    [(3, 4, "linear", 0.45, 11), (5, 2, "log", 2.5, 3), (1, 1, "linear", 1, 0)],
 )
 def test_other_grids_as_vitrel_computes_them(browser, explorer, h, w, decay, strength, query):
     grid = Grid(h, w)
@@ -138,11 +142,10 @@ def test_the_golden_buckets(browser, explorer):
 
 @pytest.mark.parametrize(
     ("buckets", "reach", "both"),
-    # a rounded logarithm is wrong for 6 to 9, 14 to 27 and 14 to 243, a rounded power for 18 to 128; for 32 to 8 all boundaries
-    # of the logarithmic part are the same
-    [(6, 9, True), (14, 27, True), (14, 243, True), (18, 128, True), (32, 8, True), (2, 5, True), (4, 1, True),
-     (64, 256, True), (16, 20, False), (2, 7, False), (64, 32, False)],
-)  # fmt: skip
+    # a rounded logarithm is wrong for 6 to 9 and 14 to 243, a rounded power for 18 to 128; for 32 to 8 all boundaries of the
+    # logarithmic part are the same
+    [(6, 9, True), (14, 243, True), (18, 128, True), (32, 8, True), (4, 1, True), (2, 7, False), (64, 32, False)],
+)
 def test_buckets_as_vitrel_counts_them(browser, explorer, buckets, reach, both):
     explorer(buckets=buckets, max=reach, both=str(both).lower(), rows=4, columns=5)
     grid = Grid(4, 5)
@@ -163,9 +166,8 @@ def test_buckets_as_vitrel_counts_them(browser, explorer, buckets, reach, both):
             assert held == list(range(int(text.split()[0]), far + 1))
         else:
             assert [held[0], held[-1]] == [int(part) for part in (text.split(" to ") * 2)[:2]]
-    for offset in (0, 1, reach - 1, reach, far, -1, -reach):
-        set_value(browser, "offset", offset)
-        said = browser.execute_script(LIVE, "why")
+    offsets = (0, 1, reach - 1, reach, far, -1, -reach)
+    for offset, said in zip(offsets, browser.execute_script(WHY, offsets), strict=True):
         assert said.startswith(f"Offset {offset:+}:".replace("-", "−").replace("+0", "0"))
         assert int(re.findall(r"bucket[,:]? (\d+)", said, re.I)[-1]) == expected[offset], said
 

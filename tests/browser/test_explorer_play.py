@@ -143,24 +143,21 @@ def test_row_by_row_in_sentences(browser, explorer):
     assert browser.execute_script(alike) == ["2,0"] and "query 2, key 0" in pair
 
 
-@pytest.mark.parametrize(
-    ("preset", "looks"),
-    [
+def test_each_head_looks_in_its_direction(browser, explorer):
+    explorer()
+    for preset, looks in (
         ("Head 1: right", {0: 1, 2: 3}),
         ("Head 2: left", {1: 0, 3: 2}),
         ("Head 3: below", {0: 2, 1: 3}),
         ("Head 4: below right", {0: 3}),
-    ],
-)
-def test_each_head_looks_in_its_direction(browser, explorer, preset, looks):
-    explorer()
-    browser.execute_script("document.querySelector(`[data-preset='${arguments[0]}']`).click()", preset)
-    relative = "; ".join(f"{query} → {looks.get(query, 'all alike')}" for query in range(4))
-    assert browser.execute_script(LIVE, "relative-targets") == relative
-    set_value(browser, "sign", "query")  # the same table read the other way looks the other way
-    back = {key: query for query, key in looks.items()}
-    relative = "; ".join(f"{query} → {back.get(query, 'all alike')}" for query in range(4))
-    assert browser.execute_script(LIVE, "relative-targets") == relative
+    ):
+        browser.execute_script("document.querySelector(`[data-preset='${arguments[0]}']`).click()", preset)
+        relative = "; ".join(f"{query} → {looks.get(query, 'all alike')}" for query in range(4))
+        assert browser.execute_script(LIVE, "relative-targets") == relative
+        set_value(browser, "sign", "query")  # the same table read the other way looks the other way
+        back = {key: query for query, key in looks.items()}
+        relative = "; ".join(f"{query} → {back.get(query, 'all alike')}" for query in range(4))
+        assert browser.execute_script(LIVE, "relative-targets") == relative
 
 
 def test_a_content_outweighs_a_bias(browser, explorer):

@@ -165,9 +165,9 @@ def test_the_strip_and_the_map_can_be_pointed_at(browser, explorer):
     assert browser.execute_script(LIVE, "pair").startswith("Offset (−4, −5): bucket 7 along the rows, 7 along")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(LAPTOP, "light"), (PHONE, "dark")], ids=["laptop", "phone"])
 def test_it_fits_every_screen_and_both_schemes(browser, explorer_path, size, scheme):
+    """In the scheme of the system, then in the other, chosen on the page."""
     browser.get_log("browser"), browser.get_log("performance")
     for set_to in ({}, {"h": 3, "w": 5, "lambda": 1, "buckets": 8, "max": 8}, {"h": 6, "w": 6, "rows": 8, "columns": 8}):
         look(browser, explorer_path, size, scheme, **set_to)

@@ -26,7 +26,6 @@ from helpers.variants import IN_ATTENTION, perturbed, small_model
 from vitrel import Grid
 from vitrel.inspect.attention import (
     Layer,
-    attention_statistics,
     attention_statistics_of,
     for_each_layer,
     layer_statistics,
@@ -154,11 +153,8 @@ def test_shifted_padded_windows(key):
     assert [layer.stride for layer in layers[::2]] == [(2.0, 2.0), (4.0, 4.0), (8.0, 8.0)]
 
 
-def test_cosine_attention():
+def test_cosine_attention_and_a_shared_position():
     check(small_model("vitrel_swinv2_n"), images(22, 30))
-
-
-def test_shared_position():
     check(vit("transformer_xl", share_position=True), images(24, 40))
 
 
@@ -176,6 +172,16 @@ def test_content_of_ours_is_the_layer_without_position(key):
         assert not without.position.any()
 
 
+def same_as_table(layer, table):
+    """What position adds at each offset that occurs is the table's row; table [H, rows]."""
+    h, w = layer.window or layer.grid[:2]
+    table = table[:, : (2 * h - 1) * (2 * w - 1)].unflatten(1, (2 * h - 1, 2 * w - 1))
+    found = offset_mean(layer, layer.position)
+    met = ~found.isnan()
+    torch.testing.assert_close(found[met], table[met], atol=2e-5, rtol=0)
+    assert met[..., h - 1, w - 1].all() and met.float().mean() > 0.5
+
+
 def test_position_of_ours_is_the_table():
     for model, size in ((vit("table"), (32, 32)), (small_model("vitrel_swin_n_table"), (24, 22))):
         for layer in record(model, images(*size)):
@@ -183,11 +189,7 @@ def test_position_of_ours_is_the_table():
             h, w = layer.window or layer.grid[:2]
             with torch.no_grad():
                 table = position(Grid(h, w, layer.grid.prefix)).tables[0].bias
-            table = table[:, : (2 * h - 1) * (2 * w - 1)].unflatten(1, (2 * h - 1, 2 * w - 1))
-            found = offset_mean(layer, layer.position)
-            met = ~found.isnan()
-            torch.testing.assert_close(found[met], table[met], atol=2e-5, rtol=0)
-            assert met[..., h - 1, w - 1].all() and met.float().mean() > 0.5
+            same_as_table(layer, table)
 
 
 def test_a_constant_scale_is_no_position():
@@ -392,13 +394,7 @@ def test_opposite_borders_meet_in_swin():
 def test_position_of_timm_is_the_table():
     model = build("swin")
     for layer in record(model, images_for(model)):
-        attn = model.get_submodule(layer.name)
-        h, w = layer.window
-        table = attn.relative_position_bias_table.detach().T.unflatten(1, (2 * h - 1, 2 * w - 1))
-        found = offset_mean(layer, layer.position)
-        met = ~found.isnan()
-        torch.testing.assert_close(found[met], table[met], atol=2e-5, rtol=0)
-        assert met.float().mean() > 0.5
+        same_as_table(layer, model.get_submodule(layer.name).relative_position_bias_table.detach().T)
 
 
 def test_parallel_blocks():
@@ -412,7 +408,7 @@ def test_any_size_that_timm_takes():
     assert {layer.grid for layer in layers} == {Grid(3, 7, 1)} and {layer.stride for layer in layers} == {(8.0, 8.0)}
     with pytest.raises(AssertionError):  # timm's own
         record(build("vit"), torch.randn(1, 3, 24, 56))
-    found = attention_statistics(record(build("swin_dynamic"), torch.randn(1, 3, 52, 36)))
+    found = attention_statistics_of(build("swin_dynamic"), torch.randn(1, 3, 52, 36))
     assert 0 < found["attention_distance_share"] < 1
 
 
@@ -530,22 +526,12 @@ def test_statistics_of_global_attention():
     found = []
     for layer in layers:
         q, k = projected(layer.name, model, x)
-        found.append(
-            looped(
-                q,
-                k,
-                keys=lambda i: range(14),
-                score=lambda i, j: (0, 0),
-                place=lambda i: divmod(i - 2, 4),
-                patch=(8, 4),
-                image=(22, 15),
-                prefix=2,
-            )
-        )
+        how = dict(patch=(8, 4), image=(22, 15), prefix=2)
+        found.append(looped(q, k, lambda i: range(14), lambda i, j: (0, 0), lambda i: divmod(i - 2, 4), **how))
         assert layer_statistics(layer) == pytest.approx(found[-1], rel=1e-5)
     mean = {name: (found[0][name] + found[1][name]) / 2 for name in found[0]}
     mean["attention_span"] = math.exp(mean["attention_entropy"])
-    assert attention_statistics(layers) == pytest.approx(mean, rel=1e-5)
+    assert attention_statistics_of(model, x) == pytest.approx(mean, rel=1e-5)
     assert found[0]["attention_entropy"] != pytest.approx(found[1]["attention_entropy"], rel=1e-3)
 
 
@@ -568,16 +554,9 @@ def test_statistics_in_shifted_windows():
         return table[:, (y - v + 3) * 7 + x - u + 3]
 
     q, k = projected(layer.name, model, x)
-    expected = looped(
-        q,
-        k,
-        keys=lambda i: [j for j in range(h * w) if window(j) == window(i)],
-        score=score,
-        place=lambda i: divmod(i, w),
-        patch=(2, 2),
-        image=(10, 12),
-        prefix=0,
-    )
+    how = dict(patch=(2, 2), image=(10, 12), prefix=0)
+    alike = [[j for j in range(h * w) if window(j) == window(i)] for i in range(h * w)]
+    expected = looped(q, k, alike.__getitem__, score, lambda i: divmod(i, w), **how)
     assert layer_statistics(layer) == pytest.approx(expected, rel=1e-5)
 
 
@@ -600,10 +579,10 @@ def test_known_values():
 
 def test_layers_one_by_one():
     model, x = small_model("vitrel_swin_n_alibi"), torch.randn(2, 3, 40, 24)
-    assert attention_statistics_of(model, x) == pytest.approx(attention_statistics(record(model, x)))
     seen = []
     for_each_layer(model, x, seen.append, position=False)
     assert len(seen) == 6 and all(layer.content is None and layer.position is None for layer in seen)
+    assert all(torch.equal(layer.weights, other.weights) for layer, other in zip(seen, record(model, x), strict=True))
 
 
 @pytest.mark.parametrize("name", ["vitrel_swin_n_rope_mixed", "vitrel_vit_n8_shaw", "vitrel_vit_n8_lookhere"])

@@ -84,6 +84,7 @@ class ModelAtSize(NamedTuple):
     model: nn.Module  # the model itself if nothing had to change, else a changed copy
     resized: dict[str, int]  # {name and rule: number of values of parameters and coordinate buffers that were replaced}
     windows: tuple[StageWindows, ...]  # empty if no attention is found
+    trace: Trace  # of `model` at this size
 
 
 def model_name(model: nn.Module) -> str:
@@ -171,10 +172,20 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
     if isinstance(model, Backbone):
         lines = resolution_report(model, size).stages
         stages = tuple(StageWindows(s.blocks, s.grid, s.window, s.shift, s.padding) for s in lines)
-        return ModelAtSize(model, model.resized(size), stages)
-    ready = model_at_size(model, size, share_weights)
-    found = _accepted(ready, size)
-    return ModelAtSize(ready, replaced_values(model, ready) | found.resampled, stage_windows(found.blocks))
+        return ModelAtSize(model, model.resized(size), stages, trace(model, size))
+    return changed_for_size(model, model_at_size(model, size, share_weights), size)
+
+
+def changed_for_size(before: nn.Module, after: nn.Module, size: Size, values: bool = True) -> ModelAtSize:
+    """The result of `at_size` for `after`, which was made from `before` for images of `size` (h, w) pixels.
+
+    values: see `replaced_values`. ValueError if forward of `after` refuses the size.
+    """
+    try:
+        found = trace(after, size)
+    except REFUSALS as error:
+        raise refusal(after, size, error) from error
+    return ModelAtSize(after, replaced_values(before, after, values) | found.resampled, stage_windows(found.blocks), found)
 
 
 def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> nn.Module:
@@ -182,7 +193,7 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
 
     Forward is not tried on the result, so it may still refuse the size. ValueError if `set_input_size` fails.
     """
-    if getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone):
+    if stays_itself(model):
         return model
     changed = copy.deepcopy(model, {id(p): p for p in model.parameters()} if share_weights else None)
     try:
@@ -190,6 +201,11 @@ def model_at_size(model: nn.Module, size: Size, share_weights: bool = False) -> 
     except REFUSALS as error:
         raise ValueError(f"{model_name(model)} cannot be set to {format_size(size)} pixels: {reason(error)}") from error
     return changed if _differs(model, changed) or not _takes(model, size) else model
+
+
+def stays_itself(model: nn.Module) -> bool:
+    """True if `at_size` returns the model itself at every size: vitrel's, and those that timm does not change for a size."""
+    return getattr(model, "dynamic_img_size", False) or not hasattr(model, "set_input_size") or isinstance(model, Backbone)
 
 
 def replaced_values(before: nn.Module, after: nn.Module, values: bool = True) -> dict[str, int]:
@@ -278,14 +294,6 @@ def interpolates(name: str) -> bool:
     return "upsample" in name or "grid_sampler" in name
 
 
-def _accepted(model: nn.Module, size: Size) -> Trace:
-    """`trace`, with every error by which forward refuses a size turned into one ValueError."""
-    try:
-        return trace(model, size)
-    except REFUSALS as error:
-        raise refusal(model, size, error) from error
-
-
 def refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
     """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels."""
     return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_hint(model, size)}")
@@ -313,7 +321,8 @@ def _hint(model: nn.Module, size: Size) -> str:
     if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
         near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
         return f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
-    return "" if hasattr(model, "set_input_size") else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
+    built = hasattr(model, "set_input_size") or trained_size(model) == size
+    return "" if built else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
 
 
 def reason(error: Exception) -> str:

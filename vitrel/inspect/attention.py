@@ -10,7 +10,7 @@ read from the module, and a layer with a rotation runs a second time without it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,16 +112,15 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
         model(images)
 
 
-def attention_statistics(layers: Sequence[Layer]) -> dict[str, float]:
-    """Mean of `layer_statistics` over recorded layers; attention_span is the exp of the mean entropy."""
-    return _mean([layer_statistics(layer) for layer in layers])
-
-
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """`attention_statistics` of `model` for images [B, C, height, width], with one layer in memory at a time; see `record`."""
+    """Mean of `layer_statistics` over the layers of `model`, except for attention_span, the exp of the mean entropy.
+
+    images [B, C, height, width] as for `record`. One layer is in memory at a time.
+    """
     statistics: list[dict[str, float]] = []
     for_each_layer(model, images, lambda layer: statistics.append(layer_statistics(layer)), position=False)
-    return _mean(statistics)
+    mean = {name: sum(layer[name] for layer in statistics) / len(statistics) for name in statistics[0]}
+    return mean | {"attention_span": math.exp(mean["attention_entropy"])}
 
 
 def layer_statistics(layer: Layer) -> dict[str, float]:
@@ -177,11 +176,6 @@ def offset_mean(layer: Layer, what: Tensor) -> Tensor:
 def _attended(weights: Tensor, value: Tensor) -> Tensor:
     """sum_j weights[b, w, h, i, j] value[w, i, j], [B, W, H, N]."""
     return torch.einsum("bwhij,wij->bwhi", weights, value)
-
-
-def _mean(statistics: list[dict[str, float]]) -> dict[str, float]:
-    mean = {name: sum(layer[name] for layer in statistics) / len(statistics) for name in statistics[0]}
-    return mean | {"attention_span": math.exp(mean["attention_entropy"])}
 
 
 def _stride(model: nn.Module, size: Size, grid: Grid) -> tuple[float, float]:

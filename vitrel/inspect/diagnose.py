@@ -14,19 +14,19 @@ from torch import nn
 
 from vitrel.inspect.any_model import (
     REFUSALS,
+    ModelAtSize,
     StageWindows,
-    Trace,
     TracedBlock,
     at_size,
+    changed_for_size,
     evaluating,
     model_name,
     patch_grid,
     reason,
     refusal,
     replaced_parameters,
-    replaced_values,
     stage_windows,
-    trace,
+    stays_itself,
     trained_size,
 )
 from vitrel.inspect.footprint import Leaks, leaks_by_block
@@ -107,15 +107,14 @@ class Diagnosis:
 
     @property
     def findings(self) -> dict[str, dict[str, str]]:
-        """{way: {kind: sentence}}, without ways that have no finding. The kinds are the keys of `_SENTENCES`."""
-        sentences = {way.way: {kind: sentence(way.sizes) for kind, sentence in _SENTENCES.items()} for way in self.ways}
-        sentences = {way: {kind: text for kind, text in kinds.items() if text} for way, kinds in sentences.items()}
-        return {way: kinds for way, kinds in sentences.items() if kinds}
+        """{way: {kind: sentence}}, without ways that have no finding. The kinds are the keys of `_FINDINGS`."""
+        return {way.way: kinds for way in self.ways if (kinds := _sentences(way.sizes))}
 
     @property
     def unexamined(self) -> dict[str, str]:
         """{way: sentence} naming the values that could not be examined; they may change although no finding says so."""
-        return {way.way: text for way in self.ways if (text := _not_examined(way.sizes))}
+        texts = {way.way: _told(way.sizes, lambda line: line.unexamined, _not_examined) for way in self.ways}
+        return {way: text for way, text in texts.items() if text}
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as numbers, strings, lists and dictionaries, without the maps of tokens, and the findings."""
@@ -224,7 +223,7 @@ def count_graphs(models: Iterable[tuple[nn.Module, Size]], before: Callable[[Siz
 class _Way(NamedTuple):
     name: str
     base: nn.Module
-    at: Callable[[Size], nn.Module]  # the model for a size
+    at: Callable[[Size], ModelAtSize]
     same_weights: bool  # True: the models for other sizes have the weights of `base`, resampled where needed
 
 
@@ -238,16 +237,20 @@ def _ways(model: str | nn.Module, base: nn.Module, step: _Step) -> Iterator[_Way
 
     base: the module itself, or the module created by that name.
     """
-    if getattr(base, "dynamic_img_size", False) or not hasattr(base, "set_input_size") or isinstance(base, Backbone):
-        yield _Way("as built", base, lambda size: at_size(base, size).model, True)
+    if stays_itself(base):
+        yield _Way("as built", base, lambda size: at_size(base, size), True)
     else:
         if isinstance(model, str) and _accepts(model, dynamic_img_size=True):
             step(", dynamic_img_size=True: building")
             dynamic = _created(model, dynamic_img_size=True)
-            yield _Way("dynamic_img_size=True", dynamic, lambda size: dynamic, True)
-        yield _Way("set_input_size()", base, lambda size: at_size(base, size).model, True)
+            yield _Way("dynamic_img_size=True", dynamic, lambda size: at_size(dynamic, size), True)
+        yield _Way("set_input_size()", base, lambda size: at_size(base, size), True)
     if isinstance(model, str) and not isinstance(base, Backbone) and _accepts(model, img_size=trained_size(base)):
-        yield _Way("img_size=", base, lambda size: timm.create_model(model, img_size=size).eval(), False)
+
+        def built(size: Size) -> ModelAtSize:
+            return changed_for_size(base, timm.create_model(model, img_size=size).eval(), size, values=False)
+
+        yield _Way("img_size=", base, built, False)
 
 
 def _created(name: str, **keywords: bool) -> nn.Module:
@@ -275,15 +278,14 @@ def _way_diagnosis(
     for size in sizes:
         step(f" at {format_size(size)}, {way.name}: forward")
         try:
-            model = way.at(size)
-            traced = trace(model, size)
-            positions = _positions(way, model, trained, size, reference)
+            found = way.at(size)
+            positions = _positions(way, found.model, trained, size, reference)
         except REFUSALS as error:
             lines.append(SizeDiagnosis(size, refusal=reason(error)))
             continue
         step(f" at {format_size(size)}, {way.name}: windows")
-        lines.append(_size_diagnosis(way, model, traced, trained, size, positions))
-        models += [(model, size)] if compile else []
+        lines.append(_size_diagnosis(way, found, trained, size, positions))
+        models += [(found.model, size)] if compile else []
     if not compile:
         return WayDiagnosis(way.name, tuple(lines))
     graphs = count_graphs(models, lambda size: step(f" at {format_size(size)}, {way.name}: torch.compile"))
@@ -317,18 +319,15 @@ def _patches(way: _Way, *sizes: Size) -> list[Size]:
     return [patch_grid(way.base, size) or (1, 1) for size in sizes]
 
 
-def _size_diagnosis(
-    way: _Way, model: nn.Module, traced: Trace, trained: Size, size: Size, positions: _Positions
-) -> SizeDiagnosis:
-    resized, changed = traced.resampled, own_bias_changes(traced.encodings)
-    if not isinstance(model, Backbone):
-        resized = replaced_values(way.base, model, way.same_weights) | resized
+def _size_diagnosis(way: _Way, found: ModelAtSize, trained: Size, size: Size, positions: _Positions) -> SizeDiagnosis:
+    changed = own_bias_changes(found.trace.encodings)
+    if not isinstance(found.model, Backbone):
         old, new = _patches(way, trained, size)
-        changed += timm_bias_changes(way.base, model, old, new, tables=way.same_weights)
-    embed, unread = getattr(model, "patch_embed", None), (0, 0)
+        changed += timm_bias_changes(way.base, found.model, old, new, tables=way.same_weights)
+    embed, unread = getattr(found.model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
-    return SizeDiagnosis(size, "", resized, changed, tuple(_stages(traced.blocks)), unread, *positions)
+    return SizeDiagnosis(size, "", found.resized, changed, tuple(_stages(found.trace.blocks)), unread, *positions)
 
 
 def _stages(blocks: Sequence[TracedBlock]) -> Iterator[StageDiagnosis]:
@@ -422,50 +421,55 @@ def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str]:
     return window, shift, leaking, padded
 
 
-def _refused(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if line.refusal]
-    return "" if not affected else f"refused {_at(affected, sizes)}: {affected[0].refusal} ({format_size(affected[0].size)})"
+_Affects = Callable[[SizeDiagnosis], Any]  # true for a size that has the finding
+_Tell = Callable[[Sequence[SizeDiagnosis], str], str]  # the sentence, from the affected sizes and "at 3 of 4 sizes"
 
 
-def _interpolated(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if line.resized]
+def _sentences(sizes: Sequence[SizeDiagnosis]) -> dict[str, str]:
+    """{kind: sentence} of all findings, in the order of `_FINDINGS`."""
+    return {kind: text for kind, (affects, tell) in _FINDINGS.items() if (text := _told(sizes, affects, tell))}
+
+
+def _told(sizes: Sequence[SizeDiagnosis], affects: _Affects, tell: _Tell) -> str:
+    """What `tell` says of the sizes that `affects` is true for; "" if there are none."""
+    affected = [line for line in sizes if affects(line)]
+    if not affected:
+        return ""
+    several = f"{len(affected)} of {len(sizes)} sizes"
+    return tell(affected, f"at {several if len(sizes) > 1 else format_size(affected[0].size)}")
+
+
+def _refused(affected: Sequence[SizeDiagnosis], at: str) -> str:
+    return f"refused {at}: {affected[0].refusal} ({format_size(affected[0].size)})"
+
+
+def _interpolated(affected: Sequence[SizeDiagnosis], at: str) -> str:
     rules = dict.fromkeys(f"{rule}, {n:,} values" for line in affected for rule, n in line.resized.items())
-    return "" if not affected else f"replaced {_at(affected, sizes)}: {'; '.join(rules)}"
+    return f"replaced {at}: {'; '.join(rules)}"
 
 
-def _other_bias(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if line.changes]
-    if not affected:
-        return ""
-    worst = max((change for line in affected for change in line.changes), key=lambda change: change.largest)
-    size = next(line.size for line in affected if worst in line.changes)
+def _other_bias(affected: Sequence[SizeDiagnosis], at: str) -> str:
+    line, worst = max(((line, change) for line in affected for change in line.changes), key=lambda found: found[1].largest)
     amount = f"{worst.largest:.2g} {'of its standard deviation' if worst.what == 'bias' else 'radians'}"
-    where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({format_size(size)})"
-    return f"another {worst.what} at the same offset {_at(affected, sizes)}: {where}"
+    where = f"up to {amount} in {worst.layers} layer{'s' * (worst.layers > 1)} ({format_size(line.size)})"
+    return f"another {worst.what} at the same offset {at}: {where}"
 
 
-def _other_position(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if line.positions]
-    if not affected:
-        return ""
+def _other_position(affected: Sequence[SizeDiagnosis], at: str) -> str:
     line, worst = max(((line, change) for line in affected for change in line.positions), key=lambda found: found[1].largest)
     names = len({change.name for change in line.positions})
     more = f" and {names - 1} more" if names > 1 else ""
     where = f"up to {worst.largest:.2g} of {worst.of:.2g} in {worst.name}{more} ({format_size(line.size)})"
-    return f"other values at the same token {_at(affected, sizes)}: {where}"
+    return f"other values at the same token {at}: {where}"
 
 
-def _not_examined(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if line.unexamined]
+def _not_examined(affected: Sequence[SizeDiagnosis], at: str) -> str:
     names = list(dict.fromkeys(name for line in affected for name in line.unexamined))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"whether tokens keep their position {_at(affected, sizes)}: {', '.join(names[:3])}{more}" if affected else ""
+    return f"whether tokens keep their position {at}: {', '.join(names[:3])}{more}"
 
 
-def _across(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if any(stage.leaking for stage in line.stages)]
-    if not affected:
-        return ""
+def _across(affected: Sequence[SizeDiagnosis], at: str) -> str:
     line, number, stage = max(_numbered(affected), key=lambda found: found[2].leaking)
     (h, w), lines = stage.windows.grid, []
     for name, leaking, n, pairs in (
@@ -474,48 +478,39 @@ def _across(sizes: Sequence[SizeDiagnosis]) -> str:
     ):
         lines += [f"{name} {_runs(leaking)} of {n}, {pairs} pairs"] if leaking else []
     where = f"{format_size(line.size)}, stage {number}, {stage.block}: {'; '.join(lines)}"
-    return f"tokens see across opposite borders {_at(affected, sizes)}: up to {_percent(stage.leaking)} of a stage ({where})"
+    return f"tokens see across opposite borders {at}: up to {_percent(stage.leaking)} of a stage ({where})"
 
 
-def _padded(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if any(stage.padded for stage in line.stages)]
-    if not affected:
-        return ""
+def _padded(affected: Sequence[SizeDiagnosis], at: str) -> str:
     line, number, stage = max(_numbered(affected), key=lambda found: found[2].padded)
     where = f"{_percent(stage.padded)} of a stage ({format_size(line.size)}, stage {number})"
-    return f"tokens attend to padding {_at(affected, sizes)}: up to {where}"
+    return f"tokens attend to padding {at}: up to {where}"
 
 
-def _frozen(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if any(stage.frozen for stage in line.stages)]
+def _frozen(affected: Sequence[SizeDiagnosis], at: str) -> str:
     stages = dict.fromkeys(f"stage {number}" for _, number, stage in _numbered(affected) if stage.frozen)
-    return "" if not affected else f"windows that never shift {_at(affected, sizes)}: {', '.join(stages)}"
+    return f"windows that never shift {at}: {', '.join(stages)}"
 
 
-def _unread(sizes: Sequence[SizeDiagnosis]) -> str:
-    affected = [line for line in sizes if any(line.unread)]
+def _unread(affected: Sequence[SizeDiagnosis], at: str) -> str:
     texts = [f"{line.unread[0]} rows and {line.unread[1]} columns of {format_size(line.size)}" for line in affected]
-    return "" if not affected else f"pixels that no patch contains {_at(affected, sizes)}: {'; '.join(texts)}"
+    return f"pixels that no patch contains {at}: {'; '.join(texts)}"
 
 
-_SENTENCES = {
-    "refused": _refused,
-    "interpolated": _interpolated,
-    "bias": _other_bias,
-    "position": _other_position,
-    "borders": _across,
-    "padding": _padded,
-    "frozen": _frozen,
-    "unread": _unread,
+_FINDINGS: dict[str, tuple[_Affects, _Tell]] = {
+    "refused": (lambda line: line.refusal, _refused),
+    "interpolated": (lambda line: line.resized, _interpolated),
+    "bias": (lambda line: line.changes, _other_bias),
+    "position": (lambda line: line.positions, _other_position),
+    "borders": (lambda line: any(stage.leaking for stage in line.stages), _across),
+    "padding": (lambda line: any(stage.padded for stage in line.stages), _padded),
+    "frozen": (lambda line: any(stage.frozen for stage in line.stages), _frozen),
+    "unread": (lambda line: any(line.unread), _unread),
 }
 
 
 def _numbered(sizes: Sequence[SizeDiagnosis]) -> Iterator[tuple[SizeDiagnosis, int, StageDiagnosis]]:
     return ((line, number, stage) for line in sizes for number, stage in enumerate(line.stages, 1))
-
-
-def _at(affected: Sequence[SizeDiagnosis], sizes: Sequence[SizeDiagnosis]) -> str:
-    return f"at {len(affected)} of {len(sizes)} sizes" if len(sizes) > 1 else f"at {format_size(affected[0].size)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

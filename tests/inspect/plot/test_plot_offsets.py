@@ -237,12 +237,9 @@ def test_nothing_to_draw_says_why(source, message):
         offset_maps(source if isinstance(source, nn.Module | list) else [source])
 
 
-def test_recorded_layers_have_their_size():
+def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="leave size out"):
         offset_maps(record(vit("table"), torch.randn(1, 3, 32, 32)), 64)
-
-
-def test_sizes_that_are_none():
     with pytest.raises(ValueError, match=r"size is a side or .*, at least 1, not 0"):
         offset_maps(vit("table"), 0)
 

@@ -2,12 +2,11 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, Rectangle
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import model_name, own_encodings
-from vitrel.inspect.attention import Layer
+from vitrel.inspect.attention import Layer, for_each_layer
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
@@ -39,6 +38,23 @@ def check_numbers(name: str, values: Tensor) -> Tensor:
     if bool(values.isnan().any()):
         raise ValueError(f"{name or 'the encoding'} holds NaN: its weights, or the image, are not numbers")
     return values
+
+
+def recorded(layer: Layer, what: str) -> Tensor:
+    """The layer's "content" or "position"; ValueError if it was left out in recording."""
+    values = getattr(layer, what)
+    if values is None:
+        raise ValueError(f"{layer.name} was recorded without {what}: use vitrel.inspect.attention.record")
+    return values
+
+
+def visit_layers(source: Source, images: Tensor, use: Callable[[Layer], None], position: bool = True) -> None:
+    """Call use(layer) for each recorded layer, or for each layer of a model as it runs `images`; see `for_each_layer`."""
+    if isinstance(source, nn.Module):
+        for_each_layer(source, images, use, position)
+    else:
+        for layer in source:
+            use(layer)
 
 
 def source_name(source: Source) -> str:
@@ -94,6 +110,23 @@ def sheet(rows: int, columns: int, width: float, height: float, title: str, **ho
     return figure, figure.subplots(rows, columns, squeeze=False, **how).tolist()
 
 
+def grid_of_panels(count: int, width: float, height: float, title: str) -> tuple[Figure, list[Axes]]:
+    """`sheet` with `count` panels of width x height inches in rows of at most four."""
+    columns = min(count, 4)
+    figure, rows = sheet(math.ceil(count / columns), columns, width, height, title)
+    panels = [panel for row in rows for panel in row]
+    for panel in panels[count:]:
+        panel.set_axis_off()
+    return figure, panels[:count]
+
+
+def color_bar(figure: Figure, image: AxesImage, beside: Sequence[Axes], label: str) -> None:
+    """Add the colours of `image` with their values and a label beside panels."""
+    bar = figure.colorbar(image, ax=beside, shrink=0.9, pad=0.01, aspect=14)
+    bar.set_label(label, fontsize=7)
+    bar.ax.tick_params(labelsize=7)
+
+
 def head_name(head: int, heads: int) -> str:
     """Label of a panel or line of a head; "all heads" if there is only one."""
     return "all heads" if heads == 1 else f"head {head}"
@@ -112,15 +145,22 @@ def draw_offsets(axes: Axes, values: Tensor, trained: Size | None, signed: bool,
     y, x = (h, w) if trained is None else (min(trained[0] - 0.5, h), min(trained[1] - 0.5, w))
     if y < h or x < w:
         axes.add_patch(Rectangle((-x, -y), 2 * x, 2 * y, fill=False, color="black", lw=1.2))
-    whole_numbers(axes.xaxis, axes.yaxis)
+    whole_numbers(axes)
     axes.tick_params(labelsize=7, length=2)
     return image
 
 
-def whole_numbers(*sides: Axis) -> None:
-    """Set at most five ticks, at whole patches."""
-    for axis in sides:
-        axis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
+def whole_numbers(panel: Axes, sides: str = "xy") -> None:
+    """Set at most five ticks on each of `sides`, at whole patches."""
+    for side in sides:
+        getattr(panel, f"{side}axis").set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
+
+
+def name_axes(panel: Axes, x: str, y: str, fontsize: int = 7) -> None:
+    """Set the names of both axes, and the size of the numbers at the ticks."""
+    panel.set_xlabel(x, fontsize=fontsize)
+    panel.set_ylabel(y, fontsize=fontsize)
+    panel.tick_params(labelsize=7)
 
 
 def legend(figure: Figure, outlined: bool, hidden: bool) -> None:
@@ -139,12 +179,6 @@ def line_style(number: int) -> dict[str, object]:
 def panel_height(shapes: Sequence[Sequence[int]], width: float) -> float:
     """Height in inches of panels of this width that show arrays [.., rows, columns] of all `shapes` with square cells."""
     return width * min(2.0, max(rows / columns for *_, rows, columns in shapes)) + 0.35
-
-
-def columns_for(panels: int, most: int = 4) -> tuple[int, int]:
-    """(rows, columns) of a sheet with this number of panels, at most `most` columns."""
-    columns = min(panels, most)
-    return math.ceil(panels / columns), columns
 
 
 def _path(name: str) -> str:

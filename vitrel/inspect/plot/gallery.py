@@ -30,15 +30,16 @@ def gallery(path: Path) -> Path:
         torch.manual_seed(0)
         return create_position(key, GRID, heads, 32, **options)
 
-    maps = {key: offset_maps(built(key), LARGER) for key in ("alibi", "log_decay", "fire", "cpb", "rope_mixed")}
-    maps |= {key: offset_maps(built(key), LARGER) for key in ("rope_axial", "rope_normalised")}
+    def maps(key: str, heads: int = 3, **options: object) -> Figure:
+        return offset_maps(built(key, heads, **options), LARGER)
+
     return _sheet(
         path,
-        [maps["alibi"], maps["log_decay"]],
-        [maps["fire"], maps["cpb"]],
-        [offset_maps(built("lookhere", 6, fov=180), LARGER)],
-        [offset_maps(built("xpos", 4), LARGER), maps["rope_axial"], maps["rope_normalised"]],
-        [maps["rope_mixed"], similarity(built("sincos"), GRID, [(0, 0), (4, 6)])],
+        [maps("alibi"), maps("log_decay")],
+        [maps("fire"), maps("cpb")],
+        [maps("lookhere", 6, fov=180)],
+        [maps("xpos", 4), maps("rope_axial"), maps("rope_normalised")],
+        [maps("rope_mixed"), similarity(built("sincos"), GRID, [(0, 0), (4, 6)])],
         [bucket_map(built("t5"), GRID), profiles(built("alibi+log_decay"), LARGER)],
     )
 

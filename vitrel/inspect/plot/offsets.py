@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluating
-from vitrel.inspect.attention import Layer, for_each_layer, offset_mean
+from vitrel.inspect.attention import Layer, offset_mean
 from vitrel.inspect.plot.common import (
     DX,
     DY,
@@ -31,15 +31,19 @@ from vitrel.inspect.plot.common import (
     Source,
     check_numbers,
     chosen,
-    columns_for,
+    color_bar,
     draw_offsets,
     encodings_of,
+    grid_of_panels,
     head_name,
     legend,
     line_style,
+    name_axes,
     panel_height,
+    recorded,
     sheet,
     source_name,
+    visit_layers,
     whole_numbers,
 )
 from vitrel.ops.reference import rows_by_offset
@@ -97,9 +101,7 @@ def offset_maps(
     indices, by default all; ValueError if no layer has them.
     """
     drawn = lattices(source, size, layers)
-    columns = [_heads(lattice, heads) for lattice in drawn]
-    if not any(columns):
-        raise ValueError(f"no layer has heads {list(heads)}: the most is {max(len(d.values) for d in drawn)}")
+    columns = _heads(drawn, heads)
     width, title = 1.75, f"{source_name(source)}: position by offset\n{SIGN}"
     height = panel_height([d.values.shape for d in drawn], width)
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
@@ -116,9 +118,7 @@ def offset_maps(
         if image is not None:
             row[0].set_ylabel(f"{lattice.layer}\n{DY}".strip(), fontsize=7)
             label = f"{lattice.what}\n({lattice.unit}{', minus mean of head' if centred else ''})"
-            bar = figure.colorbar(image, ax=row, shrink=0.9, pad=0.01, aspect=14)
-            bar.set_label(label, fontsize=7)
-            bar.ax.tick_params(labelsize=7)
+            color_bar(figure, image, row, label)
     hidden = any(not d.values.isfinite().all() for d in drawn)
     legend(figure, any(panel.patches for row in axes for panel in row), hidden)
     return figure
@@ -132,15 +132,16 @@ def profiles(
     Hidden offsets are gaps. Dashed lines mark the largest offsets of a smaller training grid.
     """
     drawn = lattices(source, size, layers)
+    shown = _heads(drawn, heads)
     figure, axes = sheet(len(drawn), 2, 3.2, 2.0, f"{source_name(source)}: profiles\n{SIGN}", sharey="row")
     handles: dict[str, Line2D] = {}
-    for row, lattice in zip(axes, drawn, strict=True):
+    for row, lattice, of_layer in zip(axes, drawn, shown, strict=True):
         values = lattice.values.masked_fill(~lattice.values.isfinite(), torch.nan)
         middle = values.shape[1] // 2, values.shape[2] // 2
         for panel, axis, name in zip(row, (0, 1), (f"{DY}, at dx = 0", f"{DX}, at dy = 0"), strict=True):
             along = values[:, :, middle[1]] if axis == 0 else values[:, middle[0]]  # [H, 2n-1]
             offsets = torch.arange(along.shape[1]) - middle[axis]
-            for head in _heads(lattice, heads):
+            for head in of_layer:
                 # a marker too, since a grid of one row has a single point along dy
                 style = line_style(head) | {"marker": ".", "markersize": 3}
                 (line,) = panel.plot(offsets.numpy(), along[head].numpy(), **style)
@@ -151,11 +152,9 @@ def profiles(
             panel.set_xlabel(name, fontsize=8)
             panel.tick_params(labelsize=7)
             panel.grid(alpha=0.25)
-            whole_numbers(panel.xaxis)
+            whole_numbers(panel, "x")
         row[0].set_ylabel(f"{lattice.layer}\n{lattice.unit}".strip(), fontsize=8)
         row[0].set_title(lattice.what, fontsize=8, loc="left")
-    if not handles:
-        raise ValueError(f"no layer has heads {list(heads)}: the most is {max(len(d.values) for d in drawn)}")
     figure.legend(handles.values(), handles, loc="outside right center", frameon=False, fontsize=8)
     return figure
 
@@ -171,32 +170,26 @@ def directions(
     indices into all attention layers. Raises ValueError if there is no bias that is independent of content, and if a size is
     given with images or recorded layers.
     """
-    if images is not None and size is None and isinstance(source, nn.Module):
-        means: list[tuple[str, Tensor]] = []
-        for_each_layer(source, images, lambda layer: means.append((layer.name, attended_offset(layer).cpu())), position=False)
-        found, how = chosen(means, layers), "weighted by attention"
-    elif isinstance(source, nn.Module) and images is None:
+    if isinstance(source, nn.Module) and images is None:
         found = [(d.layer, bias_mean_offset(d)) for d in lattices(source, size, layers) if d.unit == "logits"]
         how = "softmax of the bias over offsets"
     else:
         if size is not None:
             raise ValueError("images and recorded layers have a size of their own: leave size out")
-        found = [(layer.name, attended_offset(layer)) for layer in chosen(source, layers)]
-        how = "weighted by attention"
+        means: list[tuple[str, Tensor]] = []
+        visit_layers(source, images, lambda layer: means.append((layer.name, attended_offset(layer).cpu())), position=False)
+        found, how = chosen(means, layers), "weighted by attention"
     if not found:
         name = source_name(source)
         raise ValueError(f"{name} has no bias apart from content: give images, to weight offsets by attention")
     largest = max(float(mean.abs().max()) for _, mean in found)
     reach = 1.15 * largest if largest > 1e-6 else 1.0  # below, a rounding error
-    rows, columns = columns_for(len(found))
     title = f"{source_name(source)}: mean offset of each head, {how}\n{SIGN}"
-    figure, axes = sheet(rows, columns, 2.3, 2.5, title)
-    panels, most = [panel for row in axes for panel in row], max(len(mean) for _, mean in found)
-    for panel, (name, mean) in zip(panels, found, strict=False):
+    figure, panels = grid_of_panels(len(found), 2.3, 2.5, title)
+    for panel, (name, mean) in zip(panels, found, strict=True):
         _arrows(panel, mean, reach)
         panel.set_title(name, fontsize=8)
-    for panel in panels[len(found) :]:
-        panel.set_axis_off()
+    most = max(len(mean) for _, mean in found)
     handles = [panels[0].plot([], [], marker="o", linestyle="", color=_colour(head))[0] for head in range(most)]
     names = [f"head {head}" for head in range(most)]
     figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
@@ -245,10 +238,9 @@ def _nothing(source: nn.Module) -> str:
 
 
 def _measured(layer: Layer) -> Lattice:
-    if layer.position is None:
-        raise ValueError(f"{layer.name} was recorded without position: use vitrel.inspect.attention.record")
+    position = recorded(layer, "position")
     check_numbers(layer.name, layer.weights)
-    return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, layer.position), None)
+    return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, position), None)
 
 
 @torch.no_grad()
@@ -325,10 +317,18 @@ def _varies(values: Tensor) -> bool:
     return seen.numel() > 0 and bool(seen.max() - seen.min() > 1e-6 * max(1.0, float(seen.abs().max())))
 
 
-def _heads(lattice: Lattice, heads: Sequence[int] | None) -> list[int]:
-    """The indices among `heads` that a layer has; [0] if one row of values stands for all heads."""
-    rows = range(len(lattice.values))
-    return list(rows) if heads is None or len(rows) == 1 else [head for head in heads if head in rows]
+def _heads(drawn: Sequence[Lattice], heads: Sequence[int] | None) -> list[list[int]]:
+    """The indices among `heads` that each layer has; [0] if one row of values stands for all heads.
+
+    ValueError if no layer has any of them.
+    """
+    found = []
+    for lattice in drawn:
+        rows = range(len(lattice.values))
+        found.append(list(rows) if heads is None or len(rows) == 1 else [head for head in heads if head in rows])
+    if not any(found):
+        raise ValueError(f"no layer has heads {list(heads)}: the most is {max(len(d.values) for d in drawn)}")
+    return found
 
 
 def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
@@ -357,9 +357,7 @@ def _arrows(axes: Axes, mean: Tensor, reach: float) -> None:
         axes.plot(dx, dy, "o", color=_colour(head), markersize=5)
         axes.annotate(str(head), (dx, dy), (4, 3), textcoords="offset points", fontsize=7)
     axes.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect="equal")  # dy downwards, as in the maps
-    axes.set_xlabel(DX, fontsize=7)
-    axes.set_ylabel(DY, fontsize=7)
-    axes.tick_params(labelsize=7)
+    name_axes(axes, DX, DY)
 
 
 def _colour(head: int) -> str:

@@ -11,7 +11,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from vitrel.inspect.attention import Layer, for_each_layer, record
+from vitrel.inspect.attention import Layer, record
 from vitrel.inspect.plot.common import (
     DIVERGING,
     LINES,
@@ -20,8 +20,10 @@ from vitrel.inspect.plot.common import (
     check_numbers,
     chosen,
     panel_height,
+    recorded,
     sheet,
     source_name,
+    visit_layers,
 )
 from vitrel.sizes import format_size
 
@@ -64,11 +66,10 @@ def attention(
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
     (seen,) = chosen(layers, [layer])
-    if seen.content is None:
-        raise ValueError(f"{seen.name} was recorded without content: use vitrel.inspect.attention.record")
+    alone = recorded(seen, "content")
     window, slot = slot_of(seen, query)
     check_numbers(seen.name, seen.weights[0])
-    both = torch.stack((seen.weights[0, window, :, slot], seen.content[0, window, :, slot]))  # [2, H, N]
+    both = torch.stack((seen.weights[0, window, :, slot], alone[0, window, :, slot]))  # [2, H, N]
     count = both.shape[1]
     if heads is not None and not len(heads):
         raise ValueError("heads is empty: leave it out for the mean of all heads")
@@ -140,11 +141,7 @@ def find_overruled(source: Source, images: Tensor, top: int = 1) -> Overruled:
         if lowered < lowest:
             lowest, best = lowered, _case(layer, flat)
 
-    if isinstance(source, nn.Module):
-        for_each_layer(source, images, look)
-    else:
-        for layer in source:
-            look(layer)
+    visit_layers(source, images, look)
     if best is None or lowest > -LEAST:
         raise ValueError(
             f"content overrides no negative bias in {source_name(source)} on these images: from the {top} most attended of a "
@@ -256,12 +253,10 @@ def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
     Of queries that are patches, and of the keys that are among their `top` patches by weight and have at least a uniform share;
     inf, with indices of no meaning, if there is none. ValueError for a layer recorded without position.
     """
-    if layer.position is None:
-        raise ValueError(f"{layer.name} was recorded without position: use vitrel.inspect.attention.record")
-    patches = layer.patches
+    position, patches = recorded(layer, "position"), layer.patches
     keys = check_numbers(layer.name, layer.weights).masked_fill(~patches[:, None, None], -1.0)
     weights, at = keys.topk(min(top, keys.shape[-1]), -1)  # [B, W, H, N, top]
-    relative = _relative(layer.position, layer).gather(-1, at)
+    relative = _relative(position, layer).gather(-1, at)
     seen = (layer.tokens >= 0).sum(-1)[:, None, None, None] if layer.visible is None else layer.visible.sum(-1, keepdim=True)
     attended = patches[:, None, :, None] & (weights >= 1 / seen.clamp(min=1))
     relative = relative.masked_fill(~attended, float("inf"))

@@ -21,8 +21,10 @@ from vitrel.inspect.plot.common import (
     SEQUENTIAL,
     SIGN,
     check_numbers,
-    columns_for,
+    color_bar,
     encodings_of,
+    grid_of_panels,
+    name_axes,
     panel_height,
     sheet,
     source_name,
@@ -72,24 +74,18 @@ def similarity(source: nn.Module, size: int | Size | None = None, patches: Seque
     if outside := [patch for patch in patches if not (0 <= patch[0] < grid.h and 0 <= patch[1] < grid.w)]:
         raise ValueError(f"patch {tuple(outside[0])} is outside the {grid.h}x{grid.w} patches of {source_name(source)}")
     alike = cosine_similarity(check_numbers(name, rows).flatten(0, 1), grid.w, patches)  # [M, h*w]
-    (lines, columns), title = columns_for(len(patches)), f"{source_name(source)}: similarity of embeddings"
+    title = f"{source_name(source)}: similarity of embeddings"
     if trained != grid[:2]:
         title += f"\n{grid.h}x{grid.w} patches, trained on {trained[0]}x{trained[1]}"
-    figure, axes = sheet(lines, columns, 2.2, panel_height([grid[:2]], 2.2), title)
-    panels, low = [panel for row in axes for panel in row], float(alike.min())
-    for panel, (y, x), values in zip(panels, patches, alike, strict=False):
+    figure, panels = grid_of_panels(len(patches), 2.2, panel_height([grid[:2]], 2.2), title)
+    low = float(alike.min())
+    for panel, (y, x), values in zip(panels, patches, alike, strict=True):
         image = panel.imshow(values.view(grid.h, grid.w).numpy(), SEQUENTIAL, vmin=low, vmax=1, interpolation="nearest")
         panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, color="black", lw=1.5))
         panel.set_title(f"to patch ({y}, {x})", fontsize=8)
-        panel.set_xlabel("column (patches)", fontsize=7)
-        panel.set_ylabel("row (patches)", fontsize=7)
-        whole_numbers(panel.xaxis, panel.yaxis)
-        panel.tick_params(labelsize=7)
-    for panel in panels[len(patches) :]:
-        panel.set_axis_off()
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.01, aspect=14)
-    bar.set_label(f"{name}: cosine similarity", fontsize=7)
-    bar.ax.tick_params(labelsize=7)
+        name_axes(panel, "column (patches)", "row (patches)")
+        whole_numbers(panel)
+    color_bar(figure, image, figure.axes, f"{name}: cosine similarity")
     return figure
 
 
@@ -138,10 +134,8 @@ def _bucket_figure(name: str, encoding: nn.Module, grid: Grid) -> Figure:
         handles=[Patch(facecolor="none", edgecolor=_MARK, lw=2, label=meaning)],
         loc="outside lower center", frameon=False, fontsize=8,
     )  # fmt: skip
-    panel.set_xlabel(DX, fontsize=8)
-    panel.set_ylabel(DY, fontsize=8)
-    whole_numbers(panel.xaxis, panel.yaxis)
-    panel.tick_params(labelsize=7)
+    name_axes(panel, DX, DY, fontsize=8)
+    whole_numbers(panel)
     return figure
 
 
