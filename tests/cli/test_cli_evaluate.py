@@ -11,7 +11,7 @@ from PIL import Image
 from helpers import command
 from vitrel.data import class_names
 from vitrel.evaluate import run
-from vitrel.evaluate.predictions import read_predictions
+from vitrel.evaluate.metrics import read_predictions
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 
