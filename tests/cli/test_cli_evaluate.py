@@ -12,7 +12,7 @@ from helpers import command
 from helpers.pictures import write_classes
 from vitrel.data import class_names
 from vitrel.evaluate import run
-from vitrel.evaluate.predictions import read_predictions
+from vitrel.evaluate.metrics import read_predictions
 
 tool = command("evaluate")
 pytestmark = pytest.mark.usefixtures("brief_evaluations")

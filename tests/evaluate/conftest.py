@@ -6,7 +6,7 @@ import timm
 import torch
 from torch.utils.data import Dataset
 
-from vitrel.evaluate import images, measure, processes, results, run
+from vitrel.evaluate import images, measure, results, run, settings
 from vitrel.evaluate.models import Trained, encoding_of
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
@@ -123,7 +123,7 @@ def pretend_world(monkeypatch):
         def on_all(work):
             found = []
             for rank in range(world):
-                for part in (processes, measure, results):
+                for part in (settings, measure, results):
                     monkeypatch.setattr(part, "rank_and_world", lambda rank=rank: (rank, world))
                 found.append(work())
             return found
@@ -131,7 +131,7 @@ def pretend_world(monkeypatch):
         monkeypatch.setattr(run, "on_all", on_all)
         monkeypatch.setattr(measure, "on_all", on_all)
         monkeypatch.setattr(images, "CACHE_BYTES", -1)  # what one process decoded, the next must not see
-        for part in (processes, measure, results):
+        for part in (settings, measure, results):
             monkeypatch.setattr(part, "rank_and_world", lambda: (0, world))
 
     return pretend

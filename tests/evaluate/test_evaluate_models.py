@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 import vitrel
 from helpers import shared
+from vitrel.evaluate.metrics import NO_CLASS
 from vitrel.evaluate.models import (
     _label_of,
     class_map,
@@ -28,7 +29,6 @@ from vitrel.evaluate.models import (
     read_class_indices,
     trained_model,
 )
-from vitrel.evaluate.predictions import NO_CLASS
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 

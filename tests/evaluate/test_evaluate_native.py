@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from vitrel.data import Prepare
-from vitrel.evaluate import at_sizes, measure, policies, run
+from vitrel.evaluate import at_sizes, measure, models, run
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import tasks_of
 from vitrel.evaluate.models import trained_model
@@ -114,7 +114,7 @@ def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
     assert sorted(order) == list(range(len(FILES)))
     with torch.no_grad():
         for index, found in zip(order, logits()[-len(FILES) :], strict=True):
-            with policies.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy) as ready:
+            with models.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy) as ready:
                 torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=1e-5, rtol=1e-5)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
     assert one.row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
@@ -175,7 +175,7 @@ def test_crops_make_no_further_rows(trained, folder):
 
 
 def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
-    monkeypatch.setattr(policies, "gflops", lambda model, size: math.prod(size) / 1000)
+    monkeypatch.setattr(models, "gflops", lambda model, size: math.prod(size) / 1000)
     model = trained("vitrel_vit_n8_table")
     settings = sweep(folder, Budget(30), translations=(2,), attention_n=3, policies=("geometric",))
     training, other = [one.row for one in run.evaluate_rows([model], settings)]
@@ -185,9 +185,9 @@ def test_columns_tell_of_all_shapes(trained, folder, monkeypatch):
     assert other["retention"] == pytest.approx(other["top1"] / training["top1"], abs=1e-4) and training["retention"] == 1
     assert other["unseen"] == pytest.approx(max(model.model.unseen(size) for size in sizes), abs=1e-4)
     assert other["resized"] != "nothing" and other["attention_entropy"] > 0
-    costs = {size: policies.gflops(model.model, size) for size in set(sizes)}
+    costs = {size: models.gflops(model.model, size) for size in set(sizes)}
     assert min(costs.values()) < other["gflops"] < max(costs.values())
-    reported = policies.sample_shapes(Counter(sizes))
+    reported = models.sample_shapes(Counter(sizes))
     assert {min(sizes, key=lambda s: s[0] / s[1]), max(sizes, key=lambda s: s[0] / s[1])} <= set(reported)
     shown = Counter(sizes)
     mean = sum(costs[size] * shown[size] for size in reported) / sum(shown[size] for size in reported)

@@ -7,7 +7,7 @@ import timm
 import torch
 
 from vitrel import resolution_report
-from vitrel.evaluate.policies import (
+from vitrel.evaluate.models import (
     WINDOW_POLICIES,
     gflops,
     in_force,

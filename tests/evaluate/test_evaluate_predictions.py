@@ -11,17 +11,19 @@ from helpers import ROOT
 from helpers.predictions import predicted
 from vitrel.cli import report
 from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import mcnemar, paired_interval, t_interval
-from vitrel.evaluate.pairs import compare_folders, over_seeds
-from vitrel.evaluate.predictions import (
-    FILE,
+from vitrel.evaluate.metrics import (
     LEFT_OUT,
     NO_CLASS,
+    PREDICTIONS,
     Predicted,
     compare_pairs,
+    mcnemar,
+    paired_interval,
     read_predictions,
+    t_interval,
     write_predictions,
 )
+from vitrel.evaluate.report import compare_folders, over_seeds
 from vitrel.evaluate.results import line_key, read_csv, write_csv
 
 LABELS = (0, 1, 1, LEFT_OUT)
@@ -59,7 +61,7 @@ def test_the_file_gives_back_what_was_written(tmp_path):
     assert back.rows["a", "0"].right.tolist() == [True, True, False, False]
     assert [counts.tolist() for counts in back.rows["a", "0"].class_counts()] == [[1, 2], [1, 1]]
     assert [counts.tolist() for counts in back.rows["b", ""].class_counts()] == [[1, 1], [0, 0]]
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [PREDICTIONS]
     write_predictions({}, tmp_path)
     assert read_predictions(tmp_path) is None
 
@@ -67,8 +69,8 @@ def test_the_file_gives_back_what_was_written(tmp_path):
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"no zip"])
 def test_a_damaged_file_is_named(tmp_path, damage):
     write_predictions({("a",): row([0, 1, 0, 1])}, tmp_path)
-    (tmp_path / FILE).write_bytes(damage((tmp_path / FILE).read_bytes()))
-    with pytest.raises(ValueError, match=rf"{FILE} is damaged: delete it"):
+    (tmp_path / PREDICTIONS).write_bytes(damage((tmp_path / PREDICTIONS).read_bytes()))
+    with pytest.raises(ValueError, match=rf"{PREDICTIONS} is damaged: delete it"):
         read_predictions(tmp_path)
 
 
@@ -176,7 +178,7 @@ def test_rows_of_two_folders_are_matched_and_written(folders, tmp_path, capsys):
     assert text.strip() == capsys.readouterr().out.strip() and "+35.00" in text and "Tango" in text
     frame = pd.read_csv(tmp_path / "out" / "compare.csv")
     assert frame["only_a"].tolist()[:2] == [7, 6] and set(frame["a"]) == {"m"} and set(frame["b"]) == {"other"}
-    assert sorted(path.name for path in a.iterdir()) == [FILE, "results.csv"]
+    assert sorted(path.name for path in a.iterdir()) == [PREDICTIONS, "results.csv"]
     with pytest.raises(ValueError, match="--out is for the comparison"):
         report.run(parser.parse_args([str(a), "--out", str(tmp_path)]))
 
@@ -191,6 +193,6 @@ def test_policies_that_differ_are_matched_by_the_best_and_labels_by_name(folders
     c = folders("c", [{"label": "x"}], [(5, 5)])
     with pytest.raises(ValueError, match="labels are m, n and x"):
         compare_folders(a, c)
-    (c / FILE).unlink()
+    (c / PREDICTIONS).unlink()
     with pytest.raises(ValueError, match=r"c has no predictions\.npz"):
         compare_folders(a, c)

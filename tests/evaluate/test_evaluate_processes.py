@@ -17,7 +17,7 @@ from helpers.runs import in_child, on_two
 from helpers.runs import status as status_of
 from vitrel import cli
 from vitrel.data import Reading
-from vitrel.evaluate import measure, processes, run
+from vitrel.evaluate import measure, run, settings
 from vitrel.evaluate.metrics import Tally
 from vitrel.evaluate.results import COLUMNS, row_key
 from vitrel.evaluate.run import evaluate_rows
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_halves_the_batch_of_its_process_alone(trained, noi
     model, sizes = trained("vitrel_vit_n8_none"), []
 
     def fail(module, inputs):
-        rank = processes.rank_and_world()[0]
+        rank = settings.rank_and_world()[0]
         if rank == 1 and len(inputs[0]) > 2:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         sizes.append((rank, len(inputs[0])))
@@ -181,27 +181,27 @@ def gathered(monkeypatch, text):
             raise RuntimeError("Connection closed by peer")
         found[:] = [own, ("theirs", text)]
 
-    monkeypatch.setattr(processes, "rank_and_world", lambda: (0, 2))
-    monkeypatch.setattr(processes.dist, "all_gather_object", gather)
+    monkeypatch.setattr(settings, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(settings.dist, "all_gather_object", gather)
 
 
 def test_one_failure_ends_all(monkeypatch):
     def fail():
         raise OSError("no space left")
 
-    assert processes.on_all(lambda: 1) == [1]
+    assert settings.on_all(lambda: 1) == [1]
     gathered(monkeypatch, "")
-    assert processes.on_all(lambda: "ours") == ["ours", "theirs"]
+    assert settings.on_all(lambda: "ours") == ["ours", "theirs"]
     gathered(monkeypatch, "ValueError: val/a.png is damaged")
-    with pytest.raises(processes.OtherProcessError, match=r"process 1 of 2: ValueError: val/a\.png is damaged"):
-        processes.on_all(lambda: 1)
+    with pytest.raises(settings.OtherProcessError, match=r"process 1 of 2: ValueError: val/a\.png is damaged"):
+        settings.on_all(lambda: 1)
     with pytest.raises(OSError, match="no space left"):
-        processes.on_all(fail)
+        settings.on_all(fail)
     gathered(monkeypatch, None)
-    with pytest.raises(processes.OtherProcessError, match="another process ended before its work was done"):
-        processes.on_all(lambda: 1)
+    with pytest.raises(settings.OtherProcessError, match="another process ended before its work was done"):
+        settings.on_all(lambda: 1)
     with pytest.raises(OSError, match="no space left"):
-        processes.on_all(fail)
+        settings.on_all(fail)
 
 
 def test_more_processes_than_gpus_are_told(monkeypatch):
@@ -210,12 +210,12 @@ def test_more_processes_than_gpus_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", requested.append)
     for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(processes.dist, name, lambda *args, **how: None)
+        monkeypatch.setattr(settings.dist, name, lambda *args, **how: None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, device in (("1", [torch.device("cuda", 1)]), ("3", [])):
         monkeypatch.setenv("LOCAL_RANK", rank)
         requested.clear()
-        with processes.joined():
+        with settings.joined():
             assert requested == device
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match=r"no device cuda:3 .*2 GPUs.*start at most 2 processes"):
@@ -324,22 +324,22 @@ class Exits:
 
 
 def tell(word):
-    processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), word))
+    settings.on_all(lambda: (settings.rank_and_world(), torch.get_num_threads(), word))
 
 
 def fail():
     def work():
         raise ValueError("no images")
 
-    processes.on_all(work)
+    settings.on_all(work)
 
 
 @pytest.fixture
 def quick_to_start(monkeypatch):
     """Processes are forked from one that has imported everything already, and still get what they run as pickles."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["vitrel.evaluate.processes"])
-    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: server)
+    server.set_forkserver_preload(["vitrel.evaluate.settings"])
+    monkeypatch.setattr(settings.multiprocessing, "get_context", lambda method: server)
 
 
 @pytest.mark.slow
@@ -347,14 +347,14 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with processes.shared_with(1, tell, "theirs"):
-            found = processes.on_all(lambda: (processes.rank_and_world(), torch.get_num_threads(), "own"))
+        with settings.shared_with(1, tell, "theirs"):
+            found = settings.on_all(lambda: (settings.rank_and_world(), torch.get_num_threads(), "own"))
         assert found == [((0, 2), 1, "own"), ((1, 2), 1, "theirs")]
-        assert processes.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
+        assert settings.rank_and_world() == (0, 1) and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-    with processes.shared_with(0, fail):
-        assert processes.on_all(lambda: 3) == [3]
+    with settings.shared_with(0, fail):
+        assert settings.on_all(lambda: 3) == [3]
 
 
 @pytest.mark.slow
@@ -367,9 +367,9 @@ def test_processes_of_this_machine_share_the_work_and_the_threads():
     ],
 )
 def test_a_process_of_this_machine_that_fails_is_told(quick_to_start, work, arguments, reported):
-    with pytest.raises(processes.OtherProcessError, match=reported), processes.shared_with(1, work, *arguments):
-        processes.on_all(lambda: 1)
-    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+    with pytest.raises(settings.OtherProcessError, match=reported), settings.shared_with(1, work, *arguments):
+        settings.on_all(lambda: 1)
+    assert settings.rank_and_world() == (0, 1) and not multiprocessing.active_children()
 
 
 @pytest.mark.slow
@@ -377,7 +377,7 @@ def test_a_process_that_dies_while_all_connect_is_told(quick_to_start, monkeypat
     def peer_is_gone(*arguments, **options):
         raise RuntimeError("Gloo connectFullMesh failed: Connection closed by peer")
 
-    monkeypatch.setattr(processes.dist, "init_process_group", peer_is_gone)  # in this process alone: the other one is new
-    with pytest.raises(processes.OtherProcessError, match="another process ended"), processes.shared_with(1, tell, "theirs"):
+    monkeypatch.setattr(settings.dist, "init_process_group", peer_is_gone)  # in this process alone: the other one is new
+    with pytest.raises(settings.OtherProcessError, match="another process ended"), settings.shared_with(1, tell, "theirs"):
         pytest.fail("the block runs only where all processes are connected")
-    assert processes.rank_and_world() == (0, 1) and not multiprocessing.active_children()
+    assert settings.rank_and_world() == (0, 1) and not multiprocessing.active_children()

@@ -13,8 +13,7 @@ import vitrel
 from vitrel.evaluate import rescue as module
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import load_checkpoint, trained_model
-from vitrel.evaluate.policies import in_force
+from vitrel.evaluate.models import in_force, load_checkpoint, trained_model
 from vitrel.evaluate.rescue import (
     SCALING,
     TEMPERATURES,

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 import vitrel.evaluate
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, results, run
+from vitrel.evaluate.metrics import read_predictions
 from vitrel.evaluate.models import trained_model
-from vitrel.evaluate.predictions import read_predictions
 from vitrel.evaluate.report import details_table, summary
 from vitrel.evaluate.report.answers import answers_of
 from vitrel.evaluate.results import (

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.predictions import NO_CLASS, Predicted
+from vitrel.evaluate.metrics import NO_CLASS, Predicted
 
 
 def predicted(classes, hits, n=10):

@@ -40,15 +40,13 @@ from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
-from vitrel.evaluate.metrics import Z95, t_interval
+from vitrel.evaluate.metrics import Z95, Predicted, read_predictions, t_interval
 from vitrel.evaluate.models import Trained
-from vitrel.evaluate.predictions import read_predictions
-from vitrel.evaluate.processes import shared_with
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.report.answers import paired_difference
 from vitrel.evaluate.results import aggregate, as_text, line_key, read_csv, top1_interval
 from vitrel.evaluate.run import evaluate_rows, run_sweep
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.settings import Row, Sweep, shared_with
 from vitrel.exits import reported, terminable
 from vitrel.files import atomic_write
 from vitrel.sizes import format_size

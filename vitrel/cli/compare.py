@@ -172,9 +172,9 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool 
     contain photographs of the data.
     """
     from vitrel.evaluate.compare import evaluate_share, trained_models
-    from vitrel.evaluate.processes import shared_with
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import run_sweep
+    from vitrel.evaluate.settings import shared_with
     from vitrel.train.several import train_all
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     check_data(args.data)
     if args.rescue and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--rescue runs in one process: leave it out, or start without torchrun")
-    from vitrel.evaluate.processes import OtherProcessError, joined
+    from vitrel.evaluate.settings import OtherProcessError, joined
 
     try:
         with joined():
@@ -97,10 +97,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from vitrel.evaluate.models import read_class_indices
-    from vitrel.evaluate.processes import rank_and_world
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
-    from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep
+    from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep, rank_and_world
 
     sizes, protocols = tuple(args.size), tuple(args.protocols or DEFAULT_PROTOCOLS)
     policies = tuple(args.policies) if args.policies else None

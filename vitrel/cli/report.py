@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the report and print its path, or with two folders write and print the comparison."""
     if args.other is not None:
-        from vitrel.evaluate.pairs import write_comparison
+        from vitrel.evaluate.report import write_comparison
 
         print(write_comparison(args.folder, args.other, args.out or args.folder))
         return
     if args.out is not None:
         raise ValueError("--out is for the comparison of two evaluations: give a second folder, or leave --out out")
-    from vitrel.evaluate.report.html import write_html
+    from vitrel.evaluate.report.files import write_html
 
     print(write_html(args.folder, args.title, args.images))

@@ -1,10 +1,10 @@
 """Evaluation of trained classifiers at many image sizes: accuracy, cost, and which parameters were resampled.
 
 `vitrel.evaluate.at_sizes` does it in one call. Each module imports only modules listed before it: settings (the options of an
-evaluation), models (loading trained models), policies (rules for other sizes), images, metrics, processes, measure (tasks, and
-one task measured as a row), results (the output folder and its tables), rescue (settings that help at other sizes, found
-without labels), report (verdicts, plots, report.html), run (a whole evaluation), compare (training and evaluating several
-models and seeds); pairs compares two output folders row by row, image by image.
+evaluation, and its processes), models (loading trained models, policies for other sizes), images, metrics (and predictions),
+measure (tasks, and one task measured as a row), results (the output folder and its tables), rescue (settings that help at other
+sizes, found without labels), report (answers, tables, claims, pictures, report.html), run (a whole evaluation), compare
+(training and evaluating several models and seeds).
 """
 
 from typing import Any

@@ -197,7 +197,7 @@ def variant(source: nn.Module, name: str, entry: Entry) -> nn.Module:
 
 
 def evaluate_share(comparison: Comparison, folder: Path) -> None:
-    """Evaluate the share of a process with rank 1 or higher; see `vitrel.evaluate.processes.shared_with`."""
+    """Evaluate the share of a process with rank 1 or higher; see `vitrel.evaluate.settings.shared_with`."""
     for _ in evaluate_rows(trained_models(comparison, folder), comparison.sweep):
         pass  # process 0 writes the rows
 

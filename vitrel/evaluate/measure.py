@@ -24,20 +24,19 @@ from torch import Tensor, nn
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
 from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory, share_of
-from vitrel.evaluate.metrics import Tally, state_hash
-from vitrel.evaluate.models import Trained, class_outputs
-from vitrel.evaluate.policies import (
+from vitrel.evaluate.metrics import Answers, Predicted, Tally, class_of_output, predicted_by, state_hash
+from vitrel.evaluate.models import (
+    Trained,
     at_size_with,
     brought_to,
+    class_outputs,
     native_columns,
     policies_at,
     policies_of,
     sample_shapes,
     static_columns,
 )
-from vitrel.evaluate.predictions import Answers, Predicted, class_of_output, predicted_by
-from vitrel.evaluate.processes import on_all, rank_and_world
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
 from vitrel.files import shown
 from vitrel.inspect.attention import attention_statistics_of
 from vitrel.sizes import Budget, Size, format_size

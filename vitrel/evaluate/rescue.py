@@ -31,8 +31,7 @@ from vitrel.cpu.optimize import optimize, restore
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import Runner, Task, classes_of, line_columns, sizes_of
 from vitrel.evaluate.metrics import mcnemar, paired_interval, wilson
-from vitrel.evaluate.models import Trained
-from vitrel.evaluate.policies import WINDOW_POLICIES, at_size_with, in_force, policies_at
+from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, in_force, policies_at
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.files import atomic_write, guarded, shown, write_cells
 from vitrel.layers import Attention
@@ -332,7 +331,7 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     options: dict[str, Any] = dict(setting.options)
     first = "model = vitrel.from_timm(model); " if converted else ""
     if setting.policy.partition("+")[0] in WINDOW_POLICIES:
-        return f"{first}vitrel.evaluate.policies.in_force(model, {setting.policy!r}, {tuple(size)}, {options})  # a with"
+        return f"{first}vitrel.evaluate.models.in_force(model, {setting.policy!r}, {tuple(size)}, {options})  # a with"
     if setting.policy != start.policy:
         options["resize"] = setting.policy
     if trained.path.is_file():

@@ -25,12 +25,9 @@ import torchvision
 
 from vitrel.data import SHAPES, Reading, class_names
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
-from vitrel.evaluate.metrics import t_interval, wilson
-from vitrel.evaluate.policies import WINDOW_POLICIES, policy_parts
-from vitrel.evaluate.predictions import FILE as PREDICTIONS
-from vitrel.evaluate.predictions import read_predictions, write_predictions
-from vitrel.evaluate.processes import rank_and_world
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.metrics import PREDICTIONS, read_predictions, t_interval, wilson, write_predictions
+from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
+from vitrel.evaluate.settings import Row, Sweep, rank_and_world
 from vitrel.extras import optional_import
 from vitrel.files import atomic_write, commit, guarded, shown, unguarded, write_cells
 from vitrel.sizes import format_size, parse_size

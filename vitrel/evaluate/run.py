@@ -17,7 +17,6 @@ from vitrel.evaluate.images import Images, Source, check_data, out_of_memory, so
 from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
-from vitrel.evaluate.processes import on_all, rank_and_world
 from vitrel.evaluate.report import Claim, judge, markdown, summary, table_page
 from vitrel.evaluate.report.answers import Answer, answers_of, difference_in
 from vitrel.evaluate.rescue import write_rescue
@@ -36,7 +35,7 @@ from vitrel.evaluate.results import (
     settings_columns,
     with_curves,
 )
-from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
 from vitrel.extras import optional_import
 from vitrel.files import atomic_write, shown
 from vitrel.inspect.any_model import evaluating
@@ -160,7 +159,7 @@ def run_sweep(
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
                 # imported here, because the page needs plotly
-                from vitrel.evaluate.report.html import write_html
+                from vitrel.evaluate.report.files import write_html
                 from vitrel.evaluate.report.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
@@ -354,7 +353,7 @@ def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]
     with atomic_write(folder / "table.md") as part:
         part.write_text(table_page(rows, title or shown(folder.name), answers), "utf-8")
     print(f"\n{summary(rows, answers)}", flush=True)
-    from vitrel.evaluate.report.plots import plot_all  # brings matplotlib: only where a folder is written
+    from vitrel.evaluate.report.files import plot_all  # brings matplotlib: only where a folder is written
 
     plot_all(rows, folder / "plots", title)
     if claims:

@@ -7,8 +7,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.predictions import predicted
-from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.predictions import write_predictions
+from vitrel.evaluate.metrics import difference_interval, write_predictions
 from vitrel.evaluate.report import summary
 from vitrel.evaluate.report.answers import NEAR, answers, answers_of, difference, multiply_adds, pixels
 from vitrel.evaluate.results import COLUMNS, line_key, read_csv

@@ -5,9 +5,9 @@ import pytest
 
 from helpers import ROOT
 from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.predictions import Predicted, Predictions
-from vitrel.evaluate.report import mistakes
-from vitrel.evaluate.report.mistakes import changed_images, confusions
+from vitrel.evaluate.metrics import Predicted, Predictions
+from vitrel.evaluate.report import pictures
+from vitrel.evaluate.report.pictures import changed_images, confusions
 from vitrel.evaluate.results import aggregate, line_key, protocol_names, read_csv
 
 LABELS = [0, 0, 0, 1, 1, 2]
@@ -50,7 +50,7 @@ def test_images_whose_prediction_changes_are_those_first_that_were_right(some, m
     (one,) = changed_images(some, found)
     assert (one["sizes"], one["changed"], one["of"]) == (["64x64", "96x96"], 3, 5)
     assert [(item["image"], item["predicted"]) for item in one["images"]] == [(1, [0, 1]), (4, [1, 0]), (2, [2, 1])]
-    monkeypatch.setattr(mistakes, "CHANGED", 1)
+    monkeypatch.setattr(pictures, "CHANGED", 1)
     (short,) = changed_images(some, found)
     assert short["changed"] == 3 and [item["image"] for item in short["images"]] == [1]
 

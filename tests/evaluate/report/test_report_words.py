@@ -8,8 +8,7 @@ import pytest
 
 from helpers import ROOT
 from vitrel.evaluate.images import ImageList
-from vitrel.evaluate.metrics import paired_interval
-from vitrel.evaluate.predictions import Predicted, Predictions
+from vitrel.evaluate.metrics import Predicted, Predictions, paired_interval
 from vitrel.evaluate.report import accuracy_tables, details_table, judge, markdown, read_claim, table_page
 from vitrel.evaluate.report.answers import paired_difference
 from vitrel.evaluate.results import aggregate, curves, line_key, read_csv

@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrel.evaluate.metrics import difference_interval
-from vitrel.evaluate.predictions import Predictions, compare_pairs, over_seeds, read_predictions
+from vitrel.evaluate.metrics import Predictions, compare_pairs, difference_interval, over_seeds, read_predictions
 from vitrel.evaluate.rescue import rescue_lines
 from vitrel.evaluate.results import aggregate, as_text, by_area, line_key
 from vitrel.evaluate.settings import Row

@@ -1,4 +1,4 @@
-"""report.html, the report of an evaluation folder as one file that works offline, and report.json with its figures' numbers.
+"""The files of a report: report.html, one page that works offline, report.json with its figures' numbers, and plots as PNG.
 
 Maps of position and attention come from pictures.json.gz (`vitrel.evaluate.report.pictures`), confusions from predictions.npz.
 """
@@ -6,25 +6,24 @@ Maps of position and attention come from pictures.json.gz (`vitrel.evaluate.repo
 import base64
 import gzip
 import json
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from timm.data import ImageNetInfo
 
-from vitrel.evaluate.metrics import t_interval
-from vitrel.evaluate.predictions import Predictions, read_predictions
+from vitrel.evaluate.metrics import Predictions, read_predictions, t_interval
 from vitrel.evaluate.report import DETAILS
 from vitrel.evaluate.report.answers import Answer, answers_of, stretches
-from vitrel.evaluate.report.figures import figures
-from vitrel.evaluate.report.mistakes import PLACE, Place, changed_images, confusions, place_of
-from vitrel.evaluate.report.pictures import read_pictures, without_images
+from vitrel.evaluate.report.pictures import PLACE, Place, changed_images, confusions, place_of, read_pictures, without_images
 from vitrel.evaluate.results import (
     COLUMNS,
     aggregate,
@@ -43,7 +42,10 @@ from vitrel.sizes import parse_size
 
 with optional_import():
     import pandas as pd
-    from plotly.offline import get_plotlyjs
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
 
 SCRIPTS = ("base", "rows", "protocols", "curves", "mistakes", "lattices", "similarity", "attention", "lines", "print", "start")
 
@@ -92,6 +94,9 @@ def write_html(folder: Path, title: str = "", images: bool = True, answers: Sequ
     title: default the folder's name. images: whether the page may contain photographs of the data. answers: default
     `answers_of` the folder. FileNotFoundError without results.csv, ValueError where it has no rows or lacks columns.
     """
+    with optional_import():
+        from plotly.offline import get_plotlyjs  # plots and report.json do without it
+
     folder = Path(folder)
     if not (folder / "results.csv").is_file():
         raise FileNotFoundError(f"no results.csv in {folder}: give the folder of an evaluation, such as runs/quickstart")
@@ -317,3 +322,246 @@ def _translation(lines: Sequence[Row], protocol_of: Callable[[Row], str]) -> lis
 def _named(place: Place) -> Row:
     """A place as {column: value}."""
     return dict(zip(PLACE, place, strict=True))
+
+
+Item = dict[str, Any]
+SIDE = {"name": "image side, sqrt(height * width)", "unit": "px", "scale": "log"}
+# figures whose numbers are stored in pictures.json.gz: title, axes, unit
+RECORDED = {
+    "lattices": ("Position bias of the logits, by offset", "head, offset down, offset right, in tokens", "logit"),
+    "similar": ("Cosine similarity of the position embeddings added to tokens", "query patch, patch, row by row", "cosine"),
+    "maps": ("Attention of a patch", "query, head, key, in tokens", "attention weight"),
+}
+
+
+def figures(data: Mapping[str, Any]) -> list[Item]:
+    """Return the figures of a report as JSON values; data: of `contents`.
+
+    A figure has id, title, x and y ({name, unit, scale}) and series ({name, x, y, and further values of each point, such as
+    img_size, low and high}); missing numbers are None. Figures drawn from pictures.json.gz have `source`, `entries` (their part
+    of that file) and `axes` instead.
+    """
+    by_protocol = []
+    for protocol in data["protocols"]:
+        for metric in data["metrics"]:
+            by_protocol.append(_against_resolution(data, protocol, metric))
+        by_protocol.append(_against_throughput(data, protocol))
+    return [*by_protocol, *_translated(data), *_class_figure(data), *_confusions(data), *_recorded()]
+
+
+def _recorded() -> Iterator[Item]:
+    for entries, (title, axes, unit) in RECORDED.items():
+        source = {"source": "pictures.json.gz", "entries": f"models[].{entries}[]", "axes": axes}
+        yield {"id": entries, "title": title, "unit": unit} | source
+
+
+def _item(name: str, title: str, x: Item, y: Item, series: Sequence[Item], data: Mapping[str, Any]) -> Item:
+    return {"id": name, "title": f"{title}, {data['data']}", "x": x, "y": y, "series": list(series)}
+
+
+def _axis(name: str, unit: str, log: bool = False) -> Item:
+    return {"name": name, "unit": unit, "scale": "log" if log else "linear"}
+
+
+def _curves_in(data: Mapping[str, Any], protocol: str) -> Iterator[tuple[Item, list[Item]]]:
+    """Yield ({name, label, policy}, its rows in `protocol`) of every curve with such rows; data: see `figures`."""
+    for curve in data["curves"]:
+        rows = [data["rows"][index] for index in curve["rows"]]
+        if in_protocol := [row for row in rows if row["protocol"] == protocol]:
+            yield {"name": curve["name"], "label": curve["label"], "policy": curve["policy"]}, in_protocol
+
+
+def _against_resolution(data: Mapping[str, Any], protocol: str, metric: Mapping[str, Any]) -> Item:
+    key, series = metric["key"], []
+    for curve, rows in _curves_in(data, protocol):
+        intervals = [row["intervals"].get(key, [None, None]) for row in rows]
+        points = {"img_size": [row["img_size"] for row in rows], "x": [round(_side(row["img_size"]), 3) for row in rows]}
+        points |= {"y": [row[key] for row in rows]}
+        series.append(curve | points | {"low": [low for low, _ in intervals], "high": [high for _, high in intervals]})
+    title = f"{metric['name']} against resolution, {protocol} protocol"
+    return _item(f"{key} {protocol}", title, SIDE, _axis(metric["name"], metric["unit"], metric["log"]), series, data)
+
+
+def _against_throughput(data: Mapping[str, Any], protocol: str) -> Item:
+    series = []
+    for curve, rows in _curves_in(data, protocol):
+        points = {"img_size": [row["img_size"] for row in rows], "x": [row["infer_samples_per_sec"] for row in rows]}
+        series.append(curve | points | {"y": [row["top1"] for row in rows]})
+    x, y = _axis("throughput", "images/s", True), _axis("top-1", "%")
+    return _item(f"throughput and accuracy {protocol}", f"top-1 against throughput, {protocol} protocol", x, y, series, data)
+
+
+def _translated(data: Mapping[str, Any]) -> Iterator[Item]:
+    for size, protocol in dict.fromkeys((line["img_size"], line["protocol"]) for line in data["translation"]):
+        here = [line for line in data["translation"] if (line["img_size"], line["protocol"]) == (size, protocol)]
+        series = []
+        for label, policy in dict.fromkeys((line["label"], line["policy"]) for line in here):
+            lines = sorted(
+                (line for line in here if (line["label"], line["policy"]) == (label, policy)), key=itemgetter("translation")
+            )
+            points = {"x": [line["translation"] for line in lines], "y": [line["top1"] for line in lines]}
+            points |= {"low": [line["low"] for line in lines], "high": [line["high"] for line in lines]}
+            series.append({"name": f"{label}, {policy}", "label": label, "policy": policy} | points)
+        x, y = _axis("translated down and right", "px"), _axis("top-1", "%")
+        title = f"top-1 with the content translated, {size}, {protocol} protocol"
+        yield _item(f"translation {size} {protocol}", title, x, y, series, data)
+
+
+def _class_figure(data: Mapping[str, Any]) -> Iterator[Item]:
+    """Yield one figure, top-1 in percent of every class, with a series per row; nothing without predictions."""
+    if data["classes"] is None:
+        return
+    series, names = [], data["classes"]["names"]
+    n: list[int] = []
+    for row in data["classes"]["rows"]:
+        n = row["n"] or n
+        top1 = [round(100 * hits / count, 4) if count else None for hits, count in zip(row["hits"], n, strict=True)]
+        keys = {key: row[key] for key in ("label", "policy", "protocol", "img_size")}
+        series.append({"name": " ".join(keys.values())} | keys | {"x": names, "y": top1, "n": n})
+    yield _item("classes", "top-1 of every class", _axis("class", ""), _axis("top-1", "%"), series, data)
+
+
+def _confusions(data: Mapping[str, Any]) -> Iterator[Item]:
+    """Yield a figure for every model and protocol: numbers of images of its most frequent confusions, by size and policy."""
+    for item in data["confusions"]:
+        points = {"x": [[data["predicted"][index] for index in pair] for pair in item["pairs"]], "of": item["of"]}
+        series = [points | {"name": f"{row['img_size']} {row['policy']}", "y": row["counts"]} for row in item["rows"]]
+        title = f"Most frequent confusions of classes: {item['label']}, {item['protocol']} protocol"
+        x, y = _axis("class, predicted class", ""), _axis("images", "")
+        yield _item(f"confusions {item['label']} {item['protocol']}", title, x, y, series, data)
+
+
+# Okabe and Ito's palette, safe for colour-blind readers; markers and dashes distinguish the curves without colour
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("-", "--", ":", "-.")
+FILLS = {"wide": {"markerfacecolor": "white"}, "tall": {"fillstyle": "left", "markerfacecoloralt": "white"}}
+
+
+def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
+    """Write accuracy.png, throughput.png and tradeoff.png into `folder`, which is created, and return their paths.
+
+    accuracy.png has a panel per protocol; the other two show only the first protocol.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    table = aggregate(rows)
+    accuracy = _panels(table, "top1", "top-1 accuracy (%)", title)
+    first = table[table["protocol"] == table["protocol"].iloc[0]]
+    throughput = _panels(first, "infer_samples_per_sec", f"throughput (images/s, {first['device'].iloc[0]})", title)
+    paths = [folder / f"{name}.png" for name in ("accuracy", "throughput", "tradeoff")]
+    for figure, path in zip((accuracy, throughput, _tradeoff(first, title)), paths, strict=True):
+        with atomic_write(path) as part:
+            figure.savefig(part, dpi=150, bbox_inches="tight", format="png")
+    return paths
+
+
+def _panels(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure:
+    """A panel per protocol of a column against image side, with a common legend."""
+    protocols = list(table["protocol"].unique())
+    first = table[table["protocol"] == protocols[0]]
+    # not through pyplot, which would open windows or choose a backend for the whole program
+    legend_rows = -(-sum(1 for _ in curves(first)) // 4)
+    height = 4.4 + 0.2 * max(0, legend_rows - 3)  # a long legend would otherwise shrink the panels
+    figure = Figure(figsize=(1.5 + 5.2 * len(protocols), height), layout="constrained")
+    panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
+    for axes, protocol in zip(panels[0], protocols, strict=True):
+        panel(axes, table[table["protocol"] == protocol], column)
+        if column == "top1":
+            axes.set_title(f"{protocol} protocol", fontsize=11)
+        else:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    panels[0][0].set_ylabel(ylabel)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, max(2, len(labels) // 2)), frameon=False, fontsize=9
+    )
+    figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def _tradeoff(table: pd.DataFrame, title: str) -> Figure:
+    """Top-1 against throughput: a point per row of one protocol, annotated with its size."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
+    drawn = list(curves(table))
+    for index, (label, policy, rows) in enumerate(drawn):
+        rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        name = label if policy == "none" else f"{label}, {policy}"
+        speed, top1 = rows["infer_samples_per_sec"], rows["top1"]
+        axes.plot(speed, top1, color=colour, marker=marker, markersize=5, linewidth=0.8, label=name)
+        for at, size in zip(zip(speed, top1, strict=True), rows["img_size"], strict=True):
+            text = size.split("x")[0] if _shape(size) == "square" else size
+            offset = (0, 5) if index % 2 == 0 else (0, -12)
+            axes.annotate(text, at, offset, textcoords="offset points", ha="center", fontsize=7, color=colour)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    axes.set_xlabel(f"throughput (images/s, {table['device'].iloc[0]})")
+    axes.set_ylabel("top-1 accuracy (%)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=min(3, len(drawn)), frameon=False, fontsize=8)
+    figure.suptitle(
+        f"{title}: accuracy against throughput, {table['protocol'].iloc[0]} protocol".removeprefix(": "), fontsize=11
+    )
+    return figure
+
+
+def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
+    """Draw a column of an aggregated table of one protocol against image side: a curve per model and policy."""
+    drawn = list(curves(table))
+    labels = list(dict.fromkeys(label for label, _, _ in drawn))
+    for index, (label, policy, rows) in enumerate(drawn):
+        label_index = labels.index(label)
+        dash = DASHES[[other for name, other, _ in drawn if name == label].index(policy) % len(DASHES)]
+        style = {"color": COLOURS[label_index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+        line = {"linestyle": dash, "linewidth": 1.5, "capsize": 2}
+        name = label if policy == "none" else f"{label}, {policy}"
+        # error bars of different curves are drawn side by side, close enough to tell sizes apart
+        step = min(0.012, 0.15 / len(drawn))
+        dodge = 2 ** (step * (index - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
+        _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, dodge, {**style, **line, "label": name})
+        for shape, fill in FILLS.items():
+            _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, dodge, {**style, "linestyle": "none", **fill})
+    for size in table["train_size"].unique():
+        axes.axvline(_side(size), color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        axes.annotate(
+            "trained", (_side(size), 1.0), (3, -2), xycoords=("data", "axes fraction"),
+            textcoords="offset points", va="top", fontsize=8, color="0.4",
+        )  # fmt: skip
+    _sizes_axis(axes, list(table["img_size"].unique()))
+
+
+def _errorbar(axes: Axes, rows: pd.DataFrame, column: str, dodge: float, style: dict) -> None:
+    rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
+    at = rows["img_size"].map(_side) * dodge
+    spread = [rows[column] - rows["low"], rows["high"] - rows[column]] if column == "top1" else None
+    axes.errorbar(at, rows[column], yerr=spread, elinewidth=0.8, **style)
+
+
+def _sizes_axis(axes: Axes, sizes: list[str]) -> None:
+    shapes = {shape: [size for size in sizes if _shape(size) == shape] for shape in ("square", "wide", "tall")}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([_side(size) for size in shapes["square"]], [str(parse_size(size)[0]) for size in shapes["square"]])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    notes = [
+        f"{words}: {', '.join(shapes[shape])}"
+        for shape, words in (("wide", "hollow"), ("tall", "half filled"))
+        if shapes[shape]
+    ]
+    axes.set_xlabel("image side (px)" + (f", √(h·w) of non-square ({'; '.join(notes)})" if notes else ""))
+
+
+def _side(size: str) -> float:
+    """Side in pixels of the square with the area of a size."""
+    return math.sqrt(math.prod(parse_size(size)))
+
+
+def _shape(size: str) -> str:
+    height, width = parse_size(size)
+    return "square" if height == width else "wide" if width > height else "tall"
