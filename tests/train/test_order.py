@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from vitrel.data import Shapes
-from vitrel.data.base import Draw
 from vitrel.data.stream import Batch
 from vitrel.train.order import EpochOrder, Filled, Plan, evaluation_batches
 

@@ -40,7 +40,7 @@ from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
-from vitrel.evaluate.metrics import Z95, Predicted, read_predictions, t_interval
+from vitrel.evaluate.metrics import Z95, read_predictions, t_interval
 from vitrel.evaluate.models import Trained
 from vitrel.evaluate.report import markdown
 from vitrel.evaluate.report.answers import paired_difference
