@@ -44,7 +44,7 @@ OPTIONS = {
     "windows": ("vit", WINDOWED | dict(block_args=dict(window=(3, 4)))),
     "windows and global": ("vit", WINDOWED | dict(position="table", block_args=dict(window=4, global_blocks=(1,)))),
     "shared": ("vit", dict(position="absolute+table", share_position=True)),
-    "temperature": ("vit", dict(position="table", position_args=dict(logit_scale="log_n"))),
+    "temperature": ("vit", dict(position="table", position_args=dict(temperature="log_n"))),
     "average": ("vit", dict(position="table", class_token=False, global_pool="avg", qkv_bias=False)),
     "no classifier": ("vit", dict(position="table", num_classes=0, global_pool="")),
     "dropout": ("vit", dict(position="table", drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)),

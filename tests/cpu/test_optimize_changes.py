@@ -85,7 +85,7 @@ def test_a_fading_embedding_is_seen():
 
 
 def test_draws_of_training_are_not_kept():
-    plain, model = twins(small("vit", position="rope_axial", position_args=dict(jitter=2.0, shift=3.0)))
+    plain, model = twins(small("vit", position="rope_axial", position_args=dict(jitter_coords=2.0, shift_coords=3.0)))
     image = picture()
     check(plain, model, image)
     with torch.no_grad():
@@ -312,7 +312,7 @@ def test_wrapped_projections(trunk, key):
 
 
 def test_a_temperature_switches_nothing_off():
-    plain, model = twins(small("vit", position="table", position_args={"logit_scale": "log_n"}), linears="onednn")
+    plain, model = twins(small("vit", position="table", position_args={"temperature": "log_n"}), linears="onednn")
     check(plain, model, picture(1, (40, 88)))
     with torch.no_grad():
         assert uses_onednn(lambda: model.blocks[0](torch.randn(1, 65, model.embed_dim), vitrel.Grid(8, 8, 1)))

@@ -63,7 +63,7 @@ def test_several_data_sets_are_a_comparison_each_with_what_differs_there(load):
 
 
 def test_an_entry_may_have_the_weights_of_another(load):
-    aid = {"name": "vitrel_vit_n8_table", "label": "aid", "model_args": {"position_args": {"logit_scale": "log_n"}}}
+    aid = {"name": "vitrel_vit_n8_table", "label": "aid", "model_args": {"position_args": {"temperature": "log_n"}}}
     found = load(models=["vitrel_vit_n8_table", aid | {"weights_of": "vitrel_vit_n8_table"}])
     assert [entry.weights_of for entry in found.entries] == [None, "vitrel_vit_n8_table"]
     with pytest.raises(ValueError, match="aid has weights_of: table, but no vitrel_vit_n8_table with that label is trained"):

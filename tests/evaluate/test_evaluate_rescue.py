@@ -73,7 +73,7 @@ def test_no_image_is_tuned_on_and_judged_on(n):
 
 
 def test_a_setting_is_taken_where_it_is_better_by_more_than_noise():
-    start, other, third = (Setting("none", (("logit_scale", value),)) for value in (1.0, 2.0, 3.0))
+    start, other, third = (Setting("none", (("temperature", value),)) for value in (1.0, 2.0, 3.0))
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert chosen({start: noise, other: noise + 0.5 + 0.1 * noise.flip(0), third: noise - 1})[0] == other
     found, z, needed = chosen({start: noise, other: noise.flip(0) + 0.01})
@@ -84,7 +84,7 @@ def test_a_setting_is_taken_where_it_is_better_by_more_than_noise():
 
 def test_the_search_keeps_the_best_value_of_every_option_and_its_bound():
     steps = steps_at(model_of(), (64, 64))
-    best = Setting("none", (("logit_scale", 2.0), ("scaling", "linear"), ("scaling_strength", 1.25)))
+    best = Setting("none", (("scaling", "linear"), ("scaling_strength", 1.25), ("temperature", 2.0)))
 
     def scores(settings):
         return [
@@ -103,14 +103,14 @@ def test_what_there_is_to_try():
         tried = {setting for step in steps_at(model, size) for setting in step(start)}
         return {name for setting in tried for name, _ in setting.options} | {one.policy for one in tried}
 
-    assert names(model_of(), (64, 64)) == {"none", "scaling", "scaling_strength", "yarn_turns", "logit_scale"}
-    assert names(model_of(), (16, 16)) == {"none", "logit_scale"}  # a smaller grid changes no frequency
+    assert names(model_of(), (64, 64)) == {"none", "scaling", "scaling_strength", "yarn_turns", "temperature"}
+    assert names(model_of(), (16, 16)) == {"none", "temperature"}  # a smaller grid changes no frequency
     assert steps_at(model_of(), (32, 32)) == []
-    assert names(model_of("vitrel_vit_n8_table"), (64, 64)) == {"geometric", "clip", "bicubic", "logit_scale"}
+    assert names(model_of("vitrel_vit_n8_table"), (64, 64)) == {"geometric", "clip", "bicubic", "temperature"}
     counted = model_of(position_args={"reference": 4})  # positions on a grid that does not grow
-    assert names(counted, (64, 64)) == {"none", "logit_scale"}
+    assert names(counted, (64, 64)) == {"none", "temperature"}
     swin = timm.create_model("vitrel_swin_n_rope_mixed", img_size=64)
-    assert "logit_scale" not in names(swin, (96, 96))  # in a window the number of keys stays
+    assert "temperature" not in names(swin, (96, 96))  # in a window the number of keys stays
 
 
 def test_nothing_changes_at_the_training_size_and_afterwards():
@@ -121,7 +121,7 @@ def test_nothing_changes_at_the_training_size_and_afterwards():
         different = 0
         for scaling in SCALING:
             for value in TEMPERATURES:
-                options = {**scaling, "logit_scale": value}
+                options = {**scaling, "temperature": value}
                 with in_force(model, "none", (64, 64), options):
                     assert torch.equal(model(native), before[0])
                     different += not torch.equal(model(larger), before[1])
@@ -177,8 +177,8 @@ def test_a_setting_that_restores_the_prediction_is_found(monkeypatch):
     ("name", "setting"),
     [
         (ROPE, Setting("none", (("scaling", "yarn"), ("scaling_strength", 0.5), ("yarn_turns", (0.25, 1.0))))),
-        (ROPE, Setting("none", (("logit_scale", 1.0),))),
-        ("vitrel_vit_n8_table", Setting("clip", (("logit_scale", "log_n"),))),
+        (ROPE, Setting("none", (("temperature", 1.0),))),
+        ("vitrel_vit_n8_table", Setting("clip", (("temperature", "log_n"),))),
     ],
 )
 def test_the_code_applies_the_setting(tmp_path, name, setting):
@@ -221,7 +221,7 @@ def test_timm_models_are_converted():
 
 def test_options_that_cannot_be_switched_are_refused_and_nothing_is_changed():
     model = model_of()
-    for options in ({"resize": "clip"}, {"scaling": "pi"}, {"base": 3.0}, {"logit_scale": -1}, {"scaling_strength": 0}):
+    for options in ({"resize": "clip"}, {"scaling": "pi"}, {"base": 3.0}, {"temperature": -1}, {"scaling_strength": 0}):
         with pytest.raises(ValueError, match=next(iter(options)).partition("_")[0]):
             model.set_position_options(scaling="linear", **options) if "scaling" not in options else model.set_position_options(
                 **options

@@ -11,8 +11,8 @@ from vitrel.position import Terms
 from vitrel.position.terms import Table
 
 MORE = [
-    ("table", {"logit_scale": "log_n"}),
-    ("rope_mixed", {"logit_scale": "log_n"}),
+    ("table", {"temperature": "log_n"}),
+    ("rope_mixed", {"temperature": "log_n"}),
     ("absolute+rope_mixed", {}),
     ("sincos+decomposed", {}),
 ]
@@ -70,7 +70,7 @@ def test_logits_of_the_whole(key, options, prefix):
 
 
 def test_what_is_no_row_of_a_token_stays():
-    encoding = perturbed(make("transformer_xl", Grid(4, 5), logit_scale="log_n"))
+    encoding = perturbed(make("transformer_xl", Grid(4, 5), temperature="log_n"))
     whole = encoding(Grid(6, 7))
     terms = crop_terms(whole, Crop(Grid(6, 7), (1, 1), 2, 3))
     assert terms.temperature is whole.temperature and terms.query_bias is whole.query_bias

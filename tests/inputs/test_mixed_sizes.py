@@ -69,7 +69,7 @@ def test_other_trunks(trunk):
 
 def test_swin_v2_and_a_temperature():
     check(build("vitrel_swinv2_n", version=2))
-    check(build("vitrel_vit_n8_table", position_args=dict(logit_scale="log_n")))
+    check(build("vitrel_vit_n8_table", position_args=dict(temperature="log_n")))
 
 
 @pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n"])

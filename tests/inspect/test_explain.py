@@ -55,13 +55,13 @@ def with_tokens(q, k, v, terms):
     return q + rows, k + rows, v + rows
 
 
-@pytest.mark.parametrize("logit_scale", ["none", "log_n"])
+@pytest.mark.parametrize("temperature", ["none", "log_n"])
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("key", [*KEYS, *COMPOSED])
-def test_the_steps_are_attention(key, prefix, logit_scale):
+def test_the_steps_are_attention(key, prefix, temperature):
     """On a grid other than the trained one, with every term far from zero; each step from the one before."""
     trained, grid = Grid(2, 4, prefix), Grid(3, 4, prefix)
-    encoding = perturbed(create_position(key, trained, HEADS, WIDTH, logit_scale=logit_scale, dtype=torch.float64).eval())
+    encoding = perturbed(create_position(key, trained, HEADS, WIDTH, temperature=temperature, dtype=torch.float64).eval())
     terms, (q, k, v) = encoding(grid), inputs(grid)
     for name, mask in masks(grid.tokens).items():
         seen = explain(q, k, v, encoding, grid, mask=mask)
@@ -82,7 +82,7 @@ def test_the_steps_are_attention(key, prefix, logit_scale):
         plain = Terms(scale=terms.scale)
         close(seen.output_without, attention(q, k, v, plain, grid, mask, backend="reference"))
         close(seen.weights_without, attention(q, k, eye, plain, grid, mask, backend="reference"))
-        assert ("temperature" in seen.added) == (logit_scale == "log_n")
+        assert ("temperature" in seen.added) == (temperature == "log_n")
         if name == "bool":
             assert not seen.weights[:, 1].any() and not seen.output[:, 1].any()
             assert "sees no key: its weights and output are 0" in str(explain(q, k, v, encoding, grid, 1, mask, 0))
@@ -336,7 +336,7 @@ def test_what_is_of_another_kind(options, error):
 
 
 def test_an_encoding_in_training_is_explained_as_it_evaluates():
-    encoding = create_position("rope_axial", (1, 5), 1, 4, rescale=4.0)  # which training draws
+    encoding = create_position("rope_axial", (1, 5), 1, 4, rescale_coords=4.0)  # which training draws
     given = {name: FIVE["inputs"][name] for name in "qkv"} | {"position": encoding}
     torch.testing.assert_close(explain(**given).weights, explain(**given).weights, rtol=0, atol=0)
     assert encoding.training

@@ -39,7 +39,7 @@ from vitrel.ops import BACKENDS
 TINY = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
 KEYS = [*IN_ATTENTION, "absolute", "sincos", "absolute+rope_mixed", "rope_mixed+table", "shaw+table", "sincos+deberta+alibi"]
 SCALED = [
-    ("table", dict(logit_scale="log_n")),
+    ("table", dict(temperature="log_n")),
     ("rope_axial", dict(scaling="yarn")),
     ("rope_mixed+fire", dict(scaling="ntk")),
 ]
@@ -163,7 +163,7 @@ def test_content_of_ours_is_the_layer_without_position(key):
     """The first layer of a model with the same weights and no position at all has these weights."""
     x = images(40, 48)
     for options in ({}, WINDOWED):
-        model = vit(key, position_args=dict(logit_scale="log_n"), **options)
+        model = vit(key, position_args=dict(temperature="log_n"), **options)
         bare = ViT(**TINY | options, position="none").eval()
         bare.load_state_dict({k: v for k, v in model.state_dict().items() if ".position." not in k})
         with_position, without = record(model, x)[0], record(bare, x)[0]

@@ -183,7 +183,7 @@ def test_a_smaller_table_is_read_as_trained():
 
 @pytest.mark.parametrize("position", ["table", "none", "rope_axial+alibi"])
 def test_the_temperature_is_that_of_the_terms(position):
-    how = dict(position=position, position_args={"logit_scale": "log_n"}, num_classes=2)
+    how = dict(position=position, position_args={"temperature": "log_n"}, num_classes=2)
     model = timm.create_model("vitrel_vit_n8_none", **how)
     for size in ((64, 64), (96, 200), (8, 8)):
         reported = resolution_report(model, size)

@@ -293,7 +293,7 @@ def test_compile_embeddings_in_two_graphs(name):
 @pytest.mark.slow
 def test_compile_with_a_temperature():
     """Pooled over all tokens: the class token of a single block would never meet the tables of offsets."""
-    options = dict(position="rope_mixed+table", position_args={"logit_scale": "log_n"}, depth=1, global_pool="avg")
+    options = dict(position="rope_mixed+table", position_args={"temperature": "log_n"}, depth=1, global_pool="avg")
     model = build("vitrel_vit_n8_none", **options)
     check_compiled(model, SIZES[:6:2])
 

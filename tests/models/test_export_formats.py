@@ -65,7 +65,7 @@ TOGETHER += [key for key in POSITIONS if all(key not in position.split("+") for 
 @pytest.mark.slow
 @pytest.mark.parametrize("position", TOGETHER)
 def test_onnx_of_every_encoding(position, tmp_path):
-    options = {"logit_scale": "log_n"} if "rope_mixed" in position else {}
+    options = {"temperature": "log_n"} if "rope_mixed" in position else {}
     check_onnx(shallow("vitrel_vit_n8_none", depth=1, position=position, position_args=options), tmp_path, SIZES[1:4])
 
 
@@ -161,7 +161,7 @@ def test_captured_graphs_are_of_one_device(name, options):
 
 HUB = {
     "absolute": ("vitrel_vit_n8_absolute", dict(img_size=(48, 64), reg_tokens=2)),
-    "table": ("vitrel_vit_n8_table", dict(img_size=(48, 64), position_args=dict(resize="clip", logit_scale="log_n"))),
+    "table": ("vitrel_vit_n8_table", dict(img_size=(48, 64), position_args=dict(resize="clip", temperature="log_n"))),
     "composition": ("vitrel_vit_n8_none", dict(position="absolute+rope_mixed", position_args=dict(base=50.0, scaling="ntk"))),
     "swin": ("vitrel_swin_n", dict(window_size=(4, 6), position="t5", position_args=dict(mode="sum"))),
     "swinv2": ("vitrel_swinv2_n", dict(position_args=dict(pretrained_window=(3, 3, 2)))),

@@ -79,9 +79,9 @@ def test_rope_scaling_acts_on_larger_grids_alone(key, scaling):
 def test_log_n_temperature(key):
     """The factor of the oracle at any grid, exactly 1 at the trained one, and no parameter renamed."""
     trained = Grid(4, 3, 1)
-    plain, scaled = (perturbed(make(key, trained, **o)) for o in ({}, {"logit_scale": "log_n"}))
+    plain, scaled = (perturbed(make(key, trained, **o)) for o in ({}, {"temperature": "log_n"}))
     scaled.load_state_dict(plain.state_dict())
-    assert scaled.logit_scale == "log_n" and plain.logit_scale == "none"
+    assert scaled.temperature == "log_n" and plain.temperature == "none"
     for grid in (trained, Grid(9, 7, 1), Grid(1, 1, 1)):
         a, b = plain(grid), scaled(grid=grid)
         assert a.scale == b.scale and a.temperature is None
@@ -93,7 +93,7 @@ def test_log_n_temperature(key):
 
 def test_log_n_scales_the_content_alone():
     grid = Grid(5, 6)
-    plain, scaled = make("table", Grid(3, 3)), make("table", Grid(3, 3), logit_scale="log_n")
+    plain, scaled = make("table", Grid(3, 3)), make("table", Grid(3, 3), temperature="log_n")
     scaled.load_state_dict(plain.state_dict())
     q, k, v = qkv(grid, dtype=torch.float32)
     factor = oracles.log_n(30, 9)
@@ -104,7 +104,7 @@ def test_log_n_scales_the_content_alone():
 
 
 def test_log_n_survives_copies_and_compositions():
-    both = create_position("rope_mixed+table", Grid(3, 3), 2, 8, logit_scale="log_n")
+    both = create_position("rope_mixed+table", Grid(3, 3), 2, 8, temperature="log_n")
     assert set(both.state_dict()) == set(create_position("rope_mixed+table", Grid(3, 3), 2, 8).state_dict())
     for other in (both, copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
         assert float(other(Grid(6, 6)).temperature) == pytest.approx(oracles.log_n(36, 9), rel=1e-6)
@@ -239,7 +239,7 @@ def test_initial_prefix_rows_of_cpb():
 def test_transformer_xl_under_a_temperature():
     """All of its logit is content, so the temperature scales all of it."""
     grid = Grid(5, 4, 1)
-    plain, scaled = (perturbed(make("transformer_xl", Grid(3, 3, 1), **o)) for o in ({}, {"logit_scale": "log_n"}))
+    plain, scaled = (perturbed(make("transformer_xl", Grid(3, 3, 1), **o)) for o in ({}, {"temperature": "log_n"}))
     scaled.load_state_dict(plain.state_dict())
     q, k, _ = qkv(grid, dtype=torch.float32)
     eye = torch.eye(grid.tokens).expand(2, 2, -1, -1)

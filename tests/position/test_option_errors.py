@@ -58,7 +58,7 @@ from vitrel import Grid, create_position
             dict(resize="linear"),
             r"'linear' is unknown to 'table\+cpb'; choose one of geometric, clip, bicubic",
         ),
-        ("table", dict(logit_scale="log"), "option logit_scale='log' is unknown; choose one of none, log_n"),
+        ("table", dict(temperature="log"), "option temperature='log' is unknown; choose one of none, log_n"),
     ],
 )
 def test_wrong_options(key, options, text):

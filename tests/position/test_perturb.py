@@ -17,8 +17,8 @@ from vitrel.position.resize import sample_embedding
 from vitrel.weights.record import position_record
 
 KEYS = ["absolute", "rope_axial", "rope_mixed", "rope_normalised"]
-ALL = dict(shift=0.7, jitter=1.3, rescale=1.5)
-NOTHING = dict(shift=0.0, jitter=1.0, rescale=1.0)  # draws, all of them zero
+ALL = dict(shift_coords=0.7, jitter_coords=1.3, rescale_coords=1.5)
+NOTHING = dict(shift_coords=0.0, jitter_coords=1.0, rescale_coords=1.0)  # draws, all of them zero
 
 
 def read(encoding, grid):
@@ -40,7 +40,7 @@ def largest(monkeypatch):
 def test_order_and_strength_of_the_draws(monkeypatch):
     draws = iter([[0.75, 0.25], [1.0, 0.0], [0.75]])  # of [0, 1): y and x shifted, y and x stretched, both rescaled
     monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.tensor(next(draws), **how).reshape(size))
-    out = perturb(torch.tensor([[1.0, 2.0]]), shift=2.0, jitter=4.0, rescale=9.0)
+    out = perturb(torch.tensor([[1.0, 2.0]]), shift_coords=2.0, jitter_coords=4.0, rescale_coords=9.0)
     torch.testing.assert_close(out, torch.tensor([[(1 + 1) * 4 * 3, (2 - 1) / 4 * 3]]))
 
 
@@ -106,13 +106,13 @@ def test_gradient_of_the_sampled_rows():
 
 
 def test_absolute_rows_move_by_whole_patches(largest):
-    encoding = make("absolute", Grid(3, 4, 1), shift=1.0)
+    encoding = make("absolute", Grid(3, 4, 1), shift_coords=1.0)
     prefix, rows = encoding.pos_embed[0, :1], encoding.pos_embed[0, 1:].view(3, 4, -1)
     expected = rows[[1, 2, 2]][:, [1, 2, 3, 3]].flatten(0, 1)  # each reads its neighbour, the last ones the edge
     assert torch.equal(encoding(Grid(3, 4, 1)).tokens, torch.cat((prefix, expected)))
 
 
-@pytest.mark.parametrize("option", ["jitter", "rescale"])
+@pytest.mark.parametrize("option", ["jitter_coords", "rescale_coords"])
 def test_absolute_rows_stretch_from_the_middle(largest, option):
     encoding = make("absolute", Grid(5, 3), **{option: 2.0})
     rows = encoding.pos_embed[0].view(5, 3, -1)
@@ -124,7 +124,7 @@ def test_rotations_move_in_patches(largest):
     """Angles of rope_axial and rope_mixed, at positions shifted by 0.5 and then stretched twofold."""
     grid = Grid(3, 4, 1)
     y, x = (2 * (grid.coordinates().float() + 0.5)).unbind(-1)
-    axial, mixed = (make(key, grid, dim=16, shift=0.5, jitter=2.0) for key in ("rope_axial", "rope_mixed"))
+    axial, mixed = (make(key, grid, dim=16, shift_coords=0.5, jitter_coords=2.0) for key in ("rope_axial", "rope_mixed"))
     theta = 100.0 ** (-torch.arange(4) / 4)
     angle = torch.cat((y[:, None] * theta, x[:, None] * theta), -1)
     torch.testing.assert_close(axial(grid).rotary[1][0, 1:], angle.sin(), atol=1e-5, rtol=1e-5)
@@ -178,9 +178,9 @@ def test_exported_for_evaluation_without_a_draw():
 
 
 def test_every_part_of_a_composition_takes_the_options():
-    both = create_position("absolute+rope_mixed+table", (4, 4), 2, 8, shift=0.5, resize="clip")
+    both = create_position("absolute+rope_mixed+table", (4, 4), 2, 8, shift_coords=0.5, resize="clip")
     parts = both.parts
-    assert {name: part.shift for name, part in parts.items()} == {"absolute": 0.5, "rope_mixed": 0.5, "table": None}
+    assert {name: part.shift_coords for name, part in parts.items()} == {"absolute": 0.5, "rope_mixed": 0.5, "table": None}
     assert (parts["table"].resize, parts["absolute"].resize) == ("clip", "bicubic")
 
 
@@ -212,13 +212,17 @@ def test_a_trained_model_does_not_depend_on_what_perturbed_it():
 @pytest.mark.parametrize(
     ("key", "options", "text"),
     [
-        ("absolute", dict(shift=-0.1), "absolute needs shift of at least 0, or None for none, not -0.1"),
-        ("rope_mixed", dict(jitter=0.9), "rope_mixed needs jitter of at least 1, or None for none, not 0.9"),
-        ("rope_axial", dict(rescale=math.inf), "rope_axial needs rescale of at least 1, or None for none, not inf"),
-        ("absolute", dict(rescale=math.nan), "absolute needs rescale of at least 1, or None for none, not nan"),
+        ("absolute", dict(shift_coords=-0.1), "absolute needs shift_coords of at least 0, or None for none, not -0.1"),
+        ("rope_mixed", dict(jitter_coords=0.9), "rope_mixed needs jitter_coords of at least 1, or None for none, not 0.9"),
+        (
+            "rope_axial",
+            dict(rescale_coords=math.inf),
+            "rope_axial needs rescale_coords of at least 1, or None for none, not inf",
+        ),
+        ("absolute", dict(rescale_coords=math.nan), "absolute needs rescale_coords of at least 1, or None for none, not nan"),
     ],
 )
 def test_impossible_strengths(key, options, text):
     with pytest.raises(ValueError, match=text):
         create_position(key, (4, 4), 2, 8, **options)
-    assert not create_position(key, (4, 4), 2, 8, shift=None, jitter=None, rescale=None).perturbs
+    assert not create_position(key, (4, 4), 2, 8, shift_coords=None, jitter_coords=None, rescale_coords=None).perturbs

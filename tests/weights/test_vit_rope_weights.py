@@ -145,7 +145,7 @@ def test_augmentation_of_dinov3_is_off_in_evaluation():
     peer = perturb(
         eva(**DINOV3, qkv_bias=False, norm_layer=partial(nn.LayerNorm, eps=1e-5), global_pool="token", use_fc_norm=False)
     )
-    position_args = dict(shift=0.5, jitter=1.2, rescale=2.0)
+    position_args = dict(shift_coords=0.5, jitter_coords=1.2, rescale_coords=2.0)
     model = ours("rope_normalised", SCALED | dict(norm_eps=1e-5), reg_tokens=4, qkv_bias=False, position_args=position_args)
     vitrel.load_pretrained(model, peer.state_dict())
     image = torch.randn(2, 3, 64, 40)

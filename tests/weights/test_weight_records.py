@@ -85,7 +85,7 @@ def test_policies_and_scaling_are_the_users_choice(saved):
     load_pretrained(build("vit_n8_table", position_args=dict(resize="clip")), path)
     path = saved(build("vit_n8_rope_axial"))
     load_pretrained(build("vit_n8_rope_axial", position_args=dict(scaling="ntk")), path)
-    load_pretrained(build("vit_n8_rope_axial", position_args=dict(logit_scale="log_n")), path)
+    load_pretrained(build("vit_n8_rope_axial", position_args=dict(temperature="log_n")), path)
     load_pretrained(build("vit_n8_rope_axial", img_size=96), path)  # the grid is no part of the function
     with pytest.raises(ValueError, match="refers to its training grid, 8x8, which is 12x12 in"):
         load_pretrained(build("vit_n8_rope_axial", img_size=96, position_args=dict(scaling="ntk")), path)

@@ -129,7 +129,7 @@ def _own_keys(model: Backbone) -> tuple[str, str]:
 def _options_of(keys: list[str], options: dict) -> dict:
     """Return those of `options` that an encoding of `keys` accepts, and those common to all encodings; {} without keys."""
     accepted = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
-    common = {"resize", "logit_scale", "shift", "jitter", "rescale"} if keys else set()
+    common = {"resize", "temperature", "shift_coords", "jitter_coords", "rescale_coords"} if keys else set()
     return {name: value for name, value in options.items() if name in accepted | common}
 
 

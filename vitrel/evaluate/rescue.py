@@ -1,6 +1,6 @@
 """Rescue: a search for settings that raise accuracy at other sizes without training, on images without labels.
 
-RoPE scaling (`scaling`), the attention temperature (`logit_scale`), and the policies of windows and encodings do not change the
+RoPE scaling (`scaling`), the attention `temperature`, and the policies of windows and encodings do not change the
 model at the training size, so they can be set freely for another size. Which of them helps depends on the model and the images.
 The score of a setting needs no labels: it is the mean log-likelihood, at the new size, of the class that the model predicts at
 the training size, over half of the images, drawn by a seed. (It correlated better with accuracy than the share of equal
@@ -132,7 +132,7 @@ def steps_at(model: Backbone, size: Size) -> list[Callable[[Setting], list[Setti
     both = zip(model.encodings(size), model.trained_encodings(), strict=True)
     grids = [(encoding, grid, trained_grid) for (encoding, grid), (_, trained_grid) in both]
     rotations = [part for encoding, *_ in grids for part in encoding.modules() if _can_scale(part)]
-    current = grids[0][0].logit_scale if grids else "none"
+    current = grids[0][0].temperature if grids else "none"
     larger = any(grid.h > trained.h or grid.w > trained.w for _, grid, trained in grids)
     scales = bool(rotations) and larger
     layers = [part for part in model.modules() if isinstance(part, Attention)]
@@ -146,7 +146,7 @@ def steps_at(model: Backbone, size: Size) -> list[Callable[[Setting], list[Setti
     if flattens:
         steps.append(
             lambda best: [
-                best.having({"logit_scale": value} if value != current else {}, ["logit_scale"]) for value in TEMPERATURES
+                best.having({"temperature": value} if value != current else {}, ["temperature"]) for value in TEMPERATURES
             ]
         )
     if scales:
@@ -310,8 +310,8 @@ def in_words(setting: Setting, start: Setting) -> str:
             + (f" of strength {strength:g}" if strength is not None else "")
             + (f" with yarn_turns {turns[0]:g} to {turns[1]:g}" if turns is not None else "")
         )
-    if "logit_scale" in options:
-        power = options["logit_scale"]
+    if "temperature" in options:
+        power = options["temperature"]
         parts.append(f"temperature {power}" if isinstance(power, str) else f"temperature log N to the power {power:g}")
     if setting.policy != start.policy:
         parts.append(f"policy {setting.policy}")

@@ -202,7 +202,7 @@ def _attended(grid: Grid, window: Grid, shift: Size) -> tuple[int, float, int]:
 
 def _encodings(model: Backbone, size: Size, trained_size: Size) -> Iterator[EncodingReport]:
     for (encoding, grid), (_, trained) in zip(model.encodings(size), model.encodings(trained_size), strict=True):
-        factor = None if encoding.logit_scale == "none" else float(temperature(trained, grid, encoding.logit_scale))
+        factor = None if encoding.temperature == "none" else float(temperature(trained, grid, encoding.temperature))
         for part in parts_of(encoding):
             yield EncodingReport(
                 key=key_of(part),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding, split_position
-from vitrel.position.log_n import set_logit_scale
+from vitrel.position.log_n import set_temperature
 from vitrel.position.terms import sum_counts
 
 LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only windowed encodings have their training grid there
@@ -123,7 +123,7 @@ class Backbone(nn.Module, abc.ABC):
     def set_position_options(self, **options: Any) -> None:
         """Change options of the encodings that act only at other sizes than the training size.
 
-        These are resize, scaling, scaling_strength, yarn_turns and logit_scale, with values as in position_args. Parameters and
+        These are resize, scaling, scaling_strength, yarn_turns and temperature, with values as in position_args. Parameters and
         outputs at the training size do not change. `arguments` is updated, so the model is saved with the options. Raises
         ValueError for an option that no encoding of this model has; nothing is changed then.
         """
@@ -134,11 +134,11 @@ class Backbone(nn.Module, abc.ABC):
         with self._restored(on_error=True):
             parts = [part for part in self.modules() if isinstance(part, PositionEncoding)]
             applied = {name for part in parts for name in part.switch(options)}
-            if unused := [name for name in options if name not in applied | {"logit_scale"}]:
+            if unused := [name for name in options if name not in applied | {"temperature"}]:
                 raise ValueError(f"no encoding of this model has an option {unused[0]} that can be changed after construction")
-            if "logit_scale" in options:
+            if "temperature" in options:
                 for encoding, grid in self.trained_encodings():
-                    set_logit_scale(encoding, options["logit_scale"], grid)
+                    set_temperature(encoding, options["temperature"], grid)
             self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
 
     @contextlib.contextmanager
@@ -153,7 +153,7 @@ class Backbone(nn.Module, abc.ABC):
     def _restored(self, on_error: bool = False) -> Iterator[None]:
         """Context manager that restores the current position options at the end, or with on_error only after an error."""
         parts = [(part, part.resize, part.scaling) for part in self.modules() if isinstance(part, PositionEncoding)]
-        scales = [(encoding, encoding.logit_scale, grid) for encoding, grid in self.trained_encodings()]
+        scales = [(encoding, encoding.temperature, grid) for encoding, grid in self.trained_encodings()]
         arguments, failed = self.arguments["position_args"], True
         try:
             yield
@@ -165,8 +165,8 @@ class Backbone(nn.Module, abc.ABC):
                     if scaling is not None:
                         part.scaling = scaling
                 for encoding, scale, grid in scales:
-                    if encoding.logit_scale != scale:
-                        set_logit_scale(encoding, scale, grid)
+                    if encoding.temperature != scale:
+                        set_temperature(encoding, scale, grid)
                 self.arguments["position_args"] = arguments
 
     def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:

@@ -76,7 +76,7 @@ def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor |
     q [..., H, M, D] and k [..., H, N, D] come without rotation, query_bias and scale, which are applied here; queries are the
     last M tokens of the key grid. A bool mask gives -inf where it is False; any other mask is added.
     """
-    scale = terms.logit_scale(q.shape[-1])
+    scale = terms.content_scale(q.shape[-1])
     q = with_query_bias(q, terms)
     rotated_q, rotated_k = rotated(q, k, terms)
     logits = rotated_q @ rotated_k.mT * scale
@@ -134,7 +134,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
     """Return the sum of the tables' bias, query, gated and key logits, broadcastable to [..., H, M, N]; None if there are none.
 
-    q and k: before rotation, q with its query_bias. scale: Terms.logit_scale(D), a factor of all but the biases. Value tables
+    q and k: before rotation, q with its query_bias. scale: Terms.content_scale(D), a factor of all but the biases. Value tables
     are ignored.
     """
     total = None

@@ -156,7 +156,7 @@ def prepare(
     bias is [.., H, L*N, N]. `grid` is then the window, and the caller has gathered terms.rotary by slot, [H|1, L*N, D/2].
     """
     q = with_query_bias(q, terms)
-    scale = terms.logit_scale(q.shape[-1])
+    scale = terms.content_scale(q.shape[-1])
     if slot is None:
         bias = table_logits(q, k, terms.tables, grid, scale)
     else:

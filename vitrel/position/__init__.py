@@ -19,7 +19,7 @@ from vitrel.position.decomposed import Decomposed
 from vitrel.position.factorised import Factorised
 from vitrel.position.fire import FIRE
 from vitrel.position.log_decay import LogDecay
-from vitrel.position.log_n import set_logit_scale
+from vitrel.position.log_n import set_temperature
 from vitrel.position.lookhere import LookHere
 from vitrel.position.none import NoPosition
 from vitrel.position.pape import PaPE
@@ -71,8 +71,7 @@ POSITIONS: dict[str, type[PositionEncoding]] = {
     "pape": PaPE,
 }
 
-_UNIVERSAL = {"logit_scale"}  # option of create_position, for any encoding
-_PERTURBED = {"absolute", "rope_axial", "rope_mixed", "rope_normalised"}  # encodings with the options STRENGTHS
+_UNIVERSAL = {"temperature"}  # option of create_position, for any encoding
 _POSITIVE = {"base", "scale_base", "gamma", "slope", "hidden", "parabolas", "init_std", "num_buckets", "max_distance"}
 _POSITIVE |= {"pretrained_window", "yarn_turns", "scaling_strength", "reference"}
 
@@ -96,7 +95,7 @@ def create_position(
     num_heads: int,
     head_dim: int,
     *,
-    logit_scale: str | float = "none",
+    temperature: str | float = "none",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options,
@@ -105,9 +104,9 @@ def create_position(
 
     num_heads, head_dim: of the attention layer; token embeddings are num_heads * head_dim wide.
     options: each goes to every part of a composition that has it. `resize` is one policy or several joined by '+', each for the
-    parts that have it. `shift`, `jitter`, `rescale` perturb coordinates in training (vitrel.position.perturb), for absolute and
-    the rope_* keys.
-    logit_scale: temperature rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
+    parts that have it. `shift_coords`, `jitter_coords`, `rescale_coords` perturb coordinates in training, for absolute and the
+    rope_* keys (vitrel.position.perturb).
+    temperature: the rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
 
     Raises TypeError for an option that no part has, ValueError for an unknown key, size or value.
     """
@@ -128,7 +127,7 @@ def create_position(
         for name, value in common.items():
             setattr(built[key], name, value)
     encoding = next(iter(built.values())) if len(built) == 1 else Composition(built)
-    set_logit_scale(encoding, logit_scale, grid)
+    set_temperature(encoding, temperature, grid)
     return encoding
 
 
@@ -180,5 +179,5 @@ def _options(position: str) -> set[str]:
     keys = _keys(position)
     parameters = [p for key in keys for p in inspect.signature(POSITIONS[key]).parameters.values()]
     common = {"resize"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
-    common |= STRENGTHS.keys() if _PERTURBED & set(keys) else set()
+    common |= STRENGTHS.keys() if any(POSITIONS[key].perturbable for key in keys) else set()
     return common | {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

@@ -4,9 +4,9 @@ P [N, C] has one row per token of the training grid: prefix tokens first, then p
 rows are resampled by antialiased bicubic interpolation, always from the trained P (as in DeiT and timm's
 `resample_abs_pos_embed`). The rows of prefix tokens are never resampled, and their number cannot change.
 
-`shift`, `jitter` and `rescale` perturb coordinates in training (vitrel.position.perturb). They are counted in patches of the
-current grid from its centre; each token then reads the resampled rows by bilinear interpolation, and a position outside the
-grid reads the nearest border row.
+`shift_coords`, `jitter_coords` and `rescale_coords` perturb coordinates in training (vitrel.position.perturb). They are counted
+in patches of the current grid from its centre; each token then reads the resampled rows by bilinear interpolation, and a
+position outside the grid reads the nearest border row.
 """
 
 from typing import Unpack
@@ -23,6 +23,7 @@ class Absolute(PositionEncoding):
     """Learned absolute embedding, `pos_embed` [1, P + h*w, C] as in timm: P prefix tokens, C = num_heads * head_dim."""
 
     site = "tokens"
+    perturbable = True
     behaviour = "resized"
     policies = ("bicubic",)
 

@@ -32,6 +32,7 @@ class RopeAxial(PositionEncoding):
     """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads."""
 
     rotates = True
+    perturbable = True
     scaling: Scaling
 
     def __init__(
@@ -135,6 +136,7 @@ class RopeMixed(PositionEncoding):
     """Rotation by frequencies learned per head: `freqs` [2, H, D/2], radians per patch; freqs[0] along y, freqs[1] along x."""
 
     rotates = True
+    perturbable = True
     scaling: Scaling
 
     def __init__(

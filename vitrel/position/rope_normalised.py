@@ -2,9 +2,9 @@
 angle = 2 pi y / period_t or 2 pi x / period_t, y = 2 (i + 1/2) / h - 1, x = 2 (j + 1/2) / w - 1, period_t = base^(4t/D).
 
 (i, j) is the patch's row and column, base 100. Coordinates run from -1 to 1 on every grid, so positions scale with the image: a
-larger grid samples the trained range of angles more finely. `shift`, `jitter` and `rescale` perturb coordinates in training
-(vitrel.position.perturb). Channels p and p + D/2 form a pair, the pairs of y come before those of x, and prefix tokens are not
-rotated.
+larger grid samples the trained range of angles more finely. `shift_coords`, `jitter_coords` and `rescale_coords` perturb
+coordinates in training (vitrel.position.perturb). Channels p and p + D/2 form a pair, the pairs of y come before those of x,
+and prefix tokens are not rotated.
 """
 
 import math
@@ -23,6 +23,7 @@ class RopeNormalised(PositionEncoding):
     """Rotation by normalised coordinates; no parameters, the same for all heads."""
 
     rotates = True
+    perturbable = True
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 100.0, **factory: Unpack[Factory]):
         """base: of the periods. Raises ValueError if head_dim is not divisible by 4."""

@@ -30,7 +30,7 @@ class Factory(TypedDict, total=False):
 class Table(NamedTuple):
     """Rows that attention looks up by offset class: query i and key j read row r = grid.index(axis)[i, j].
 
-    An encoding may return several tables, whose contributions are summed. Below, `scale` is Terms.logit_scale(D); q and k are
+    An encoding may return several tables, whose contributions are summed. Below, `scale` is Terms.content_scale(D); q and k are
     before rotation, and q includes Terms.query_bias. The query's content weights the `gated` rows: logit[i, j] += scale * sum_g
     softplus(q[i] . a[g]) * rows[r, g].
     """
@@ -59,7 +59,7 @@ class Terms(NamedTuple):
     temperature: Tensor | None = None  # 0-d factor that depends on the grid; a float would need a graph per size
     tables: tuple[Table, ...] = ()
 
-    def logit_scale(self, width: int) -> float | Tensor:
+    def content_scale(self, width: int) -> float | Tensor:
         """Factor of content, query, key and gated terms for heads of width D = `width`: scale * temperature * D**-0.5."""
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
@@ -74,6 +74,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     - site: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
     - rotates: True if the terms hold a rotation; a model can have only one.
+    - perturbable: True if training may perturb its coordinates (vitrel.position.perturb).
     - behaviour: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows only, or the
       same function continues), "evaluated" (a function at arguments beyond those of training), "resized" (parameters are
       resampled by a policy) or "nothing" (there is no position).
@@ -84,12 +85,14 @@ class PositionEncoding(nn.Module, abc.ABC):
     - grid: the training grid, if the encoding depends on it.
     - resize: the policy in use. scaling: the rule for rotary frequencies (vitrel.position.rope_scaling), or None.
     - radius: (rows, columns) to which offsets are clipped, or None. init_std: standard deviation of initial values.
-    - logit_scale: the temperature rule (vitrel.position.log_n).
-    - shift, jitter, rescale: strengths by which coordinates are perturbed in training (vitrel.position.perturb), or None.
+    - temperature: its rule for other grids (vitrel.position.log_n).
+    - shift_coords, jitter_coords, rescale_coords: strengths by which coordinates are perturbed in training, or None
+      (vitrel.position.perturb).
     """
 
     site: ClassVar[str] = "attention"
     rotates: ClassVar[bool] = False
+    perturbable: ClassVar[bool] = False
     behaviour: ClassVar[str] = "evaluated"
     policies: ClassVar[tuple[str, ...]] = ()
     grid: Grid | None = None
@@ -97,10 +100,10 @@ class PositionEncoding(nn.Module, abc.ABC):
     scaling: Scaling | None = None
     radius: tuple[int, int] | None = None  # (rows, columns) in patches to which offsets are clipped
     init_std: float = 0.02
-    logit_scale: str | float = "none"
-    shift: float | None = None
-    jitter: float | None = None
-    rescale: float | None = None
+    temperature: str | float = "none"
+    shift_coords: float | None = None
+    jitter_coords: float | None = None
+    rescale_coords: float | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,12 +117,13 @@ class PositionEncoding(nn.Module, abc.ABC):
         values of options (radius, pretrained_window), depend on the training grid.
         """
         scaled = self.scaling is not None and self.scaling.rule != "none"
-        return scaled or self.logit_scale != "none" or self.resize == "renormalise"
+        return scaled or self.temperature != "none" or self.resize == "renormalise"
 
     @property
     def perturbs(self) -> bool:
-        """True if forward draws random numbers: in training mode with `shift`, `jitter` or `rescale` set."""
-        return self.training and (self.shift, self.jitter, self.rescale) != (None, None, None)
+        """True if forward draws random numbers: in training mode with a strength of perturbation set."""
+        strengths = self.shift_coords, self.jitter_coords, self.rescale_coords
+        return self.training and strengths != (None, None, None)
 
     @abc.abstractmethod
     def forward(self, grid: Grid) -> Terms:
@@ -172,7 +176,9 @@ class PositionEncoding(nn.Module, abc.ABC):
             nn.init.trunc_normal_(parameter, std=self.init_std)
 
     def _perturbed(self, coordinates: Tensor) -> Tensor:
-        return perturb(coordinates, self.shift, self.jitter, self.rescale) if self.perturbs else coordinates
+        if not self.perturbs:
+            return coordinates
+        return perturb(coordinates, self.shift_coords, self.jitter_coords, self.rescale_coords)
 
     def mark_device(self, device: torch.device | str | None = None) -> None:
         """Register an empty buffer, not in the state dict, that records the device of an encoding without parameters."""

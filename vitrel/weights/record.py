@@ -15,7 +15,7 @@ from vitrel.position.terms import Composition
 from vitrel.sizes import format_size
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
-_FREE = {"training", "grid", "resize", "init_std", "scaling", "logit_scale", "shift", "jitter", "rescale"}
+_FREE = {"training", "grid", "resize", "init_std", "scaling", "temperature", "shift_coords", "jitter_coords", "rescale_coords"}
 _FREE |= {"forward"}  # replaced in an optimized model
 _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes from, where the names differ
 
@@ -23,7 +23,7 @@ _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes fro
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
 
-    Options that may differ when the weights are loaded (resize, logit_scale, shift, jitter, rescale, ...) are left out. A
+    Options that may differ when the weights are loaded (resize, temperature, shift_coords, ...) are left out. A
     composition is recorded by its parts.
     """
     record = {}

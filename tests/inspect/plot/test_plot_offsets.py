@@ -200,7 +200,7 @@ def test_recorded_layers_show_the_mean_over_images():
 
 
 def test_training_is_neither_seen_nor_touched():
-    encoding = vitrel.create_position("rope_axial", (3, 4), 1, 8, jitter=2.0, rescale=2.0).train()
+    encoding = vitrel.create_position("rope_axial", (3, 4), 1, 8, jitter_coords=2.0, rescale_coords=2.0).train()
     first, second = (lattices(encoding)[0].values for _ in range(2))
     assert torch.equal(first, second) and encoding.training
     assert first[0, 2, 3] == 1

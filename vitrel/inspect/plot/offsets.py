@@ -268,7 +268,7 @@ def _pictures(terms: Terms, grid: Grid) -> Iterator[tuple[str, str, Tensor, bool
     for kind in ("query", "key"):
         rows = [_lattice(getattr(t, kind), t.axis, grid) for t in terms.tables if getattr(t, kind) is not None]
         if rows:
-            scale = float(terms.logit_scale(rows[0].shape[-1]))
+            scale = float(terms.content_scale(rows[0].shape[-1]))
             length = torch.linalg.vector_norm(sum(rows), dim=-1) * scale
             yield f"{kind} rows, length", f"logits per unit of {kind}", length.cpu(), False
 
@@ -296,14 +296,14 @@ def _of_zero_query(table: Table, terms: Terms, grid: Grid) -> Iterator[Tensor]:
     if table.bias is not None:
         yield _lattice(table.bias[..., None], table.axis, grid)[..., 0]
     if table.query is not None and terms.query_bias is not None:
-        scale = float(terms.logit_scale(table.query.shape[-1]))
+        scale = float(terms.content_scale(table.query.shape[-1]))
         rows = upcast(table.query) @ upcast(terms.query_bias)[..., None]  # [H, R, 1]
         yield _lattice(rows, table.axis, grid)[..., 0] * scale
     if table.gated is not None:
         weights, rows = (upcast(part) for part in table.gated)
         query = weights.new_zeros(weights.shape[-1]) if terms.query_bias is None else upcast(terms.query_bias)[:, None]
         gates = F.softplus((weights * query).sum(-1))  # [H, G]
-        scale = float(terms.logit_scale(weights.shape[-1]))
+        scale = float(terms.content_scale(weights.shape[-1]))
         yield _lattice(rows @ gates[..., None], table.axis, grid)[..., 0] * scale
 
 

@@ -53,7 +53,7 @@ def attention(
 ) -> Tensor:
     """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q = with_query_bias(q, terms)
-    scale = terms.logit_scale(q.shape[-1])
+    scale = terms.content_scale(q.shape[-1])
     lookups = [lookup for table in terms.tables for lookup in _lookups(q, k, table, grid, scale)]
     q, k = rotated(q, k, terms)
     if isinstance(scale, Tensor):  # flex_attention takes a number
