@@ -44,7 +44,7 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
 
 @contextlib.contextmanager
 def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
-    """Context with record(backend, call, name) at every choice: the backend asked for, the call, and the backend chosen."""
+    """Context with record(backend, call, name) at every choice: the backend given, the call, and the backend chosen."""
     choose = dispatch.choose
 
     def recorded(backend: str, call: Call) -> ModuleType:
