@@ -55,7 +55,7 @@ def test_errors(arguments, error, text):
 
 
 def test_unknown_option():
-    with pytest.raises(TypeError, match="'table' has no option 'bse'; it takes init_std, temperature, per_head, resize"):
+    with pytest.raises(TypeError, match="'table' has no option 'bse'; it takes init_std, per_head, resize, temperature"):
         create_position("table", (4, 4), 2, 8, bse=3)
 
 
