@@ -19,7 +19,7 @@ from vitrel.data import Shapes, create_shapes
 from vitrel.evaluate.images import ImageList
 from vitrel.evaluate.metrics import Predicted, read_predictions, write_predictions
 from vitrel.evaluate.models import Trained, trained_model
-from vitrel.evaluate.report.files import write_html
+from vitrel.evaluate.report.html import write_html
 from vitrel.evaluate.report.pictures import collect_pictures
 from vitrel.evaluate.results import TRANSLATION, aggregate, line_key, read_csv
 from vitrel.evaluate.run import run_sweep
@@ -378,7 +378,7 @@ def families(tmp_path_factory):
         model = trained_model(timm.create_model(name, num_classes=4, **how).eval(), name, img_size=(side, side))
         sweep = Sweep("shapes", ((side * 3 // 2,) * 2,), n=3, attention_n=0, border_leak=False, device="cpu")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vitrel.evaluate.report.files.plot_all", lambda *given: [])
+            patch.setattr("vitrel.evaluate.report.html.plot_all", lambda *given: [])
             patch.setattr("vitrel.evaluate.models.gflops", lambda model, size: 1.0)
             run_sweep([model], sweep, folder / name, name, report=True)
     return folder

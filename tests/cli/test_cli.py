@@ -151,6 +151,6 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch)
     assert absent("evaluate") == []
     monkeypatch.setitem(sys.modules, "plotly", None)  # as where it is not installed
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.delitem(sys.modules, "vitrel.evaluate.report.files", raising=False)
+    monkeypatch.delitem(sys.modules, "vitrel.evaluate.report.html", raising=False)
     with pytest.raises(SystemExit, match=r"error: plotly is not installed: pip install 'vitrel\[evaluate\]'"):
         cli.main(["report", "nowhere"])

@@ -35,6 +35,6 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.out is not None:
         raise ValueError("--out is for the comparison of two evaluations: give a second folder, or leave --out out")
-    from vitrel.evaluate.report.files import write_html
+    from vitrel.evaluate.report.html import write_html
 
     print(write_html(args.folder, args.title, args.images))

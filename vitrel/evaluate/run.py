@@ -159,7 +159,7 @@ def run_sweep(
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
                 # imported here, because the page needs plotly
-                from vitrel.evaluate.report.files import write_html
+                from vitrel.evaluate.report.html import write_html
                 from vitrel.evaluate.report.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
@@ -353,7 +353,7 @@ def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]
     with atomic_write(folder / "table.md") as part:
         part.write_text(table_page(rows, title or shown(folder.name), answers), "utf-8")
     print(f"\n{summary(rows, answers)}", flush=True)
-    from vitrel.evaluate.report.files import plot_all  # brings matplotlib: only where a folder is written
+    from vitrel.evaluate.report.html import plot_all  # brings matplotlib: only where a folder is written
 
     plot_all(rows, folder / "plots", title)
     if claims:
