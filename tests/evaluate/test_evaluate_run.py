@@ -89,7 +89,7 @@ def test_rows_are_told_apart_by_long_seeds_labels_that_are_numbers_and_the_train
 
 @pytest.mark.parametrize("lacking", ["ece", "predictions", "translations"])
 def test_a_row_that_lacks_what_is_asked_for_now_is_made_again(trained, noise, lacking):
-    """As a file of an earlier version has it, one whose lines were lost, or one whose content was not translated as far."""
+    """With an empty column, one whose lines were lost, or one whose content was not translated as far."""
     models, one = [trained("vitrel_vit_n8_none")], dict(sizes=((32, 32),), protocols=("scale",))
     [done] = evaluate_rows(models, small_sweep(**one, translations=(0, 4)))
     before = noise.decoded

@@ -23,7 +23,7 @@ import timm
 import torch
 import torchvision
 
-from vitrel.data import SHAPES, Reading, class_names
+from vitrel.data import SHAPES, Reading
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import PREDICTIONS, read_predictions, t_interval, wilson, write_predictions
 from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
@@ -117,13 +117,6 @@ COLUMNS = {
     "vitrel": "version of vitrel",
     "commit": "commit of the checkout, empty for an installed package",
 }
-# columns that a file of an earlier version may lack
-ADDED = (
-    "saturated", "left_out", "majority", "ece", "best_size", "top1_area", "window", "pad_fraction", "gflops",
-    "attention_entropy", "attention_span", "attention_distance", "attention_distance_share", "attention_n", "mean", "std",
-    "class_map", "decoder", "resize_backend", "backend", "model_args", "border_leak", "compile", "optimize", "links", "images",
-    "python", "torchvision", "commit", "budget", "top1_among",
-)  # fmt: skip
 TEXT = (
     "model",
     "model_args",
@@ -363,7 +356,7 @@ def read_lines(folder: Path, name: str) -> list[Row]:
     if not path.exists():
         return []
     frame = read_frame(path, ("label",))
-    if missing := [column for column in LINES[name] if column not in frame and column not in ADDED]:
+    if missing := [column for column in LINES[name] if column not in frame]:
         raise ValueError(f"{path} has no column {missing[0]!r}: move it away and run again")
     frame = frame.reindex(columns=list(LINES[name])).astype(object)
     return frame.where(frame.notna(), None).to_dict("records")
@@ -421,23 +414,14 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Read the rows of results.csv; [] without the file. Columns of ADDED may be missing (files of earlier versions) and are
-    then empty or derived; ValueError when others are missing.
-    """
+    """Read the rows of results.csv; [] without the file. ValueError where columns are missing."""
     if not path.exists():
         return []
     try:
         frame = read_frame(path, TEXT)
     except pd.errors.EmptyDataError:
         frame = pd.DataFrame()
-    if "saturated" not in frame and {"unseen", "resized"} <= set(frame):
-        # in files without the column only clipped tables used a trained edge value, and did so at every unseen offset
-        frame["saturated"] = frame["unseen"].where(frame["resized"].str.contains("clip"), 0.0)
-    if "data" in frame and "majority" not in frame:  # generated images: equal shares, a lower bound
-        frame["majority"] = frame["data"].map({name: 100 / len(class_names(name)) for name in SHAPES})
-    if "n" in frame and "left_out" not in frame:
-        frame["left_out"] = 0  # an unreadable image ended the evaluation
-    if missing := [name for name in COLUMNS if name not in frame and name not in ADDED]:
+    if missing := [name for name in COLUMNS if name not in frame]:
         raise ValueError(f"{path} is not a results file of this version (no column {missing[0]!r}): move it away and run again")
     return frame.reindex(columns=list(COLUMNS)).to_dict("records")
 
@@ -453,8 +437,6 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     protocols by name, policy, image area.
     """
     frame = pd.DataFrame(rows)
-    for name in (name for name in ADDED if name not in frame):
-        frame[name] = math.nan
     frame[MEANS] = frame[MEANS].apply(pd.to_numeric)
     frame["protocol"] = list(map(protocol_names(rows), rows))
     order = {label: index for index, label in enumerate(dict.fromkeys(frame["label"]))}
@@ -598,8 +580,6 @@ def _difference(name: str, row: Row, key: Row) -> str:
     """The difference of one column between a row of the folder and the key of a new row, in words."""
     if name == "images":
         choices = [_difference(column, row, key) for column in CHOICE if as_text(row[column]) != as_text(key[column])]
-        if not as_text(row[name]):
-            choices.append("rows of an earlier version do not record which images they used")
         if choices:
             return f"other images ({', '.join(choices)})"
         return f"the data changed: images, labels or file contents of {key['data']} differ now"
