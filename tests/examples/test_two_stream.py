@@ -9,8 +9,7 @@ from examples.two_stream import PatchPredictor, permutation_masks, train, two_st
 from helpers.variants import make, oracle_logits, perturbed, serving
 from vitrel import Grid, Terms
 
-ROWS, W, HEADS, DIM = (2, 1, 3), 4, 2, 8
-WHOLE = Grid(sum(ROWS), W)
+HEADS, DIM = 2, 8
 ORDER = [4, 0, 5, 2, 1, 3]
 double = torch.float64
 

@@ -1,17 +1,26 @@
-"""A strip of tiles with memory against the whole strip under the same mask, block by block from the model's own parts."""
+"""A strip of tiles with memory against the whole strip under the same mask, block by block from the model's own parts.
+
+Also the attention over segments against the oracle of the paper.
+"""
 
 import pytest
 import timm
 import torch
 
+import oracles
 import vitrel  # noqa: F401  registers the models with timm
-from helpers.variants import GENERAL, IN_ATTENTION, VARIANTS, perturbed, spread
+from helpers.variants import GENERAL, IN_ATTENTION, VARIANTS, make, perturbed, serving, spread
+from oracles.streams import PAIRS
 from vitrel.grid import Grid
 from vitrel.inputs import forward_memory
+from vitrel.inputs.memory import segment_attention, with_past
 from vitrel.models.vit import ViT
+from vitrel.ops import attention
 
 TILES = (3, 1, 2, 2)  # rows of patches of each tile
 WIDTH, PATCH = 3, 4
+SEGMENTS, W, HEADS, DIM = (2, 1, 3), 4, 2, 8  # rows of the segments of one layer's attention, and their width
+WHOLE = Grid(sum(SEGMENTS), W)
 OFFSETS_ONLY = [  # encodings that read nothing but offsets: the size of the grid does not matter
     ("clipped", {}), ("clipped", {"radius": (0, 2)}), ("t5", {}), ("t5", {"bidirectional": False}), ("cpb", {}), ("alibi", {}),
     ("alibi", {"learnable": True, "directional": True}), ("log_decay", {}), ("shaw", {}), ("shaw", {"per_head": True}),
@@ -272,3 +281,46 @@ def test_a_short_tile_inside_a_strip_is_refused():
 
 def test_every_key_is_covered():
     assert set(IN_ATTENTION) <= {key for key, _ in VARIANTS}
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def in_segments(encoding, q, k, v, length):
+    """q, k, v [1, H, N, D] of the whole strip, run one segment after the other."""
+    found, past, above, start = [], None, (), 0
+    for rows in SEGMENTS:
+        own = slice(start * W, (start + rows) * W)
+        keys = Grid(sum(above) + rows, W)
+        both = with_past((k[:, :, own], v[:, :, own]), past, 0)
+        found.append(segment_attention(q[:, :, own], *both, encoding(keys), keys, backend="reference"))
+        above = (*above, rows)[-length:] if length else ()
+        past, start = tuple(t[:, :, t.shape[2] - sum(above) * W :] for t in both), start + rows
+    return torch.cat(found, 2)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("key", list(PAIRS))
+def test_segments_equal_the_recurrence_of_the_paper(key, length):
+    encoding = perturbed(make(key, WHOLE, HEADS, DIM, dtype=torch.float64, **({"resize": "clip"} if key == "table" else {})))
+    q, k, v = draw(3, 1, HEADS, WHOLE.tokens, DIM)
+    learned = {name: value.detach().numpy() for name, value in encoding.named_parameters()}
+    wanted = oracles.recurrent(key, *(x[0].numpy() for x in (q, k, v)), SEGMENTS, W, length, **learned)
+    if key == "table":  # built for the whole, so smaller key grids read its exact centre
+        assert not encoding.resized(Grid(3, W))
+    torch.testing.assert_close(in_segments(encoding, q, k, v, length)[0], torch.from_numpy(wanted), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", GENERAL)
+@pytest.mark.parametrize("key", ["table", "rope_mixed", "shaw", "deberta", "lookhere"])
+def test_one_row_of_queries_over_a_full_key_grid(key, backend):
+    heads = 4 if key == "lookhere" else HEADS
+    encoding = perturbed(make(key, Grid(*WHOLE[:2], 1), heads, DIM, dtype=torch.float64))
+    grid = Grid(*WHOLE[:2], 1)
+    terms = encoding(grid)
+    if backend not in serving(terms, grid, heads, queries=W):
+        pytest.skip("this backend refuses these terms")
+    q, k, v = draw(3, 2, heads, grid.tokens, DIM)
+    full = attention(q, k, v, terms, grid, backend="reference")
+    torch.testing.assert_close(attention(q[:, :, -W:], k, v, terms, grid, backend=backend), full[:, :, -W:])
