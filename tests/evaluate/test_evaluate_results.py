@@ -13,7 +13,7 @@ from vitrel.evaluate.results import (
     line_key,
     read_csv,
     read_folder,
-    read_lines,
+    read_translation,
     with_curves,
     write_csv,
     write_folder,
@@ -39,7 +39,7 @@ def test_files_come_back_with_the_lines_of_every_row(trained, noise, tmp_path):
         assert [(line["translation"], line["top1"]) for line in one.translation] == [
             (line["translation"], line["top1"]) for line in other.translation
         ]
-    assert tuple(read_lines(tmp_path, "translation")[0]) == TRANSLATION
+    assert tuple(read_translation(tmp_path)[0]) == TRANSLATION
     before = noise.decoded
     again = list(evaluate_rows(models, sweep(sizes=((32, 48),), translations=(0, 2), crop_pct=(1.0, 0.5)), back))
     assert noise.decoded == before and len(again) == len(done)

@@ -29,7 +29,7 @@ from vitrel.evaluate.results import (
     only_writer,
     read_csv,
     read_folder,
-    read_lines,
+    read_translation,
     row_key,
     write_folder,
 )
@@ -138,7 +138,7 @@ def test_a_second_evaluation_adds_its_rows(model, noise, tmp_path):
     assert len(found) == 4 and all(one.predicted is not None for one in found.values())
     for row in first:
         assert found[line_key(row)].row["nll"] == row["nll"]
-    assert [line["translation"] for line in read_lines(tmp_path, "translation")] == [0, 4]
+    assert [line["translation"] for line in read_translation(tmp_path)] == [0, 4]
     text = (tmp_path / "table.md").read_text("utf-8")
     assert all(size in text for size in ("24x24", "48x48", "64x64"))
     assert not list(tmp_path.glob("replaced*"))
@@ -163,11 +163,11 @@ def test_weights_are_hashed_once_before_the_rows(model, noise, tmp_path, monkeyp
 def test_further_translations_and_models_are_added(model, trained, noise, tmp_path):
     run_sweep([model], sweep(48, translations=(4, 0)), tmp_path)
     run_sweep([model], sweep(48, translations=(8, 0)), tmp_path)
-    assert [line["translation"] for line in read_lines(tmp_path, "translation")] == [0, 4, 8]
+    assert [line["translation"] for line in read_translation(tmp_path)] == [0, 4, 8]
     noise.decoded = 0
     rows = run_sweep([trained("vitrel_vit_n8_table", label="other")], sweep(48, policies=("clip",)), tmp_path)
     assert noise.decoded == 2 * 12 and [row["label"] for row in rows] == ["vitrel_vit_n8_none"] * 2 + ["other"] * 2
-    assert len(read_lines(tmp_path, "translation")) == 3 and sizes_of(tmp_path, "vitrel_vit_n8_none") == {"32x32", "48x48"}
+    assert len(read_translation(tmp_path)) == 3 and sizes_of(tmp_path, "vitrel_vit_n8_none") == {"32x32", "48x48"}
 
 
 def other_weights(model):
@@ -270,7 +270,7 @@ def test_what_is_replaced_is_moved_aside_whole_and_told(model, noise, tmp_path, 
     assert len(rows) == 2 and {row["n"] for row in rows} == {7} and sizes_of(tmp_path) == {"32x32", "48x48"}
     aside = tmp_path / "replaced-1"
     assert [row["nll"] for row in read_csv(aside / "results.csv")] == [row["nll"] for row in first]
-    assert len(read_predictions(aside).rows) == 3 and len(read_lines(aside, "translation")) == 1
+    assert len(read_predictions(aside).rows) == 3 and len(read_translation(aside)) == 1
     assert len(read_predictions(tmp_path).names) == 7 and len(read_predictions(tmp_path).rows) == 2
     assert (aside / "plots" / "accuracy.png").exists() and (aside / "table.md").exists() and (aside / "claims.md").exists()
     assert not (tmp_path / "claims.md").exists() and (tmp_path / "last.ckpt").exists()

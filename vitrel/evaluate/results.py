@@ -153,10 +153,10 @@ OF_MODEL = (
 # the columns of KEY that must be equal in all rows of one table
 OF_ALL = tuple(name for name in KEY if name not in LINE_KEY + OF_MODEL)
 CHOICE = ("data", "links", "data_seed", "n_asked")  # columns that determine which images are used
-LINES = {"translation": TRANSLATION}
+TRANSLATIONS = "translation.csv"
 BAD_IMAGES = "bad_images.csv"
 PAGES = ("table.md", "claims.md", "rescue.csv", "rescue.md", "plots", "pictures.json.gz", "report.html", "report.json")
-FILES = ("results.csv", PREDICTIONS, *(f"{name}.csv" for name in LINES), BAD_IMAGES, *PAGES)  # all files of an evaluation
+FILES = ("results.csv", PREDICTIONS, TRANSLATIONS, BAD_IMAGES, *PAGES)  # all files of an evaluation
 WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
 LOCK_PATIENCE = 10.0  # seconds to wait for the folder's lock: DataLoader workers outlive a killed evaluation by a few seconds
 CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
@@ -344,21 +344,21 @@ def set_aside(folder: Path) -> Path:
 def read_folder(folder: Path) -> list[Evaluated]:
     """Read all results of a folder: rows of results.csv with their predictions and lines of translation.csv."""
     predictions, lines = read_predictions(folder), defaultdict(list)
-    for line in read_lines(folder, "translation"):
+    for line in read_translation(folder):
         lines[line_key(line)].append(line)
     by_key = predictions.rows if predictions else {}
     return [Evaluated(row, lines[line_key(row)], by_key.get(line_key(row))) for row in read_csv(folder / "results.csv")]
 
 
-def read_lines(folder: Path, name: str) -> list[Row]:
-    """Read `<name>.csv` of a folder, name "translation"; [] without the file. ValueError where columns are missing."""
-    path = folder / f"{name}.csv"
+def read_translation(folder: Path) -> list[Row]:
+    """Read the lines of translation.csv of a folder; [] without the file. ValueError where columns are missing."""
+    path = folder / TRANSLATIONS
     if not path.exists():
         return []
     frame = read_frame(path, ("label",))
-    if missing := [column for column in LINES[name] if column not in frame]:
+    if missing := [column for column in TRANSLATION if column not in frame]:
         raise ValueError(f"{path} has no column {missing[0]!r}: move it away and run again")
-    frame = frame.reindex(columns=list(LINES[name])).astype(object)
+    frame = frame.reindex(columns=list(TRANSLATION)).astype(object)
     return frame.where(frame.notna(), None).to_dict("records")
 
 
@@ -374,11 +374,9 @@ def write_folder(results: Sequence[Evaluated], folder: Path) -> None:
     """
     predictions = {line_key(evaluated.row): evaluated.predicted for evaluated in results if evaluated.predicted is not None}
     write_predictions(predictions, folder)
-    for name, columns in LINES.items():
-        lines = [line for evaluated in results for line in getattr(evaluated, name)]
-        path = folder / f"{name}.csv"
-        if lines or path.exists():
-            write_frame(pd.DataFrame(lines, columns=list(columns)), path)
+    lines = [line for evaluated in results for line in evaluated.translation]
+    if lines or (folder / TRANSLATIONS).exists():
+        write_frame(pd.DataFrame(lines, columns=list(TRANSLATION)), folder / TRANSLATIONS)
     write_csv([evaluated.row for evaluated in results], folder / "results.csv")
 
 

@@ -28,8 +28,8 @@ from vitrel.evaluate.results import (
     not_comparable,
     only_writer,
     read_folder,
-    read_lines,
     read_names,
+    read_translation,
     row_key,
     set_aside,
     settings_columns,
@@ -357,7 +357,7 @@ def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim]
 
     plot_all(rows, folder / "plots", title)
     if claims:
-        verdict = "\n".join(judge(claims, rows, read_lines(folder, "translation"), difference_in(folder)))
+        verdict = "\n".join(judge(claims, rows, read_translation(folder), difference_in(folder)))
         with atomic_write(folder / "claims.md") as part:
             part.write_text(verdict + "\n", "utf-8")
 

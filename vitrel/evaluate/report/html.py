@@ -32,7 +32,7 @@ from vitrel.evaluate.results import (
     line_key,
     protocol_names,
     read_csv,
-    read_lines,
+    read_translation,
     top1_interval,
 )
 from vitrel.evaluate.settings import Row
@@ -172,7 +172,7 @@ def contents(
         "changed": changed,
         "images": {} if predictions is None else _image_labels(changed, predictions.names, predictions.labels.tolist()),
         "predicted": [] if predictions is None else list(predictions.classes),
-        "translation": _translation(read_lines(folder, "translation"), protocol_of),
+        "translation": _translation(read_translation(folder), protocol_of),
     }
     raw = dict.fromkeys([*(classes or {"names": []})["names"], *data["predicted"], *(described or {})])
     return data | {"words": class_words(raw, described or {})}
