@@ -113,7 +113,7 @@ class Diagnosis:
     @property
     def unexamined(self) -> dict[str, str]:
         """{way: sentence} naming the values that could not be examined; they may change although no finding says so."""
-        texts = {way.way: _told(way.sizes, lambda line: line.unexamined, _not_examined) for way in self.ways}
+        texts = {way.way: _text_of(way.sizes, lambda line: line.unexamined, _not_examined) for way in self.ways}
         return {way: text for way, text in texts.items() if text}
 
     def to_dict(self) -> dict[str, Any]:
@@ -427,10 +427,10 @@ _Tell = Callable[[Sequence[SizeDiagnosis], str], str]  # the sentence, from the 
 
 def _sentences(sizes: Sequence[SizeDiagnosis]) -> dict[str, str]:
     """{kind: sentence} of all findings, in the order of `_FINDINGS`."""
-    return {kind: text for kind, (affects, tell) in _FINDINGS.items() if (text := _told(sizes, affects, tell))}
+    return {kind: text for kind, (affects, tell) in _FINDINGS.items() if (text := _text_of(sizes, affects, tell))}
 
 
-def _told(sizes: Sequence[SizeDiagnosis], affects: _Affects, tell: _Tell) -> str:
+def _text_of(sizes: Sequence[SizeDiagnosis], affects: _Affects, tell: _Tell) -> str:
     """What `tell` says of the sizes that `affects` is true for; "" if there are none."""
     affected = [line for line in sizes if affects(line)]
     if not affected:
