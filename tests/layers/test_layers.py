@@ -41,8 +41,11 @@ TOGETHER = ["table+factorised+fire+rope_axial", "clipped+t5+lookhere+rope_mixed"
 TOGETHER += ["cpb+alibi+shaw+decomposed+rope_normalised", "log_decay+transformer_xl+pape+xpos"]
 TOGETHER += [key for key in IN_ATTENTION if all(key not in position.split("+") for position in TOGETHER)]
 CONFIGS = [dict(position=position, grid=(4, 5, 1)) for position in TOGETHER]
-CONFIGS += [dict(position=key, window=(4, 3), shift=(2, 1)) for key in ("cpb", "rope_mixed", "shaw", "lookhere")]
-CONFIGS += [dict(position="rope_mixed+table", grid=(4, 5), position_args=dict(resize=r)) for r in ("clip", "bicubic")]
+CONFIGS += [dict(position=position, window=(4, 3), shift=(2, 1)) for position in ("cpb", "rope_mixed+shaw+lookhere")]
+CONFIGS += [
+    dict(position="rope_mixed+table", grid=(4, 5), position_args=options)
+    for options in (dict(resize="clip", temperature="log_n"), dict(resize="bicubic"))
+]
 CONFIGS += [dict(position="rope_mixed+table", cosine=True, **where) for where in (dict(grid=(4, 5)), dict(window=4, shift=2))]
 
 

@@ -290,25 +290,17 @@ def test_compile_embeddings_in_two_graphs(name):
     check_compiled(build(name, **({"depth": 1} if "_vit_" in name else {"depths": (1,), "num_heads": (1,)})), SIZES[::2])
 
 
-@pytest.mark.slow
-def test_compile_with_a_temperature():
-    """Pooled over all tokens: the class token of a single block would never meet the tables of offsets."""
-    options = dict(position="rope_mixed+table", position_args={"temperature": "log_n"}, depth=1, global_pool="avg")
-    model = build("vitrel_vit_n8_none", **options)
-    check_compiled(model, SIZES[:6:2])
-
-
 OTHER_TRUNKS = {  # what the weights of other code need
-    "shared table": dict(position="table", share_position=True),
     "windows": dict(
         position="absolute+decomposed",
         class_token=False,
         global_pool="avg",
         block_args=dict(window=(4, 3), global_blocks=(1,)),
     ),
-    "swiglu": dict(
-        position="absolute+rope_axial",
+    "shared, swiglu": dict(
+        position="absolute+rope_axial+table",
         position_args=dict(reference=(8, 8), base=1e4),
+        share_position=True,
         block_args=dict(mlp="swiglu", mlp_norm=True, init_values=0.1),
     ),
 }
@@ -317,7 +309,7 @@ OTHER_TRUNKS = {  # what the weights of other code need
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", OTHER_TRUNKS)
 def test_compile_and_export_other_trunks(trunk):
-    model = build("vitrel_vit_n8_none", depth=1 if trunk == "swiglu" else 2, **OTHER_TRUNKS[trunk])
+    model = build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS[trunk])
     check_compiled(model, SIZES[::3])
     program = export(model, (64, 64))
     for batch, size in [(3, (96, 56)), (1, (40, 88))]:
