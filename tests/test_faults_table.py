@@ -61,7 +61,7 @@ def test_yaml_is_parsed_in_one_place():
     for name, tree in trees().items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         read = [call for call in calls if re.fullmatch(r"yaml\.(safe_|full_|unsafe_)?(load|load_all|parse|scan|compose)", call)]
-        assert not read or name == "vitrel/plain_yaml.py", f"{name}: {read[0]}: use vitrel.plain_yaml"
+        assert not read or name == "vitrel/common/plain_yaml.py", f"{name}: {read[0]}: use vitrel.common.plain_yaml"
 
 
 def test_a_resumed_run_is_read_as_plain_values_whatever_the_strategy(tmp_path, monkeypatch):

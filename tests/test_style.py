@@ -11,7 +11,7 @@ from helpers import ROOT
 from helpers.sources import sources, trees
 
 CORE = ["constants", "grid", "position", "ops", "layers", "weights", "models"]  # each may import those before it
-SHARED = {"files", "names", "sizes", "extras", "progress", "plain_yaml", "exits", "machine"}  # all may import these
+SHARED = {"common"}  # all may import it
 ROOMS = {  # what else each room may import; all may import the core
     "convert": set(),
     "inputs": set(),

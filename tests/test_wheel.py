@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from helpers import ROOT
-from vitrel.extras import EXTRAS
+from vitrel.common.extras import EXTRAS
 
 USE = """
 import contextlib, io, timm, torch, vitrel

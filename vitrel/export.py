@@ -20,8 +20,8 @@ from timm.models import save_for_hf
 from torch import Tensor
 
 import vitrel.models  # noqa: F401  registers our names with timm
+from vitrel.common.extras import MissingExtra, absent
 from vitrel.convert.saving import save
-from vitrel.extras import MissingExtra, absent
 from vitrel.models.backbone import Backbone
 from vitrel.ops.why import use_backend
 

@@ -13,7 +13,7 @@ import vitrel
 from vitrel import cli
 from vitrel.cli import train
 from vitrel.cli.options import check_data, is_name
-from vitrel.extras import EXTRAS, MissingExtra, absent, optional_import
+from vitrel.common.extras import EXTRAS, MissingExtra, absent, optional_import
 
 HEAVY = ("torch", "timm", "numpy", "pandas", "lightning", "matplotlib")
 

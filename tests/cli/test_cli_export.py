@@ -9,8 +9,8 @@ import torch
 import vitrel
 from helpers import command
 from vitrel import export
+from vitrel.common.extras import EXTRAS
 from vitrel.export import check_sizes, export_model
-from vitrel.extras import EXTRAS
 from vitrel.weights.load import read_file
 
 tool = command("export")

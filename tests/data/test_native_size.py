@@ -5,12 +5,12 @@ import pytest
 import torch
 from PIL import Image
 
+from vitrel.common.sizes import native_size
 from vitrel.data import BadImage, Reading, create_dataset
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.prepare import Prepare
 from vitrel.data.shards import pack
-from vitrel.sizes import native_size
 
 CFG = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 

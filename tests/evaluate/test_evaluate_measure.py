@@ -8,6 +8,7 @@ import timm
 import torch
 from torch import nn
 
+from vitrel.common.sizes import format_size
 from vitrel.cpu.optimize import FastBlock
 from vitrel.evaluate import images, measure
 from vitrel.evaluate.images import out_of_memory
@@ -16,7 +17,6 @@ from vitrel.evaluate.results import COLUMNS
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 from vitrel.inspect.attention import attention_statistics_of
-from vitrel.sizes import format_size
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))

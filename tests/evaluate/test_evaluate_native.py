@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from vitrel.common.sizes import Budget, format_size, native_size, parse_size_or_budget
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, measure, models, run
 from vitrel.evaluate.images import Images
@@ -19,7 +20,6 @@ from vitrel.evaluate.models import trained_model
 from vitrel.evaluate.results import aggregate, read_csv
 from vitrel.evaluate.run import describe_tasks, run_sweep
 from vitrel.evaluate.settings import Sweep
-from vitrel.sizes import Budget, format_size, native_size, parse_size_or_budget
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 FILES = [(40, 40), (64, 32), (66, 34), (30, 61), (50, 37), (24, 33), (48, 20), (40, 41), (16, 80)]  # (h, w) in pixels

@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import vitrel.evaluate
+from vitrel.common.files import guarded
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, results, run
 from vitrel.evaluate.metrics import read_predictions
@@ -35,7 +36,6 @@ from vitrel.evaluate.results import (
 )
 from vitrel.evaluate.run import HEAD, describe_tasks, evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Sweep
-from vitrel.files import guarded
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from helpers import shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
+from vitrel.common.sizes import native_size
 from vitrel.data import Augmentation, BadImage, create_dataset
 from vitrel.data.shards import pack
-from vitrel.sizes import native_size
 from vitrel.train import run
 from vitrel.train.datamodule import ImageData
 from vitrel.train.order import Filled, NativeOrder, evaluation_batches

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from tools.benchmark.samples import ROOT
 from tools.benchmark.tables import markdown
 from tools.study.pages import fill_pages
-from vitrel.files import atomic_write
+from vitrel.common.files import atomic_write
 from vitrel.grid import Grid
 from vitrel.ops.backends import triton_global, triton_window
 

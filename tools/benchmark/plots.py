@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.files import atomic_write
+from vitrel.common.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,10 +23,10 @@ from tools.benchmark.samples import ROOT
 from tools.benchmark.tables import markdown
 from tools.benchmark.traffic import MemoryEfficient, Traffic
 from tools.study.pages import fill_pages
-from vitrel.files import atomic_write, commit, write_cells
+from vitrel.common.files import atomic_write, commit, write_cells
+from vitrel.common.machine import installed_version
 from vitrel.grid import Grid
 from vitrel.layers import Block
-from vitrel.machine import installed_version
 from vitrel.ops import sdpa
 from vitrel.ops.backends import triton_backend
 

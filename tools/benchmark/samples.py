@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vitrel.files import commit as commit_of
-from vitrel.machine import driver_version, hardware_name, installed_version, processor_name
+from vitrel.common.files import commit as commit_of
+from vitrel.common.machine import driver_version, hardware_name, installed_version, processor_name
 
 ROOT = Path(__file__).parents[2]
 KEY = ("kind", "case", "mode", "contender")  # columns that identify a measurement

@@ -15,7 +15,7 @@ from tools.benchmark.plots import plot
 from tools.benchmark.samples import ENDS, footer, last_run, machine_lines
 from tools.benchmark.shares import KINDS
 from tools.benchmark.shares import MODES as SHARE_MODES
-from vitrel.files import atomic_write
+from vitrel.common.files import atomic_write
 from vitrel.ops import BACKENDS
 
 Row = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vitrel.files import atomic_write, one_page
+from vitrel.common.files import atomic_write, one_page
 
 PARTS = (  # scripts, in the order in which they run
     *("base", "math", "cells", "fields"),

@@ -37,6 +37,9 @@ from torch.nn import functional as F
 import vitrel
 from tools.study.curves import Curve, draw_protocols
 from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
+from vitrel.common.exits import reported, terminable
+from vitrel.common.files import atomic_write
+from vitrel.common.sizes import format_size
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
@@ -47,9 +50,6 @@ from vitrel.evaluate.report.answers import paired_difference
 from vitrel.evaluate.results import aggregate, as_text, line_key, read_csv, top1_interval
 from vitrel.evaluate.run import evaluate_rows, run_sweep
 from vitrel.evaluate.settings import Row, Sweep, shared_with
-from vitrel.exits import reported, terminable
-from vitrel.files import atomic_write
-from vitrel.sizes import format_size
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with

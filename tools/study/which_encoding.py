@@ -19,9 +19,9 @@ from tools.benchmark.tables import markdown, milliseconds, ratio
 from tools.benchmark.worker import Stopwatch
 from tools.study.curves import draw_protocols
 from tools.study.pages import ROOT, add_page_arguments, fill_pages
+from vitrel.common.files import atomic_write
 from vitrel.evaluate.results import aggregate, environment, read_csv
 from vitrel.evaluate.settings import Row
-from vitrel.files import atomic_write
 from vitrel.position import POSITIONS
 
 TRAINED, LARGER = 224, 448  # pixels

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from vitrel import __version__
-from vitrel.exits import reported, terminable
+from vitrel.common.exits import reported, terminable
 
 COMMANDS = {  # {name: help}, in the order of a project
     "doctor": "print information for a bug report: versions, devices, attention backends, missing extras",

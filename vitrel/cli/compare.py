@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vitrel.cli.options import count
-from vitrel.exits import terminable
+from vitrel.common.exits import terminable
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,7 @@ vitrel completion zsh > "${fpath[1]}/_vitrel"
 
 import argparse
 
-from vitrel.extras import optional_import
+from vitrel.common.extras import optional_import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

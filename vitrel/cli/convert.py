@@ -114,7 +114,7 @@ def _open(args: argparse.Namespace) -> tuple["Backbone", str]:
 
 def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
     """A vitrel model with the weights of a file, and the plan by which its tensors were used; writes --report."""
-    from vitrel.files import write_cells
+    from vitrel.common.files import write_cells
     from vitrel.weights.load import apply_plan, model_for
     from vitrel.weights.read import read_file
 

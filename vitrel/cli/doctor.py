@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from vitrel.cli.options import add_json, write_json
-from vitrel.extras import EXTRAS, absent
-from vitrel.files import shown
-from vitrel.machine import installed_version, processor_name
+from vitrel.common.extras import EXTRAS, absent
+from vitrel.common.files import shown
+from vitrel.common.machine import installed_version, processor_name
 
 PACKAGES = (
     "vitrel", "torch", "torchvision", "timm", "numpy", "triton", "safetensors", "huggingface_hub", "pillow", "lightning",

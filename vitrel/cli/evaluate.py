@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitrel.cli.options import add_models, add_sizes, check_data, open_models
-from vitrel.exits import one_line
+from vitrel.common.exits import one_line
 
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import vitrel
-from vitrel.files import atomic_write, shown
+from vitrel.common.files import atomic_write, shown
 
 CHECKOUT = Path(vitrel.__file__).parents[1]  # the repository, unless vitrel is an installed wheel
 SENT = (".csv", ".json", ".jsonl", ".log", ".md", ".png", ".yaml")  # suffixes of the files in the archive; no weights
@@ -83,7 +83,7 @@ def steps_of(folder: Path, device: str, quick: bool) -> list[Step]:
 def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str, Any]:
     """Return the quickstart's configuration with another name, device and precision; quick: two models, ten updates."""
     from vitrel.cli.compare import packaged
-    from vitrel.plain_yaml import read_yaml
+    from vitrel.common.plain_yaml import read_yaml
 
     config = read_yaml(packaged()["quickstart"])
     config["name"], config["evaluate"]["device"] = name, device

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.sizes import Size, parse_size, parse_size_or_budget
+from vitrel.common.sizes import Size, parse_size, parse_size_or_budget
 
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
@@ -135,7 +135,7 @@ def add_sizes(
 
 def mapping(text: str) -> dict[str, Any]:
     """Parse a YAML mapping, as a type for argparse."""
-    from vitrel.plain_yaml import read_mapping
+    from vitrel.common.plain_yaml import read_mapping
 
     return checked(read_mapping)(text)
 

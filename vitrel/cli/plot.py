@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
+    from vitrel.common.sizes import Size
     from vitrel.evaluate.models import Trained
     from vitrel.inspect.attention import Layer
-    from vitrel.sizes import Size
 
 SCENES = 8  # images of the built-in data set, where no image is given
 

@@ -148,7 +148,7 @@ def _size_list(arg: str, before: str) -> str:
 
 def _check(argv: list[str]) -> None:
     """Check that configuration files and the data folder exist, before slow imports; OSError, ValueError or SystemExit 2."""
-    from vitrel.plain_yaml import read_yaml
+    from vitrel.common.plain_yaml import read_yaml
 
     data: Any = None
     for path in (*_values("-c", argv)[::-1], *_values("--config", argv)[::-1]):

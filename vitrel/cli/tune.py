@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from vitrel.cli.options import MODEL, add_json, add_sizes, add_weights, check_folders, count, open_models, write_json
-from vitrel.files import shown
+from vitrel.common.files import shown
 
 GO_ON = "measured cases are in the profile; the same command goes on"
 

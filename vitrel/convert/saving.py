@@ -15,10 +15,10 @@ from safetensors.torch import save as to_bytes
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from vitrel.common.files import atomic_write
 from vitrel.convert.from_timm import from_timm
 from vitrel.convert.recognise import recognise
 from vitrel.convert.relativize import absolute_scale, drop_absolute
-from vitrel.files import atomic_write
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import Config, config_of, preparation_of
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model

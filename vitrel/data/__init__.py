@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from vitrel.common.files import shown
+from vitrel.common.names import nearest
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.base import Draw, ImageSet, Split
@@ -19,8 +21,6 @@ from vitrel.data.sets import SETS, TorchvisionSet, set_classes
 from vitrel.data.shapes import Shapes
 from vitrel.data.shards import INDEX, Shards, shard_index
 from vitrel.data.stream import Batch, ShardBatches
-from vitrel.files import shown
-from vitrel.names import nearest
 
 __all__ = [
     "SHAPES",

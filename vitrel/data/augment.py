@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.functional import center_crop, resize
 
+from vitrel.common.extras import optional_import
 from vitrel.data.augmentation import Augmentation, Policy, parse_policy
 from vitrel.data.prepare import INTERPOLATIONS, Prepare, normalise
-from vitrel.extras import optional_import
 
 BLUR = {"kernel_size": 13, "sigma": (0.1, 2.0)}  # the kernel covers three standard deviations on each side
 BINS = 101  # number of magnitudes from 0 to 10, with torchvision

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, get_args
 
-from vitrel.names import nearest
+from vitrel.common.names import nearest
 
 Library = Literal["albumentations", "torchvision", "timm"]
 Crop = Literal["random_resized", "simple", "center"]

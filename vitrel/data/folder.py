@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from vitrel.common.files import shown
 from vitrel.data.base import ImageSet, Split, file_checksums, subset
 from vitrel.data.decode import SUFFIXES, Reading
-from vitrel.files import shown
 
 SHOWN = 3  # paths in a message
 _warnings: set[str] = set()  # given by this process

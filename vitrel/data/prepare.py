@@ -22,7 +22,7 @@ class Prepare:
     The protocols differ in resizing and cropping. `scale`: the image is resized to just cover size / crop_pct, and its central
     H×W are cropped, which gives the same field of view at every square size. `canvas`: the image is resized as for `base_size`,
     so that objects keep their size in pixels; its central H×W are cropped, and a smaller image is padded with the mean colour.
-    `native`: the whole image is resized to H×W, which the caller computes with `vitrel.sizes.native_size`.
+    `native`: the whole image is resized to H×W, which the caller computes with `vitrel.common.sizes.native_size`.
 
     Args:
         size: (H, W) of the result, pixels.

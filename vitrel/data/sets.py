@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
+from vitrel.common.files import shown
 from vitrel.data.base import ImageSet, Split, file_checksums, subset
 from vitrel.data.decode import Reading
 from vitrel.data.folder import below
-from vitrel.files import shown
 
 
 class Set(NamedTuple):

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import resize, to_pil_image
 
+from vitrel.common.extras import optional_import
+from vitrel.common.files import atomic_write, shown
 from vitrel.data.base import ImageSet, Split, sha256, subset
 from vitrel.data.decode import MAX_PIXELS, SUFFIXES, BadImage, Reading, decode, names_image, open_image
 from vitrel.data.folder import Folder
 from vitrel.data.prepare import INTERPOLATIONS
-from vitrel.extras import optional_import
-from vitrel.files import atomic_write, shown
 
 INDEX = "index.json"
 FORMAT = 1

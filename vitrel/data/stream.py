@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from vitrel.common.extras import optional_import
 from vitrel.data.base import Draw
 from vitrel.data.decode import decode
 from vitrel.data.shards import Shards
-from vitrel.extras import optional_import
 
 
 class Batch(NamedTuple):

@@ -13,14 +13,14 @@ import timm
 from timm.models import get_model_args
 from torch import nn
 
+from vitrel.common.names import nearest
+from vitrel.common.plain_yaml import read_yaml
+from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.data import SHAPES
 from vitrel.evaluate.models import Trained, encoding_of, load_checkpoint
 from vitrel.evaluate.report import Claim, read_claim
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
-from vitrel.names import nearest
-from vitrel.plain_yaml import read_yaml
-from vitrel.sizes import Budget, Size, format_size, parse_size_or_budget
 
 KEYS = ("name", "data", "models", "seeds", "train", "evaluate")
 OPTIONAL = ("claims",)

@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from vitrel.common.files import shown
+from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
 from vitrel.evaluate.settings import Sweep
-from vitrel.files import shown
-from vitrel.sizes import Budget, Size, format_size, native_size
 
 CACHE_BYTES = 2 << 30
 Source = Callable[..., Dataset]

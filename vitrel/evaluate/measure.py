@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrel.common.files import shown
+from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
 from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory, share_of
@@ -37,9 +39,7 @@ from vitrel.evaluate.models import (
     static_columns,
 )
 from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
-from vitrel.files import shown
 from vitrel.inspect.attention import attention_statistics_of
-from vitrel.sizes import Budget, Size, format_size
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 _COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # how a column is combined over processes

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrel.common.files import atomic_write
 from vitrel.evaluate.images import ImageList
-from vitrel.files import atomic_write
 
 ECE_BINS = 15
 Z95 = 1.959963984540054

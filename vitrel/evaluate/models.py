@@ -37,9 +37,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitrel.common.files import shown
+from vitrel.common.sizes import Budget, Size, native_size, token_count
 from vitrel.convert.saving import load, not_finite, read_checkpoint
 from vitrel.evaluate.settings import Row
-from vitrel.files import shown
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import StageWindows, at_size, model_at_size, model_name, trained_size
 from vitrel.inspect.footprint import border_leak
@@ -51,7 +52,6 @@ from vitrel.models.create import check_model_name, create_model
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import POSITIONS, PositionEncoding, key_of
-from vitrel.sizes import Budget, Size, native_size, token_count
 from vitrel.weights.load import apply_plan, model_for, read_file
 from vitrel.weights.read import ARRAYS, check_file, guarding
 from vitrel.weights.unwrap import unwrap

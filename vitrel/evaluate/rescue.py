@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from vitrel.common.files import atomic_write, guarded, shown, write_cells
+from vitrel.common.progress import progress
+from vitrel.common.sizes import Size, format_size
 from vitrel.convert import from_timm
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.evaluate.images import Images
@@ -33,13 +36,10 @@ from vitrel.evaluate.measure import Runner, Task, classes_of, line_columns, size
 from vitrel.evaluate.metrics import mcnemar, paired_interval, wilson
 from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, in_force, policies_at
 from vitrel.evaluate.settings import Row, Sweep
-from vitrel.files import atomic_write, guarded, shown, write_cells
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding
 from vitrel.position.rope_scaling import OPTIONS, Scaling
-from vitrel.progress import progress
-from vitrel.sizes import Size, format_size
 
 FILES = ("rescue.csv", "rescue.md")
 MOST = 24  # maximum number of settings tried at one size and protocol, the current one included

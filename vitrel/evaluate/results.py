@@ -23,14 +23,14 @@ import timm
 import torch
 import torchvision
 
+from vitrel.common.extras import optional_import
+from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded, write_cells
+from vitrel.common.sizes import format_size, parse_size
 from vitrel.data import SHAPES, Reading
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import PREDICTIONS, read_predictions, t_interval, wilson, write_predictions
 from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.settings import Row, Sweep, rank_and_world
-from vitrel.extras import optional_import
-from vitrel.files import atomic_write, commit, guarded, shown, unguarded, write_cells
-from vitrel.sizes import format_size, parse_size
 
 with optional_import():
     import pandas as pd

@@ -13,6 +13,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from vitrel.common.extras import optional_import
+from vitrel.common.files import atomic_write, shown
+from vitrel.common.progress import progress
+from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.evaluate.images import Images, Source, check_data, out_of_memory, source_of
 from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.metrics import state_hash
@@ -36,11 +40,7 @@ from vitrel.evaluate.results import (
     with_curves,
 )
 from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
-from vitrel.extras import optional_import
-from vitrel.files import atomic_write, shown
 from vitrel.inspect.any_model import evaluating
-from vitrel.progress import progress
-from vitrel.sizes import Budget, Size, format_size, parse_size_or_budget
 
 with optional_import():
     import pandas as pd

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitrel.exits import end_with_parent
-from vitrel.sizes import Budget, Size, format_size
+from vitrel.common.exits import end_with_parent
+from vitrel.common.sizes import Budget, Size, format_size
 
 PROTOCOLS = ("scale", "canvas", "native")
 DEFAULT_PROTOCOLS = PROTOCOLS[:2]

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from vitrel.common.sizes import Size, format_size
 from vitrel.grid import Grid
 from vitrel.inspect.resolution_report import resolution_report
 from vitrel.layers import Attention
@@ -26,7 +27,6 @@ from vitrel.models.backbone import Backbone
 from vitrel.ops.window import axis_shift
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import sum_counts
-from vitrel.sizes import Size, format_size
 
 REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # errors by which timm's models refuse a size
 MOST_PREFIX = 32  # maximum number of prefix tokens assumed when a sequence is matched to a grid

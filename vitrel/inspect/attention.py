@@ -28,6 +28,7 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import model_name, patch_grid
 from vitrel.layers import Attention
@@ -37,7 +38,6 @@ from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import axis_shift, windows
 from vitrel.position import Terms
 from vitrel.position.terms import no_autocast, upcast
-from vitrel.sizes import Size
 
 _GLOBAL = (TimmAttention, AttentionRope, EvaAttention, BeitAttention, RelPosAttention, ParallelScalingBlock)
 _WINDOWED = (SwinTransformerBlock, SwinTransformerV2Block)

@@ -12,6 +12,7 @@ import torch
 from timm.layers import PatchEmbed, to_2tuple
 from torch import nn
 
+from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.any_model import (
     REFUSALS,
     ModelAtSize,
@@ -43,7 +44,6 @@ from vitrel.inspect.position_changes import (
 )
 from vitrel.models.backbone import Backbone
 from vitrel.models.create import create_model
-from vitrel.sizes import Size, format_size
 
 
 @dataclass(frozen=True)

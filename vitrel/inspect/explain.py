@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluating
 from vitrel.ops import attention
@@ -15,7 +16,6 @@ from vitrel.ops.reference import gather_bias, masked_logits, rotated, table_logi
 from vitrel.position import PositionEncoding, Table, Terms, create_position, key_of
 from vitrel.position.log_decay import LogDecay
 from vitrel.position.terms import Composition, check_choice, pad_prefix, parts_of
-from vitrel.sizes import format_size
 
 Array = Tensor | np.ndarray | Sequence
 Position = str | PositionEncoding | Terms

@@ -19,11 +19,11 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import REFUSALS, TracedBlock, trace
 from vitrel.layers import Attention, Block
 from vitrel.ops.window import windows
-from vitrel.sizes import Size
 
 _WEAKEST = 1e-15  # smallest gradient that counts as seen, as a share of the largest of a query
 

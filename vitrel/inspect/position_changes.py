@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import MOST_PREFIX, blank_image, float32, interpolates, patch_grid, shared_offsets
 from vitrel.ops.reference import rows_by_offset
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import Terms, parts_of
-from vitrel.sizes import Size
 
 _TABLES = ("relative_position_bias_table", "relative_coords_table", "rel_coords_log")  # biases, or an MLP's input
 _FILLED = {name for kind in ("zeros", "ones", "full", "empty") for name in (f"{kind}_like", f"new_{kind}")}

@@ -9,13 +9,13 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
+from vitrel.common.sizes import Size, format_size
 from vitrel.grid import Grid
 from vitrel.models.backbone import Backbone
 from vitrel.ops.window import axis_shift
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import parts_of, sum_counts
-from vitrel.sizes import Size, format_size
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from vitrel.names import nearest
+from vitrel.common.names import nearest
 from vitrel.weights.read import check_file
 
 # arguments of timm.create_model that name a source of weights; refused where a checkpoint brings its own weights

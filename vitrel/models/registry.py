@@ -6,7 +6,7 @@ from collections.abc import Callable
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
-from vitrel.names import nearest
+from vitrel.common.names import nearest
 from vitrel.weights.load import filter_state_dict
 
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # compositions with model names; "_" replaces "+" in them

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from vitrel.common.names import nearest
 from vitrel.grid import Grid
-from vitrel.names import nearest
 from vitrel.position.absolute import Absolute
 from vitrel.position.alibi import Alibi
 from vitrel.position.clipped import Clipped

@@ -4,7 +4,7 @@ Nothing else in the package imports Lightning. Other code reads a run through it
 (`torch.load(path, weights_only=True)`; layout in `vitrel.train.module`).
 """
 
-from vitrel.extras import optional_import
+from vitrel.common.extras import optional_import
 
 with optional_import():
     from vitrel.train.command import run

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from vitrel.exits import one_line
+from vitrel.common.exits import one_line
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
 from vitrel.train.execution import check_processes, refused_trainer

@@ -13,10 +13,10 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from vitrel.common.sizes import native_size, token_count
 from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
 from vitrel.data.shards import Shards
 from vitrel.data.stream import ShardBatches
-from vitrel.sizes import native_size, token_count
 from vitrel.train.order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
 from vitrel.train.same_run import Listing
 
@@ -42,8 +42,8 @@ class ImageData(LightningDataModule):
             that every batch has about the same number of tokens. Null: `size` only. At native shape each size stands for its
             number of tokens.
         shape: "fixed": every image is cropped or resized to `size`. "native": every image keeps its aspect ratio; training
-            batches group images of similar aspect ratio, evaluation resizes the whole image to `vitrel.sizes.native_size`,
-            and nothing is padded. Native shape needs image files, not shards or `shapes`.
+            batches group images of similar aspect ratio, evaluation resizes the whole image to
+            `vitrel.common.sizes.native_size`, and nothing is padded. Native shape needs image files, not shards or `shapes`.
         tokens: maximum number of tokens of an image at native shape, for which `batch_size` is meant; null: those of `size`.
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.

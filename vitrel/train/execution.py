@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from vitrel.exits import one_line
+from vitrel.common.exits import one_line
+from vitrel.common.sizes import format_size
 from vitrel.layers import Block
 from vitrel.position import PositionEncoding
-from vitrel.sizes import format_size
 
 
 @dataclass(frozen=True)

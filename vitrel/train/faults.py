@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from vitrel.files import atomic_write, write_cells
+from vitrel.common.files import atomic_write, write_cells
 
 SHOWN = 8  # names in a message; all are in the file
 

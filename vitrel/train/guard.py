@@ -17,8 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import jsonargparse
 import yaml
 
-from vitrel.names import nearest
-from vitrel.plain_yaml import DEEPEST, MOST_VALUES, load_yaml, read_yaml
+from vitrel.common.names import nearest
+from vitrel.common.plain_yaml import DEEPEST, MOST_VALUES, load_yaml, read_yaml
 
 CLASSES = {
     "lightning.pytorch.strategies": (

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from vitrel.files import atomic_write
+from vitrel.common.files import atomic_write
 
 
 class ImageMean(Metric):

@@ -15,7 +15,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from torch import nn
 from torch.optim import Optimizer
 
-from vitrel.names import nearest
+from vitrel.common.names import nearest
 
 KINDS = ("decayed", "undecayed", "position")
 FALLING = ("cosine", "linear", "poly")  # the schedules that end at final_lr

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from vitrel.common.sizes import Size, native_size
 from vitrel.data.base import Draw
 from vitrel.data.stream import Batch, ShardBatches
-from vitrel.sizes import Size, native_size
 
 
 class Plan:

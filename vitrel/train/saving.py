@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from vitrel.files import atomic_write
+from vitrel.common.files import atomic_write
 from vitrel.train.metrics import CSVLog, merit
 from vitrel.train.same_run import run_settings
 from vitrel.weights.read import checksums, read_file

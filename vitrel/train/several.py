@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from vitrel.exits import INTERRUPTED, TERMINATED, end_with_parent
-from vitrel.plain_yaml import load_yaml, read_yaml
+from vitrel.common.exits import INTERRUPTED, TERMINATED, end_with_parent
+from vitrel.common.plain_yaml import load_yaml, read_yaml
 from vitrel.train.command import run as run_command
 from vitrel.train.same_run import values_that_differ
 from vitrel.weights.read import read_file

@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vitrel.files import atomic_write, commit
-from vitrel.machine import hardware_name
-from vitrel.sizes import format_size
+from vitrel.common.files import atomic_write, commit
+from vitrel.common.machine import hardware_name
+from vitrel.common.sizes import format_size
 from vitrel.train.metrics import CSVLog, best_of, epochs_of
 from vitrel.train.progress import Speed
 

@@ -11,12 +11,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 import vitrel.models  # noqa: F401  registers our names with timm
+from vitrel.common.names import nearest
 from vitrel.convert import absolute_to_relative, from_timm, load, relativize
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name
-from vitrel.names import nearest
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import guarding, read_file
 

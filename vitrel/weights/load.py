@@ -10,7 +10,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from vitrel.names import nearest
+from vitrel.common.names import nearest
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family

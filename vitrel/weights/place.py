@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding
 from vitrel.position.absolute import Absolute
 from vitrel.position.decomposed import Decomposed
 from vitrel.position.resize import resize_axis, resize_embedding, resize_table
 from vitrel.position.table import OffsetTable
-from vitrel.sizes import format_size
 from vitrel.weights.draft import Draft
 from vitrel.weights.record import recorded_grid
 

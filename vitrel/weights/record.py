@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
-from vitrel.sizes import format_size
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
 _FREE = {"training", "grid", "resize", "init_std", "scaling", "temperature", "shift_coords", "jitter_coords", "rescale_coords"}

@@ -7,11 +7,11 @@ import pytest
 
 from helpers import ROOT
 from helpers.predictions import predicted
+from vitrel.common.files import write_cells
 from vitrel.evaluate.metrics import difference_interval, write_predictions
 from vitrel.evaluate.report import summary
 from vitrel.evaluate.report.answers import NEAR, answers, answers_of, difference, multiply_adds, pixels
 from vitrel.evaluate.results import COLUMNS, line_key, read_csv
-from vitrel.files import write_cells
 
 
 def row(size="64x64", top1=90.0, policy="none", label="m", **given):

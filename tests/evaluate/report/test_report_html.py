@@ -14,10 +14,10 @@ import pytest
 
 from helpers import ROOT, command
 from helpers.predictions import predicted
+from vitrel.common.files import guarded
 from vitrel.evaluate.metrics import write_predictions
 from vitrel.evaluate.report.html import class_words, contents, curve_name, write_html
 from vitrel.evaluate.results import TRANSLATION, aggregate, curves, line_key, read_csv
-from vitrel.files import guarded
 
 QUICKSTART = ROOT / "results" / "quickstart" / "results.csv"
 

@@ -12,13 +12,13 @@ from torchvision.io import write_jpeg
 from helpers import ROOT
 from tools.study import imagenet_weights as study
 from tools.study.imagenet_weights import FIXED, SCALED, SEVERAL, SIZES, Evaluated, logistic_regression, prepare, table_of
+from vitrel.common.plain_yaml import read_yaml
+from vitrel.common.sizes import format_size, parse_size
 from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.models import trained_model
 from vitrel.evaluate.results import line_key
 from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.settings import Sweep
-from vitrel.plain_yaml import read_yaml
-from vitrel.sizes import format_size, parse_size
 
 
 def pictures(folder, names):

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vitrel.common.extras import optional_import
+from vitrel.common.sizes import format_size, parse_size
 from vitrel.evaluate.metrics import difference_interval
 from vitrel.evaluate.report.answers import Answer, Difference, answer_list, answers_of, difference, metric_of
 from vitrel.evaluate.results import aggregate, by_area, curve_summary, curves
 from vitrel.evaluate.settings import Row
-from vitrel.extras import optional_import
-from vitrel.sizes import format_size, parse_size
 
 with optional_import():
     import pandas as pd
@@ -23,10 +23,10 @@ from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
+from vitrel.common.extras import optional_import
+from vitrel.common.files import atomic_write, shown
 from vitrel.evaluate.metrics import PREDICTIONS, Key, Predicted, check_same_images, compare_pairs, over_seeds, read_predictions
 from vitrel.evaluate.results import line_key, read_csv, write_frame
-from vitrel.extras import optional_import
-from vitrel.files import atomic_write, shown
 
 with optional_import():
     import pandas as pd

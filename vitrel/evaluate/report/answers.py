@@ -30,12 +30,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vitrel.common.sizes import parse_size
 from vitrel.evaluate.metrics import Predictions, compare_pairs, difference_interval, over_seeds, read_predictions
 from vitrel.evaluate.rescue import rescue_lines
 from vitrel.evaluate.results import aggregate, as_text, by_area, line_key
 from vitrel.evaluate.settings import Row
 from vitrel.position import POSITIONS, select_options
-from vitrel.sizes import parse_size
 
 NEAR = 5.0  # points of top-1
 PROTOCOLS = {

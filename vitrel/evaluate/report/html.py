@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from timm.data import ImageNetInfo
 
+from vitrel.common.extras import optional_import
+from vitrel.common.files import atomic_write, one_page, shown
+from vitrel.common.sizes import parse_size
 from vitrel.evaluate.metrics import Predictions, read_predictions, t_interval
 from vitrel.evaluate.report import DETAILS
 from vitrel.evaluate.report.answers import Answer, answers_of, stretches
@@ -36,9 +39,6 @@ from vitrel.evaluate.results import (
     top1_interval,
 )
 from vitrel.evaluate.settings import Row
-from vitrel.extras import optional_import
-from vitrel.files import atomic_write, one_page, shown
-from vitrel.sizes import parse_size
 
 with optional_import():
     import pandas as pd

@@ -25,18 +25,18 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from vitrel.common.files import atomic_write
+from vitrel.common.sizes import Size, format_size
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import Task, tasks_of
 from vitrel.evaluate.metrics import LEFT_OUT, NO_CLASS, Predictions, read_predictions
 from vitrel.evaluate.models import Trained, at_size_with
 from vitrel.evaluate.results import aggregate, by_area, curves, line_key, protocol_names
 from vitrel.evaluate.settings import Row, Sweep
-from vitrel.files import atomic_write
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import patch_grid
 from vitrel.inspect.attention import Layer, for_each_layer, offset_mean
 from vitrel.models.backbone import Backbone
-from vitrel.sizes import Size, format_size
 
 BUDGET = 1_150_000  # bytes of the compressed file; as text in the page a third more
 REACH = 31  # largest offset along an axis in the maps by offset, in tokens

@@ -5,7 +5,7 @@
 Offsets are query minus key, in patches: dy > 0: the key is above the query, dx > 0: to its left.
 """
 
-from vitrel.extras import optional_import
+from vitrel.common.extras import optional_import
 
 with optional_import():
     from vitrel.inspect.plot.leak import leak

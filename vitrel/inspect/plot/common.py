@@ -14,13 +14,13 @@ from matplotlib.ticker import MaxNLocator
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import model_name, own_encodings
 from vitrel.inspect.attention import Layer, for_each_layer
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
-from vitrel.sizes import Size
 
 Source = nn.Module | Sequence[Layer]  # a model, an encoding, or the layers that `vitrel.inspect.attention.record` returns
 

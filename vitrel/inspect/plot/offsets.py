@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
+from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluating
 from vitrel.inspect.attention import Layer, offset_mean
@@ -49,7 +50,6 @@ from vitrel.inspect.plot.common import (
 from vitrel.ops.reference import rows_by_offset
 from vitrel.position import PositionEncoding, Table, Terms, key_of
 from vitrel.position.terms import parts_of, upcast
-from vitrel.sizes import Size
 
 
 class Lattice(NamedTuple):

@@ -11,6 +11,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
+from vitrel.common.sizes import format_size
 from vitrel.inspect.attention import Layer, record
 from vitrel.inspect.plot.common import (
     DIVERGING,
@@ -25,7 +26,6 @@ from vitrel.inspect.plot.common import (
     source_name,
     visit_layers,
 )
-from vitrel.sizes import format_size
 
 LEAST = 0.1  # smallest reduction of a key's logit by position that counts
 BARS = 6

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
+from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluating
 from vitrel.inspect.plot.common import (
@@ -34,7 +35,6 @@ from vitrel.position import key_of
 from vitrel.position.resize import clipped_rows
 from vitrel.position.t5 import T5
 from vitrel.position.terms import parts_of
-from vitrel.sizes import Size
 
 _MARK = "#D55E00"
 

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrel.common.progress import progress
+from vitrel.common.sizes import Size, format_size
 from vitrel.grid import Grid
 from vitrel.ops.dispatch import BACKENDS, attention, by_rule, window_attention
 from vitrel.ops.profile import (
@@ -44,8 +46,6 @@ from vitrel.ops.reference import Call
 from vitrel.ops.why import recording
 from vitrel.position import create_position
 from vitrel.position.terms import Table, Terms
-from vitrel.progress import progress
-from vitrel.sizes import Size, format_size
 
 FLOORS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-4, torch.bfloat16: 2.4e-3}
 CAPS = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}

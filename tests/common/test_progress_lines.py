@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from vitrel import progress as reported
-from vitrel.progress import progress
+from vitrel.common import progress as reported
+from vitrel.common.progress import progress
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import pytest
 import timm
 
 import vitrel
+from vitrel.common.names import nearest
 from vitrel.evaluate.models import load_model
-from vitrel.names import nearest
 from vitrel.train.tuning import check_registered
 
 ROPES = [f"vitrel_vit_s16_rope_{kind}" for kind in ("axial", "mixed", "normalised")]

@@ -3,7 +3,7 @@ from math import log, sqrt
 
 import pytest
 
-from vitrel.sizes import format_size, native_size, parse_size
+from vitrel.common.sizes import format_size, native_size, parse_size
 
 
 @pytest.mark.parametrize(("text", "size"), [("96", (96, 96)), (96, (96, 96)), ("160x224", (160, 224)), ("32X48", (32, 48))])

@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from vitrel.plain_yaml import DEEPEST, MOST_BYTES, load_yaml, read_mapping, read_yaml
+from vitrel.common.plain_yaml import DEEPEST, MOST_BYTES, load_yaml, read_mapping, read_yaml
 
 CHAIN = "{a0: &a0 [1], " + ", ".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 200)) + "}"
 NINES = "{a0: &a0 [1], " + ", ".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)) + "}"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from helpers import ROOT
-from vitrel.files import atomic_write, commit, guarded, shown, unguarded, write_cells
+from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded, write_cells
 
 
 def write_to_a_full_disk(path):
@@ -59,7 +59,7 @@ with atomic_write(sys.argv[1]) as part:
 
 def test_a_real_lack_of_room_names_the_file_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "a.bin")]
-    done = subprocess.run(command, cwd=ROOT / "vitrel", capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT / "vitrel" / "common", capture_output=True, text=True)
     assert done.returncode == 1 and f"File too large: '{tmp_path / 'a.bin'}'" in done.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
@@ -81,7 +81,7 @@ def hanging(tmp_path):
 
     def start(name):
         command = [sys.executable, "-c", HANGS, str(tmp_path / name)]
-        running.append(subprocess.Popen(command, cwd=ROOT / "vitrel", stdout=subprocess.PIPE, text=True))
+        running.append(subprocess.Popen(command, cwd=ROOT / "vitrel" / "common", stdout=subprocess.PIPE, text=True))
         assert running[-1].stdout.readline() == "there\n"
         return running[-1]
 

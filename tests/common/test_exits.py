@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from vitrel.exits import Terminated, reported, terminable
+from vitrel.common.exits import Terminated, reported, terminable
 
 
 def ended(capsys, error):
