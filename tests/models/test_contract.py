@@ -329,12 +329,11 @@ def check_compiled(model, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vitrel_vit_n8_absolute_rope_mixed", "vitrel_swinv2_n"])
-def test_export_serves_any_size(name):
+def test_export_serves_any_size():
     """One torch.export with dynamic batch, height and width, run at other batches and sizes, non-square and not divisible; of a
-    model that is no deeper than needed, with a new head.
+    model that is no deeper than needed, with a new head. Swins are exported to ONNX, by way of torch.export.
     """
-    model = build(name, **({"depth": 3} if "_vit_" in name else {"depths": (1, 1, 1), "num_heads": (1, 2, 4)}))
+    model = build("vitrel_vit_n8_absolute_rope_mixed", depth=3)
     model.prune_intermediate_layers(indices=[0, 1])
     model.reset_classifier(4, "avg")
     program = export(model, (64, 64))
