@@ -59,7 +59,7 @@ TOGETHER = [  # several in one model, each of which moves the logits; a model ro
     "cpb+alibi+shaw+decomposed+rope_normalised",
     "log_decay+transformer_xl+deberta+pape+xpos",
 ]
-TOGETHER += [key for key in POSITIONS if all(key not in position.split("+") for position in TOGETHER)]
+TOGETHER += [key for key in POSITIONS if key != "none" and all(key not in position.split("+") for position in TOGETHER)]
 
 
 @pytest.mark.slow
