@@ -114,8 +114,8 @@ def test_logits_are_those_of_every_image_alone(trained, folder, logits, kind):
     assert sorted(order) == list(range(len(FILES)))
     with torch.no_grad():
         for index, found in zip(order, logits()[-len(FILES) :], strict=True):
-            with models.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy) as ready:
-                torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=1e-5, rtol=1e-5)
+            ready = models.at_size_with(model.model, tuple(images[index].shape[-2:]), task.policy)
+            torch.testing.assert_close(found, ready.model(images[index][None])[0], atol=1e-5, rtol=1e-5)
     grids = [(image.shape[1] // patch[0], image.shape[2] // patch[1]) for image in images]
     assert one.row["tokens"] == pytest.approx(sum(h * w for h, w in grids) / len(grids), abs=0.01)
     assert one.row["budget"] == budget and one.row["n"] == len(FILES) and one.row["crop_pct"] == 1.0

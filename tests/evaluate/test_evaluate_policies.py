@@ -10,14 +10,12 @@ from vitrel import resolution_report
 from vitrel.evaluate.models import (
     WINDOW_POLICIES,
     gflops,
-    in_force,
     policies_at,
     policies_of,
     policy_parts,
-    resize_policy,
     static_columns,
     window_policies_at,
-    window_policy,
+    with_policy,
 )
 from vitrel.grid import Grid
 from vitrel.position import POSITIONS, PositionEncoding
@@ -89,14 +87,15 @@ def test_what_a_model_may_be_asked_for(trained, vit):
     assert policies_at(timm.create_model("resnet10t"), (64, 64)) == ("none",)
 
 
-def test_a_policy_of_windows_and_encodings_is_in_force_inside(trained):
+def test_a_policy_of_windows_and_encodings_is_that_of_a_copy_with_the_same_parameters(trained):
     model = trained("vitrel_swin_n", (64, 64), {"position": "cpb"}).model
-    block = model.layers[0].blocks[1]
-    with in_force(model, "rescale+renormalise", (96, 128)):
-        assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalise")
-    with in_force(model, "fixed", (96, 128)):
-        assert (block.attn.window, block.position.resize) == ((4, 4), "keep")
-    assert (block.attn.window, block.attn.shift, block.position.resize) == ((4, 4), (2, 2), "keep")
+    changed, own = with_policy(model, (96, 128), "rescale+renormalise"), model.layers[0].blocks[1]
+    block = changed.layers[0].blocks[1]
+    assert (block.attn.window, block.attn.shift, block.position.resize) == ((6, 8), (3, 4), "renormalise")
+    assert (own.attn.window, own.attn.shift, own.position.resize) == ((4, 4), (2, 2), "keep")
+    assert with_policy(model, (96, 128), "fixed") is model
+    for tensors in ("parameters", "buffers"):
+        assert [*map(id, getattr(changed, tensors)())] == [*map(id, getattr(model, tensors)())]
 
 
 def test_policies_of_windows_and_of_encodings_have_names_of_their_own():
@@ -115,17 +114,16 @@ def test_of_several_only_those_wanted(vit):
 
 
 @pytest.mark.parametrize("policy", ["clip+renormalise", "bicubic+keep", "none", "clip+keep+stretch"])
-def test_a_policy_is_in_force_inside_and_the_models_own_after(vit, policy):
+def test_a_policy_leaves_the_model_its_own(vit, policy):
     model = vit("table+cpb")
     in_use = {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies}
     assert in_use == {"geometric", "keep"}
     if "stretch" in policy:
-        with pytest.raises(ValueError, match="no resize policy 'stretch'"), resize_policy(model, policy):
-            pass
+        with pytest.raises(ValueError, match="no resize policy 'stretch'"):
+            with_policy(model, (64, 64), policy)
     else:
-        with resize_policy(model, policy):
-            parts = model.blocks[-1].position.parts
-            assert policy in ("none", f"{parts['table'].resize}+{parts['cpb'].resize}")
+        parts = with_policy(model, (64, 64), policy).blocks[-1].position.parts
+        assert policy in ("none", f"{parts['table'].resize}+{parts['cpb'].resize}")
     assert {part.resize for part in model.modules() if isinstance(part, PositionEncoding) and part.policies} == in_use
 
 
@@ -158,12 +156,12 @@ def with_tables(other, model, policy):
 def test_divisor_is_the_model_with_that_window_and_the_centre_of_the_table(size, window):
     model, images = swin((16, 16), 4), torch.randn(2, 3, *size, dtype=torch.float64)
     built = with_tables(swin(size, window), model, "clip")  # which reads the centre of a larger table
-    with torch.no_grad(), in_force(model, "divisor", size):
-        assert model.resized(size) == {} and model.unseen(size) == 0
-        [stage] = resolution_report(model, size).stages
-        assert (stage.window, stage.padding, stage.padded_share) == (window, (0, 0), 0.0)
-        torch.testing.assert_close(model(images), built(images), rtol=0, atol=1e-12)
+    changed = with_policy(model, size, "divisor")
+    assert changed.resized(size) == {} and changed.unseen(size) == 0
+    [stage] = resolution_report(changed, size).stages
+    assert (stage.window, stage.padding, stage.padded_share) == (window, (0, 0), 0.0)
     with torch.no_grad():
+        torch.testing.assert_close(changed(images), built(images), rtol=0, atol=1e-12)
         assert (model(images) - built(images)).abs().max() > 0.1  # with its own window it is another model
 
 
@@ -174,30 +172,28 @@ def test_rescale_is_the_model_with_that_window_and_the_resized_table(policy, siz
     built = with_tables(swin(size, window, depths=(2, 2)), model, policy)
     tables = [name for name, _ in model.named_parameters() if "table" in name]
     values = sum(model.state_dict()[name].numel() for name in tables)
-    with torch.no_grad(), in_force(model, f"rescale+{policy}", size):
-        assert model.resized(size) == {f"table {policy}": 0 if policy == "clip" else values}
-        assert model.unseen(size) == pytest.approx(1 - min(1, 7 / (2 * window[0] - 1)) * min(1, 7 / (2 * window[1] - 1)))
-        assert [grid[:2] for _, grid in model.encodings(size)] == [window] * 4
-        torch.testing.assert_close(model(images), built(images), rtol=0, atol=1e-12)
+    changed = with_policy(model, size, f"rescale+{policy}")
+    assert changed.resized(size) == {f"table {policy}": 0 if policy == "clip" else values}
+    assert changed.unseen(size) == pytest.approx(1 - min(1, 7 / (2 * window[0] - 1)) * min(1, 7 / (2 * window[1] - 1)))
+    assert [grid[:2] for _, grid in changed.encodings(size)] == [window] * 4
+    with torch.no_grad():
+        torch.testing.assert_close(changed(images), built(images), rtol=0, atol=1e-12)
     assert model.resized(size) == {}
 
 
 def test_a_smaller_window_reads_the_centre_and_rounds_down():
     model = swin((16, 16), 4)
-    with window_policy(model, "rescale", (14, 10)):
-        attn = model.layers[0].blocks[1].attn
-        assert (attn.window, attn.shift) == ((3, 2), (1, 1)) and model.resized((14, 10)) == {}
-    wide = swin((16, 24), (4, 6))
-    with window_policy(wide, "rescale", (32, 12)):  # each axis by its own trained side
-        assert wide.layers[0].blocks[0].attn.window == (8, 3)
-    with window_policy(model, "rescale", (2, 6)):
-        assert model.layers[0].blocks[1].attn.window == (1, 1)
+    changed = with_policy(model, (14, 10), "rescale")
+    attn = changed.layers[0].blocks[1].attn
+    assert (attn.window, attn.shift) == ((3, 2), (1, 1)) and changed.resized((14, 10)) == {}
+    wide = with_policy(swin((16, 24), (4, 6)), (32, 12), "rescale")  # each axis by its own trained side
+    assert wide.layers[0].blocks[0].attn.window == (8, 3)
+    assert with_policy(model, (2, 6), "rescale").layers[0].blocks[1].attn.window == (1, 1)
 
 
 def test_every_stage_has_its_own_divisor():
     model = timm.create_model("vitrel_swin_n")
-    with window_policy(model, "divisor", (80, 72)):
-        stages = resolution_report(model, (80, 72)).stages
+    stages = resolution_report(with_policy(model, (80, 72), "divisor"), (80, 72)).stages
     assert [(s.grid, s.window) for s in stages] == [((40, 36), (4, 4)), ((20, 18), (4, 3)), ((10, 9), (2, 3))]
     assert all(stage.padded_share == 0 for stage in stages)
 
@@ -217,29 +213,14 @@ def test_blocks_of_a_plain_trunk_that_have_a_window():
     how = dict(class_token=False, global_pool="avg", block_args={"window": 4, "global_blocks": (3,)}, num_classes=3)
     model = timm.create_model("vitrel_vit_n8_table", img_size=64, **how).eval()
     assert window_policies_at(model, (96, 96)) == ("fixed", "rescale")
-    with window_policy(model, "rescale", (96, 96)):
-        assert [block.window and block.window[:2] for block in model.blocks] == [(6, 6)] * 3 + [None]
+    changed = with_policy(model, (96, 96), "rescale")
+    assert [block.window and block.window[:2] for block in changed.blocks] == [(6, 6)] * 3 + [None]
     assert model.blocks[0].window == Grid(4, 4)
-
-
-def test_windows_are_back_after_an_error():
-    model = swin((16, 16), 4)
-    before = [(block.attn.window, block.attn.shift) for block in model.layers[0].blocks]
-    with pytest.raises(KeyError), window_policy(model, "rescale", (32, 32)):
-        raise KeyError
-    assert (
-        [(block.attn.window, block.attn.shift) for block in model.layers[0].blocks]
-        == before
-        == [((4, 4), (0, 0)), ((4, 4), (2, 2))]
-    )
-    with pytest.raises(ValueError, match="unknown window policy 'grow'; choose one of fixed, divisor, rescale"):
-        window_policy(model, "grow", (32, 32)).__enter__()
 
 
 def test_the_report_of_a_size_knows_the_window_trained_on():
     model = timm.create_model("vitrel_swin_n", img_size=64, patch_size=4)
-    with window_policy(model, "rescale", (128, 128)):
-        report = resolution_report(model, 128)
+    report = resolution_report(with_policy(model, (128, 128), "rescale"), 128)
     assert {(e.grid, e.trained) for e in report.encodings} == {((8, 8), (4, 4))}
     assert all("resampled by table geometric" in e.effect for e in report.encodings)
 

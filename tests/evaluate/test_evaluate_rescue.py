@@ -13,7 +13,7 @@ import vitrel
 from vitrel.evaluate import rescue as module
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import in_force, load_checkpoint, trained_model
+from vitrel.evaluate.models import load_checkpoint, trained_model, with_policy
 from vitrel.evaluate.rescue import (
     SCALING,
     TEMPERATURES,
@@ -122,9 +122,9 @@ def test_nothing_changes_at_the_training_size_and_afterwards():
         for scaling in SCALING:
             for value in TEMPERATURES:
                 options = {**scaling, "temperature": value}
-                with in_force(model, "none", (64, 64), options):
-                    assert torch.equal(model(native), before[0])
-                    different += not torch.equal(model(larger), before[1])
+                changed = with_policy(model, (64, 64), "none", options)
+                assert torch.equal(changed(native), before[0])
+                different += not torch.equal(changed(larger), before[1])
         assert different == len(SCALING) * len(TEMPERATURES) - 1
         assert torch.equal(model(larger), before[1])
     assert model.arguments == arguments and attributes == [sorted(vars(part)) for part in model.modules()]
@@ -187,8 +187,7 @@ def test_the_code_applies_the_setting(tmp_path, name, setting):
     trained = load_checkpoint(path)
     start, images = as_it_is(trained.model, size), torch.randn(2, 3, *size)
     with torch.no_grad():
-        with in_force(trained.model, setting.policy, size, dict(setting.options)):
-            wanted = trained.model(images)
+        wanted = with_policy(trained.model, size, setting.policy, dict(setting.options))(images)
         assert not torch.equal(wanted, trained.model(images))
         loaded = {"vitrel": vitrel}
         exec(code_of(trained, setting, start, size), loaded)

@@ -30,16 +30,17 @@ from vitrel.evaluate.metrics import Answers, Predicted, Tally, class_of_output, 
 from vitrel.evaluate.models import (
     Trained,
     at_size_with,
-    brought_to,
     class_outputs,
     native_columns,
     policies_at,
     policies_of,
     sample_shapes,
     static_columns,
+    with_policy,
 )
 from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
 from vitrel.inspect.attention import attention_statistics_of
+from vitrel.models.backbone import Backbone
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 _COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # how a column is combined over processes
@@ -176,8 +177,7 @@ def check_tasks(tasks: Iterable[Task], sweep: Sweep, images: Images) -> None:
         if model not in checked:
             classes_of(task, sweep, images)
         if (model, task.size, task.budget) not in checked:
-            with at_size_with(task.trained.model, task.size, task.policy):
-                pass
+            at_size_with(task.trained.model, task.size, task.policy)
             if task.budget is not None:
                 _check_shapes(task, images)
         checked |= {model, (model, task.size, task.budget)}
@@ -187,8 +187,7 @@ def _check_shapes(task: Task, images: Images) -> None:
     """ValueError where a model does not support the image shapes of the native protocol."""
     try:
         for size in sample_shapes(images.shapes(task.preprocessing)):
-            with at_size_with(task.trained.model, size, task.policy):
-                pass
+            at_size_with(task.trained.model, size, task.policy)
     except BadImage:
         raise
     except ValueError as error:
@@ -268,16 +267,14 @@ def translate(pixels: Tensor, by: int) -> Tensor:
 class AtSizes:
     """Context in which a model is prepared for one image size after another, under one policy. at(size) returns the model.
 
-    On exit the model has its own size and policy again, is on the CPU, and is not optimised, even if it was before. optimized:
-    run it through vitrel.optimize. `states` has the state-dict hash of every copy that was made for a size (models of another
-    library).
+    On exit the model is on the CPU and is not optimised, even if it was before. optimized: run it through vitrel.optimize.
+    `states` has the state-dict hash of every copy that was made for a size of a model of another library.
     """
 
     def __init__(self, model: nn.Module, policy: str, device: torch.device, optimized: bool = False) -> None:
         self.model, self.policy, self.device, self.optimized = model, policy, device, optimized
         self.states: list[str] = []
         self._size: Size | None = None
-        self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> "AtSizes":
         self.model.to(self.device)
@@ -293,15 +290,13 @@ class AtSizes:
         """Return the model prepared for `size` (h, w) pixels; valid until the next call with another size."""
         if size != self._size:
             self._leave()
-            self._current = self._contexts.enter_context(brought_to(self.model, size, self.policy)).to(self.device)
-            self._size = size
+            self._current, self._size = with_policy(self.model, size, self.policy).to(self.device), size
         return self._current
 
     def _leave(self) -> None:
-        if self._size is not None and self._current is not self.model:
-            self.states.append(state_hash(self._current))
+        if self._size is not None and self._current is not self.model and not isinstance(self.model, Backbone):
+            self.states.append(state_hash(self._current))  # a Backbone's copy shares all tensors
         self._size = None
-        self._contexts.close()
 
 
 class Runner:

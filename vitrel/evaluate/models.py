@@ -15,7 +15,6 @@ its resize policy.
 """
 
 import argparse
-import contextlib
 import copy
 import hashlib
 import json
@@ -410,8 +409,8 @@ def policies_at(model: nn.Module, size: tuple[int, int], wanted: Sequence[str] |
         return _resize_policies_at(model, size, wanted)
     joined = []
     for window in [name for name in windows if wanted is None or name in wanted] or windows[:1]:
-        with window_policy(model, window, size):
-            joined += [join_policy(window, policy) for policy in _resize_policies_at(model, size, wanted)]
+        windowed = with_policy(model, size, window)
+        joined += [join_policy(window, policy) for policy in _resize_policies_at(windowed, size, wanted)]
     return tuple(joined)
 
 
@@ -425,24 +424,32 @@ def policies_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*WINDOW_POLICIES, *(policy for part in parts for policy in part.policies))))
 
 
-@contextlib.contextmanager
-def in_force(model: nn.Module, policy: str, size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Context in which the model uses `policy`, one of `policies_at(model, size)`, and `options` of
-    `Backbone.set_position_options`; afterwards both are restored. size: (h, w) in pixels.
+def with_policy(model: nn.Module, size: tuple[int, int], policy: str, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return a model for images of `size` (h, w) pixels under `policy`, one of `policies_at(model, size)`.
+
+    It is a copy that shares parameters and buffers, or the model itself where nothing changes. Encodings resample their
+    parameters for another window. options: of `Backbone.set_position_options`, set on the copy.
+
+    For a model of another library `policy` is ignored; the result is a copy where its size is fixed, and whether it takes
+    the size is not checked. ValueError for a policy or an option that the model does not have.
     """
+    if not isinstance(model, Backbone):
+        return model_at_size(model, size, share_weights=True)
     window, _, resize = policy.partition("+")
     window, resize = (window, resize or "none") if window in WINDOW_POLICIES else ("fixed", policy)
-    with_options = model.position_options(**options) if options else contextlib.nullcontext()
-    # windows first: which resize policies a model has depends on them
-    with with_options, window_policy(model, window, size), resize_policy(model, resize):
-        yield
-
-
-@contextlib.contextmanager
-def resize_policy(model: nn.Module, policy: str) -> Iterator[None]:
-    """Context in which the model uses resize policies such as "geometric+keep"; "none" changes nothing."""
-    with model.position_options(resize=policy) if policy != "none" else contextlib.nullcontext():
-        yield
+    if (window, resize) == ("fixed", "none") and not options:
+        return model
+    changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    if options:
+        changed.set_position_options(**options)
+    if window != "fixed":  # before `resize`: which resize policies a model has depends on its windows
+        for attn, grid in _windowed(changed, size):
+            attn.window = _window_at(changed, attn, grid, size, window)
+            if any(attn.shift):
+                attn.shift = attn.window[0] // 2, attn.window[1] // 2
+    if resize != "none":
+        changed.set_resize_policy(resize)
+    return changed
 
 
 def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ...]:
@@ -458,27 +465,6 @@ def window_policies_at(model: nn.Module, size: tuple[int, int]) -> tuple[str, ..
     return ("fixed", *different) if different else ()
 
 
-@contextlib.contextmanager
-def window_policy(model: nn.Module, policy: str, size: tuple[int, int]) -> Iterator[None]:
-    """Context in which the model has the windows of a window policy at `size` (h, w) pixels; afterwards they are restored.
-
-    Parameters stay as they are; encodings resample them for the new window. ValueError for an unknown policy.
-    """
-    if policy not in WINDOW_POLICIES:
-        raise ValueError(f"unknown window policy {policy!r}; choose one of {', '.join(WINDOW_POLICIES)}")
-    layers = list(_windowed(model, size)) if policy != "fixed" else []
-    before = [(attn, attn.window, attn.shift) for attn, _ in layers]
-    try:
-        for attn, grid in layers:
-            attn.window = _window_at(model, attn, grid, size, policy)
-            if any(attn.shift):
-                attn.shift = attn.window[0] // 2, attn.window[1] // 2
-        yield
-    finally:
-        for attn, window, shift in before:
-            attn.window, attn.shift = window, shift
-
-
 def join_policy(window: str, resize: str) -> str:
     """Join a window and a resize policy: ("rescale", "geometric") -> "rescale+geometric", ("divisor", "none") -> "divisor"."""
     return window if resize == "none" else f"{window}+{resize}"
@@ -490,11 +476,11 @@ def policy_parts(policy: str) -> frozenset[str]:
 
 
 class ModelWithPolicy(NamedTuple):
-    """A model prepared for images of one size, and what was resampled for it.
+    """A model for images of one size, and what is resampled for it.
 
-    model: the model itself, or a changed copy for a model of another library. resized: number of parameter values resampled, by
-    rule. unseen, saturated: shares of offsets, see `resolution_report`; NaN for a model of another library. tokens: number of
-    patch tokens, NaN where unknown. stages: grid, window and padding of every stage at this size.
+    model: see `with_policy`. resized: number of parameter values resampled, by rule. unseen, saturated: shares of offsets, see
+    `resolution_report`; NaN for a model of another library. tokens: number of patch tokens, NaN where unknown. stages: grid,
+    window and padding of every stage at this size.
     """
 
     model: nn.Module
@@ -505,25 +491,8 @@ class ModelWithPolicy(NamedTuple):
     stages: tuple[StageReport, ...] | tuple[StageWindows, ...]
 
 
-@contextlib.contextmanager
-def brought_to(model: nn.Module, size: Size, policy: str) -> Iterator[nn.Module]:
-    """Context that yields a module for `size` (h, w) pixels with `policy` in force, without the report of `at_size_with`.
-
-    It is the model itself, restored afterwards. For a model of another library `policy` is ignored; where its size is fixed,
-    the module is a copy that shares its parameters, and else whether the model takes the size is not checked.
-    """
-    if not isinstance(model, Backbone):
-        yield model_at_size(model, size, share_weights=True)
-        return
-    with in_force(model, policy, size):
-        yield model
-
-
-@contextlib.contextmanager
-def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWithPolicy]:
-    """Context with the model prepared for `size` (h, w) pixels and `policy` in force; afterwards the model is restored.
-
-    For a model of another library `policy` is ignored, and where its size is fixed a copy is prepared instead.
+def at_size_with(model: nn.Module, size: Size, policy: str) -> ModelWithPolicy:
+    """Return the model for `size` (h, w) pixels under `policy` (see `with_policy`), and what is resampled for it.
 
     ValueError for a size that the model does not support.
     """
@@ -531,12 +500,10 @@ def at_size_with(model: nn.Module, size: Size, policy: str) -> Iterator[ModelWit
         resized = at_size(model, size, share_weights=True)
         unknown = float("nan")
         h, w = resized.windows[0].grid if resized.windows else (unknown, 1)
-        yield ModelWithPolicy(resized.model, resized.resized, unknown, unknown, h * w, resized.windows)
-        return
-    grid = model.token_grid(size)
-    with in_force(model, policy, size):
-        report = resolution_report(model, size)
-        yield ModelWithPolicy(model, report.resized, report.unseen, report.saturated, grid.h * grid.w, report.stages)
+        return ModelWithPolicy(resized.model, resized.resized, unknown, unknown, h * w, resized.windows)
+    changed, grid = with_policy(model, size, policy), model.token_grid(size)
+    report = resolution_report(changed, size)
+    return ModelWithPolicy(changed, report.resized, report.unseen, report.saturated, grid.h * grid.w, report.stages)
 
 
 def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False, batch: int = 1) -> Row:
@@ -544,12 +511,12 @@ def static_columns(model: nn.Module, size: Size, policy: str, leak: bool = False
 
     leak: run the border-leak test (else NaN). batch: the batch size that the attention backend is chosen for.
     """
-    with at_size_with(model, size, policy) as ready:
-        windows = any(stage.window is not None for stage in ready.stages)
-        leaked = border_leak(ready.model, size) if leak and windows else None
-        share = float("nan") if leaked is None else round(leaked, 4)
-        backend = _vitrel_backend(model, size, batch) if isinstance(model, Backbone) else _timm_backend(ready.model)
-        return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
+    ready = at_size_with(model, size, policy)
+    windows = any(stage.window is not None for stage in ready.stages)
+    leaked = border_leak(ready.model, size) if leak and windows else None
+    share = float("nan") if leaked is None else round(leaked, 4)
+    backend = _vitrel_backend(ready.model, size, batch) if isinstance(ready.model, Backbone) else _timm_backend(ready.model)
+    return _geometry(ready) | {"backend": backend, "gflops": round(gflops(ready.model, size), 4), "border_leak": share}
 
 
 def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: Size) -> Row:
@@ -561,9 +528,9 @@ def native_columns(model: nn.Module, policy: str, shapes: Counter[Size], patch: 
     """
     sampled, columns, costs = sample_shapes(shapes), [], []
     for size in sampled:
-        with at_size_with(model, size, policy) as ready:
-            columns.append(_geometry(ready) | {"rules": ready.resized})
-            costs.append(gflops(ready.model, size) * shapes[size])
+        ready = at_size_with(model, size, policy)
+        columns.append(_geometry(ready) | {"rules": ready.resized})
+        costs.append(gflops(ready.model, size) * shapes[size])
     count = sum(shapes[size] for size in sampled)
     pads = [
         [float(share) * shapes[size] for share in row["pad_fraction"].split()]
@@ -600,7 +567,7 @@ def gflops(model: nn.Module, size: Size) -> float:
 
 
 def _resize_policies_at(model: Backbone, size: tuple[int, int], wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """The resize policies that differ at `size` (h, w) pixels with the windows now in force, joined by "+" where encodings have
+    """The resize policies that differ at `size` (h, w) pixels with the model's windows, joined by "+" where encodings have
     different ones; ("none",) where no policy changes anything. wanted: as for `policies_at`.
     """
     affected = [part.policies for part, grid in resizable_parts(model, size) if _is_resized(part, grid)]

@@ -34,7 +34,7 @@ from vitrel.cpu.optimize import optimize, restore
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import Runner, Task, classes_of, line_columns, sizes_of
 from vitrel.evaluate.metrics import mcnemar, paired_interval, wilson
-from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, in_force, policies_at
+from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, policies_at, with_policy
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
@@ -321,8 +321,8 @@ def in_words(setting: Setting, start: Setting) -> str:
 def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, converted: bool = False) -> str:
     """Return Python code that applies a setting at `size` (h, w) pixels; "" for `start`.
 
-    The code loads the model where `trained.path` is a file, and else changes a variable `model`; for a window policy it is a
-    context manager, for a `with` statement.
+    The code loads the model where `trained.path` is a file, and else changes a variable `model`; for a window policy it
+    replaces the variable by a copy for this size.
 
     converted: the user's model is timm's, so the code begins with vitrel.from_timm.
     """
@@ -331,7 +331,7 @@ def code_of(trained: Trained, setting: Setting, start: Setting, size: Size, conv
     options: dict[str, Any] = dict(setting.options)
     first = "model = vitrel.from_timm(model); " if converted else ""
     if setting.policy.partition("+")[0] in WINDOW_POLICIES:
-        return f"{first}vitrel.evaluate.models.in_force(model, {setting.policy!r}, {tuple(size)}, {options})  # a with"
+        return f"{first}model = vitrel.evaluate.models.with_policy(model, {tuple(size)}, {setting.policy!r}, {options})"
     if setting.policy != start.policy:
         options["resize"] = setting.policy
     if trained.path.is_file():
@@ -380,8 +380,7 @@ def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[_Place]:
             return []
     places, idle = [], []
     for size in sizes:
-        with at_size_with(trained.model, size, as_it_is(trained.model, size).policy):
-            pass  # ValueError for a size that the model does not support
+        at_size_with(trained.model, size, as_it_is(trained.model, size).policy)  # ValueError where it is not supported
         if not steps_at(trained.model, size):
             idle.append(format_size(size))
             continue
@@ -498,16 +497,16 @@ def _predicted(
     try:
         model = trained.model.to(device)
         model = optimize(model) if sweep.optimize else model
-        runner = Runner(model, device, sweep.batch_size, sweep.dtype, sweep.compile)
+        models = [with_policy(model, size, setting.policy, dict(setting.options)) for setting in settings]
+        runners = [Runner(each, device, sweep.batch_size, sweep.dtype, sweep.compile) for each in models]
         for pixels, classes in images.batches(place.preprocessing):
             selected, read = mask[start : start + len(classes)], classes >= 0
             start += len(classes)
             labels.append(torch.where(read, output_of[classes.clamp(min=0)], -1))
             if selected.any():
                 pixels = pixels[selected]
-                for setting, parts in zip(settings, by_setting, strict=True):
-                    with in_force(trained.model, setting.policy, size, dict(setting.options)):
-                        logits = runner(pixels)
+                for runner, parts in zip(runners, by_setting, strict=True):
+                    logits = runner(pixels)
                     logits = logits[:, torch.tensor(outputs)] if trained.restrict else logits
                     if not logits[read[selected]].isfinite().all():
                         raise FloatingPointError(f"{place.task.name}: the logits hold NaN or infinity")

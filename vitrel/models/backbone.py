@@ -1,7 +1,6 @@
 """Base class of the ViT and Swin backbones: input size, position options, and position reports without running the model."""
 
 import abc
-import contextlib
 import copy
 import functools
 import inspect
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding, split_position
-from vitrel.position.log_n import set_temperature
+from vitrel.position.log_n import checked_power, set_temperature
 from vitrel.position.terms import sum_counts
 
 LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only windowed encodings have their training grid there
@@ -131,43 +130,17 @@ class Backbone(nn.Module, abc.ABC):
             if policy not in self.resize_policies:
                 known = ", ".join(self.resize_policies) or "none, since nothing is resized"
                 raise ValueError(f"this model has no resize policy {policy!r} (it has {known})")
-        with self._restored(on_error=True):
-            parts = [part for part in self.modules() if isinstance(part, PositionEncoding)]
-            applied = {name for part in parts for name in part.switch(options)}
-            if unused := [name for name in options if name not in applied | {"temperature"}]:
-                raise ValueError(f"no encoding of this model has an option {unused[0]} that can be changed after construction")
-            if "temperature" in options:
-                for encoding, grid in self.trained_encodings():
-                    set_temperature(encoding, options["temperature"], grid)
-            self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
-
-    @contextlib.contextmanager
-    def position_options(self, **options: Any) -> Iterator[None]:
-        """Context manager: `set_position_options(**options)` inside, the previous options afterwards."""
-        with self._restored():
-            if options:
-                self.set_position_options(**options)
-            yield
-
-    @contextlib.contextmanager
-    def _restored(self, on_error: bool = False) -> Iterator[None]:
-        """Context manager that restores the current position options at the end, or with on_error only after an error."""
-        parts = [(part, part.resize, part.scaling) for part in self.modules() if isinstance(part, PositionEncoding)]
-        scales = [(encoding, encoding.temperature, grid) for encoding, grid in self.trained_encodings()]
-        arguments, failed = self.arguments["position_args"], True
-        try:
-            yield
-            failed = False
-        finally:
-            if failed or not on_error:
-                for part, resize, scaling in parts:
-                    part.resize = resize
-                    if scaling is not None:
-                        part.scaling = scaling
-                for encoding, scale, grid in scales:
-                    if encoding.temperature != scale:
-                        set_temperature(encoding, scale, grid)
-                self.arguments["position_args"] = arguments
+        parts = [part for part in self.modules() if isinstance(part, PositionEncoding)]
+        checked_power(options.get("temperature", "none"))
+        applied = {name for part in parts for name in copy.copy(part).switch(options)}  # tried first: it may raise
+        if unused := [name for name in options if name not in applied | {"temperature"}]:
+            raise ValueError(f"no encoding of this model has an option {unused[0]} that can be changed after construction")
+        for part in parts:
+            part.switch(options)
+        if "temperature" in options:
+            for encoding, grid in self.trained_encodings():
+                set_temperature(encoding, options["temperature"], grid)
+        self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
 
     def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:
         """Yield every position encoding with its grid at the training image size, for which the parameters were made."""

@@ -359,11 +359,11 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
             encoded.append(("maps", keys | {"image": image} | _fitting_map(layer, image, part)))
 
     try:
-        with at_size_with(task.trained.model.to(device), task.size, task.policy) as ready:
-            if ready.tokens > LARGEST:
-                return None, None
-            embedding = token_embedding(ready.model, task.size)
-            for_each_layer(ready.model.to(device), pixels.to(device), use)
+        ready = at_size_with(task.trained.model.to(device), task.size, task.policy)
+        if ready.tokens > LARGEST:
+            return None, None
+        embedding = token_embedding(ready.model, task.size)
+        for_each_layer(ready.model.to(device), pixels.to(device), use)
     finally:
         task.trained.model.cpu()
     preferred = {len(names) - 1, 0, len(names) // 2}  # the first, middle and last layer
@@ -375,8 +375,7 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
 
 
 def _embedding_at(task: Task) -> Tensor | None:
-    with at_size_with(task.trained.model, task.size, task.policy) as ready:
-        return token_embedding(ready.model, task.size)
+    return token_embedding(at_size_with(task.trained.model, task.size, task.policy).model, task.size)
 
 
 def _acts(layer: Layer) -> bool:
