@@ -7,7 +7,7 @@ never stored here.
 In eager mode constants are cached, up to `limit` bytes in all; the least recently used are dropped first. A torch.compile graph
 for one size reads its constants from here, where they stay until `clear`; a graph for any size computes each once through an
 operator, vitrel::constant. Exported programs, ONNX graphs, fake tensors and function transforms compute constants with
-PyTorch's operators.
+PyTorch's operators; an exported program computes each once for all layers.
 """
 
 import ast
@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -62,7 +63,7 @@ def constant(function: F) -> F:
             else:
                 tensors = tuple(_operator(name, *_flat(key), torch.device("cpu" if device is None else device)))
         elif is_exporting() or is_traced(device):
-            return function(*key, device=device)
+            return _traced(function, key, device)
         else:
             tensors = _lookup(name, key, device)
         return tensors[0] if result_type is Tensor else result_type(*tensors)
@@ -132,6 +133,22 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
         while len(_cache) > 1 and sum(_bytes(t) for value in _cache.values() for t in value) > limit:
             _cache.popitem(last=False)
     return tensors
+
+
+def _traced(function: Callable[..., Any], key: tuple, device: torch.device | str | None) -> Any:
+    """Compute a constant by operators that are recorded; torch.export records them once, and all layers share the result."""
+    mode = None
+    if is_exporting() and not torch.compiler.is_dynamo_compiling():  # which export(strict=True) is
+        mode = get_proxy_mode()
+    if mode is None:
+        return function(*key, device=device)
+    results = vars(mode).setdefault("vitrel_constants", {})  # the mode ends with its trace
+    layout, integers, floats = _flat(key)
+    sizes = [n.node.expr if isinstance(n, torch.SymInt) else n for n in integers]
+    entry = (function, layout, *sizes, *floats, device)
+    if entry not in results:
+        results[entry] = function(*key, device=device)
+    return results[entry]
 
 
 def _computed(name: str, key: tuple, device: torch.device) -> tuple[Tensor, ...]:
