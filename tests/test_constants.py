@@ -275,6 +275,24 @@ def test_exported_programs_hold_pytorchs_own_operators():
             assert torch.equal(found, expected)
 
 
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        return *windows(*x.shape, (4, 3), (2, 1)), *windows(*x.shape, (4, 3), (2, 1)), *windows(*x.shape, (4, 3), (0, 0))
+
+
+@pytest.mark.slow
+def test_exported_programs_compute_each_constant_once():
+    """The second export does not read what the first computed."""
+    sizes = {i: torch.export.Dim.DYNAMIC for i in range(2)}
+    for h, w in SEVERAL[:2]:
+        program = torch.export.export(Twice(), (torch.empty(9, 13),), dynamic_shapes=(sizes,))
+        outputs = program.graph.output_node().args[0]
+        n = len(outputs) // 3
+        assert outputs[:n] == outputs[n : 2 * n] != outputs[2 * n :]
+        for found, expected in zip(program.module()(torch.empty(h, w))[2 * n :], windows(h, w, (4, 3), (0, 0)), strict=True):
+            assert torch.equal(found, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("global_attention", "strict"), [(False, True), (True, False)])
 def test_exported_attention_takes_any_batch(global_attention, strict):

@@ -75,15 +75,17 @@ def test_a_program_of_one_size(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_onnx_serves_any_size(checkpoint, tmp_path):
+def test_onnx_of_one_size(checkpoint, tmp_path):
+    """At any batch; that of any size is in tests/models/test_export_formats.py."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     path, model = checkpoint
-    tool.main([str(path), "--format", "onnx", "--dynamic-size"])
+    tool.main([str(path), "--format", "onnx"])
     session = onnxruntime.InferenceSession(path.with_suffix(".onnx"), providers=["CPUExecutionProvider"])
-    assert session.get_inputs()[0].shape == ["batch", 3, "height", "width"] and session.get_inputs()[0].name == "image"
+    assert session.get_inputs()[0].shape == ["batch", 3, 32, 48] and session.get_inputs()[0].name == "image"
     assert [output.name for output in session.get_outputs()] == ["logits"]
-    assert_serves(lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0]), model)
+    batches = [(1, (32, 48)), (5, (32, 48))]
+    assert_serves(lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0]), model, batches)
     about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
     assert about["classes"] == CLASSES and about["img_size"] == [32, 48] and about["crop_pct"] == 0.875
     assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "last.onnx"]

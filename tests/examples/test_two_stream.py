@@ -140,7 +140,9 @@ def test_position_lowers_the_error_of_prediction():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        errors = {position: train(position, steps=300, n_val=64, lr=5e-3) for position in ("none", "rope_axial")}
+        # without position the error stays where it is after 100 updates (0.0158; 0.0156 after 300)
+        steps = {"none": 100, "rope_axial": 300}
+        errors = {position: train(position, n, n_val=64, lr=5e-3) for position, n in steps.items()}
     finally:
         torch.set_num_threads(threads)
     assert errors["rope_axial"] < 0.8 * errors["none"]

@@ -276,7 +276,7 @@ SIZES = [(64, 64), (96, 96), (72, 112), (56, 40), (128, 64), (100, 52), (24, 28)
 
 @pytest.mark.slow
 def test_compile_many_sizes_in_two_graphs():
-    """No graph break, exact results, and not one graph per resolution; that of a ViT is in test_export_formats.py."""
+    """No graph break, exact results, and not one graph per resolution."""
     check_compiled(build("vitrel_swinv2_n", depths=(1, 1), num_heads=(1, 2)), SIZES[::3])
 
 

@@ -253,7 +253,7 @@ def test_kills_at_random(command, tmp_path):
     length = time.perf_counter() - begin
     args, folder = command("cut", *extra, epochs=12), tmp_path / "cut"
     chance, kills, steps = random.Random(2), 0, set()
-    while kills < 6:
+    while kills < 4:
         before = saved_at(folder)
         pid = in_child(resumed(args, folder))
         early = chance.random() < 0.2  # some while they start, the others once they have got on
@@ -267,5 +267,5 @@ def test_kills_at_random(command, tmp_path):
         if (folder / "checkpoints" / "last.ckpt").exists():
             steps.add(read(folder / "checkpoints" / "last.ckpt")["vitrel"]["step"])
     assert status(in_child(resumed(args, folder))) == 0
-    assert kills == 6 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
+    assert kills == 4 and any(step % 3 for step in steps)  # 3 updates an epoch: some were inside one
     assert_same_run(folder, tmp_path / "whole")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from helpers.sizes import Sizes
@@ -251,7 +251,7 @@ def test_every_encoding_is_served_or_refused(key, options):
 @pytest.mark.slow
 def test_a_sweep_of_sizes_compiles_twice():
     """With all kinds of tables at once: biases, queries, values and gates."""
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounter()
     attend = torch.compile(augmented_qk.attention, backend=counter, fullgraph=True)
     encoding = perturbed(create_position("factorised+shaw+pape", Grid(4, 5, 1), 2, 8, parabolas=3))
     for grid in (Grid(4, 5, 1), Grid(7, 3, 1), Grid(5, 8, 1), Grid(9, 6, 1)):
