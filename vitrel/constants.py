@@ -62,7 +62,7 @@ def constant(function: F) -> F:
                 tensors = tuple([getattr(_graphs, attribute) for attribute in names.split(" ")])
             else:
                 tensors = tuple(_operator(name, *_flat(key), torch.device("cpu" if device is None else device)))
-        elif is_exporting() or is_traced(device):
+        elif is_exporting() or _is_recorded():
             return _traced(function, key, device)
         else:
             tensors = _lookup(name, key, device)
@@ -103,11 +103,15 @@ def is_known(*sizes: int) -> bool:
 
 
 def is_traced(device: torch.device | str | None) -> bool:
+    """True if tensors created now (outside torch.compile) are recorded, transformed, fake or without values."""
+    return _device(device).type == "meta" or _is_recorded()
+
+
+def _is_recorded() -> bool:
     """True if tensors created now (outside torch.compile) are recorded, transformed or fake, and so must not be cached."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.jit.is_tracing()
-        or _device(device).type == "meta"
         or torch._C._functorch.peek_interpreter_stack() is not None
         or any([torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)])
     )
@@ -152,10 +156,13 @@ def _traced(function: Callable[..., Any], key: tuple, device: torch.device | str
 
 
 def _computed(name: str, key: tuple, device: torch.device) -> tuple[Tensor, ...]:
-    """Compute a constant on the CPU and copy it to the device: one copy instead of a hundred small kernels."""
+    """Compute a constant on the CPU and copy it to the device: one copy instead of a hundred small kernels.
+
+    On the meta device it has no values and is computed there.
+    """
     # The first caller may be in any of these modes, but all callers share the constant.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        value = _makers[name](*key, device=torch.device("cpu"))
+        value = _makers[name](*key, device=device if device.type == "meta" else torch.device("cpu"))
         return tuple(t.to(device) for t in ((value,) if isinstance(value, Tensor) else value))
 
 
@@ -171,7 +178,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
 
 
 def _integers(key: tuple) -> list[int]:
