@@ -30,6 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _makers: dict[str, Callable[..., Any]] = {}
 _cache: OrderedDict[tuple, tuple[Tensor, ...]] = OrderedDict()
+_cached_bytes = 0
 _captured: dict[int, tuple[Tensor, ...]] = {}  # by id, what captured CUDA graphs read by its address: never dropped
 _lock = threading.RLock()
 _DISTINGUISHES_EXPORT = torch.__version__ >= (2, 14)
@@ -84,8 +85,10 @@ def clear() -> None:
 
     Those that torch.cuda.graph has captured stay until the process ends.
     """
+    global _cached_bytes
     with _lock:
         _cache.clear()
+        _cached_bytes = 0
         _attributes.clear()
         vars(_graphs).clear()
 
@@ -118,6 +121,7 @@ def _is_recorded() -> bool:
 
 
 def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[Tensor, ...]:
+    global _cached_bytes
     device = _device(device)
     entry = (name, key, device)
     with _lock:
@@ -132,10 +136,12 @@ def _lookup(name: str, key: tuple, device: torch.device | str | None) -> tuple[T
         )
     tensors = _computed(name, key, device)
     with _lock:
-        tensors = _cache.setdefault(entry, tensors)
-        _cache.move_to_end(entry)
-        while len(_cache) > 1 and sum(_bytes(t) for value in _cache.values() for t in value) > limit:
-            _cache.popitem(last=False)
+        if entry in _cache:  # another thread was faster
+            return _cache[entry]
+        _cache[entry] = tensors
+        _cached_bytes += sum(map(_bytes, tensors))
+        while len(_cache) > 1 and _cached_bytes > limit:
+            _cached_bytes -= sum(map(_bytes, _cache.popitem(last=False)[1]))
     return tensors
 
 

@@ -438,13 +438,18 @@ def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
     frame[MEANS] = frame[MEANS].apply(pd.to_numeric)
     frame["protocol"] = list(map(protocol_names(rows), rows))
     order = {label: index for index, label in enumerate(dict.fromkeys(frame["label"]))}
+    groups: dict[tuple, list[Row]] = defaultdict(list)  # pandas takes a millisecond for each column of each group
+    for row in frame.to_dict("records"):
+        groups[tuple(None if row[name] != row[name] else row[name] for name in CURVE)].append(row)
     merged = []
-    for _, group in frame.groupby(CURVE, sort=False, dropna=False):
-        first = group.iloc[0].to_dict() | group[MEANS].mean().to_dict()
-        low, high, kind = top1_interval(group["top1"].tolist(), first["n"])
+    for group in groups.values():
+        known = {name: [row[name] for row in group if row[name] == row[name]] for name in (*MEANS, "peak_memory_mb")}
+        first = group[0] | {name: sum(known[name]) / len(known[name]) if known[name] else math.nan for name in MEANS}
+        low, high, kind = top1_interval([row["top1"] for row in group], first["n"])
         first |= {"seeds": len(group), "low": low, "high": high, "interval": kind}
-        first |= {"unchanged": bool(group["unchanged"].all()), "oom": int(group["oom"].max())}
-        first |= {"peak_memory_mb": group["peak_memory_mb"].max(), "batch_size": int(group["batch_size"].min())}
+        first |= {"unchanged": all(row["unchanged"] for row in group), "oom": int(max(row["oom"] for row in group))}
+        first |= {"peak_memory_mb": max(known["peak_memory_mb"], default=math.nan)}
+        first |= {"batch_size": int(min(row["batch_size"] for row in group))}
         merged.append(first)
     merged.sort(
         key=lambda row: (
