@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from helpers import command
-from helpers.runs import in_child, status
+from helpers.runs import fork_processes_of, in_child, status
 from vitrel import cli
 from vitrel.train import several
 
@@ -147,7 +147,7 @@ def test_sigterm_ends_training_in_parallel_which_saves_first(tmp_path):
             for worker in multiprocessing.active_children():
                 worker.join()  # as the interpreter does at its end
 
-    process = in_child(arguments, main=main)
+    process = in_child(arguments, lambda: fork_processes_of(several), main)
     runs, end = [tmp_path / "trial" / f"{label}-seed0" for label in ("vitrel_vit_n8_absolute", "rope")], time.monotonic() + 200
     while not all((run / "metrics.csv").exists() for run in runs) and time.monotonic() < end:
         time.sleep(0.1)

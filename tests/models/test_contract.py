@@ -310,7 +310,8 @@ OTHER_TRUNKS = {  # what the weights of other code need
 @pytest.mark.parametrize("trunk", OTHER_TRUNKS)
 def test_compile_and_export_other_trunks(trunk):
     model = build("vitrel_vit_n8_none", depth=2, **OTHER_TRUNKS[trunk])
-    check_compiled(model, SIZES[::3])
+    if trunk == "windows":  # tests/layers compiles the encodings
+        check_compiled(model, SIZES[::3])
     program = export(model, (64, 64))
     for batch, size in [(3, (96, 56)), (1, (40, 88))]:
         image = torch.randn(batch, 3, *size)
