@@ -245,7 +245,7 @@ def test_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dinov3"])
+@pytest.mark.parametrize("name", ["map", "dinov3"])
 def test_export(name):
     model, dynamic = randomise(relativize(build(name, depth=1))), torch.export.Dim.DYNAMIC
     with fx_config.patch(backed_size_oblivious=True), torch.no_grad():

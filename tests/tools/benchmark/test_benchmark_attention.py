@@ -291,8 +291,12 @@ def test_order_of_sizes():
 
 
 @pytest.mark.slow
-def test_a_process_that_would_take_too_much_is_a_row(tmp_path):
+def test_real_processes(tmp_path):
+    """Memory is measured to a tenth of a megabyte, and a process that would take too much is a row."""
     engine = Engine(Samples(tmp_path / "samples.jsonl", machine(CPU)), CPU, Worker)
+    engine.measure(next(case for case in ops_cases(False, True) if case.kind == "precision"))
+    rows = read_rows(engine.samples.path)
+    assert len(rows) == 3 and all(abs(row["call_bytes"] - row["asked"]) < 4e5 for row in rows)
     case = sized_case([Sized("softmax")], (28, 28), "forward")
     [limited] = case.contenders
     limited = limited._replace(args=limited.args | {"limit": 2**26}, truth=None)
