@@ -23,6 +23,7 @@ import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.common.extras import MissingExtra, absent
 from vitrel.convert.saving import save
 from vitrel.models.backbone import Backbone
+from vitrel.models.config import PREPROCESSING, preprocessing_of
 from vitrel.ops.why import use_backend
 
 TOLERANCE = 1e-4  # maximum difference of logits, relative to the largest one if that is above 1
@@ -62,8 +63,8 @@ def export_model(
     size: an int or (h, w) in pixels of the images of a program or ONNX file, by default img_size; any batch size. dynamic_size:
     any height and width that leave two tokens or more.
     about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
-    config.json, which has only classes, img_size, mean, std, crop_pct and interpolation. By default the model's preprocessing
-    is stored.
+    config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. By default the model's
+    preprocessing is stored.
 
     Raises ValueError for impossible arguments, FileExistsError for an existing path without `overwrite`, MissingExtra without
     onnx, onnxscript and onnxruntime, RuntimeError if tracing or a check fails; nothing is written then.
@@ -97,9 +98,7 @@ def check_sizes(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> I
 
 
 def _preprocessing(model: Backbone) -> dict[str, Any]:
-    cfg = model.pretrained_cfg
-    names = ("mean", "std", "crop_pct", "interpolation")
-    return {"model": cfg["architecture"], "img_size": model.img_size} | {name: cfg[name] for name in names}
+    return {"model": model.pretrained_cfg["architecture"], "img_size": model.img_size} | preprocessing_of(model)
 
 
 def _check_model(model: Backbone) -> None:
@@ -205,7 +204,7 @@ def _write_onnx(model: Backbone, part: Path, size: tuple[int, int], dynamic_size
 
 
 def _write_folder(model: Backbone, part: Path, size: tuple[int, int], dynamic_size: bool, about: dict[str, Any]) -> Run:
-    data = {key: about[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    data = {key: about[key] for key in PREPROCESSING}
     data["input_size"] = (model.in_chans, *about["img_size"])
     labels = {"label_names": list(about["classes"])} if "classes" in about else {}
     save_for_hf(model, part, model_config=labels, data_config=data, safe_serialization=True)

@@ -34,7 +34,8 @@ def checkpoint(tmp_path):
     """The path of a file as `vitrel train` writes it, and its model."""
     model = small()
     about = dict(model="vitrel_vit_n8_table", model_args=SMALL, classes=CLASSES, img_size=[32, 48], mean=[0.4, 0.5, 0.6])
-    about |= dict(std=[0.2, 0.3, 0.1], crop_pct=0.875, interpolation="bilinear", data="shapes", seed=7, epoch=1, step=3)
+    about |= dict(std=[0.2, 0.3, 0.1], crop_pct=0.875, crop_mode="border", interpolation="bilinear", data="shapes", seed=7)
+    about |= dict(epoch=1, step=3)
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     torch.save({"state_dict": state, "vitrel": about}, tmp_path / "last.ckpt")
     return tmp_path / "last.ckpt", model
@@ -88,6 +89,7 @@ def test_onnx_of_one_size(checkpoint, tmp_path):
     assert_serves(lambda image: torch.from_numpy(session.run(None, {"image": image.numpy()})[0]), model, batches)
     about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
     assert about["classes"] == CLASSES and about["img_size"] == [32, 48] and about["crop_pct"] == 0.875
+    assert about["crop_mode"] == "border"
     assert sorted(item.name for item in tmp_path.iterdir()) == ["last.ckpt", "last.onnx"]
 
 
@@ -100,7 +102,8 @@ def test_a_folder_for_timm(checkpoint):
         image = torch.randn(batch, 3, *size)
         assert torch.equal(again(image), model(image))
     assert list(again.pretrained_cfg["label_names"]) == CLASSES
-    expected = dict(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.1), crop_pct=0.875, interpolation="bilinear", input_size=(3, 32, 48))
+    expected = dict(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.1), crop_pct=0.875, crop_mode="border", interpolation="bilinear")
+    expected |= dict(input_size=(3, 32, 48))
     found = timm.data.resolve_model_data_config(again)
     assert {key: tuple(found[key]) if isinstance(found[key], list) else found[key] for key in expected} == expected
     grids = read_file(folder / "model.safetensors")["vitrel"]["position"]

@@ -18,6 +18,7 @@ from helpers.variants import SMALL as FEW
 from helpers.variants import VARIANTS
 from vitrel.convert import absolute_to_relative, drop_absolute
 from vitrel.cpu.optimize import restore
+from vitrel.models.config import PREPROCESSING
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 from vitrel.position import POSITIONS
@@ -153,7 +154,8 @@ ROUTES = {
         position="absolute+rope_mixed+table", init_gain=1.0, drop_rate=0.1,
         attn_drop_rate=0.2, block_args=dict(init_values=0.1, mlp="swiglu", mlp_norm=True, qk_norm=True, attn_norm=True,
             norm_eps=1e-3))),
-    "names of classes": lambda: ours(pretrained_cfg_overlay=dict(mean=(0.1, 0.2, 0.3), label_names=["a", "b", "c", "d", "e"])),
+    "names of classes": lambda: ours(
+        pretrained_cfg_overlay=dict(mean=(0.1, 0.2, 0.3), crop_mode="squash", label_names=["a", "b", "c", "d", "e"])),
 }  # fmt: skip
 
 
@@ -162,10 +164,7 @@ ROUTES = {
 def test_every_route(route, tmp_path):
     model = ROUTES[route]()
     again = round_trip(model, tmp_path)
-    kept = [
-        [x.pretrained_cfg.get(name) for name in ("mean", "std", "crop_pct", "interpolation", "label_names")]
-        for x in (model, again)
-    ]
+    kept = [[x.pretrained_cfg.get(name) for name in (*PREPROCESSING, "label_names")] for x in (model, again)]
     assert json.dumps(kept[0]) == json.dumps(kept[1])
     drops = [[getattr(m, "p", 0) for m in x.modules() if isinstance(m, nn.Dropout)] for x in (model, again)]
     assert drops[0] == drops[1]

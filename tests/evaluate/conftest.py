@@ -103,7 +103,8 @@ def checkpoint(tmp_path):
             "hyper_parameters": {},
             "vitrel": {
                 "model": name, "model_args": {}, "classes": list(CLASSES), "img_size": [32, 48], "mean": [0.5] * 3,
-                "std": [0.5] * 3, "crop_pct": 1.0, "interpolation": "bicubic", "data": "shapes", "seed": 7, "epoch": 1,
+                "std": [0.5] * 3, "crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic", "data": "shapes",
+                "seed": 7, "epoch": 1,
             } | about,
         }  # fmt: skip
         if edit:

@@ -24,8 +24,8 @@ def test_images_are_decoded_once_for_all_models_and_policies(trained, noise, mon
     assert len(rows) == 2 + 4 and noise.decoded == 2 * 12
     assert noise.requested[-1] == {
         "data": "noise", "split": "val", "size": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0,
-        "interpolation": "bicubic", "protocol": "canvas", "base_size": (32, 32), "n": None, "seed": 0,
-        "reading": Reading(),
+        "interpolation": "bicubic", "protocol": "canvas", "base_size": (32, 32), "crop_mode": "center", "n": None,
+        "seed": 0, "reading": Reading(),
     }  # fmt: skip
     monkeypatch.setattr(images, "CACHE_BYTES", 0)
     again = rows_of(models, settings)

@@ -189,6 +189,7 @@ def test_a_checkpoint_has_no_other_weights_loaded(checkpoint, nothing_else_read,
         ("std", "abc"),
         ("crop_pct", "1"),
         ("interpolation", None),
+        ("crop_mode", None),
     ],
 )
 def test_a_damaged_entry_is_named(checkpoint, name, value):
@@ -604,7 +605,7 @@ def test_a_file_that_save_wrote_brings_its_classes_and_preprocessing(checkpoint,
     trained = load_checkpoint(path)
     vitrel.save(vitrel.load(path), tmp_path / "kept.safetensors")
     again = load_checkpoint(tmp_path / "kept.safetensors")
-    for name in ("encoding", "img_size", "classes", "mean", "std", "crop_pct", "interpolation"):
+    for name in ("encoding", "img_size", "classes", "mean", "std", "crop_pct", "crop_mode", "interpolation"):
         assert getattr(again, name) == getattr(trained, name), name
     assert again.label == "kept" and not again.model.training
     image = torch.randn(1, 3, 40, 56)

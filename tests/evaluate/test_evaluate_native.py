@@ -63,12 +63,10 @@ def by_hand(trained, folder, budget, patch):
     """Of every image in the order of the data: the pixels that the model should see, from its file alone."""
     found = []
     for path in sorted((folder / "val").glob("*/*.png")):
-        image = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
-        size = native_size(*image.shape[-2:], budget, patch)
-        resized = torch.nn.functional.interpolate(
-            image[None].float(), size, mode="bicubic", antialias=True, align_corners=False
-        ).clamp(0, 255)
-        found.append(((resized.round() / 255 - 0.5) / 0.5)[0])
+        image = Image.open(path)
+        height, width = native_size(image.height, image.width, budget, patch)
+        resized = torch.from_numpy(np.array(image.resize((width, height), Image.BICUBIC))).permute(2, 0, 1)
+        found.append((resized / 255 - 0.5) / 0.5)
     return found
 
 

@@ -524,6 +524,24 @@ def test_the_built_in_data_by_name():
     assert frame["top1_area"].notna().any()
 
 
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+def test_images_are_resized_in_the_crop_mode_of_the_model_and_rows_say_so(plain_model, mode):
+    """As timm's own transform does it; the native protocol has no crop, and so no crop mode."""
+    cfg = {"crop_mode": mode, "crop_pct": 0.9, "mean": (0.5, 0.4, 0.3), "std": (0.5,) * 3, "input_size": (3, 32, 32)}
+    plain_model.eval().pretrained_cfg.update(cfg)
+    how = {"protocols": ("scale", "native"), "policies": ("clip",)}
+    frame = at_sizes(plain_model, Pictures("pil"), [32], **how, **HOW)
+    assert frame["crop_mode"].tolist() == [mode, ""]
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(plain_model), is_training=False)
+    with torch.no_grad():
+        logits = plain_model(torch.stack([transform(Pictures("pil")[i][0]) for i in range(7)]))
+    expected = torch.nn.functional.cross_entropy(logits, torch.arange(7) % 3).item()
+    assert frame["nll"][0] == pytest.approx(expected, abs=1e-5)
+    asked = at_sizes(plain_model, Pictures("pil"), [32], preprocessing={"crop_mode": "squash"}, **how, **HOW)
+    assert asked["crop_mode"][0] == "squash" and (asked["nll"][0] == frame["nll"][0]) == (mode == "squash")
+    assert asked["nll"][1] == frame["nll"][1]
+
+
 @pytest.mark.parametrize("kind", ["uint8", "pil"])
 def test_a_data_set_is_prepared_as_a_folder_is(plain_model, kind):
     frame = at_sizes(plain_model, Pictures(kind), [(32, 48)], policies=("clip",), preprocessing={"crop_pct": 0.9}, **HOW)

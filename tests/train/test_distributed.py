@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, on_two, read, resumed, rows, status
 from helpers.small_runs import Batches, Tensors, fit, small
 from vitrel.data import create_dataset
+from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier, Optimisation
 from vitrel.train.ema import Ema
 from vitrel.train.faults import Ranks
@@ -129,7 +130,7 @@ def evaluated(state, folder, n):
     about = state["vitrel"]
     model = timm.create_model(about["model"], num_classes=4, img_size=about["img_size"], **about["model_args"]).eval()
     model.load_state_dict({name.removeprefix("model."): value for name, value in state["state_dict"].items()})
-    how = {key: about[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    how = {key: about[key] for key in PREPROCESSING}
     data = create_dataset(folder, "val", tuple(about["img_size"]), n=n, **how)
     logits, labels = model(torch.stack([image for image, _ in data])), torch.tensor([label for _, label in data])
     return float((logits.argmax(1) == labels).float().mean()), float(torch.nn.functional.cross_entropy(logits, labels))

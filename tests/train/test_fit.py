@@ -6,8 +6,11 @@ import pytest
 import timm
 import torch
 import yaml
+from torchvision.datasets import ImageFolder
 
+import vitrel
 from helpers.runs import EVERYTHING, assert_same_run, read, rows
+from vitrel.models.config import PREPROCESSING
 from vitrel.train import Classifier, run
 
 
@@ -45,6 +48,21 @@ def test_a_run_lowers_the_loss_and_leaves_its_folder(command, tmp_path):
     assert saved == {"best": best + 1, "last": 6}
 
 
+def test_evaluation_resizes_in_the_crop_mode_of_the_model(command, tmp_path, native_folder):
+    """The loss that is logged is that of the weights saved, on images that timm's own transform prepares."""
+    mode = '--model.model_args.pretrained_cfg_overlay={"crop_mode": "squash", "input_size": [3, 32, 32]}'
+    run(command("run", mode, f"--data.data={native_folder}", epochs=1))
+    checkpoint = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    net = vitrel.load(tmp_path / "run")
+    assert checkpoint["vitrel"]["crop_mode"] == net.pretrained_cfg["crop_mode"] == "squash"
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(net), is_training=False)
+    images = ImageFolder(str(native_folder / "val"), transform)
+    with torch.no_grad():
+        logits = net(torch.stack([image for image, _ in images]))
+    loss = float(torch.nn.functional.cross_entropy(logits, torch.tensor(images.targets)))
+    assert float(rows(tmp_path / "run" / "metrics.csv")[-1]["val/loss"]) == pytest.approx(loss, abs=1e-4)
+
+
 def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, folder):
     cli = run(command("run", "--model.label_smoothing=0.1", epochs=2))
     checkpoint = read(tmp_path / "run" / "checkpoints" / "last.ckpt")
@@ -53,9 +71,7 @@ def test_checkpoint_rebuilds_the_model_without_the_trainer(command, tmp_path, fo
     assert entry["classes"] == ["blue", "green", "grey", "red"] and entry["img_size"] == [32, 32]
     assert (entry["data"], entry["seed"], entry["epoch"], entry["step"]) == (str(folder), 3, 2, 12)
     cfg = cli.model.model.pretrained_cfg
-    assert all(
-        entry[k] == (list(cfg[k]) if k in ("mean", "std") else cfg[k]) for k in ("mean", "std", "crop_pct", "interpolation")
-    )
+    assert all(entry[k] == (list(cfg[k]) if k in ("mean", "std") else cfg[k]) for k in PREPROCESSING)
     assert checkpoint["hyper_parameters"]["label_smoothing"] == 0.1
     assert checkpoint["hyper_parameters"]["optim"]["lr"] == 3e-3
     net = timm.create_model(entry["model"], num_classes=4, img_size=entry["img_size"], **entry["model_args"]).eval()

@@ -153,11 +153,12 @@ def _untrained(comparison: "Comparison", entry: "Entry", folder: Path) -> Path:
     """Write a checkpoint of an entry's model before training into `folder`, and return its path."""
     import torch
 
+    from vitrel.models.config import preprocessing_of
     from vitrel.weights.record import position_record
 
     model, name, arguments = _built(comparison, entry)
     about = {"model": name, "model_args": arguments, "classes": [*map(str, range(CLASSES))], "position": position_record(model)}
-    about |= {key: model.pretrained_cfg[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    about |= preprocessing_of(model)
     about["img_size"] = comparison.training(entry, 0, Path())["data"]["size"]
     state = {f"model.{key}": value for key, value in model.state_dict().items()}
     torch.save({"state_dict": state, "vitrel": about}, folder / "untrained.ckpt")

@@ -147,19 +147,18 @@ def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
     """`n` images of the folder, drawn with a fixed seed and preprocessed for the model: [n, 3, height, width]."""
     import numpy as np
     import torch
-    from timm.data import resolve_model_data_config
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     from vitrel.data import Prepare
     from vitrel.data.decode import decode
+    from vitrel.models.config import preprocessing_of
 
     found = sorted(path for path in Path(args.images).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
     if len(found) < args.n:
         raise ValueError(
             f"{args.images} holds {len(found)} images, fewer than --n {args.n}: give another folder or a lower --n"
         )
-    config = resolve_model_data_config(model)
-    prepare = Prepare(args.size or model.img_size, config["mean"], config["std"], config["crop_pct"], config["interpolation"])
+    prepare = Prepare(args.size or model.img_size, **preprocessing_of(model))
     chosen = np.random.default_rng(0).choice(len(found), args.n, replace=False)
     return torch.stack([prepare(decode(found[i])) for i in chosen])
 

@@ -74,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rescue", action="store_true", help="search settings that raise accuracy at the other sizes without training")
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
-    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next two override the pretrained_cfg")
+    add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three override the pretrained_cfg")
     add("--std", type=float, nargs="+", help="standard deviation of the pixels")
     add("--interpolation", help="bicubic or bilinear")
+    add("--crop-mode", choices=("center", "squash", "border"), help="how images are resized before the crop, as in timm")
     add("--class-indices", type=Path, help="file with a class and the index of the model's output on every line")
     add("--restrict", action="store_true", help="compare only the logits of the data's classes")
 
@@ -104,7 +105,8 @@ def _run(args: argparse.Namespace) -> None:
     sizes, protocols = tuple(args.size), tuple(args.protocols or DEFAULT_PROTOCOLS)
     policies = tuple(args.policies) if args.policies else None
     sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})
-    preprocessing = {name: getattr(args, name) for name in ("mean", "std", "interpolation") if getattr(args, name) is not None}
+    names = ("mean", "std", "interpolation", "crop_mode")
+    preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)
     models = _labelled(open_models(args, preprocessing=preprocessing, outputs=outputs, restrict=args.restrict))
     if args.dry_run:

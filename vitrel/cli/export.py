@@ -29,12 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Export the model and print the errors of the comparison."""
     from vitrel.export import SUFFIXES, TOLERANCE, export_model
+    from vitrel.models.config import PREPROCESSING
 
     [trained] = open_models(args)
     out = args.out or (args.weights[0] if args.weights else trained.path).with_suffix(SUFFIXES[args.format])
     about = {"encoding": trained.encoding}
     if not is_name(args.model):
-        names = ("classes", "img_size", "mean", "std", "crop_pct", "interpolation")
+        names = ("classes", "img_size", *PREPROCESSING)
         about |= {"model": trained.name} | {name: getattr(trained, name) for name in names}
     try:
         checks = export_model(trained.model, out, args.format, args.size, args.dynamic_size, about, args.overwrite)

@@ -20,7 +20,7 @@ from vitrel.convert.from_timm import from_timm
 from vitrel.convert.recognise import recognise
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
-from vitrel.models.config import Config, config_of, preparation_of
+from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model
 from vitrel.position import PositionEncoding
 from vitrel.weights.draft import Draft
@@ -34,7 +34,7 @@ from vitrel.weights.vit_names import rename_vit, vit_arguments
 
 FORMAT = 2  # 1 had no configuration
 # Entries of 'vitrel' in a checkpoint of vitrel train: those with one value of a type, and those with a list of values.
-_SCALARS = {"model": str, "model_args": dict, "crop_pct": (int, float), "interpolation": str}
+_SCALARS = {"model": str, "model_args": dict, "crop_pct": (int, float), "crop_mode": str, "interpolation": str}
 _LISTS = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, float)}
 
 
@@ -118,7 +118,7 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         _load_own(model, loaded, path, changes or {})
     else:
         _load_other(model, loaded, path)
-    settings = {name: about[name] for name in ("mean", "std", "crop_pct", "interpolation")}
+    settings = {name: about[name] for name in PREPROCESSING}
     if "num_classes" not in (changes or {}):
         settings["label_names"] = list(about["classes"])
     model.pretrained_cfg.update(settings)

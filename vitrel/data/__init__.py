@@ -82,10 +82,11 @@ def create_dataset(
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
         reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
         download: let torchvision download a set that is not at its root; nothing else uses the network.
-        view: further arguments of `Prepare`: `crop_pct` and `interpolation` from the model's `pretrained_cfg`; `protocol`,
-            "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native" (the
-            whole image, at the size of each `Draw`); and `base_size`, the training (H, W), which `canvas` needs. Shapes ignore
-            `crop_pct` and `interpolation` (also `reading` and `download`), and are drawn with "native" as with "scale".
+        view: further arguments of `Prepare`: `crop_pct`, `crop_mode` and `interpolation` from the model's `pretrained_cfg`;
+            `protocol`, "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native"
+            (the whole image, at the size of each `Draw`); and `base_size`, the training (H, W), which `canvas` needs. Shapes
+            ignore `crop_pct`, `crop_mode` and `interpolation` (also `reading` and `download`), and are drawn with "native" as
+            with "scale".
 
     Raises:
         ValueError: an unknown split, data of an unknown kind or layout, or settings that do not apply to `data`.
@@ -102,7 +103,7 @@ def create_dataset(
         return create_shapes(split, n, seed, size=size, mean=mean, std=std, **options)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
-    augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, view.get("crop_pct", 1.0))
+    augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, prepare.crop_pct, prepare.crop_mode)
     name_and_root = _torchvision_set(data)
     if name_and_root:
         return TorchvisionSet(*name_and_root, split, prepare, augmenter, n, seed, reading, download)

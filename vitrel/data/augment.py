@@ -15,7 +15,6 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor, nn
 from torchvision.transforms import v2
-from torchvision.transforms.functional import center_crop, resize
 
 from vitrel.common.extras import optional_import
 from vitrel.data.augmentation import Augmentation, Policy, parse_policy
@@ -33,7 +32,7 @@ class Augmenter:
         size: (H, W) of the result, pixels.
         mean, std: per-channel normalisation of values from 0 to 1.
         seed: seed of the run.
-        crop_pct: share of the resized image that the "center" crop keeps, as in evaluation.
+        crop_pct, crop_mode: of the "center" crop, as in `Prepare`.
     """
 
     def __init__(
@@ -44,10 +43,11 @@ class Augmenter:
         std: tuple[float, ...],
         seed: int = 0,
         crop_pct: float = 1.0,
+        crop_mode: str = "center",
     ) -> None:
         self.settings, self.mean, self.std, self.seed = settings, mean, std, seed
         self.size = (size[0], size[1])
-        self.crop_pct = crop_pct if settings.crop == "center" else 1.0
+        self.crop_pct, self.crop_mode = (crop_pct, crop_mode) if settings.crop == "center" else (1.0, "center")
         erase = {"mode": settings.erase_mode, "max_count": settings.erase_count, "device": "cpu"}
         self.erase = RandomErasing(settings.erase, **erase) if settings.erase else None
         self.pipelines = {self.size: _pipeline(settings, self.size, mean)}
@@ -73,18 +73,17 @@ class Augmenter:
             return image if self.erase is None else self.erase(image)
 
     def _resized_and_cropped(self, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """Image uint8 [3, H, W]: `image` resized to cover `size`, then cropped to it by the crop "simple" or "center".
+        """Image uint8 [3, H, W]: `image` resized and cropped to `size` by the crop "simple" or "center".
 
-        torchvision computes it with every library; it uses Python's and torch's global generators.
+        It is the same with every library; it uses Python's and torch's global generators.
         """
         interpolation = self.settings.interpolation
         if interpolation == "random":
             interpolation = random.choice(list(INTERPOLATIONS))
-        view = Prepare(size, self.mean, self.std, self.crop_pct, interpolation)
-        image = resize(image, view.resized(*image.shape[-2:]), INTERPOLATIONS[interpolation], antialias=True)
+        view = Prepare(size, self.mean, self.std, self.crop_pct, interpolation, crop_mode=self.crop_mode)
         if self.settings.crop == "center":
-            return center_crop(image, list(size))
-        return v2.RandomCrop(size, padding=4, padding_mode="reflect")(image)
+            return view.cropped(image)
+        return v2.RandomCrop(size, padding=4, padding_mode="reflect")(view.resized(image))
 
 
 @contextmanager

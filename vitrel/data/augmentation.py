@@ -47,7 +47,8 @@ class Augmentation:
             solarised or blurred), "trivial" (TrivialAugment, torchvision only) or null.
         vflip: mirror top and bottom with probability one half.
         crop: "random_resized"; "simple" (DeiT III: resize the image to just cover the target size, pad by 4 reflected pixels,
-            crop at a random position); "center" (the crop of evaluation, for fine-tuning at the test size).
+            crop at a random position); "center" (resize and crop as in evaluation, with the model's crop_pct and crop_mode, for
+            fine-tuning at the test size).
         interpolation: interpolation of resizing, and of the policy's geometric operations if the library supports it:
             "bicubic", "bilinear", or "random" to choose one at random.
         jitter_prob, gray_prob, blur_prob: probabilities of colour jitter, conversion to grey, and Gaussian blur (standard

@@ -1,13 +1,19 @@
-"""Preprocessing of decoded images for evaluation: resize, crop, normalisation."""
+"""Preprocessing of decoded images for evaluation: resize and crop by timm's transforms, and normalisation."""
 
-from math import floor
+from collections.abc import Callable
+from functools import lru_cache
 
+import numpy as np
 import torch
+from PIL import Image
+from timm.data import create_transform
+from timm.data.transforms import center_crop_or_pad
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import center_crop, resize
+from torchvision.transforms.functional import center_crop, pil_to_tensor
 
 INTERPOLATIONS = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
+CROP_MODES = ("center", "squash", "border")
 
 
 def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -19,21 +25,30 @@ def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) ->
 class Prepare:
     """Evaluation preprocessing: antialiased resize, centre crop, normalisation.
 
-    The protocols differ in resizing and cropping. `scale`: the image is resized to just cover size / crop_pct, and its central
-    H×W are cropped, which gives the same field of view at every square size. `canvas`: the image is resized as for `base_size`,
-    so that objects keep their size in pixels; its central H×W are cropped, and a smaller image is padded with the mean colour.
-    `native`: the whole image is resized to H×W, which the caller computes with `vitrel.common.sizes.native_size`.
+    An image is resized for a view of h×w pixels, which is then the centre of the resized image. timm's transforms compute it,
+    on Pillow images. `crop_mode` is that of timm's `pretrained_cfg`. "center": the image keeps its aspect ratio and just covers
+    h / crop_pct × w / crop_pct. "squash": it gets exactly these sides, whatever its aspect ratio. "border": it keeps its aspect
+    ratio and just fits into these sides; the rest of the view has the mean colour. With a crop_pct of 1, "squash" and "border"
+    show the whole image.
+
+    The protocol says what the view is. `scale`: H×W; every square size shows the same content. `canvas`: `base_size`; objects
+    keep the size and shape that they have there in pixels. A larger H×W shows in addition what the crop to the view removes,
+    which is much with "center" and little or nothing with the others, and around that the mean colour. `native`: the whole
+    image is resized to H×W, which the caller computes with `vitrel.common.sizes.native_size`; crop_mode and crop_pct are not
+    used.
 
     Args:
         size: (H, W) of the result, pixels.
         mean, std: per-channel normalisation of values from 0 to 1.
-        crop_pct: share of the resized image that the crop keeps, 0 < crop_pct <= 1.
+        crop_pct: share of the resized image's sides that the view keeps. Above 1, as a few models of timm have it, the view is
+            larger than what the image covers, and black there ("border": the mean colour).
         interpolation: "bicubic" or "bilinear".
         protocol: "scale", "canvas" or "native".
         base_size: (H, W) of training, pixels; required by `canvas`.
+        crop_mode: "center", "squash" or "border".
 
     Raises:
-        ValueError: an unknown interpolation or protocol, a crop_pct out of range, or `canvas` without base_size.
+        ValueError: an unknown interpolation, protocol or crop_mode, a crop_pct not above 0, or `canvas` without base_size.
     """
 
     def __init__(
@@ -45,42 +60,56 @@ class Prepare:
         interpolation: str = "bicubic",
         protocol: str = "scale",
         base_size: tuple[int, int] | None = None,
+        crop_mode: str = "center",
     ) -> None:
         if interpolation not in INTERPOLATIONS:
             raise ValueError(f"unknown interpolation {interpolation!r}; use one of {', '.join(INTERPOLATIONS)}")
         if protocol not in ("scale", "canvas", "native"):
             raise ValueError(f"unknown protocol {protocol!r}; use 'scale', 'canvas' or 'native'")
-        if not 0 < crop_pct <= 1:
-            raise ValueError(f"crop_pct must satisfy 0 < crop_pct <= 1 (share of the image that is kept), not {crop_pct}")
+        if crop_mode not in CROP_MODES:
+            raise ValueError(f"unknown crop_mode {crop_mode!r}; use one of {', '.join(CROP_MODES)}")
+        if not crop_pct > 0:
+            raise ValueError(f"crop_pct must be above 0 (share of the resized image's sides that is kept), not {crop_pct}")
         if protocol == "canvas" and base_size is None:
             raise ValueError("the canvas protocol needs the training size: give base_size=(H, W) of training")
-        self.size, self.mean, self.std = tuple(size), mean, std
-        self.crop_pct, self.protocol, self.base_size = crop_pct, protocol, base_size
-        self.interpolation = interpolation
-        view = base_size if protocol == "canvas" else size
-        self.cover = tuple(floor(side / crop_pct) for side in view)
+        self.size, self.mean, self.std = (size[0], size[1]), mean, std
+        self.crop_pct, self.interpolation, self.crop_mode = crop_pct, interpolation, crop_mode
+        self.protocol, self.base_size = protocol, base_size
+        view = base_size if protocol == "canvas" and base_size is not None else size
+        self.view = view[0], view[1]
 
     def at(self, size: tuple[int, int]) -> "Prepare":
         """Return the same preprocessing for another (H, W)."""
-        return Prepare(size, self.mean, self.std, self.crop_pct, self.interpolation, self.protocol, self.base_size)
+        resizing = self.crop_pct, self.interpolation, self.protocol, self.base_size, self.crop_mode
+        return Prepare(size, self.mean, self.std, *resizing)
 
     def __call__(self, image: Tensor) -> Tensor:
         """Return the normalised float32 [3, H, W] of an image uint8 [3, h, w]."""
-        image = resize(image, self.resized(*image.shape[-2:]), INTERPOLATIONS[self.interpolation], antialias=True)
-        image = center_crop(image, [min(sides) for sides in zip(image.shape[-2:], self.size, strict=True)])
-        image = normalise(image, self.mean, self.std)
-        if tuple(image.shape[-2:]) == self.size:
-            return image
+        image = normalise(self.cropped(image), self.mean, self.std)
         return center_crop(image, list(self.size))  # pads with 0, the mean colour after normalisation
 
-    def resized(self, h: int, w: int) -> list[int]:
-        """Return the size [h', w'] to which an h×w image is resized before the crop.
+    def resized(self, image: Tensor) -> Tensor:
+        """Return an image uint8 [3, h, w] as resized for the view, before any crop."""
+        return pil_to_tensor(self._resized(image))
 
-        It keeps the aspect ratio and just covers `self.cover`; with the protocol `native` it is `self.size`.
-        """
-        if self.protocol == "native":
-            return list(self.size)
-        cover_h, cover_w = self.cover
-        if cover_h * w >= cover_w * h:
-            return [cover_h, max(cover_w, cover_h * w // h)]
-        return [max(cover_h, cover_w * h // w), cover_w]
+    def cropped(self, image: Tensor) -> Tensor:
+        """Return an image uint8 [3, h, w] resized and cropped to H×W; with `canvas` to less where the image ends before."""
+        resized = self._resized(image)
+        fill = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]
+        whole = center_crop_or_pad(resized, _sides(max, resized.size[::-1], self.view), fill)  # only pads: the view is within
+        return pil_to_tensor(center_crop_or_pad(whole, _sides(min, whole.size[::-1], self.size)))
+
+    def _resized(self, image: Tensor) -> Image.Image:
+        how = ("squash", 1.0) if self.protocol == "native" else (self.crop_mode, self.crop_pct)
+        array: np.ndarray = image.permute(1, 2, 0).contiguous().numpy()
+        return _resize(self.view, *how, self.interpolation)(Image.fromarray(array))
+
+
+@lru_cache(1024)  # at native shape every image has a view of its own
+def _resize(view: tuple[int, int], crop_mode: str, crop_pct: float, interpolation: str) -> Callable[[Image.Image], Image.Image]:
+    """Return the resize of timm's evaluation transform for a view (h, w) in pixels, without its crop."""
+    return create_transform(view, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation).transforms[0]
+
+
+def _sides(choose: Callable[..., int], one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    return [choose(pair) for pair in zip(one, other, strict=True)]

@@ -40,9 +40,8 @@ _OUT_OF_MEMORY = (
 class Preprocessing(NamedTuple):
     """The preprocessing of a task's images: size, protocol, crop, and the normalisation and interpolation of training.
 
-    size: (h, w) in pixels. crop_pct: share of the resized image that the centre crop keeps. base_size: (h, w) in pixels, the
-    training size. budget, patch: for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch
-    in pixels.
+    size: (h, w) in pixels. crop_pct, crop_mode: as in `Prepare`. base_size: (h, w) in pixels, the training size. budget, patch:
+    for the native protocol, the maximum number of patch tokens of an image, and (h, w) of a patch in pixels.
     """
 
     size: Size
@@ -52,6 +51,7 @@ class Preprocessing(NamedTuple):
     std: tuple[float, ...]
     interpolation: str
     base_size: Size
+    crop_mode: str = "center"
     budget: int | None = None
     patch: Size | None = None
 

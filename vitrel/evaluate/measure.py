@@ -81,10 +81,15 @@ class Task:
         return f"{text})" if self.policy == "none" else f"{text}, {self.policy})"
 
     @property
+    def crop_mode(self) -> str:
+        """The model's crop mode; "" in the native protocol, which does not crop."""
+        return self.trained.crop_mode if self.budget is None else ""
+
+    @property
     def preprocessing(self) -> Preprocessing:
         """The preprocessing of the task's images."""
         trained = self.trained
-        as_trained = trained.mean, trained.std, trained.interpolation, trained.img_size
+        as_trained = trained.mean, trained.std, trained.interpolation, trained.img_size, trained.crop_mode
         native = (None, None) if self.budget is None else (self.budget, trained.patch)
         return Preprocessing(self.size, self.protocol, self.crop_pct, *as_trained, *native)
 

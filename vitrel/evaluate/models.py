@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.layers import to_2tuple
 from timm.models import load_checkpoint as load_timm_checkpoint
 from torch import nn
@@ -46,7 +46,7 @@ from vitrel.inspect.footprint import border_leak
 from vitrel.inspect.resolution_report import StageReport, resolution_report, stages
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, resizable_parts
-from vitrel.models.config import TRUNKS
+from vitrel.models.config import TRUNKS, preprocessing_of
 from vitrel.models.create import check_model_name, create_model
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
@@ -62,9 +62,9 @@ class Trained:
 
     name: timm name. label: name in tables and plots. encoding: keys of its position encodings, see `encoding_of`. img_size:
     training size (h, w) in pixels. classes: names in the order of the outputs, () where unknown. mean, std, crop_pct,
-    interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs: {class of the
-    data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes. model_args:
-    JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
+    crop_mode, interpolation: preprocessing. seed: seed of training, None where unknown. path: file of the weights. outputs:
+    {class of the data: index of the output}, None for the same order. restrict: compare only the logits of the data's classes.
+    model_args: JSON of the arguments it was built with, without those that the checkpoint contains, "" for none.
     """
 
     model: nn.Module
@@ -82,6 +82,7 @@ class Trained:
     outputs: Mapping[str, int] | None = None
     restrict: bool = False
     model_args: str = ""
+    crop_mode: str = "center"
 
     def __post_init__(self) -> None:
         for name in ("name", "label"):  # may contain a file's path, with characters that need escaping
@@ -136,6 +137,7 @@ def load_checkpoint(path: str | Path, label: str | None = None, seed: int | None
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
         crop_pct=float(about["crop_pct"]),
+        crop_mode=about["crop_mode"],
         interpolation=about["interpolation"],
         seed=seed if seed is not None else about.get("seed"),
         path=path,
@@ -208,13 +210,13 @@ def trained_model(
 ) -> Trained:
     """Wrap a model in memory as `Trained`, with preprocessing from its `pretrained_cfg` where none is given.
 
-    img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, interpolation. outputs, restrict: see
-    `Trained`. ValueError for a model without `num_classes`, or an invalid mean or std.
+    img_size: training size (h, w) in pixels. preprocessing: any of mean, std, crop_pct, crop_mode, interpolation. outputs,
+    restrict: see `Trained`. ValueError for a model without `num_classes`, or an invalid mean or std.
     """
     name = name or model_name(model)
     if not getattr(model, "num_classes", 0):
         raise ValueError(f"{name} is not a classifier: its num_classes is missing or 0")
-    known = resolve_model_data_config(model) | dict(preprocessing or {})
+    known = preprocessing_of(model) | dict(preprocessing or {})
     for key in ("mean", "std"):
         if len(known[key]) != 3 or (key == "std" and min(known[key]) <= 0):
             above = " above 0" if key == "std" else ""
@@ -229,6 +231,7 @@ def trained_model(
         mean=tuple(known["mean"]),
         std=tuple(known["std"]),
         crop_pct=float(known["crop_pct"]),
+        crop_mode=known["crop_mode"],
         interpolation=known["interpolation"],
         seed=None,
         path=path,

@@ -91,6 +91,8 @@ COLUMNS = {
     "param_count": "number of parameters, millions",
     "params": "number of parameters",
     "crop_pct": "share of the resized image that the centre crop keeps; native: 1, without cropping",
+    "crop_mode": "how an image is resized before the crop: center, to cover the size; squash, to the size, whatever its aspect "
+    "ratio; border, to fit into the size, with a border; native: empty",
     "interpolation": "interpolation by which images are resized",
     "mean": "mean of the pixels, subtracted from them",
     "std": "standard deviation of the pixels, by which they are divided",
@@ -143,12 +145,12 @@ TRANSLATION = (*LINE_KEY, "translation", "n", "top1", "top1_low", "top1_high")
 # of logits
 KEY = (
     "model", "model_args", "label", "seed", "img_size", "train_size", "protocol", "budget", "policy", "crop_pct",
-    "interpolation", "mean", "std", "class_map", "images", "decoder", "compile", "dtype", "device", "torch", "torchvision",
-    "timm", "vitrel", "state_hash_before",
+    "crop_mode", "interpolation", "mean", "std", "class_map", "images", "decoder", "resize_backend", "compile", "dtype",
+    "device", "torch", "torchvision", "timm", "vitrel", "state_hash_before",
 )  # fmt: skip
 # the columns of KEY that belong to a model
 OF_MODEL = (
-    "model", "model_args", "seed", "train_size", "interpolation", "mean", "std", "class_map", "state_hash_before",
+    "model", "model_args", "seed", "train_size", "crop_mode", "interpolation", "mean", "std", "class_map", "state_hash_before",
 )  # fmt: skip
 # the columns of KEY that must be equal in all rows of one table
 OF_ALL = tuple(name for name in KEY if name not in LINE_KEY + OF_MODEL)
@@ -180,6 +182,7 @@ def settings_columns(task: Task, sweep: Sweep) -> Row:
         "n_asked": sweep.n,
         "batch_asked": sweep.batch_size,
         "attention_n": sweep.attention_n,
+        "crop_mode": task.crop_mode,
         "interpolation": trained.interpolation,
         "mean": " ".join(f"{value:g}" for value in trained.mean),
         "std": " ".join(f"{value:g}" for value in trained.std),
@@ -198,7 +201,7 @@ def environment(data: str, custom: bool = False) -> Row:
     generated, by_user = data in SHAPES, "the data set's own" if custom else ""
     return {
         "decoder": by_user or ("drawn" if generated else Reading().decoder),
-        "resize_backend": by_user or ("drawn" if generated else "torchvision antialiased"),
+        "resize_backend": by_user or ("drawn" if generated else f"Pillow {version('Pillow')}"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,

@@ -80,7 +80,7 @@ def at_sizes(
             training size is evaluated too.
         label: the model's name in the table.
         img_size: training size (h, w) in pixels, by default that of the model's `pretrained_cfg`.
-        preprocessing: any of mean, std, crop_pct, interpolation, instead of those of the `pretrained_cfg`.
+        preprocessing: any of mean, std, crop_pct, crop_mode, interpolation, instead of those of the `pretrained_cfg`.
         class_indices: {class of the data: index of the model's output}, where the order of classes and outputs differs.
         restrict: compare only the logits of the data's classes.
         settings: fields of `Sweep`: protocols, policies, n, batch_size, device, crop_pct, attention_n, ...
@@ -378,7 +378,7 @@ def _line(task: Task, costs: Row, is_done: bool) -> list[Any]:
         task.trained.label,
         format_size(task.size),
         task.protocol if task.budget is None else f"{task.protocol}, {task.budget}t",
-        f"{task.crop_pct:g}",
+        f"{task.crop_pct:g}" + (f", {task.crop_mode}" if task.crop_mode not in ("", "center") else ""),
         task.policy,
         number("tokens", ",.0f"),
         number("gflops", ".3g"),

@@ -4,13 +4,16 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+from timm.data import resolve_model_data_config
+from torch import nn
 
 from vitrel.models.backbone import Backbone
 from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
 
 TRUNKS: dict[str, type[Backbone]] = {"vitrel_vit": ViT, "vitrel_swin": Swin}  # models built from their arguments alone
-_PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation", "label_names", "label_descriptions")
+PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")  # arguments of vitrel.data.Prepare
+_PREPARATION = ("input_size", *PREPROCESSING, "label_names", "label_descriptions")
 
 
 class Config(NamedTuple):
@@ -53,3 +56,10 @@ def config_of(model: Backbone) -> Config:
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
     """Entries of a timm pretrained_cfg about image preparation (size, crop, mean, std) and class names."""
     return {name: cfg[name] for name in _PREPARATION if cfg.get(name) is not None}
+
+
+def preprocessing_of(model: nn.Module) -> dict[str, Any]:
+    """Return the entries PREPROCESSING of a model's pretrained_cfg, as plain values; timm's defaults where it has none."""
+    known = resolve_model_data_config(model)
+    numbers = {name: tuple(map(float, known[name])) for name in ("mean", "std")} | {"crop_pct": float(known["crop_pct"])}
+    return {name: known[name] for name in PREPROCESSING} | numbers

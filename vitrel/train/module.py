@@ -6,8 +6,8 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
      "hyper_parameters": {the arguments of Classifier, plain values},
      "epoch_means": {"epoch": int, "train/loss": [sum, weight], "train/top1": [sum, weight]} of the epoch so far, all ranks,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
-                "crop_pct": float, "interpolation": str, "position": {...}, "data": str, "seed": int, "epoch": epochs done,
-                "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
+                "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
+                "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
                 "checksums": {"state_dict.model.<parameter>": CRC-32, ...} of all tensors, from vitrel train}}
 
 With the entry v = checkpoint["vitrel"], the model is rebuilt by
@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from vitrel.models.config import preprocessing_of
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
 from vitrel.train.execution import Execution, MemoryAdvice, check_strategy, shard
@@ -122,14 +123,8 @@ class Classifier(LightningModule):
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """Dictionary of mean, std, crop_pct and interpolation from the model's cfg."""
-        cfg = self.model.pretrained_cfg
-        return {
-            "mean": tuple(map(float, cfg["mean"])),
-            "std": tuple(map(float, cfg["std"])),
-            "crop_pct": float(cfg["crop_pct"]),
-            "interpolation": str(cfg["interpolation"]),
-        }
+        """Dictionary of mean, std, crop_pct, crop_mode and interpolation from the model's cfg."""
+        return preprocessing_of(self.model)
 
     @property
     def ignores_labels(self) -> bool:

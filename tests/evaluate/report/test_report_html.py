@@ -104,6 +104,12 @@ def test_metrics_without_values_are_not_offered(folder):
     assert "ece" in [metric["key"] for metric in contents(read_csv(folder / "results.csv"), folder, "")["metrics"]]
 
 
+def test_the_page_names_a_crop_mode(folder):
+    edit(folder, lambda frame: frame.assign(crop_mode="squash"))
+    data = contents(read_csv(folder / "results.csv"), folder, "")
+    assert ["crop_mode", "squash"] in [[key, value] for key, _, value in data["common"]]
+
+
 def test_unknown_columns_are_no_matter(folder):
     edit(folder, lambda frame: frame.assign(something_new="x"))
     assert write_html(folder).exists()

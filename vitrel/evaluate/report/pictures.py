@@ -412,8 +412,9 @@ def _samples(task: Task, samples: Images, most: int) -> tuple[Tensor, list[str]]
 
 def _picture(task: Task, image: int, pixels: Tensor, blobs: dict[str, str]) -> str:
     """Add a preprocessed image to `blobs` as a picture of at most SIDE pixels, and return its key."""
-    preprocessing = task.protocol, f"{task.crop_pct:g}", task.trained.interpolation, format_size(task.trained.img_size)
-    key = " ".join((str(image), format_size(task.size), *preprocessing))
+    trained = task.trained
+    crop = f"{task.crop_pct:g} {trained.crop_mode} {trained.interpolation}"
+    key = " ".join((str(image), format_size(task.size), task.protocol, crop, format_size(trained.img_size)))
     if key not in blobs:
         blobs[key] = _data_url(task.trained, pixels, SIDE)
     return key
