@@ -126,6 +126,7 @@ def test_bare_weights_and_relative_position(tmp_path, capsys):
     model, relative, image = vitrel.load(same), vitrel.load(added), torch.randn(1, 3, 32, 32)
     assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)
     write_classes(tmp_path / "flat", ["deep"], [f"{i}.png" for i in range(5)])
+    write_classes(tmp_path / "flat", [".thumbs", "deep/@eaDir"], ["0.png"])  # hidden
     tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--n", 4, "--size", "32x40", "--out", fitted])
     printed = capsys.readouterr().out
     assert "table fitted to 4 images of 4x5 patches" in printed and "trained at 4x5 tokens" in printed

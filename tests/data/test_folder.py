@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from helpers.pictures import identity, picture, tensor
-from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, class_names, create_dataset, folder_classes
+from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, Shards, class_names, create_dataset, folder_classes
 from vitrel.data.decode import SUFFIXES
+from vitrel.data.shards import pack
 from vitrel.evaluate.images import out_of_memory
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
@@ -208,7 +209,7 @@ ORDINARY = [(f"{name}/{i}.png", label) for label, name in enumerate(("cat", "dog
 
 @pytest.mark.filterwarnings("error")
 def test_the_order_is_that_of_torchvision_and_nothing_is_told_of_an_ordinary_folder(root):
-    for name in ("cat/b/10.jpg", "cat/b/2.jpg", "cat/b-c/0.jpg", "cat/b/d/x.JPEG", "cat/A.jpeg", "dog/.hidden/1.png"):
+    for name in ("cat/b/10.jpg", "cat/b/2.jpg", "cat/b-c/0.jpg", "cat/b/d/x.JPEG", "cat/A.jpeg", "dog/deeper/1.png"):
         save(root / "train" / name)
     save(root / "train" / "dog" / "w.webp")
     by_torchvision = ImageFolder(str(root / "train")).samples
@@ -341,7 +342,7 @@ def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(roo
     train = root / "train"
     for i, kind in enumerate(("gif", "BMP", "webp", "jpe", "jfif", "apng")):
         save(train / "cat" / f"x{i}.{kind}", i)
-    for name in ("a.tiff", "b.TIFF", "c.heic", "README", ".DS_Store"):
+    for name in ("a.tiff", "b.TIFF", "c.heic", "README", "LICENSE"):
         (train / "dog" / name).write_bytes(b"?")
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
@@ -351,8 +352,30 @@ def test_every_kind_that_is_decoded_is_read_and_others_are_told_by_kind_once(roo
     assert len(data) == len(again) == 12 and all(label >= 0 for _, label in data)
     [text] = [str(one.message) for one in reported]
     assert "5 files of kinds that are not decoded" in text
-    for part in ("2 .tiff (", "dog/a.tiff)", "1 .heic (", "2 no suffix (", "dog/.DS_Store)"):
+    for part in ("2 .tiff (", "dog/a.tiff)", "1 .heic (", "2 no suffix (", "dog/LICENSE)"):
         assert part in text
+
+
+HIDDEN = (".thumbs/0.png", "__MACOSX/0.png", "@eaDir/0.png", "cat/.trash/0.png", "dog/._0.png", "cat/Thumbs.db", ".DS_Store")
+
+
+def test_hidden_files_and_folders_are_no_classes_and_no_images_and_are_counted(root):
+    for name in HIDDEN:
+        save(root / "train" / name, format="PNG")
+    link(root / "train" / ".gone", "nowhere")
+    assert folder_classes(root) == folder_classes(root, "val") == ["cat", "dog"]
+    with pytest.warns(UserWarning, match=r"train: hidden files and folders: 8 \(.*train/.DS_Store, .*train/.gone, "):
+        data = Folder(root, "train", identity)
+    assert names(data) == ORDINARY
+    pack(root, root / "shards")
+    assert Shards(root / "shards", "train", identity).class_counts() == [3, 3]
+
+
+def test_a_class_of_hidden_images_alone_is_refused(root):
+    for split in ("train", "val"):
+        save(root / split / "emu" / ".0.png", format="PNG")
+    with pytest.raises(ValueError, match=r"without images in .*: emu; .*hidden files and folders: 1 \(.*emu/.0.png\)"):
+        Folder(root, "train", identity)
 
 
 @pytest.mark.filterwarnings("error")

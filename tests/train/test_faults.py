@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -119,18 +120,33 @@ def test_names_that_are_no_utf8_are_listed_escaped_and_links_followed_where_aske
     assert "not valid UTF-8" in (error := capfd.readouterr().err) and "train/caf\\xe9" in error
 
 
-def test_too_many_unreadable_images_stop_the_run(command, own, capfd):
-    for i in range(2):
-        damage(own / "train" / "red" / f"{i}.png")
-    assert status(in_child(command("run", f"--data.data={own}"))) == 1
-    text = capfd.readouterr().err
-    assert "of 96 training images cannot be read, a larger share than data.reading.bad_share (0.01): stopped" in text
+def listed(folder):
+    return sorted((folder / "bad_images.csv").read_text().splitlines()[1:])
 
 
-def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, own, capfd):
-    damage(own / "val" / "red" / "3.png")
+def test_too_many_unreadable_images_stop_the_run_and_all_are_listed(command, own, tmp_path, capfd):
+    """Also those of later batches; where a whole batch is unreadable, as well."""
+    bad = sorted(str(own / "train" / "red" / f"{i}.png") for i in range(12))
+    for path in map(Path, bad):
+        damage(path)
+    for name, settings in (
+        ("share", "--trainer.log_every_n_steps=1"),
+        ("row", "--data.reading={on_bad: replace, bad_limit: 1}"),
+    ):
+        assert status(in_child(command(name, f"--data.data={own}", settings))) == 1
+        text = capfd.readouterr().err.splitlines()[-1]
+        assert "12 of 96 training images cannot be read" in text and bad[0] in text and "and 4 more" in text
+        assert (str(tmp_path / name / "bad_images.csv") in text) and listed(tmp_path / name) == bad
+        assert ("bad_share (0.01)" in text) == (name == "share")
+
+
+def test_unreadable_images_stop_an_evaluation_and_where_asked_training(command, own, tmp_path, capfd):
+    bad = [str(own / "val" / name / "3.png") for name in ("blue", "red")]
+    for path in map(Path, bad):
+        damage(path)
     assert status(in_child(command("a", f"--data.data={own}"))) == 1
-    assert f"{own}/val/red/3.png" in capfd.readouterr().err
+    assert f"2 of 32 evaluation images cannot be read ({', '.join(bad)};" in capfd.readouterr().err
+    assert listed(tmp_path / "a") == bad
     damage(own / "train" / "blue" / "3.png")
     assert status(in_child(command("b", f"--data.data={own}", "--data.reading.on_bad=raise"))) == 1
     assert f"{own}/train/blue/3.png" in capfd.readouterr().err

@@ -147,13 +147,14 @@ def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
     """`n` images of the folder, drawn with a fixed seed and preprocessed for the model: [n, 3, height, width]."""
     import numpy as np
     import torch
-    from torchvision.datasets.folder import IMG_EXTENSIONS
 
     from vitrel.data import Prepare
-    from vitrel.data.decode import decode
+    from vitrel.data.decode import SUFFIXES, decode
+    from vitrel.data.folder import hidden
     from vitrel.models.config import preprocessing_of
 
-    found = sorted(path for path in Path(args.images).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    paths = sorted(path for path in Path(args.images).rglob("*") if path.suffix.lower() in SUFFIXES)
+    found = [path for path in paths if not any(map(hidden, path.relative_to(args.images).parts))]
     if len(found) < args.n:
         raise ValueError(
             f"{args.images} holds {len(found)} images, fewer than --n {args.n}: give another folder or a lower --n"

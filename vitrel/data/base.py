@@ -20,7 +20,8 @@ from torchvision.transforms.functional import resize
 from vitrel.data.decode import BadImage, Reading, decode, image_size, names_image
 
 Split = Literal["train", "val"]
-HEADER_READERS = 16  # threads; many, because on a network disk they mostly wait
+READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
+SHOWN = 3  # messages in one
 
 
 class Draw(NamedTuple):
@@ -190,20 +191,40 @@ class ImageSet(Dataset, ABC):
         return digest.hexdigest()
 
     def image_sizes(self) -> list[tuple[int, int]]:
-        """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers, unless `on_bad` is "raise"."""
+        """Return (height, width) of every image file, pixels; (1, 1) for unreadable headers.
 
-        def size(index: int) -> tuple[int, int]:
+        Raises:
+            BadImage: unreadable headers, with `on_bad="raise"`; the text names the first ones.
+        """
+
+        def size(index: int) -> tuple[int, int] | BadImage:
             try:
                 return self.image_size(index)
-            except BadImage:
-                if self.reading.on_bad == "raise":
-                    raise
-                return 1, 1
+            except BadImage as error:
+                return error
 
         if self._sizes is None:
             with ThreadPoolExecutor(HEADER_READERS) as readers:
-                self._sizes = list(readers.map(size, range(len(self))))
+                found = list(readers.map(size, range(len(self))))
+            bad = [size for size in found if isinstance(size, BadImage)]
+            if bad and self.reading.on_bad == "raise":
+                others = f"; {len(bad) - SHOWN} other images cannot be read either" if len(bad) > SHOWN else ""
+                raise BadImage("; ".join(map(str, bad[:SHOWN])) + others)
+            self._sizes = [(1, 1) if isinstance(size, BadImage) else size for size in found]
         return self._sizes
+
+    def check(self, indices: Iterable[int]) -> None:
+        """Read these images, several at a time, and mark those that cannot be read in `bad`."""
+
+        def check(index: int) -> None:
+            try:
+                self.read(index)
+            except BadImage:
+                self.bad[index] = 1
+
+        with ThreadPoolExecutor(READERS) as readers:
+            for _ in readers.map(check, indices):
+                pass
 
     def bad_indices(self) -> list[int]:
         """Return the indices of the images found unreadable so far by this process and its loader processes (one rank)."""
@@ -239,7 +260,7 @@ def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:
         except OSError:
             return ""
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         yield from pool.map(checksum, paths)
 
 

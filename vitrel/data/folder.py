@@ -5,6 +5,8 @@ Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sor
 Class folders and image files may be symbolic links. A link to a folder inside a class folder is followed only with
 `follow_links`. A file that several paths lead to is used once, under the path with the fewest links, and among these the first
 by name. (A hard link counts as a separate file, like a copy.) A folder that cannot be read is an error.
+
+Hidden files and folders (`hidden`) are neither classes nor images: they are left out and counted.
 """
 
 import os
@@ -22,13 +24,14 @@ from vitrel.data.base import ImageSet, Split, file_checksums, subset
 from vitrel.data.decode import SUFFIXES, Reading
 
 SHOWN = 3  # paths in a message
+SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synology and Windows, in lower case
 _warnings: set[str] = set()  # given by this process
 
 
 class Folder(ImageSet):
     """One split of an image folder, as a data set of (normalised float32 [3, H, W], class index).
 
-    A warning, once per process, lists files and links that are left out.
+    A warning, once per process, names files, folders and links that are left out.
 
     Args:
         root: folder that holds `train/` and `val/`.
@@ -138,7 +141,7 @@ class Scan:
 
     Attributes:
         samples: (path, label) of each image.
-        left_out: a sentence on files and links that are left out; "" if there are none.
+        left_out: a sentence on files, folders and links that are left out; "" if there are none.
 
     Raises:
         ValueError: folders that cannot be read, or classes without images; the text names them.
@@ -148,9 +151,11 @@ class Scan:
         self.folder, self.follow_links = str(folder), follow_links
         self._real = os.path.realpath(folder)
         self._unreadable: list[str] = []
+        self._hidden: list[str] = []
         self._links: list[str] = []  # links to folders that are not followed
         self._others: dict[str, dict[str, str]] = {}  # files that are no images: {suffix: {real path: path}}
         self._resolved = cache(os.path.realpath)  # for the folders of link targets, which are few
+        self._entries(self.folder)  # for what is hidden beside the class folders
         files = [file for label, name in enumerate(classes) for file in self._class(name, label)]
         if self._unreadable:
             raise ValueError(
@@ -201,12 +206,15 @@ class Scan:
             yield from images[path]
 
     def _entries(self, path: str) -> list[os.DirEntry]:
+        """The entries of a folder by name, without hidden ones, which are collected, as errors are."""
         try:
-            with os.scandir(path) as entries:
-                return sorted(entries, key=lambda entry: entry.name)
+            with os.scandir(path) as iterator:
+                entries = sorted(iterator, key=lambda entry: entry.name)
         except OSError as error:
             self._unreadable.append(f"{shown(path)} ({error.strerror})")
             return []
+        self._hidden += [entry.path for entry in entries if hidden(entry.name)]
+        return [entry for entry in entries if not hidden(entry.name)]
 
     def _real_path(self, entry: os.DirEntry, parent: Subfolder) -> str:
         """The path of a file without links; faster than `os.path.realpath`, which checks every folder of every path."""
@@ -235,10 +243,11 @@ class Scan:
 
     def _summary(self, duplicates: list[tuple[ImageFile, ImageFile]]) -> str:
         parts = []
+        if self._hidden:
+            parts.append(f"hidden files and folders: {len(self._hidden):,} ({_first(self._hidden)})")
         if self._links:
-            paths = ", ".join(map(shown, sorted(self._links)[:SHOWN])) + ", ..." * (len(self._links) > SHOWN)
             parts.append(
-                f"{_number(len(self._links), 'folder link')} ({paths}), which Reading(follow_links=True) follows "
+                f"{_number(len(self._links), 'folder link')} ({_first(self._links)}), which Reading(follow_links=True) follows "
                 "(in training data.reading.follow_links, in vitrel evaluate and vitrel pack --follow-links)"
             )
         if duplicates:
@@ -255,19 +264,28 @@ class Scan:
         return f"left out of {shown(self.folder)}: {'; '.join(parts)}" if parts else ""
 
 
+def hidden(name: str) -> bool:
+    """Return whether a file or folder is not part of a data set by its name: with a leading dot, or of `SYSTEM`."""
+    return name.startswith(".") or name.lower() in SYSTEM
+
+
+def _first(paths: list[str]) -> str:
+    return ", ".join(map(shown, sorted(paths)[:SHOWN])) + ", ..." * (len(paths) > SHOWN)
+
+
 def _number(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Return the sorted names of the class folders of a split.
+    """Return the sorted names of the class folders of a split, without hidden ones.
 
     Raises:
         ValueError: the folder cannot be read, contains a broken link (a class would be missing), or a name is not valid UTF-8.
     """
     try:
         with os.scandir(folder) as iterator:
-            entries = list(iterator)
+            entries = [entry for entry in iterator if not hidden(entry.name)]
     except OSError as error:
         raise ValueError(
             f"{shown(folder)} cannot be read ({error.strerror}): allow reading it, or name another folder"

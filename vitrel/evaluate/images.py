@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitrel.common.files import shown
 from vitrel.common.sizes import Budget, Size, format_size, native_size
-from vitrel.data import Draw, ImageSet, Prepare, Reading, create_dataset
+from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
 from vitrel.evaluate.settings import Sweep
 
@@ -160,7 +161,8 @@ class Images:
         if not self._file_sizes:  # read once, because all sizes and protocols have the same images
             dataset = self.dataset(preprocessing)
             generated = not hasattr(dataset, "image_sizes")
-            self._file_sizes = [(1, 1)] * len(dataset) if generated else dataset.image_sizes()
+            with _how_to_go_on():
+                self._file_sizes = [(1, 1)] * len(dataset) if generated else dataset.image_sizes()
         budget, patch = preprocessing.budget, preprocessing.patch
         return [native_size(h, w, budget, patch) for h, w in self._file_sizes]
 
@@ -180,9 +182,10 @@ class Images:
         while start < total:
             try:
                 batches = _batches(groups, start, self.batch_size)
-                for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers):
-                    start += len(batch[1])
-                    yield batch
+                with _how_to_go_on():
+                    for batch in DataLoader(dataset, batch_sampler=batches, num_workers=self.sweep.workers):
+                        start += len(batch[1])
+                        yield batch
                 return
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) and _DIED not in str(error):
@@ -204,6 +207,16 @@ class Images:
         dataset, sizes = self.dataset(preprocessing), self._native_sizes(preprocessing)
         items = [dataset[i if sizes is None else Draw(i, sizes[i])] for i in range(min(n, len(dataset)))]
         return [image for image, label in items if label >= 0]
+
+
+@contextmanager
+def _how_to_go_on() -> Iterator[None]:
+    """Context that adds to the error of an unreadable image how to evaluate without it."""
+    try:
+        yield
+    except BadImage as error:
+        error.add_note("with --on-bad-image count, unreadable images are left out and all of them listed")
+        raise
 
 
 def share_of(n: int, rank: int, world: int) -> range:

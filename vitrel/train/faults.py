@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from vitrel.common.files import atomic_write, write_cells
+from vitrel.data import BadImage, ImageSet
 
 SHOWN = 8  # names in a message; all are in the file
 
@@ -123,7 +124,10 @@ class FiniteLoss(Callback):
 
 
 class BadImages(Callback):
-    """Lists unreadable training images in `bad_images.csv`; stops the run when their share exceeds `data.reading.bad_share`.
+    """Lists unreadable images in `bad_images.csv`; stops the run when their share of training exceeds `data.reading.bad_share`.
+
+    Before a run stops because of unreadable images, all other images are read, so that all that are unreadable are listed:
+    training images where they are replaced, evaluation images always (except where one of several ranks stops alone).
 
     Args:
         folder: the run's folder.
@@ -132,6 +136,7 @@ class BadImages(Callback):
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "bad_images.csv"
         self.known: list[int] = []
+        self.stopped = ""
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the indices of the images found unreadable so far."""
@@ -148,23 +153,58 @@ class BadImages(Callback):
         if (batch_idx + 1) % trainer.log_every_n_steps == 0 or trainer.is_last_batch:
             self._update(trainer)
 
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, BadImage) or trainer.world_size > 1:
+            return
+        images = trainer.datamodule
+        if trainer.validating:
+            self.stopped = f"{self._listed(trainer, images.val_set, 'evaluation')}; repair or remove them"
+        elif trainer.training and images.reading.on_bad == "replace":
+            self.stopped = (
+                f"{self._listed(trainer, images.train_set, 'training')}, so many in a row that none could take the place "
+                "of another; repair or remove them"
+            )
+
+    def explain(self, error: BaseException) -> None:
+        """Raise ValueError naming all unreadable images if `error` names one of them and ended the run; otherwise return."""
+        if self.stopped and isinstance(error, BadImage):
+            raise ValueError(self.stopped) from error
+
     def _update(self, trainer: Trainer) -> None:
-        data = trainer.datamodule.train_set
+        data, share = trainer.datamodule.train_set, trainer.datamodule.reading.bad_share
+        indices = self._found(trainer, data)
+        if len(indices) > share * len(data):
+            raise ValueError(
+                f"{self._listed(trainer, data, 'training')}, a larger share than data.reading.bad_share ({share:g}); repair or "
+                "remove them, or raise the share"
+            )
+        if indices != self.known and trainer.is_global_zero:
+            self._write(data, indices)
+            print(f"{len(indices)} of {len(data)} training images cannot be read and were replaced by others: {self.path}")
+        self.known = indices
+
+    def _found(self, trainer: Trainer, data: ImageSet) -> list[int]:
+        """The indices of the images that any rank has found unreadable; every rank has to call it."""
         bad = data.bad
         if trainer.world_size > 1:
             bad = bad.to(trainer.strategy.root_device, copy=True)  # a copy: the loader processes write to the original
             torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
-        indices = bad.nonzero().flatten().tolist()
-        if indices != self.known and trainer.is_global_zero:
-            write_cells(self.path, [("image",), *((data.name(index),) for index in indices)])
-            print(f"{len(indices)} of {len(data)} training images cannot be read and were replaced by others: {self.path}")
-        self.known = indices
-        share = trainer.datamodule.reading.bad_share
-        if len(indices) > share * len(data):
-            raise ValueError(
-                f"{len(indices)} of {len(data)} training images cannot be read, a larger share than data.reading.bad_share "
-                f"({share:g}): stopped. They are listed in {self.path}; repair or remove them, or raise the share"
-            )
+        return bad.nonzero().flatten().tolist()
+
+    def _listed(self, trainer: Trainer, data: ImageSet, kind: str) -> str:
+        """Read all images, list the unreadable ones, and return their number and first names; every rank has to call it."""
+        if trainer.is_global_zero:
+            print(f"reading all {len(data):,} {kind} images, to list those that cannot be read", flush=True)
+        data.check(range(trainer.global_rank, len(data), trainer.world_size))
+        indices = self._found(trainer, data)
+        if trainer.is_global_zero:
+            self._write(data, indices)
+        first = ", ".join(data.name(index) for index in indices[:SHOWN])
+        more = f" and {len(indices) - SHOWN} more" if len(indices) > SHOWN else ""
+        return f"{len(indices)} of {len(data)} {kind} images cannot be read ({first}{more}; all listed in {self.path})"
+
+    def _write(self, data: ImageSet, indices: list[int]) -> None:
+        write_cells(self.path, [("image",), *((data.name(index),) for index in indices)])
 
 
 class Ranks(Callback):
