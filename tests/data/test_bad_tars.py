@@ -4,6 +4,7 @@ import io
 import json
 import signal
 import tarfile
+import zlib
 
 import pytest
 from PIL import Image
@@ -60,6 +61,11 @@ def sample(key, label=b"0"):
     return member(f"{key}.cls", label) + member(f"{key}.png", png())
 
 
+def checksums(*labels):
+    """Of images of `png()`, as the index has them."""
+    return "".join(f"{zlib.crc32(png(), label):08x}" for label in labels)
+
+
 def change(root, edit):
     index = json.loads((root / "index.json").read_text())
     edit(index)
@@ -73,7 +79,8 @@ def read(root, request):
     def labels(*parts):
         path = root / "train" / "00000.tar"
         path.write_bytes(b"".join(parts) + bytes(2048))
-        change(root, lambda index: index["splits"]["train"]["shards"][0].update(bytes=path.stat().st_size))
+        entry = {"bytes": path.stat().st_size, "crc32": checksums(0, 1)}
+        change(root, lambda index: index["splits"]["train"]["shards"][0].update(entry))
         shards = Shards(root, "train", PLAIN)
         if request.param == "by index":
             return [shards[i][1] for i in range(2)]
@@ -146,13 +153,15 @@ def test_samples_are_one_image_and_a_label_of_the_classes(read, parts, text):
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (lambda i: i.update(format=2), "has format 2, but this version reads format 1"),
+        (lambda i: i.update(format=1), "has format 1, but this version reads format 2"),
         (lambda i: i.update(classes=["dog", "cat"]), "list of classes is empty, not sorted or has duplicates"),
         (lambda i: i.update(classes=["cat"]), "counts of train do not fit its classes"),
         (lambda i: i["splits"]["val"]["counts"].append(0), "counts of val do not fit"),
         (lambda i: i["splits"]["train"]["shards"][0].update(name="../../../etc/passwd"), "names a shard '../../../etc/passwd'"),
         (lambda i: i["splits"]["train"]["shards"][0].update(name="pipe:date"), "names a shard 'pipe:date'"),
-        (lambda i: i["splits"]["train"].pop("counts"), r"index.json is damaged \(KeyError\('counts'\)\)"),
+        (lambda i: i["splits"]["train"].pop("counts"), r"index.json is damaged \(it has no entry 'counts'\)"),
+        (lambda i: i["splits"]["train"]["shards"][0].pop("crc32"), r"index.json is damaged \(it has no entry 'crc32'\)"),
+        (lambda i: i["splits"]["train"]["shards"][0].update(crc32="0" * 15), "00000.tar has not one checksum for each image"),
         (lambda i: i["splits"].pop("train"), "has no split 'train', only val"),
     ],
 )
@@ -179,7 +188,7 @@ def test_no_index(root):
         (lambda train: train.update(counts=[0.5, 1.5]), "the counts of train do not fit"),
         (lambda train: train["shards"][0].update(images="2"), "the counts of train do not fit"),
         (lambda train: train.update(shards=[], counts=[0, 0]), "the counts of train do not fit"),
-        (lambda train: train.update(shards=7), r"index.json is damaged \(TypeError"),
+        (lambda train: train.update(shards=7), r"index.json is damaged \(an entry is not as vitrel pack writes it"),
     ],
 )
 def test_impossible_counts_are_refused(root, edit, text):
@@ -189,7 +198,7 @@ def test_impossible_counts_are_refused(root, edit, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[" * 100_000, '{"format": 1, "classes": ["a"], "splits": []}', "1" * 5000, "[]", '{"format": 1}', "\udcff"]
+    "text", ["{", "[" * 100_000, '{"format": 2, "classes": ["a"], "splits": []}', "1" * 5000, "[]", '{"format": 2}', "\udcff"]
 )
 def test_an_index_of_another_form_is_refused(root, text):
     (root / "index.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -52,6 +52,9 @@ def test_an_array_set(mnist):
     assert train.class_counts() == [1, 2, 1, 0, 1, 0, 0, 1, 0, 0]
     assert train[Draw(4, (16, 20))][0].shape == (3, 16, 20)
     assert train.name(4) == f"mnist train in {mnist}: 4"
+    changed = train.versions()
+    train.source.data[2, 0, 0] ^= 1
+    assert [i for i, version in enumerate(train.versions()) if version != changed[i]] == [2]
     assert train.contents() == ["0\t7", "1\t2", "2\t1", "3\t0", "4\t4", "5\t1"]
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
@@ -54,9 +55,16 @@ def root(source, tmp_path):
     return tmp_path / "out"
 
 
+def checksums(members):
+    """Of the images among (name, content) members, as the index has them: CRC-32 with the label as start value."""
+    labels = {name.removesuffix(".cls"): int(content) for name, content in members if name.endswith(".cls")}
+    images = [(name.rpartition(".")[0], content) for name, content in members if name.endswith((".png", ".jpg", ".gif"))]
+    return "".join(f"{zlib.crc32(content, labels[key]):08x}" for key, content in images)
+
+
 def rewrite(root, members, shard="train/00000.tar", images=None):
     """Replaces a shard by (name, content) members and brings the index up to date."""
-    path = root / shard
+    path, members = root / shard, [*members]
     with tarfile.open(path, "w") as tar:
         for name, content in members:
             header = tarfile.TarInfo(name)
@@ -64,6 +72,7 @@ def rewrite(root, members, shard="train/00000.tar", images=None):
             tar.addfile(header, io.BytesIO(content))
     index = json.loads((root / "index.json").read_text())
     entry = index["splits"]["train"]["shards"][0]
+    entry["crc32"] = checksums(members)
     if images is not None:
         index["splits"]["train"]["counts"][0] += images - entry["images"]
         entry["images"] = images
@@ -359,6 +368,36 @@ def test_only_images_and_labels_are_read_and_nothing_is_written(root, tmp_path, 
     assert [shards[i][1] for i in (0, 1)] == [1, 1] and shards.name(0) == "train/00000.tar: ../../escaped"
     assert len(list(ShardBatches(shards, lambda e: [Batch(1)] * 2))) == 2
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def flip(path, place):
+    """Flip the lowest bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("on_bad", ["raise", "replace", "leave_out"])
+@pytest.mark.parametrize("part", ["image", "label"])
+def test_one_bit_that_flipped_is_noticed_when_it_is_read(root, part, on_bad):
+    """Whatever is done about unreadable images: this one can be read, and would be another."""
+    path, reading = root / "train" / "00001.tar", Reading(on_bad=on_bad)
+    with tarfile.open(path) as tar:
+        member = [item for item in tar.getmembers() if item.name.endswith(".cls") == (part == "label")][3]
+    flip(path, member.offset_data + (0 if part == "label" else member.size - 10))
+    key = member.name.partition(".")[0]
+    shards = Shards(root, "train", plain(), reading=reading)
+    assert [shards[i][1] in (0, 1) for i in range(10)] == [True] * 10
+    changed = rf"train/00001.tar: image or label of {key} has changed"
+    with pytest.raises(ValueError, match=rf"{changed} .*copy the shard again") as error:
+        shards[10]
+    assert not isinstance(error.value, BadImage) and shards.bad_indices() == []
+    for workers in (0, 1):
+        data = ShardBatches(Shards(root, "train", plain(), reading=reading), lambda epoch: [Batch(25)] * 2)
+        with pytest.raises(ValueError, match=changed):
+            list(DataLoader(data, batch_size=None, num_workers=workers))
+    with pytest.raises(ValueError, match=r"00001.tar has changed since it was packed"):
+        Shards(root, "train", plain()).digest()  # or an evaluation would keep the rows of other images
 
 
 def test_missing_changed_and_compressed_shards(root):

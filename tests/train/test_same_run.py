@@ -1,5 +1,7 @@
 """A run that goes on is the run that was saved: the same images, settings and weights, or it says what is another."""
 
+import json
+import os
 import re
 import shutil
 import signal
@@ -11,6 +13,7 @@ import torch
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
 from vitrel.data.shards import pack
 from vitrel.train import run
+from vitrel.train.several import begin
 
 SETTINGS = ("--data.augment={flip: false, erase: 0.2}", "--model.mixing.mixup=0.2", "--model.label_smoothing=0.1")
 
@@ -89,7 +92,7 @@ def test_a_teacher_is_known_by_its_weights(command, tmp_path):
     args = [*command("run", epochs=1), distillation.format(tau=1.0, path=paths[0])]
     run(args)
     said = refused([*args, distillation.format(tau=1.0, path=paths[1])], tmp_path / "run")
-    assert re.search(r": objective\.distillation\.weights: [0-9a-f]{64}, now [0-9a-f]{64}\. Set", said)
+    assert re.search(r": objective\.distillation\.weights: [0-9a-f]{64}, now [0-9a-f]{64}; set", said)
     assert "objective.distillation.tau: 1.0, now 2.0" in refused(
         [*args, distillation.format(tau=2.0, path=paths[0])], tmp_path / "run"
     )
@@ -125,15 +128,63 @@ def add(data):
     return ["1 new ('blue/00\\udcff.png')", "training images: 96, now 97"]
 
 
+def relabel(data):
+    (data / "train" / "red" / "3.png").rename(data / "train" / "red" / "x")
+    (data / "train" / "blue" / "3.png").rename(data / "train" / "red" / "3.png")
+    (data / "train" / "red" / "x").rename(data / "train" / "blue" / "3.png")
+    return ["2 changed ('blue/3.png', 'red/3.png')"]
+
+
+def grow(data):
+    """Another size, at the same time."""
+    for i in range(5):
+        path = data / "train" / "grey" / f"{i}.png"
+        before = path.stat()
+        path.write_bytes(path.read_bytes() + b"0")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return ["5 changed ('grey/0.png', 'grey/1.png', 'grey/2.png', ...)"]
+
+
 def test_other_files_are_counted_and_named(command_in, whole, folder, data):
     done = whole(epochs=1)
     args = [*command_in(done.parent)(done.name, epochs=1), f"--data.data={data}"]
-    for change in (rename, remove, add):
+    for change in (rename, remove, add, relabel, grow):
         texts, said = change(data), refused(args, done)
         assert all(text in said for text in texts), said
         assert str(data) not in said  # where the images lie may change
         shutil.rmtree(data)
         shutil.copytree(folder, data)
+
+
+def test_images_of_the_same_size_that_changed_are_named_and_copies_may_be_declared(command, data, tmp_path):
+    """By their times, which some ways of copying do not keep."""
+    args = [*command("run", epochs=1), f"--data.data={data}"]
+    run(args)
+    image = data / "train" / "red" / "3.png"
+    before = image.read_bytes()
+    image.write_bytes(before[:-1] + b"0")
+    said = refused(args, tmp_path / "run")
+    assert "training files: 1 changed ('red/3.png'), by their time" in said and "--data.check_times=false" in said
+    image.write_bytes(before)
+    for path in (data / "train").glob("*/*.png"):
+        path.touch()
+    said = refused(args, tmp_path / "run")
+    assert "training files: 96 changed ('blue/0.png', 'blue/1.png', 'blue/10.png', ...), by their time" in said
+    run([*resumed(args, tmp_path / "run"), "--data.check_times=false", "--trainer.max_epochs=2"])
+    run([*resumed(args, tmp_path / "run"), "--trainer.max_epochs=3"])  # compared with the times of the second run
+    assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 3
+    grow(data)
+    said = refused([*args, "--data.check_times=false"], tmp_path / "run")
+    assert "5 changed ('grey/0.png'" in said and "check_times" not in said
+
+
+def test_a_comparison_may_declare_copies_too(whole, tmp_path):
+    config = {"data": {"data": "x"}, "trainer": {"default_root_dir": "x", "max_epochs": 2}}
+    shutil.copytree(whole(epochs=1) / "checkpoints", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "train.yaml").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="another configuration"):
+        begin(config | {"data": {"data": "y"}}, tmp_path / "run")
+    assert "--ckpt_path" in begin(config | {"data": {"data": "x", "check_times": False}}, tmp_path / "run")
 
 
 def test_other_shards_are_named(command, folder, data, tmp_path):

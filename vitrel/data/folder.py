@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrel.common.files import shown
-from vitrel.data.base import ImageSet, Split, file_checksums, subset
+from vitrel.data.base import ImageSet, Split, file_checksums, file_versions, subset
 from vitrel.data.decode import SUFFIXES, Reading
 
 SHOWN = 3  # paths in a message
@@ -78,6 +78,10 @@ class Folder(ImageSet):
     def contents(self) -> list[str]:
         """Return one line per image, in order: its path relative to the folder of the split, a tab, its class index."""
         return [f"{below(path, self.folder)}\t{label}" for path, label in self.samples]
+
+    def versions(self) -> list[str]:
+        """Return size and time of modification of each file, in order (`file_versions`)."""
+        return file_versions([path for path, _ in self.samples])
 
     def checksums(self) -> Iterator[str]:
         """Yield the SHA-256 of each file, in order, "" for a file that cannot be opened."""

@@ -7,6 +7,7 @@ without a test split. These can be used as image folders.
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
 from vitrel.common.files import shown
-from vitrel.data.base import ImageSet, Split, file_checksums, subset
+from vitrel.data.base import ImageSet, Split, file_checksums, file_versions, subset
 from vitrel.data.decode import Reading
 from vitrel.data.folder import below
 
@@ -107,6 +108,12 @@ class TorchvisionSet(ImageSet):
         if not self.files:
             return [f"{self.chosen[i]}\t{self.label(i)}" for i in range(len(self))]
         return [f"{below(path, self.root)}\t{label}" for path, label in (self.source[i] for i in self.chosen)]
+
+    def versions(self) -> list[str]:
+        """Return size and time of modification of each file, in order; for a set stored as one array, CRC-32 of its images."""
+        if self.files:
+            return file_versions([self.source[i][0] for i in self.chosen])
+        return [f"{zlib.crc32(np.ascontiguousarray(self.source.data[i])):08x}" for i in self.chosen]
 
     def checksums(self) -> Iterable[str]:
         """Return the SHA-256 of each file, in order; for a set stored as one array, that of the whole array."""

@@ -2,18 +2,22 @@
 
 A sample consists of `<key>.jpg` (or another suffix of `SUFFIXES`) and `<key>.cls`, the label as a number; members with other
 suffixes are ignored. Nothing is extracted to disk or unpickled: names of members are used in messages only, never as paths.
+
+The index has the SHA-256 of every shard, and the CRC-32 of every image with its label, which is compared whenever an image is
+read.
 """
 
 import json
 import re
 import tarfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,13 +26,13 @@ from torchvision.transforms.functional import resize, to_pil_image
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
-from vitrel.data.base import ImageSet, Split, sha256, subset
+from vitrel.data.base import ImageSet, Split, file_checksums, sha256, subset
 from vitrel.data.decode import MAX_PIXELS, SUFFIXES, BadImage, Reading, decode, names_image, open_image
 from vitrel.data.folder import Folder
 from vitrel.data.prepare import INTERPOLATIONS
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
 QUALITY = 95  # of JPEGs that `pack` makes smaller
 LABEL_BYTES = 20
 SAMPLE_BYTES = 2 * 512  # minimum size of a sample: two tar headers
@@ -36,13 +40,22 @@ BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # errors of tarfi
 REPACK = "pack it again with vitrel pack"
 
 
+CRC_DIGITS = 8  # hexadecimal digits of a checksum in the index
+
+
 class Sample(NamedTuple):
-    """One encoded image in a shard: key, label, and its offset and size in bytes."""
+    """One encoded image in a shard: key, label, its offset and size in bytes, and its `checksum` when it was packed."""
 
     key: str
     label: int
     offset: int
     size: int
+    checksum: str = ""
+
+
+def checksum(data: bytes, label: int) -> str:
+    """Return the CRC-32 of an encoded image, with the label as start value, as 8 hexadecimal digits."""
+    return f"{zlib.crc32(data, label):0{CRC_DIGITS}x}"
 
 
 class Shards(ImageSet):
@@ -90,8 +103,18 @@ class Shards(ImageSet):
         """Return (encoded image, label, shard and key for messages) of an image."""
         shard, sample = self._find(index)
         with open(self.path(shard), "rb") as file:
-            file.seek(sample.offset)
-            return file.read(sample.size), sample.label, self.sample_name(shard, sample)
+            return self.data_of(sample, shard, file), sample.label, self.sample_name(shard, sample)
+
+    def data_of(self, sample: Sample, shard: int, file: IO[bytes]) -> bytes:
+        """Return the encoded image of a sample; file: the shard, open. ValueError if it or its label has changed."""
+        file.seek(sample.offset)
+        data = file.read(sample.size)
+        if checksum(data, sample.label) != sample.checksum:
+            raise ValueError(
+                f"{self.path(shard)}: image or label of {shown(sample.key)} has changed since it was packed (CRC-32); copy the "
+                f"shard again or {REPACK}"
+            )
+        return data
 
     def label(self, index: int) -> int:
         """Return the label of an image, without decoding it."""
@@ -124,25 +147,33 @@ class Shards(ImageSet):
     def samples(self, shard: int) -> Iterator[Sample]:
         """Yield the samples of a shard in order, from its headers; ValueError if labels or number contradict the index."""
         classes, images, expected = len(self.classes), 0, self.shards[shard]["images"]
+        checksums = self.shards[shard]["crc32"]
         previous = None  # yielded one step late, so that the last sample comes only after the number of images was checked
         for sample in _scan(self.path(shard)):
             if sample.label >= classes:
                 where = self.sample_name(shard, sample)
                 raise ValueError(f"{where} has label {sample.label}, but there are {classes} classes; {REPACK}")
+            start = CRC_DIGITS * images
             images += 1
             if previous is not None and images <= expected:
                 yield previous
-            previous = sample
+            previous = sample._replace(checksum=checksums[start : start + CRC_DIGITS])
         if images != expected:
             raise ValueError(f"{self.path(shard)} holds {images} images, but {INDEX} says {expected}; {REPACK}")
         if previous is not None:
             yield previous
 
+    def digest(self) -> str:
+        """Return a SHA-256 of the classes, `contents` and `checksums`, after `verify`."""
+        self.verify()
+        return super().digest()
+
     def verify(self) -> None:
         """Raise ValueError if the SHA-256 of a shard differs from the index; reads every shard."""
-        for i, shard in enumerate(self.shards):
-            if sha256(self.path(i)) != shard["sha256"]:
-                raise ValueError(f"{self.path(i)} has changed since it was packed (SHA-256); {REPACK}")
+        paths = [self.path(i) for i in range(len(self.shards))]
+        for path, shard, found in zip(paths, self.shards, file_checksums(paths), strict=True):
+            if found != shard["sha256"]:
+                raise ValueError(f"{path} has changed since it was packed (SHA-256); copy it again or {REPACK}")
 
     def _find(self, index: int) -> tuple[int, Sample]:
         """(number of the shard, sample) of an image; scans the shard's headers the first time."""
@@ -166,11 +197,13 @@ def shard_index(root: str | Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); {REPACK}") from error
+        raise ValueError(f"{path} is damaged ({error}); {REPACK}") from error
     try:
         _check_index(index, path)
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged (it has no entry {error}); {REPACK}") from error
     except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); {REPACK}") from error
+        raise ValueError(f"{path} is damaged (an entry is not as vitrel pack writes it: {error}); {REPACK}") from error
     return index
 
 
@@ -193,6 +226,8 @@ def _check_index(index: dict[str, Any], path: Path) -> None:
                 raise ValueError(f"{path} names a shard {shard['name']!r}; shards are called 00000.tar, 00001.tar, ...")
             if shard["images"] * SAMPLE_BYTES > shard["bytes"]:
                 raise ValueError(f"{path}: {shard['name']} is too small for {shard['images']:,} images; {REPACK}")
+            if len(shard["crc32"]) != CRC_DIGITS * shard["images"]:
+                raise ValueError(f"{path}: {shard['name']} has not one checksum for each image; {REPACK}")
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -255,7 +290,8 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> int:
 
 
 def _damaged(path: Path, reason: object) -> ValueError:
-    return ValueError(f"{path} is not a tar file, or it is damaged or compressed ({reason}); {REPACK}")
+    text = str(reason) or "a member of an impossible size"
+    return ValueError(f"{path} is not a tar file, or it is damaged or compressed ({text}); {REPACK}")
 
 
 class Encode(Dataset):
@@ -372,14 +408,20 @@ def _write(folder: Path, samples: Iterator[dict[str, Any]], limits: dict[str, fl
         from webdataset import ShardWriter
 
     shards: list[dict[str, Any]] = []
+    checksums: list[str] = []  # of the images in the current shard
 
     def closed(name: str) -> None:
         path = Path(name)
-        shards.append({"name": path.name, "images": writer.count, "bytes": path.stat().st_size, "sha256": sha256(path)})
+        crc32 = "".join(checksums)
+        checksums.clear()
+        entry = {"name": path.name, "images": writer.count, "bytes": path.stat().st_size}
+        shards.append(entry | {"sha256": sha256(path), "crc32": crc32})
 
     folder.mkdir(parents=True)
     pattern = str(folder.resolve()).replace("%", "%%") + "/%05d.tar"
     with ShardWriter(pattern, post=closed, verbose=0, encoder=False, mtime=0, **limits) as writer:
         for sample in samples:
-            writer.write(sample)
+            writer.write(sample)  # may close the former shard first
+            [data] = (value for ending, value in sample.items() if ending not in ("__key__", "cls"))
+            checksums.append(checksum(data, int(sample["cls"])))
     return shards

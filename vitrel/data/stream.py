@@ -180,8 +180,7 @@ class ShardBatches(IterableDataset):
                 for i, sample in enumerate(islice(self.shards.samples(shard), first, last), first):
                     data = None
                     if position not in skipped:
-                        file.seek(sample.offset)
-                        data = file.read(sample.size)
+                        data = self.shards.data_of(sample, shard, file)
                     name = self.shards.sample_name(shard, sample)
                     yield Encoded(self.shards.starts[shard] + i, sample.label, name, data)
                     position += 1

@@ -48,6 +48,8 @@ class ImageData(LightningDataModule):
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.
         reading: reading of image files; in evaluation, an unreadable image stops the run.
+        check_times: refuse to resume a run if the time of modification of a training image has changed. With false, a changed
+            image is noticed by its size alone: for images that were copied without their times.
         seed: seed of the shapes, of the order of images and of the augmentation.
 
     Raises:
@@ -69,6 +71,7 @@ class ImageData(LightningDataModule):
         tokens: int | None = None,
         repeats: int = 1,
         reading: Reading = Reading(on_bad="replace"),
+        check_times: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -76,6 +79,7 @@ class ImageData(LightningDataModule):
         self.batch_size, self.workers, self.n_train, self.n_val = batch_size, workers, n_train, n_val
         self.train_sizes = [pair(side) for side in train_sizes] if train_sizes else None
         self.shape, self.tokens, self.repeats, self.reading = shape, tokens, repeats, reading
+        self.check_times = check_times
         self._listing: Listing | None = None
         if batch_size < 1 or workers < 0 or repeats < 1:
             raise ValueError(
@@ -161,13 +165,14 @@ class ImageData(LightningDataModule):
 
     @property
     def listing(self) -> Listing:
-        """Listing of the training set's `contents`: names and labels of the images, of shards their names and SHA-256.
+        """Listing of the training set: names, labels, sizes and times of the images, of shards their names and SHA-256.
 
-        It is computed once (about 1 s per million images), and empty for `shapes`.
+        It is computed once (a few seconds per million images on a local disk), and empty for `shapes`.
         """
         if self._listing is None:
             drawn = isinstance(self.train_set, Shapes)  # defined by the settings, not by files
-            self._listing = Listing.of([] if drawn else self.train_set.contents())
+            of_files = ([], []) if drawn else (self.train_set.contents(), self.train_set.versions())
+            self._listing = Listing.of(*of_files)
         return self._listing
 
     def names(self, epoch: int, batch: int) -> list[str]:

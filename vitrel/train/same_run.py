@@ -1,7 +1,8 @@
 """The check that a resumed run has the same settings and data as the run that saved the checkpoint.
 
-Every checkpoint stores the settings that decide the batches, the loss and the updates. Other settings may change on resuming:
-the length of the run, devices, precision, loader processes, memory, logs, and the folders of data and weights.
+Every checkpoint stores the settings that decide the batches, the loss and the updates, and of every training image its name,
+label, size in bytes and time of modification. Other settings may change on resuming: the length of the run, devices, precision,
+loader processes, memory, logs, and the folders of data and weights.
 """
 
 import hashlib
@@ -25,15 +26,19 @@ _SHOWN = 3  # names of files in a message
 
 
 class Listing(NamedTuple):
-    """The lines of `ImageSet.contents` in order: their SHA-256, and the lines compressed by zlib, uint8 [bytes]."""
+    """The lines of `ImageSet.contents`, each with a tab and its `ImageSet.versions`, in order.
+
+    digest: their SHA-256. lines: compressed by zlib, uint8 [bytes].
+    """
 
     digest: str
     lines: Tensor
 
     @classmethod
-    def of(cls, lines: Sequence[str]) -> Self:
-        """Return the listing of these lines (`ImageSet.contents`); 4 MB for the 1.3 million images of ImageNet."""
-        text = "\n".join(lines).encode("utf-8", "surrogateescape")  # a file name need not be valid UTF-8
+    def of(cls, contents: Sequence[str], versions: Sequence[str]) -> Self:
+        """Return the listing of a data set; its size is about 15 bytes an image."""
+        lines = "\0".join(map("\t".join, zip(contents, versions, strict=True)))  # file names may contain tabs and line ends
+        text = lines.encode("utf-8", "surrogateescape")  # a file name need not be valid UTF-8
         return cls(hashlib.sha256(text).hexdigest(), torch.frombuffer(bytearray(zlib.compress(text)), dtype=torch.uint8))
 
 
@@ -85,17 +90,23 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     inside_an_epoch = epochs["ready"] > epochs["processed"]
+    data, remedy = trainer.datamodule, ""
     differences = [
-        _files_that_differ(checkpoint["run"]["files"], trainer.datamodule.listing.lines)
-        if name == _FILES
-        else f"{name}: {old!s:.100}, now {new!s:.100}"
+        f"{name}: {old!s:.100}, now {new!s:.100}"
         for name, old, new in values_that_differ(saved, current)
-        if inside_an_epoch or name not in _READERS
+        if name != _FILES and (inside_an_epoch or name not in _READERS)
     ]
+    if saved.get(_FILES) != current[_FILES]:
+        files, only_times = _files_that_differ(checkpoint["run"]["files"], data.listing.lines)
+        if not only_times:
+            differences.append(f"{_FILES}: {files}")
+        elif data.check_times:
+            differences.append(f"{_FILES}: {files}, by their time of modification")
+            remedy = " (if these are copies that did not keep the times, and equal otherwise: --data.check_times=false)"
     if differences:
         raise ValueError(
-            f"cannot resume {path}, because its settings or data differ from this run's: {'; '.join(differences)}. Set them "
-            f"back, or start a new run from its weights in another folder: --model.tuning.init_from={path}"
+            f"cannot resume {path}, because its settings or data differ from this run's: {'; '.join(differences)}{remedy}; set "
+            f"them back, or start a new run from its weights in another folder: --model.tuning.init_from={path}"
         )
 
 
@@ -111,16 +122,30 @@ def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str
         yield name, old, new
 
 
-def _files_that_differ(old: Tensor, new: Tensor) -> str:
-    listings = (zlib.decompress(blob.numpy().tobytes()).decode("utf-8", "surrogateescape").split("\n") for blob in (old, new))
-    before, now = (dict(line.rpartition("\t")[::2] for line in lines) for lines in listings)
-    parts = [
-        f"{len(names)} {change} ({', '.join(map(ascii, names[:_SHOWN]))}{', ...' if len(names) > _SHOWN else ''})"
-        for change, names in (
-            ("gone", [name for name in before if name not in now]),
-            ("new", [name for name in now if name not in before]),
-            ("changed", [name for name in now if before.get(name, now[name]) != now[name]]),
-        )
+def _files_that_differ(old: Tensor, new: Tensor) -> tuple[str, bool]:
+    """(number and first names of the files gone, new and changed between two `Listing.lines`; whether only times changed)."""
+    before, now = ({name: rest for name, *rest in map(_parts, _lines(listing))} for listing in (old, new))
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    kinds = {
+        "gone": [name for name in before if name not in now],
+        "new": [name for name in now if name not in before],
+        "changed": changed,
+    }
+    texts = [
+        f"{len(names):,} {kind} ({', '.join(f'{name!a:.200}' for name in names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
+        for kind, names in kinds.items()
         if names
     ]
-    return f"{_FILES}: {', '.join(parts) or 'the same files in another order'}"
+    only_times = [*before] == [*now] and all(before[name][:-1] == now[name][:-1] for name in changed)
+    return ", ".join(texts) or "the same files in another order", bool(changed) and only_times
+
+
+def _lines(listing: Tensor) -> list[str]:
+    return zlib.decompress(listing.numpy().tobytes()).decode("utf-8", "surrogateescape").split("\0")
+
+
+def _parts(line: str) -> tuple[str, str, str, str]:
+    """(name; label, or checksum of a shard; size, or checksum of an array's image; time) of a line of a `Listing`."""
+    name, label, version = line.rsplit("\t", 2) if line else ("", "", "")
+    size, _, time = version.partition(" ")
+    return name, label, size, time
