@@ -173,9 +173,11 @@ def test_images_of_the_same_size_that_changed_are_named_and_copies_may_be_declar
     run([*resumed(args, tmp_path / "run"), "--data.check_times=false", "--trainer.max_epochs=2"])
     run([*resumed(args, tmp_path / "run"), "--trainer.max_epochs=3"])  # compared with the times of the second run
     assert read(tmp_path / "run" / "checkpoints" / "last.ckpt")["vitrel"]["epoch"] == 3
+    for path in (data / "train").glob("*/*.png"):
+        path.touch()
     grow(data)
     said = refused([*args, "--data.check_times=false"], tmp_path / "run")
-    assert "5 changed ('grey/0.png'" in said and "check_times" not in said
+    assert "training files: 5 changed ('grey/0.png'" in said and "check_times" not in said
 
 
 def test_a_comparison_may_declare_copies_too(whole, tmp_path):

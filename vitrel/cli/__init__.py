@@ -6,6 +6,7 @@ torch is imported only after the command line is parsed, so help and usage error
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Collection, Sequence
 
 from vitrel import __version__
@@ -31,6 +32,7 @@ EPILOG = """exit status: 0 done, 1 bad settings, data or files, 2 bad usage, 130
 
 vitrel COMMAND --help describes a command and its options."""
 
+_FORMAT = warnings.formatwarning
 ANEW = "nothing was saved; the same command starts again from the beginning"
 
 
@@ -40,12 +42,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     Returns on success, and raises SystemExit with the statuses of EPILOG otherwise.
     """
     argv = [*(sys.argv[1:] if argv is None else argv)]
+    warnings.formatwarning = _plain
     if argv[:1] == ["train"]:  # Lightning parses the rest
         importlib.import_module("vitrel.cli.train").run(argv[1:])
         return
     args = build_parser(argv[:1]).parse_args(argv)
     with reported(args.go_on), terminable():
         args.run(args)
+
+
+def _plain(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning to users as one line, without the place in the code; other warnings as Python prints them."""
+    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
 def build_parser(complete: Collection[str]) -> argparse.ArgumentParser:

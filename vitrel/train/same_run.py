@@ -90,23 +90,18 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     inside_an_epoch = epochs["ready"] > epochs["processed"]
-    data, remedy = trainer.datamodule, ""
     differences = [
         f"{name}: {old!s:.100}, now {new!s:.100}"
         for name, old, new in values_that_differ(saved, current)
         if name != _FILES and (inside_an_epoch or name not in _READERS)
     ]
-    if saved.get(_FILES) != current[_FILES]:
-        files, only_times = _files_that_differ(checkpoint["run"]["files"], data.listing.lines)
-        if not only_times:
-            differences.append(f"{_FILES}: {files}")
-        elif data.check_times:
-            differences.append(f"{_FILES}: {files}, by their time of modification")
-            remedy = " (if these are copies that did not keep the times, and equal otherwise: --data.check_times=false)"
+    listings = checkpoint["run"]["files"], trainer.datamodule.listing.lines
+    if saved.get(_FILES) != current[_FILES] and (files := _files_that_differ(*listings, trainer.datamodule.check_times)):
+        differences.append(f"{_FILES}: {files}")
     if differences:
         raise ValueError(
-            f"cannot resume {path}, because its settings or data differ from this run's: {'; '.join(differences)}{remedy}; set "
-            f"them back, or start a new run from its weights in another folder: --model.tuning.init_from={path}"
+            f"cannot resume {path}, because its settings or data differ from this run's: {'; '.join(differences)}; set them "
+            f"back, or start a new run from its weights in another folder: --model.tuning.init_from={path}"
         )
 
 
@@ -122,22 +117,27 @@ def values_that_differ(old: Any, new: Any, name: str = "") -> Iterator[tuple[str
         yield name, old, new
 
 
-def _files_that_differ(old: Tensor, new: Tensor) -> tuple[str, bool]:
-    """(number and first names of the files gone, new and changed between two `Listing.lines`; whether only times changed)."""
-    before, now = ({name: rest for name, *rest in map(_parts, _lines(listing))} for listing in (old, new))
-    changed = [name for name in now if before.get(name, now[name]) != now[name]]
-    kinds = {
+def _files_that_differ(old: Tensor, new: Tensor, check_times: bool) -> str:
+    """Number and first names of the files that are gone, new and changed between two `Listing.lines`; "" if there are none."""
+    before, now = (
+        {name: (label, size, time if check_times else "") for name, label, size, time in map(_parts, _lines(listing))}
+        for listing in (old, new)
+    )
+    files = {
         "gone": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
-        "changed": changed,
+        "changed": [name for name in now if before.get(name, now[name]) != now[name]],
     }
     texts = [
-        f"{len(names):,} {kind} ({', '.join(f'{name!a:.200}' for name in names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
-        for kind, names in kinds.items()
+        f"{len(names):,} {change} ({', '.join(f'{name!a:.200}' for name in names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
+        for change, names in files.items()
         if names
     ]
-    only_times = [*before] == [*now] and all(before[name][:-1] == now[name][:-1] for name in changed)
-    return ", ".join(texts) or "the same files in another order", bool(changed) and only_times
+    if not texts:
+        return "" if [*before] == [*now] else "the same files in another order"
+    if before.keys() == now.keys() and all(before[name][:2] == now[name][:2] for name in files["changed"]):
+        texts.append("by their times of modification (if they are copies without them: --data.check_times=false)")
+    return ", ".join(texts)
 
 
 def _lines(listing: Tensor) -> list[str]:
