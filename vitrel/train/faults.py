@@ -159,7 +159,7 @@ class BadImages(Callback):
         images = trainer.datamodule
         if trainer.validating:
             self.stopped = f"{self._listed(trainer, images.val_set, 'evaluation')}; repair or remove them"
-        elif trainer.training and images.reading.on_bad == "replace":
+        elif trainer.training and images.train_set.bad.any():  # they are replaced, but too many in a row
             self.stopped = (
                 f"{self._listed(trainer, images.train_set, 'training')}, so many in a row that none could take the place "
                 "of another; repair or remove them"
