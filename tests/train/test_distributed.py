@@ -202,6 +202,17 @@ def test_an_error_of_all_ranks_stays_what_it_is(command, capfd):
     assert said.count("RuntimeError: shapes that do not fit") == 2 and "has died" not in said
 
 
+def test_both_look_for_all_unreadable_images_before_they_stop(command, folder, tmp_path, capfd):
+    shutil.copytree(folder, tmp_path / "images")
+    bad = [tmp_path / "images" / "train" / "red" / f"{i}.png" for i in range(9)]
+    for path in bad:
+        path.write_bytes(b"no image")
+    args = command("run", *TWO, f"--data.data={tmp_path / 'images'}", "--trainer.log_every_n_steps=1")
+    assert on_two(args) == [1, 1]
+    listed = (tmp_path / "run" / "bad_images.csv").read_text().splitlines()[1:]
+    assert sorted(listed) == sorted(map(str, bad)) and "9 of 96 training images" in capfd.readouterr().err
+
+
 def test_a_rank_that_is_done_before_the_other_has_not_died(command, capfd):
     assert on_two(command("run", *TWO, epochs=1), hurry, on_rank(0, 1, lambda: time.sleep(2.5), "on_fit_end")) == [0, 0]
     assert "has died" not in capfd.readouterr().err
