@@ -64,6 +64,14 @@ class Terms(NamedTuple):
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
 
+    @property
+    def in_attention(self) -> list[Tensor | None]:
+        """The tensors that attention reads, which are all but `tokens`, and None for those that are absent."""
+        parts = [*(self.rotary or ()), *(self.key_rotary or ()), self.query_bias, self.temperature]
+        for table in self.tables:
+            parts += [table.bias, table.query, table.key, table.value, *(table.gated or ())]
+        return parts
+
 
 class PositionEncoding(nn.Module, abc.ABC):
     """Abstract base class of encodings: a module that maps a grid to the terms it adds to tokens or to attention.
