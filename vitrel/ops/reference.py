@@ -123,12 +123,14 @@ def window_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Compute attention in windows, as vitrel.ops.window_attention: gather windows, apply `attention`, scatter back."""
-    layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
-    x = qkv.flatten(1, 2)[:, layout.source]  # [B, L*N, 3C]
-    x = x.unflatten(2, (3, num_heads, -1)).unflatten(1, (-1, n))  # [B, L, N, 3, H, D]
-    q, k, v = x.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, L, H, N, D] each
-    out = attention(q, k, v, terms, Grid(*window), layout.visible.unflatten(0, (-1, 1, n)), dropout_p)
-    out = out.transpose(2, 3).flatten(3).flatten(1, 2)  # [B, L*N, C]
+    layout, batch = windows(grid.h, grid.w, window, shift, qkv.device), qkv.shape[0]
+    n = window[0] * window[1]
+    x = qkv.flatten(1, 2)[:, layout.source].flatten(0, 1)  # [B*L*N, 3C]
+    x = x.unflatten(1, (3, num_heads, -1)).unflatten(0, (-1, n))  # [B*L, N, 3, H, D]
+    q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)  # [B*L, H, N, D] each
+    visible = layout.visible.repeat(batch, 1).unflatten(0, (-1, 1, n))  # [B*L, 1, N, N]
+    out = attention(q, k, v, terms, Grid(*window), visible, dropout_p)
+    out = out.transpose(1, 2).flatten(2).flatten(0, 1).unflatten(0, (batch, layout.source.shape[0]))  # [B, L*N, C]
     return out[:, layout.inverse].unflatten(1, (grid.h, grid.w))
 
 

@@ -16,6 +16,7 @@ from vitrel.ops.reference import (
     Call,
     gather_bias,
     has_content_terms,
+    in_forward_mode,
     in_range,
     lattice_bias,
     needs_gradient,
@@ -138,7 +139,7 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
     """
     if is_exporting():
         return "MATH"
-    if sdpa_faults.is_mapped():
+    if _is_mapped():
         differentiated = torch.compiler.is_compiling() or needs_gradient(q, k, v, bias)  # torch.compile does not see it there
         if differentiated if q.device.type == "cpu" else bias is not None:
             return "MATH"
@@ -148,6 +149,13 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
     queries, keys = (x.shape[-2] if is_known(x.shape[-2]) else None for x in (q, k))
     grad, mask_grad = needs_gradient(q, k, v), needs_gradient(bias)
     return sdpa_faults.kernels(q.device.index, half, queries, keys, grad, mask_grad)
+
+
+@torch._dynamo.assume_constant_result
+def _is_mapped() -> bool:
+    """True in forward mode and inside torch.func.vmap."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return in_forward_mode() or any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def computed_in(q: Tensor | Call) -> torch.dtype:

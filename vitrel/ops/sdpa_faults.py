@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from vitrel.ops.reference import in_forward_mode
-
 
 class Stack(NamedTuple):
     """A GPU and the libraries on it."""
@@ -77,13 +75,6 @@ def kernels(index: int | None, *case: bool | int | None) -> str:
         "MATH": cuda.math_sdp_enabled(),
     }
     return " ".join(name for name, on in enabled.items() if on and name not in out)
-
-
-@torch._dynamo.assume_constant_result
-def is_mapped() -> bool:
-    """True in forward mode and inside torch.func.vmap."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return in_forward_mode() or any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 @functools.cache

@@ -138,9 +138,7 @@ def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor
     return line.index("h", device), F.pad(place, (grid.prefix, 0))
 
 
-def _query_columns(
-    q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor, one: float
-) -> Tensor:
+def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor, one: float) -> Tensor:
     """Columns of q for bias, query and gated tables, [(B,) H, M, K]: what they add to logits of a place, over scale * one.
 
     index [M, K]: offset class of query and place. factor: the temperature, which multiplies all but the biases. one: that of
