@@ -281,7 +281,7 @@ def test_parabolas_that_cancel(dtype, cast):
 def test_biases_of_all_axes_as_one(grid):
     terms, _, _ = make_terms(grid, ["bias"])
     expected = sum(table.bias[:, grid.index(table.axis)] for table in terms.tables)
-    torch.testing.assert_close(lattice_bias(terms, grid)[:, grid.index()], expected)
+    torch.testing.assert_close(lattice_bias(terms, grid, double)[:, grid.index()], expected)
 
 
 def test_meta_tensors():

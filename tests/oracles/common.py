@@ -50,6 +50,14 @@ def sincos_1d(position, channels):
     return np.array([math.sin(a) for a in angles] + [math.cos(a) for a in angles])
 
 
+def long_axes(width, trained):
+    """Axes (0 rows, 1 columns) that share the channels: both, but if 4 does not divide the width the one longer than 1."""
+    if width % 4 == 0:
+        return (0, 1)
+    assert width % 2 == 0 and 1 in trained
+    return (0,) if trained[1] == 1 else (1,)
+
+
 def clip(delta, reach):
     """Offset limited to ±reach."""
     return max(-reach, min(reach, delta))

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from oracles.common import attend, clip, radii, sincos_1d
+from oracles.common import attend, clip, long_axes, radii, sincos_1d
 
 
 def shaw(
@@ -45,16 +45,18 @@ def shaw(
     return attend(v, h, w, prefix, logit, (lambda n, delta: vector(value_h, value_w, n, delta)) if values else None)
 
 
-def transformer_xl(q, k, v, h, w, prefix=0, *, u, v_bias, w_r):
+def transformer_xl(q, k, v, h, w, prefix=0, *, trained=None, u, v_bias, w_r):
     """Transformer-XL (1901.02860, section 3.3): d^-1/2 [(q+u).k + (q+v).W_R r], r = sincos(dy) + sincos(dx) concatenated.
 
-    u, v_bias [H, D]; w_r [H, D, E], E the width of r; pairs with a prefix token keep the first term only.
+    u, v_bias [H, D]; w_r [H, D, E], E the width of r; pairs with a prefix token keep the first term only. Where 4 does not
+    divide E, r is the sinusoid of the one axis that the grid of training has.
     """
+    axes = long_axes(w_r.shape[-1], trained or (h, w))
 
     def logit(n, i, j, delta):
         total = np.dot(q[n, i] + u[n], k[n, j])
         if delta is not None:
-            r = np.concatenate([sincos_1d(step, w_r.shape[-1] // 2) for step in delta])
+            r = np.concatenate([sincos_1d(delta[axis], w_r.shape[-1] // len(axes)) for axis in axes])
             total += np.dot(q[n, i] + v_bias[n], w_r[n] @ r)
         return q.shape[-1] ** -0.5 * total
 

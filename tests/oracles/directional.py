@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from oracles.common import attend, biased, positions, rotate
+from oracles.common import attend, biased, long_axes, positions, rotate
 
 
 def xpos(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, gamma=0.4, scale_base=None):
-    """xPos (2212.10554), one-sided: `rope_axial`, pair p times zeta_t^(|d| / scale_base), t = p mod T, T = D/4.
+    """xPos (2212.10554), one-sided: `rope_axial`, pair p times zeta_t^(|d| / scale_base), t = p mod T, T bands per axis.
 
     zeta_t = (t/T + gamma) / (1 + gamma); d is the offset along the axis of the head, which sees, by n mod 4, only keys that
     are not below it (dy >= 0), not above (dy <= 0), not to the right (dx >= 0), not to the left (dx <= 0). scale_base is half
@@ -17,13 +17,14 @@ def xpos(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, gamma=0.4, scale_
     token has the factor zeta^(half the excess of the axis over its training length), so the scale never exceeds training's.
     """
     at, D = positions(h, w, prefix), q.shape[-1]
-    T = D // 4
-    theta = [base ** (-4 * t / D) for t in range(T)]
+    axes = long_axes(D, trained or (h, w))
+    T = D // 2 // len(axes)
+    theta = [base ** (-t / T) for t in range(T)]
     zeta = [(t / T + gamma) / (1 + gamma) for t in range(T)]
     scale_base = max(trained or (h, w)) / 2 if scale_base is None else scale_base
 
     def rotate_at(channels, place):
-        return rotate(channels, [place[0] * t for t in theta] + [place[1] * t for t in theta])
+        return rotate(channels, [place[axis] * t for axis in axes for t in theta])
 
     def scaled(channels, place, n, sign):
         """Return q or k of a pair with a prefix token, rotated and scaled by its place from the middle of the grid."""

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from oracles.common import rotated
+from oracles.common import long_axes, rotated
 
 
 def rescaled(frequency, band, bands, stretch, trained_length, scaling):
@@ -40,8 +40,8 @@ def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="no
     A d that 4 does not divide needs training on one row or column: all d/2 pairs turn along it, theta_t = base^(-2t/d).
     """
     trained, D = trained or (h, w), q.shape[-1]
-    bands = D // 4 if D % 4 == 0 else D // 2
-    assert D % 4 == 0 or (D % 2 == 0 and 1 in trained)
+    axes = long_axes(D, trained)
+    bands = D // 2 // len(axes)
     per_row, per_column = (1, 1) if reference is None else (reference[0] / h, reference[1] / w)
     along = [
         [rescaled(base ** (-t / bands), t, bands, stretch, length, scaling) for t in range(bands)]
@@ -49,11 +49,8 @@ def rope_axial(q, k, v, h, w, prefix=0, *, trained=None, base=100.0, scaling="no
     ]
 
     def angles(n, y, x):
-        of_rows = [y * per_row * theta for theta in along[0]]
-        of_columns = [x * per_column * theta for theta in along[1]]
-        if D % 4:
-            return of_rows if trained[1] == 1 else of_columns
-        return of_rows + of_columns
+        places = y * per_row, x * per_column
+        return [places[axis] * theta for axis in axes for theta in along[axis]]
 
     return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
 
@@ -75,15 +72,17 @@ def rope_mixed(q, k, v, h, w, prefix=0, *, trained=None, base=10.0, scaling="non
     return rotated(q, k, v, h, w, prefix, angles, content_factor(h, w, trained, scaling))
 
 
-def rope_normalised(q, k, v, h, w, prefix=0, *, base=100.0):
+def rope_normalised(q, k, v, h, w, prefix=0, *, trained=None, base=100.0):
     """DINOv3 (2508.10104): the middle of patch i of n has the coordinate c = 2(i + 1/2)/n - 1, rotated by 2 pi c / base^(4t/d).
 
-    The first d/4 pairs are rotated by y, the rest by x.
+    The first d/4 pairs are rotated by y, the rest by x. Where 4 does not divide d, all d/2 pairs are rotated by the axis that
+    the grid of training has, with periods base^(2t/d).
     """
-    D = q.shape[-1]
+    D, axes = q.shape[-1], long_axes(q.shape[-1], trained or (h, w))
+    bands = D // 2 // len(axes)
 
     def angles(n, *at):
         places = [2 * (i + 0.5) / length - 1 for i, length in zip(at, (h, w), strict=True)]
-        return [2 * math.pi * place / base ** (4 * t / D) for place in places for t in range(D // 4)]
+        return [2 * math.pi * places[axis] / base ** (t / bands) for axis in axes for t in range(bands)]
 
     return rotated(q, k, v, h, w, prefix, angles)

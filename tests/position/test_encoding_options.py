@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import oracles
-from helpers.variants import KEYS, attend, make, oracle_logits, perturbed, qkv, tensors
-from vitrel import Grid, create_position
-from vitrel.ops.reference import masked_logits
+from helpers.variants import KEYS, attend, make, oracle_output, perturbed, qkv, tensors
+from vitrel import POSITIONS, Grid, create_position
 
 
 @pytest.mark.parametrize("base", [None, 10.0, 50.0])
@@ -248,19 +247,30 @@ def test_transformer_xl_under_a_temperature():
     torch.testing.assert_close(b - b[..., :1], (a - a[..., :1]) * factor, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("trained", "grid"), [((1, 5), (1, 8, 1)), ((5, 1), (8, 1, 1))])
-@pytest.mark.parametrize("key", ["rope_axial", "rope_mixed"])
-def test_rotation_of_a_sequence_needs_an_even_width_alone(key, trained, grid):
+SHARED = [key for key, encoding in POSITIONS.items() if encoding.rotates] + ["sincos", "transformer_xl"]  # by the axes
+
+
+@pytest.mark.parametrize(("trained", "grid"), [((1, 5), (1, 8, 1)), ((5, 1), (8, 1, 1)), ((1, 1), (3, 1)), ((4, 1), (3, 4, 1))])
+@pytest.mark.parametrize("key", SHARED)
+def test_a_sequence_needs_an_even_width_alone(key, trained, grid):
     """On a grid of one row or column 4 need not divide the width, also where the sequence grows by a rule."""
+    trained, grid = Grid(*trained), Grid(*grid)
+    heads = 4 if key == "xpos" else 1 if key in ("sincos", "transformer_xl") else 2  # for these the width is of all heads
+    scaled = key in ("rope_axial", "rope_mixed")
     for width, scaling in ((2, "none"), (6, "ntk"), (10, "yarn")):
-        encoding = make(key, Grid(*trained), 2, width, scaling=scaling, dtype=torch.float64)
-        q, k = torch.randn(2, 2, Grid(*grid).tokens, width, dtype=torch.float64)
-        logits = masked_logits(q, k, encoding(Grid(*grid)), Grid(*grid)).detach()
-        options = {"scaling": scaling}
-        expected = torch.as_tensor(oracle_logits(key, encoding, q, k, Grid(*grid), trained, options))
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0, check_dtype=False)
-    with pytest.raises(ValueError, match="divisible by 4"):
-        make(key, Grid(*trained), 2, 3)
+        options = {"scaling": scaling} if scaled else {}
+        encoding = perturbed(make(key, trained, heads, width, dtype=torch.float64, **options))
+        q, k, v = qkv(grid, heads, width)
+        out = attend(encoding, q, k, v, grid).detach()
+        expected = torch.as_tensor(oracle_output(key, encoding, q[0], k[0], v[0], grid, trained, options))
+        torch.testing.assert_close(out[0], expected, atol=1e-5, rtol=0)
+    for width in (1, 3):
+        with pytest.raises(
+            ValueError, match=f"{key} needs a .*width divisible by 4 .*by 2 on one row or column.*, not {width}"
+        ):
+            make(key, trained, heads, width)
+    with pytest.raises(ValueError, match=f"{key} needs a .*width divisible by 4"):
+        make(key, Grid(2, 3), heads, 2)
 
 
 def test_one_bias_for_all_heads():

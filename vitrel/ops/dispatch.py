@@ -17,7 +17,7 @@ from vitrel.grid import Grid
 from vitrel.ops import reference, sdpa
 from vitrel.ops.backends import augmented_qk, bias_by_row, flex, onednn, triton_backend, window_kinds
 from vitrel.ops.profile import fastest
-from vitrel.ops.reference import Call
+from vitrel.ops.reference import Call, needs_gradient
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
@@ -61,7 +61,8 @@ def attention(
         check_terms(terms, grid, q.shape[-3], q.shape[-1])
     if mask is not None:
         mask = _check_mask(mask)
-    sizes, kind = (q.shape[-3], q.shape[-1], q.shape[-2]), (q.dtype, q.device, _differentiated(q, k, v))
+    sizes = q.shape[-3], q.shape[-1], q.shape[-2]
+    kind = q.dtype, q.device, needs_gradient(q, k, v, mask) or needs_gradient(*terms.in_attention)
     call = Call("attention", terms, grid, None, *sizes, *kind, mask, dropout_p, batch=q.shape[0])
     return choose(backend, call).attention(q, k, v, terms, grid, mask, dropout_p)
 
@@ -97,7 +98,7 @@ def window_attention(
             raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected {expected}")
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
     sizes = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
-    kind = qkv.dtype, qkv.device, _differentiated(qkv)
+    kind = qkv.dtype, qkv.device, needs_gradient(qkv) or needs_gradient(*terms.in_attention)
     call = Call("window_attention", terms, grid, window, *sizes, *kind, None, dropout_p, qkv.shape[0], shift)
     return choose(backend, call).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
@@ -136,10 +137,6 @@ def is_auto(backend: str) -> bool:
 def considers(backend: str, name: str) -> bool:
     """True if "auto" or "auto+..." (`backend`) may choose the backend `name` without a profile."""
     return name not in OPT_IN or backend == f"auto+{name}"
-
-
-def _differentiated(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:

@@ -27,11 +27,37 @@ class Call(NamedTuple):
     queries: int  # M
     dtype: torch.dtype
     device: torch.device
-    grad: bool  # True if gradients are needed
+    grad: bool  # True if q, k, v, the mask or a tensor of the terms needs a derivative
     mask: Tensor | None = None
     dropout_p: float = 0.0
     batch: int = 1
     shift: tuple[int, int] = (0, 0)  # of windows
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """True if one of the tensors needs a derivative: it requires a gradient, and gradients are enabled, or in forward mode.
+
+    Transforms of torch.func are looked through, since vmap hides that a tensor requires a gradient.
+    """
+    if in_forward_mode():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return any([x is not None and _requires_grad(x) for x in tensors])
+    return any([x is not None and x.requires_grad for x in tensors])
+
+
+def in_forward_mode() -> bool:
+    """True inside torch.autograd.forward_ad.dual_level and torch.func.jvp, where tensors may carry tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _requires_grad(x: Tensor) -> bool:
+    functorch = torch._C._functorch
+    while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def refuses(call: Call) -> str:
@@ -81,10 +107,10 @@ def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor |
     rotated_q, rotated_k = rotated(q, k, terms)
     logits = rotated_q @ rotated_k.mT * scale
     bias = table_logits(q, k, terms.tables, grid, scale)
-    logits = logits if bias is None else logits + bias
+    logits = logits if bias is None else logits + in_range(bias, logits.dtype).to(logits.dtype)
     if mask is not None and mask.dtype == torch.bool:
         return logits.masked_fill(~mask, float("-inf"))
-    return logits if mask is None else logits + mask.to(logits.dtype)
+    return logits if mask is None else logits + in_range(mask, logits.dtype).to(logits.dtype)
 
 
 def window_attention(
@@ -104,7 +130,7 @@ def window_attention(
     q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)  # [B*L, H, N, D] each
     visible = layout.visible.repeat(batch, 1).unflatten(0, (-1, 1, n))  # [B*L, 1, N, N]
     out = attention(q, k, v, terms, Grid(*window), visible, dropout_p)
-    out = out.transpose(1, 2).flatten(2).flatten(0, 1).unflatten(0, (batch, -1))  # [B, L*N, C]
+    out = out.transpose(1, 2).flatten(2).flatten(0, 1).unflatten(0, (batch, layout.source.shape[0]))  # [B, L*N, C]
     return out[:, layout.inverse].unflatten(1, (grid.h, grid.w))
 
 
@@ -182,12 +208,29 @@ def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor)
         return F.softplus(q.to(gates.dtype) @ gates.mT) * scale @ rows.mT
 
 
-def lattice_bias(terms: Terms, grid: Grid) -> Tensor | None:
+def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Limit the finite values of a bias or an additive mask to the range of `dtype`, in which it will be added to logits.
+
+    A large penalty would become -inf there, which hides a pair, and a large bonus inf, whose softmax is NaN. The result is not
+    rounded. Every backend applies this rule where a bias enters a type of smaller range.
+    """
+    limits = torch.finfo(dtype)
+    if torch.finfo(bias.dtype).max <= limits.max:
+        return bias
+    bias = bias.to(torch.promote_types(bias.dtype, dtype))  # bfloat16 has no 65504
+    return torch.where(bias == float("-inf"), bias, bias.clamp(limits.min, limits.max))
+
+
+def lattice_bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
     """Sum of all bias tables as one table over the offsets (dy, dx), [H, R] with the prefix classes last; None if there is no
     bias.
+
+    dtype: in which the bias will be added to logits, see `in_range`; the table is not rounded to it.
     """
     tables = [table for table in terms.tables if table.bias is not None]
-    return sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)) if tables else None
+    if not tables:
+        return None
+    return in_range(sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)), dtype)
 
 
 def _on_lattice(table: Table, grid: Grid) -> Tensor:

@@ -12,7 +12,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitrel.constants import is_exporting, is_known
 from vitrel.grid import Grid
 from vitrel.ops import sdpa_faults
-from vitrel.ops.reference import Call, gather_bias, has_content_terms, query_logits, rotated, table_logits, with_query_bias
+from vitrel.ops.reference import (
+    Call,
+    gather_bias,
+    has_content_terms,
+    in_forward_mode,
+    in_range,
+    lattice_bias,
+    needs_gradient,
+    query_logits,
+    rotated,
+    table_logits,
+    with_query_bias,
+)
 from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
@@ -43,13 +55,10 @@ def attention(
         bias = None if bias is None else four_dimensional(bias.to(dtype))
         return fused(q, k, v, bias, dropout_p, scale)
     bias = torch.zeros((), dtype=dtype, device=q.device) if bias is None else bias
-    bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
-    hidden = bias == float("-inf")  # by the mask or by a table (a field of view)
-    fully_masked = hidden.all(-1, keepdim=True)  # kernels disagree on fully masked rows: unmask, then return 0
-    bias = bias.to(torch.promote_types(bias.dtype, dtype))
-    bias = bias.clamp(min=torch.finfo(dtype).min).to(dtype)  # finite penalties stay finite in half precision
-    bias = four_dimensional(torch.where(hidden, float("-inf"), bias).masked_fill(fully_masked, 0.0))
-    out = fused(q, k, v, bias, dropout_p, scale)
+    bias = bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else in_range(bias + mask, dtype)
+    # Hidden by the mask or by a table (a field of view). Kernels disagree on fully masked rows: unmask, then return 0.
+    fully_masked = (bias == float("-inf")).all(-1, keepdim=True)
+    out = fused(q, k, v, four_dimensional(bias.to(dtype).masked_fill(fully_masked, 0.0)), dropout_p, scale)
     return out.masked_fill(fully_masked, 0.0)
 
 
@@ -101,33 +110,52 @@ def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
-    """F.scaled_dot_product_attention on a device of any kind; on a GPU without the kernels whose faults concern the call.
+    """F.scaled_dot_product_attention on a device of any kind, without the kernels whose faults concern the call.
 
-    In torch.export it is restricted to one kernel, which the runtime may replace: while torch.export traces, the choice among
-    several kernels compares the batch sizes of images and mask (1), and torch 2.14 records the outcome as a guard, so that the
-    program refuses a batch of one image. With a single kernel nothing is compared.
+    The bias also gets a gradient, zero, from a batch of 0 images.
     """
-    if is_exporting():
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
-    if q.device.type == "cuda":
+    if q.device.type == "cuda" and bias is not None and bias.stride(-1) != 1:
         # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows of a
         # length that is no multiple of 8 are padded by PyTorch itself, by a copy of the mask.
-        bias = bias.contiguous() if bias is not None and bias.stride(-1) != 1 else bias
-        if names := _kernels(q, k, v, bias):
-            with sdpa_kernel([getattr(SDPBackend, name) for name in names.split(" ")]):
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+        bias = bias.contiguous()
+    if names := _kernels(q, k, v, bias):
+        with sdpa_kernel([getattr(SDPBackend, name) for name in names.split(" ")]):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    if bias is not None and is_known(q.shape[0]) and q.shape[0] == 0:
+        out = out + bias.sum() * 0  # PyTorch returns a sum of q, k and v there
+    return out
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
-    """Names of the kernels among which SDPA may choose, "" if all: see `sdpa_faults.kernels`."""
+    """Names of the kernels among which SDPA may choose, joined by spaces, "" if all.
+
+    The math kernel, which consists of PyTorch's other operators, in two cases. First, in torch.export, where the runtime may
+    replace it: while torch.export traces, the choice among several kernels compares the batch sizes of images and mask (1), and
+    torch 2.14 records the outcome as a guard, so that the program refuses a batch of one image. Second, in forward mode and for
+    gradients inside torch.func.vmap: a CPU's other kernels have no rules for them, and PyTorch does not see there that a mask
+    requires a gradient. A GPU's other kernels reject masks under vmap in general (pytorch issues 151558, 161310).
+    """
+    if is_exporting():
+        return "MATH"
+    if _is_mapped():
+        differentiated = torch.compiler.is_compiling() or needs_gradient(q, k, v, bias)  # torch.compile does not see it there
+        if differentiated if q.device.type == "cpu" else bias is not None:
+            return "MATH"
+    if q.device.type != "cuda":
+        return ""
     half = computed_in(q) in (torch.float16, torch.bfloat16)
     queries, keys = (x.shape[-2] if is_known(x.shape[-2]) else None for x in (q, k))
-    tracked = torch.is_grad_enabled()
-    grad = tracked and (q.requires_grad or k.requires_grad or v.requires_grad)
-    mask_grad = tracked and bias is not None and bias.requires_grad
+    grad, mask_grad = needs_gradient(q, k, v), needs_gradient(bias)
     return sdpa_faults.kernels(q.device.index, half, queries, keys, grad, mask_grad)
+
+
+@torch._dynamo.assume_constant_result
+def _is_mapped() -> bool:
+    """True in forward mode and inside torch.func.vmap."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return in_forward_mode() or any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def computed_in(q: Tensor | Call) -> torch.dtype:
@@ -149,18 +177,25 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
     """Return SDPA's arguments: q (plus query_bias, rotated, times the temperature), k (rotated), additive bias or None, scale.
 
-    The bias is the sum of bias, query, gated and key tables, [.., H, M, N], not yet in q's dtype. The scale is a number without
-    the temperature.
+    The bias is the sum of bias, query, gated and key tables, [.., H, M, N], within the range of the dtype in which SDPA
+    computes (`reference.in_range`), but not yet rounded to it. The scale is a number without the temperature.
 
     slot: if given, q and k [B, H, L*N, D] hold L windows, slot [L*N] is the place of each row in its window, and the returned
     bias is [.., H, L*N, N]. `grid` is then the window, and the caller has gathered terms.rotary by slot, [H|1, L*N, D/2].
     """
     q = with_query_bias(q, terms)
     scale = terms.content_scale(q.shape[-1])
-    if slot is None:
-        bias = table_logits(q, k, terms.tables, grid, scale)
-    else:
-        bias = _window_logits(q, k, terms, grid, slot, scale)
+    if has_content_terms(terms.tables):
+        if slot is None:
+            bias = table_logits(q, k, terms.tables, grid, scale)
+        else:
+            bias = _window_logits(q, k, terms, grid, slot, scale)
+        bias = in_range(bias, computed_in(q))
+    else:  # limited as a table, since it is small and all pairs are not
+        bias = lattice_bias(terms, grid, computed_in(q))
+        if bias is not None:
+            index = grid.index(device=q.device)
+            bias = gather_bias(bias, index[-q.shape[-2] :] if slot is None else index.index_select(0, slot))
     q, k = rotated(q, k, terms)
     if terms.temperature is not None:
         q = q * terms.temperature.to(q.dtype)

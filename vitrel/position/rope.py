@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vitrel.constants import constant
 from vitrel.grid import Grid
 from vitrel.position.rope_scaling import Scaling
-from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, upcast
+from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides, of_axes, split_axes, upcast
 
 
 class RopeAxial(PositionEncoding):
@@ -61,8 +61,7 @@ class RopeAxial(PositionEncoding):
         self.grid, self.base = grid, base
         self.reference = None if reference is None else check_sides("rope_axial", "reference", reference)
         self.scaling = Scaling("rope_axial", scaling, grid, yarn_turns, scaling_strength).checked()
-        self.bands = checked_bands("rope_axial", head_dim, grid)
-        self.axes = "hw" if head_dim % 4 == 0 else "h" if grid.w == 1 else "w"
+        self.axes, self.bands = split_axes("rope_axial", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
@@ -70,7 +69,7 @@ class RopeAxial(PositionEncoding):
         device = self.device_marker.device
         if self.perturbs:
             theta = _frequencies(*grid[:2], *options, device=device)
-            rotary = _axial_angles(self._perturbed(grid.coordinates(device)), theta, self.axes, grid)
+            rotary = rotary_terms(self._perturbed(grid.coordinates(device))[..., None] * theta, self.axes, grid)
         else:
             rotary = _axial_rotation(*grid, *options, self.axes, device=device)
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
@@ -116,14 +115,7 @@ def _axial_rotation(
     strength: float, reference: tuple[int, int], axes: str, device: torch.device,
 ) -> Rotary:  # fmt: skip
     theta = _frequencies(h, w, bands, base, rule, trained, slow, fast, strength, reference, device=device)
-    return _axial_angles(Grid(h, w).coordinates(device), theta, axes, Grid(h, w, prefix))
-
-
-def _axial_angles(coordinates: Tensor, theta: Tensor, axes: str, grid: Grid) -> Rotary:
-    """Rotation by coordinates [h*w, 2] times frequencies [2, bands], along the given axes."""
-    first, count = "hw".index(axes[0]), len(axes)
-    angle = (coordinates[..., None] * theta).narrow(1, first, count)  # [h*w, 1|2, bands]
-    return rotary_terms(angle.flatten(1)[None], grid)
+    return rotary_terms(Grid(h, w).coordinates(device)[..., None] * theta, axes, Grid(h, w, prefix))
 
 
 @constant
@@ -160,7 +152,7 @@ class RopeMixed(PositionEncoding):
         super().__init__()
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
-        checked_bands("rope_mixed", head_dim, grid)
+        split_axes("rope_mixed", "head width", head_dim, grid)
         self.freqs = nn.Parameter(torch.empty(2, num_heads, head_dim // 2, **factory))
         self.reset_parameters()
 
@@ -188,27 +180,15 @@ class RopeMixed(PositionEncoding):
         return Terms(rotary=(angle.cos(), angle.sin()), temperature=self.scaling.temperature(grid, freqs.device))
 
 
-def rotary_terms(angle: Tensor, grid: Grid) -> Rotary:
-    """Cosines and sines of angles [H|1, h*w, D/2] of the patches, preceded by unrotated rows for the prefix tokens."""
-    angle = F.pad(angle, (0, 0, grid.prefix, 0))  # prefix rows: angle 0
+def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
+    """Cosines and sines, [1, N, D/2] each, of angles [h*w, 2, T] of the patches along y and x, of which `axes` take part.
+
+    The rows of prefix tokens come first and are not rotated.
+    """
+    angle = F.pad(of_axes(axes, angle, 1).flatten(1)[None], (0, 0, grid.prefix, 0))  # prefix rows: angle 0
     return Rotary(angle.cos(), angle.sin())
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:
     """Return base^(-t/T) for the T bands t of one axis; band: [T] integers t."""
     return base ** (-band.float() / len(band))
-
-
-def checked_bands(key: str, head_dim: int, grid: Grid | None = None) -> int:
-    """Return the number of bands per axis, D/4; ValueError, naming the encoding `key`, if D is not divisible by 4.
-
-    grid: a training grid; with one row or column, any even D serves, and D/2 is returned where 4 does not divide D.
-    """
-    if head_dim % 4 == 2 and grid is not None and min(grid[:2]) == 1:
-        return head_dim // 2
-    if head_dim % 4:
-        raise ValueError(
-            f"{key} needs a head width divisible by 4 (pairs of channels over two axes), not {head_dim}; "
-            "choose num_heads so that embed_dim / num_heads is a multiple of 4"
-        )
-    return head_dim // 4

@@ -4,7 +4,7 @@ angle = 2 pi y / period_t or 2 pi x / period_t, y = 2 (i + 1/2) / h - 1, x = 2 (
 (i, j) is the patch's row and column, base 100. Coordinates run from -1 to 1 on every grid, so positions scale with the image: a
 larger grid samples the trained range of angles more finely. `shift_coords`, `jitter_coords` and `rescale_coords` perturb
 coordinates in training (vitrel.position.perturb). Channels p and p + D/2 form a pair, the pairs of y come before those of x,
-and prefix tokens are not rotated.
+and prefix tokens are not rotated. On a training grid of one row or column any even D serves, as in rope_axial.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.rope import Rotary, axial_frequencies, checked_bands, rotary_terms
-from vitrel.position.terms import Factory, PositionEncoding, Terms
+from vitrel.position.rope import Rotary, axial_frequencies, rotary_terms
+from vitrel.position.terms import Factory, PositionEncoding, Terms, split_axes
 
 
 class RopeNormalised(PositionEncoding):
@@ -26,13 +26,17 @@ class RopeNormalised(PositionEncoding):
     perturbable = True
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 100.0, **factory: Unpack[Factory]):
-        """base: of the periods. Raises ValueError if head_dim is not divisible by 4."""
+        """base: of the periods.
+
+        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
+        """
         super().__init__()
-        self.grid, self.base, self.bands = grid, base, checked_bands("rope_normalised", head_dim)
+        self.grid, self.base = grid, base
+        self.axes, self.bands = split_axes("rope_normalised", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        device, options = self.device_marker.device, (self.bands, float(self.base))
+        device, options = self.device_marker.device, (self.axes, self.bands, float(self.base))
         if not self.perturbs:
             return Terms(rotary=tuple(_rotation(*grid, *options, device=device)))
         coordinates = self._perturbed(_coordinates(*grid[:2], device=device))
@@ -43,8 +47,8 @@ class RopeNormalised(PositionEncoding):
 
 
 @constant
-def _rotation(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Rotary:
-    return _rotation_at(_coordinates(h, w, device=device), Grid(h, w, prefix), bands, base)
+def _rotation(h: int, w: int, prefix: int, axes: str, bands: int, base: float, device: torch.device) -> Rotary:
+    return _rotation_at(_coordinates(h, w, device=device), Grid(h, w, prefix), axes, bands, base)
 
 
 @constant
@@ -53,6 +57,6 @@ def _coordinates(h: int, w: int, device: torch.device) -> Tensor:
     return torch.stack((2 * (y + 0.5) / h - 1, 2 * (x + 0.5) / w - 1), -1)  # [h*w, 2]
 
 
-def _rotation_at(coordinates: Tensor, grid: Grid, bands: int, base: float) -> Rotary:
+def _rotation_at(coordinates: Tensor, grid: Grid, axes: str, bands: int, base: float) -> Rotary:
     frequency = axial_frequencies(torch.arange(bands, device=coordinates.device), base)
-    return rotary_terms((2 * math.pi * coordinates[..., None] * frequency).flatten(1)[None], grid)
+    return rotary_terms(2 * math.pi * coordinates[..., None] * frequency, axes, grid)

@@ -2,7 +2,8 @@
 
 The first half of the C channels encodes the row p = y, the second the column p = x; each half is [sin(p f_0), sin(p f_1), ...,
 cos(p f_0), ...] with f_t = base^(-t / (C/4)), base 10000. MAE's code has the column first. The rows of prefix tokens are zero.
-Nothing is learned or resampled: a larger grid adds values that the model was not trained on.
+On a training grid of one row or column any even C serves; where 4 does not divide C, all channels encode that axis, with f_t =
+base^(-t / (C/2)). Nothing is learned or resampled: a larger grid adds values that the model was not trained on.
 """
 
 from typing import Unpack
@@ -12,30 +13,30 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Terms
+from vitrel.position.terms import Factory, PositionEncoding, Terms, of_axes, split_axes
 
 
 class SinCos(PositionEncoding):
-    """Fixed embedding without parameters. Raises ValueError if C = num_heads * head_dim is not divisible by 4."""
+    """Fixed embedding without parameters.
+
+    Raises ValueError if C = num_heads * head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
+    """
 
     site = "tokens"
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 10000.0, **factory: Unpack[Factory]):
         super().__init__()
-        width = num_heads * head_dim
-        if width % 4:
-            raise ValueError(f"sincos needs a width divisible by 4 (sine and cosine of two axes), not {width}")
         self.grid, self.base = grid, base
-        self.bands = width // 4
+        self.axes, self.bands = split_axes("sincos", "width", num_heads * head_dim, grid)
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
-        return Terms(tokens=_rows(*grid, self.bands, float(self.base), device=self.device_marker.device))
+        return Terms(tokens=_rows(*grid, self.axes, self.bands, float(self.base), device=self.device_marker.device))
 
 
 @constant
-def _rows(h: int, w: int, prefix: int, bands: int, base: float, device: torch.device) -> Tensor:
-    frequency = base ** (-torch.arange(bands, device=device).float() / bands)  # [C/4]
-    angle = Grid(h, w).coordinates(device)[..., None] * frequency  # [h*w, 2, C/4]
+def _rows(h: int, w: int, prefix: int, axes: str, bands: int, base: float, device: torch.device) -> Tensor:
+    frequency = base ** (-torch.arange(bands, device=device).float() / bands)  # [T]
+    angle = of_axes(axes, Grid(h, w).coordinates(device), 1)[..., None] * frequency  # [h*w, 1|2, T]
     rows = torch.cat((angle.sin(), angle.cos()), -1).flatten(1)  # [h*w, C]
     return torch.cat((rows.new_zeros(prefix, rows.shape[1]), rows))

@@ -64,6 +64,14 @@ class Terms(NamedTuple):
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
 
+    @property
+    def in_attention(self) -> list[Tensor | None]:
+        """The tensors that attention reads, which are all but `tokens`, and None for those that are absent."""
+        parts = [*(self.rotary or ()), *(self.key_rotary or ()), self.query_bias, self.temperature]
+        for table in self.tables:
+            parts += [table.bias, table.query, table.key, table.value, *(table.gated or ())]
+        return parts
+
 
 class PositionEncoding(nn.Module, abc.ABC):
     """Abstract base class of encodings: a module that maps a grid to the terms it adds to tokens or to attention.
@@ -266,6 +274,27 @@ def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> t
     if len(pair) != 2 or not all(isinstance(r, int) and r >= 0 for r in pair):
         raise ValueError(f"{key} needs a radius of 0 or more patches, one number or (rows, columns), not {radius}")
     return pair
+
+
+def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, int]:
+    """Return the axes to which an encoding gives pairs of channels, and the bands per axis: ("hw", width / 4).
+
+    Where 4 does not divide the width, but 2 does, all pairs belong to the one axis of a training grid of one row or column:
+    ("w" or "h", width / 2). ValueError, naming the encoding `key` and `width_name`, for any other width.
+    """
+    if width % 4 == 0:
+        return "hw", width // 4
+    if width % 2 == 0 and min(grid[:2]) == 1:
+        return "h" if grid.w == 1 else "w", width // 2
+    raise ValueError(
+        f"{key} needs a {width_name} divisible by 4 (pairs of channels over two axes; by 2 on one row or column), not {width}; "
+        f"choose embed_dim and num_heads so that it is"
+    )
+
+
+def of_axes(axes: str, values: Tensor, dim: int) -> Tensor:
+    """Return the part of `axes`, "hw", "h" or "w", of a tensor whose dimension `dim` has y and x."""
+    return values.narrow(dim, "hw".index(axes[0]), len(axes))
 
 
 def check_prefix(key: str, trained: Grid, grid: Grid) -> None:

@@ -3,7 +3,8 @@ logit[i, j] = s [(q_i + u) . k_j + (q_i + v) . W_R r(y_i - y_j, x_i - x_j)], r =
 
 W_R r is a vector of dy plus a vector of dx, so it is given as one query table per axis. Attention adds the same bias v to every
 query; a key table with the same row u - v for every offset turns (q + v) . k into (q + u) . k. r is defined for every offset,
-so a larger grid evaluates it at larger offsets. Pairs with a prefix token have (q + u) . k alone.
+so a larger grid evaluates it at larger offsets. Pairs with a prefix token have (q + u) . k alone. On a training grid of one row
+or column any even width serves; where 4 does not divide it, r is the sinusoid along that axis alone.
 """
 
 from typing import Unpack
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, upcast
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_autocast, pad_prefix, split_axes, upcast
 
 
 class TransformerXL(PositionEncoding):
     """Query-dependent bias from a projected sinusoid of the offset.
 
     Parameters: `u` and `v_bias` [H, D], added to q in the content and in the position term; `w_r` [H, D, C], C = H D: its first
-    C/2 columns multiply the sines and cosines of dy, the others those of dx. Raises ValueError if C is not divisible by 4.
+    C/2 columns multiply the sines and cosines of dy, the others those of dx. Raises ValueError if C is not divisible by 4 (by 2
+    on a training grid of one row or column).
     """
 
     def __init__(
@@ -36,23 +38,21 @@ class TransformerXL(PositionEncoding):
         """base: of the sinusoid's frequencies base^(-t / (C/4)). init_std: of the initial values."""
         super().__init__()
         width = num_heads * head_dim
-        if width % 4:
-            raise ValueError(f"transformer_xl needs a width divisible by 4 (sine and cosine of two axes), not {width}")
         self.grid, self.base, self.init_std = grid, base, init_std
+        self.axes, self.bands = split_axes("transformer_xl", "width", width, grid)
         self.u = nn.Parameter(torch.empty(num_heads, head_dim, **factory))
         self.v_bias = nn.Parameter(torch.empty(num_heads, head_dim, **factory))
         self.w_r = nn.Parameter(torch.empty(num_heads, head_dim, width, **factory))
         self.reset_parameters()
 
     def forward(self, grid: Grid) -> Terms:
-        dtype, width = self.w_r.dtype, self.w_r.shape[2]
-        tables = []
-        for axis, weight in zip("hw", upcast(self.w_r).split(width // 2, -1), strict=True):
-            r = _sinusoid(*grid[:2], axis, width // 4, float(self.base), device=weight.device).to(weight.dtype)  # [R, C/2]
+        dtype, tables = self.w_r.dtype, []
+        for axis, weight in zip(self.axes, upcast(self.w_r).split(2 * self.bands, -1), strict=True):
+            r = _sinusoid(*grid[:2], axis, self.bands, float(self.base), device=weight.device).to(weight.dtype)  # [R, C/2]
             with no_autocast(r.device):
                 rows = r @ weight.mT  # [H, R, D]
             tables.append(Table(axis, query=pad_prefix(rows, grid, -2).to(dtype)))
-        tables[0] = tables[0]._replace(key=(self.u - self.v_bias)[:, None].expand(-1, grid.classes("h"), -1))  # [H, R, D]
+        tables[0] = tables[0]._replace(key=(self.u - self.v_bias)[:, None].expand(-1, grid.classes(self.axes[0]), -1))
         return Terms(query_bias=self.v_bias, tables=tuple(tables))
 
 

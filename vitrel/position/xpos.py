@@ -1,10 +1,10 @@
 """xpos: extrapolatable rotary position (xPos, arXiv 2212.10554) with one-sided heads, in two dimensions:
 logit[i, j] = s sum_t zeta_t^(|d| / scale_base) (rotated q_i)_t . (rotated k_j)_t, zeta_t = (t/T + gamma) / (1 + gamma).
 
-Rotation as in rope_axial, with T = D/4 bands per axis; s = D^-1/2. Head n = 0, 1, ... looks up, down, left or right (n mod 4):
-it sees the keys on that side, its own row or column included, and d is the offset along that axis. A layer with a single head
-sees one side only. One-sided heads are necessary because the decay is a product of queries scaled by zeta^(p / scale_base) and
-keys scaled by its inverse: for keys on the other side the factor would grow without bound.
+Rotation as in rope_axial, with T = D/4 bands per axis, or D/2 on one axis alone; s = D^-1/2. Head n = 0, 1, ... looks up, down,
+left or right (n mod 4): it sees the keys on that side, its own row or column included, and d is the offset along that axis. A
+layer with a single head sees one side only. One-sided heads are necessary because the decay is a product of queries scaled by
+zeta^(p / scale_base) and keys scaled by its inverse: for keys on the other side the factor would grow without bound.
 
 Prefix tokens are not rotated and are seen by all heads. A pair of a patch and a prefix token keeps the scale of the patch, with
 p counted from the centre of the grid. On a grid larger than the training grid the prefix side is scaled down, so that this
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.rope import axial_frequencies, checked_bands, rotary_terms
-from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix
+from vitrel.position.rope import axial_frequencies, rotary_terms
+from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_prefix, split_axes
 
 
 class XPos(PositionEncoding):
@@ -42,6 +42,9 @@ class XPos(PositionEncoding):
     ):
         """base: of the frequencies, as in rope_axial. scale_base: patches over which band t decays by zeta_t; None: half of the
         longer training side. gamma: the larger, the slower the decay. one_sided: must be True.
+
+        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or for one_sided
+        False.
         """
         super().__init__()
         if not one_sided:
@@ -49,12 +52,13 @@ class XPos(PositionEncoding):
             raise ValueError(f"xpos cannot be bidirectional: {reason}; keep one_sided=True, or use rope_axial+log_decay")
         self.grid, self.base, self.gamma = grid, base, gamma
         self.scale_base = max(grid.h, grid.w) / 2 if scale_base is None else scale_base
-        self.num_heads, self.bands = num_heads, checked_bands("xpos", head_dim)
+        self.num_heads = num_heads
+        self.axes, self.bands = split_axes("xpos", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
     def forward(self, grid: Grid) -> Terms:
         heads, device = self.num_heads, self.device_marker.device
-        options = (heads, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
+        options = (heads, self.axes, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
         rotations = _rotations(*grid, self.grid[:2], *options, device=device)
         bias = _one_sided(*grid, heads, device=device)
         return Terms(rotary=rotations[:2], key_rotary=rotations[2:], tables=(Table("hw", bias=bias),))
@@ -71,19 +75,18 @@ class _Rotations(NamedTuple):
 
 @constant
 def _rotations(
-    h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, bands: int, base: float, gamma: float,
-    scale_base: float, device: torch.device,
+    h: int, w: int, prefix: int, trained: tuple[int, int], num_heads: int, axes: str, bands: int, base: float,
+    gamma: float, scale_base: float, device: torch.device,
 ) -> _Rotations:  # fmt: skip
     grid, band = Grid(h, w, prefix), torch.arange(bands, device=device)
     at = grid.coordinates(device).float()  # [h*w, 2]
-    angle = at[..., None] * axial_frequencies(band, base)  # [h*w, 2, D/4]
-    cos, sin = rotary_terms(angle.flatten(1)[None], grid)  # [1, N, D/2]
+    cos, sin = rotary_terms(at[..., None] * axial_frequencies(band, base), axes, grid)  # [1, N, D/2]
     # Positions are centred to keep both factors small; prefix rows are scaled down on a grid larger than the training grid.
     along, one = _along(at - at.mean(0), num_heads), at.new_ones(())  # [H, h*w]
     grown = torch.stack((one * h - trained[0], one * w - trained[1])).clamp(min=0) / 2
     excess = grown.index_select(0, torch.arange(num_heads, device=device) % 4 // 2)[:, None].expand(-1, prefix)  # [H, P]
-    rate = ((band.float() / bands + gamma) / (1 + gamma)).log() / scale_base  # [D/4]
-    q, k = ((torch.cat((excess, p), 1)[..., None] * rate.repeat(2)).exp() for p in (along, -along))  # [H, N, D/2]
+    rate = ((band.float() / bands + gamma) / (1 + gamma)).log() / scale_base  # [T]
+    q, k = ((torch.cat((excess, p), 1)[..., None] * rate.repeat(len(axes))).exp() for p in (along, -along))  # [H, N, D/2]
     return _Rotations(cos * q, sin * q, cos * k, sin * k)
 
 

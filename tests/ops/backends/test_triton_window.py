@@ -231,11 +231,12 @@ def test_shapes_beyond_which_memory_would_be_read():
         triton_window.window_forward(qkv, None, angle, angle, (4, 4), (0, 0), 1, 1.0)
 
 
-@pytest.mark.slow(seconds=50)
+@pytest.mark.slow(seconds=65)
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests above run here themselves")
 def test_in_the_interpreter():
     """Of all modules with kernels, as most of a short run is the start of a process."""
-    others = "ops/backends/test_triton_global.py", "ops/backends/test_triton_ops.py", "tools/benchmark/test_traffic.py"
+    kernels = [f"ops/backends/test_triton_{name}.py" for name in ("global", "ops")]
+    others = *kernels, "ops/test_every_backend.py", "tools/benchmark/test_traffic.py"
     run_in_the_interpreter(__file__, *(str(ROOT / "tests" / other) for other in others))
 
 

@@ -6,8 +6,11 @@ j] += scale * sum_y c[i, y] [y_j = y], with c[i, y] = B_h[y_i - y] / scale for a
 table; likewise for grid columns and diagonals ("h+w"). For key tables the one-hot columns are in q. One-hot columns of v return
 the attention weights summed over each row, from which value tables give their output. Prefix tokens count as one more row. A
 bias is rounded once to q's type, as in a mask, and products with one-hot columns are exact, so every precision is served, but
-for gated tables, which may cancel (`reference.gated_scores`).
+for gated tables, which may cancel (`reference.gated_scores`). The ones are a power of two between 2 / scale and 4 / scale, so
+that q's columns of half precision hold every bias that a mask holds, and for -inf a number twice as low.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -76,11 +79,12 @@ def attention(
 ) -> Tensor:
     """Compute attention with position terms, as vitrel.ops.attention.
 
-    A bias of -inf becomes the lowest finite number, which makes a difference in fully masked rows only.
+    A bias of -inf becomes a finite number, which makes a difference in fully masked rows only.
     """
     q = with_query_bias(q, terms)
     scale = terms.scale * q.shape[-1] ** -0.5
     factor = 1.0 if terms.temperature is None else terms.temperature.to(q.dtype)  # of q and all columns but those of biases
+    one = 2.0 ** (math.ceil(-math.log2(scale)) + 1)
     rotated_q, rotated_k = rotated(q, k, terms)
     queries, keys, values, rows = [rotated_q * factor], [rotated_k], [v], []
     for axis in _axes(terms):
@@ -89,8 +93,8 @@ def attention(
         query_place = place[-q.shape[-2] :]  # [M]
         one_hot = (place[:, None] == torch.arange(len(classes), device=q.device)).to(q.dtype)  # [N, K]
         if any(map(_adds_query_columns, tables)):
-            queries.append(_query_columns(q, tables, classes[query_place], scale, factor))
-            keys.append(one_hot)
+            queries.append(_query_columns(q, tables, classes[query_place], scale, factor, one))
+            keys.append(one_hot * one)
         for table in tables:
             if table.key is not None:
                 queries.append(one_hot[-q.shape[-2] :] * factor)
@@ -134,19 +138,22 @@ def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor
     return line.index("h", device), F.pad(place, (grid.prefix, 0))
 
 
-def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor) -> Tensor:
-    """Columns of q for bias, query and gated tables, [(B,) H, M, K]: what they add to the logits of each place, / scale.
+def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor, one: float) -> Tensor:
+    """Columns of q for bias, query and gated tables, [(B,) H, M, K]: what they add to logits of a place, over scale * one.
 
-    index [M, K]: offset class of query and place. factor: the temperature, which multiplies all but the biases. Infinite values
-    become the largest finite ones.
+    index [M, K]: offset class of query and place. factor: the temperature, which multiplies all but the biases. one: that of
+    the one-hot columns.
     """
-    columns = []
-    for table in tables:
-        if table.bias is not None:
-            bias = gather_bias(table.bias, index)
-            columns.append(bias.to(torch.promote_types(bias.dtype, q.dtype)) / scale)
-        columns += query_logits(q, table, index, factor)
-    largest = torch.finfo(computed_in(q)).max  # -inf times the zeros of a one-hot column would be NaN
+    largest = torch.finfo(computed_in(q)).max
+    columns = [logits for table in tables for logits in query_logits(q, table, index, factor / one)]
+    biases = [gather_bias(table.bias, index) for table in tables if table.bias is not None]
+    if biases:
+        bias = sum(biases[1:], biases[0])
+        bias = bias.to(torch.promote_types(bias.dtype, q.dtype))
+        # As `reference.in_range`. The product of both columns, bias / scale, is in float32. -inf, which times the zeros of a
+        # one-hot column would be NaN, is lower than all other biases.
+        limit = min(largest, torch.finfo(torch.float32).max * scale / 4)
+        columns.append(torch.where(bias == float("-inf"), -2 * limit, bias.clamp(-limit, limit)) / (scale * one))
     return sum(columns[1:], columns[0]).clamp(-largest, largest).to(q.dtype)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, has_content_terms, lattice_bias
+from vitrel.ops.reference import Call, has_content_terms, in_forward_mode, lattice_bias
 from vitrel.ops.sdpa import KEY_ROTARY, prepare
 from vitrel.position.terms import Terms, no_autocast, upcast
 
@@ -33,8 +33,8 @@ def refuses(call: Call) -> str:
         return f"it is slow on {call.device.type}: every block of image rows needs its own kernel launch"
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "a graph would contain every block of image rows, and serve a single grid"
-    if torch._C._are_functorch_transforms_active():
-        return "its backward pass supports backward() only, no transforms of torch.func"
+    if torch._C._are_functorch_transforms_active() or in_forward_mode():
+        return "its backward pass supports backward() only, no transforms of torch.func and no forward mode"
     return ""
 
 
@@ -75,7 +75,7 @@ def attention(
     shape = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
     q, k, v = (x.expand(*shape, *x.shape[-2:]).reshape(-1, shape[-1], *x.shape[-2:]) for x in (q, k, v))
-    lines, prefix = expanded(lattice_bias(terms, grid), grid)
+    lines, prefix = expanded(lattice_bias(terms, grid, q.dtype), grid)
     out = _Rows.apply(q, k, v, lines, prefix, grid, scale)
     return out.view(*shape, *out.shape[-2:])
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrel.constants import is_known
 from vitrel.grid import Grid
 from vitrel.ops.reference import Call, gated_scores, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
@@ -30,6 +31,8 @@ def refuses(call: Call) -> str:
         return "flex_attention cannot add position-dependent values (Table.value) to its output"
     if call.terms.key_rotary is not None:
         return KEY_ROTARY
+    if is_known(call.batch) and call.batch == 0:
+        return "flex_attention has no batches of 0 images"
     if call.dropout_p:
         return "flex_attention has no dropout of attention weights"
     if call.grad and cpu:

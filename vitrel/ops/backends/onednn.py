@@ -28,7 +28,7 @@ def refuses(call: Call) -> str:
     if not takes(call.dtype):
         return "this build of torch has no oneDNN"
     if call.grad:
-        return "its products have no backward pass; it serves inference only"
+        return "its products have no backward pass; it serves calls under torch.no_grad() only"
     if torch.is_autocast_enabled("cpu"):
         return "it computes in float32, but autocast is on"
     if torch.compiler.is_compiling() or is_traced(call.device):
@@ -46,7 +46,7 @@ def attention(
 ) -> Tensor:
     """Compute attention with position terms; arguments and result as in vitrel.ops.attention."""
     q, k, _, scale = prepare(q, k, terms._replace(tables=()), grid)
-    q, bias = q * scale, lattice_bias(terms, grid)
+    q, bias = q * scale, lattice_bias(terms, grid, q.dtype)
     lines = None if bias is None else expanded(bias.float(), grid)
     softmax = softmax_under(*(lines or ()))
     out = v.new_empty(*q.transpose(1, 2).shape[:3], v.shape[-1])  # [B, N, H, D], as a linear layer takes it

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrel.constants import is_exporting
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, lattice_bias, rotated, with_query_bias
+from vitrel.ops.reference import Call, in_forward_mode, lattice_bias, needs_gradient, rotated, with_query_bias
 from vitrel.ops.sdpa import KEY_ROTARY
 from vitrel.position.terms import Terms
 
@@ -28,8 +28,8 @@ def refuses(call: Call) -> str:
         return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
     if is_exporting():
         return "an exported program may contain PyTorch's operators only, so that it runs wherever it is loaded"
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # jvp would give zeros
-        return "its kernels support first derivatives by backward() only, no transforms of torch.func"
+    if in_forward_mode() or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+        return "its kernels support first derivatives by backward() only, no transforms of torch.func"  # jvp would give zeros
     if call.mask is not None:
         return "its kernels have no mask"
     if call.dropout_p:
@@ -70,7 +70,7 @@ def attention(
         q = q * terms.temperature.to(q.dtype)
     rows, columns = (_axis_scores(q, terms, grid, axis, scale) for axis in ("h", "w"))
     rotated_q, rotated_k = rotated(q, k, terms)
-    return triton_ops.biased_op(rotated_q, rotated_k, v, lattice_bias(terms, grid), rows, columns, *grid, scale)[0]
+    return triton_ops.biased_op(rotated_q, rotated_k, v, lattice_bias(terms, grid, q.dtype), rows, columns, *grid, scale)[0]
 
 
 def window_attention(
@@ -93,9 +93,8 @@ def window_attention(
         q, others = qkv.tensor_split((num_heads * width,), -1)
         qkv = torch.cat(((q + added) * factor, others), -1)
     cos, sin = terms.rotary or (None, None)
-    inputs = qkv, lattice_bias(terms, Grid(*window)), cos, sin
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return triton_ops.window_op(*inputs, window, shift, num_heads, scale, grad)[0]
+    inputs = qkv, lattice_bias(terms, Grid(*window), qkv.dtype), cos, sin
+    return triton_ops.window_op(*inputs, window, shift, num_heads, scale, needs_gradient(*inputs))[0]
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:

@@ -7,14 +7,13 @@ window would need [L, H, N, N] numbers.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.constants import constant, is_traced
 from vitrel.grid import Grid
 from vitrel.ops import sdpa
 from vitrel.ops.reference import Call
-from vitrel.ops.sdpa import four_dimensional, prepare
+from vitrel.ops.sdpa import four_dimensional, fused, prepare
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
 
@@ -58,7 +57,7 @@ def window_attention(
         if not sees_all:
             mask = q.new_zeros(1, 1, 1, 1) if mask is None else mask
             mask = mask.masked_fill(~visible, float("-inf"))
-        out = F.scaled_dot_product_attention(q[group], k[group], v[group], attn_mask=mask, dropout_p=dropout_p, scale=scale)
+        out = fused(q[group], k[group], v[group], mask, dropout_p, scale)
         parts.append(out.transpose(1, 2))  # [count, N, H, D]
         at += count
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
