@@ -67,7 +67,7 @@ def test_yaml_is_parsed_in_one_place():
 def test_a_resumed_run_is_read_as_plain_values_whatever_the_strategy(tmp_path, monkeypatch):
     """Some strategies read the file themselves, as the trainer is configured."""
     requested = []
-    trainer = SimpleNamespace(fit=lambda model, **how: requested.append(how))
+    trainer = SimpleNamespace(is_global_zero=True, fit=lambda model, **how: requested.append(how))
     monkeypatch.setattr(command.TrainCLI, "instantiate_trainer", lambda self: trainer)
     args = ["--model.model=vitrel_vit_n8_none", "--data.data=shapes", "--data.size=64"]
     command.run(["fit", *args, "--ckpt_path=x.ckpt", f"--trainer.default_root_dir={tmp_path}"])

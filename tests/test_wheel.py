@@ -57,7 +57,7 @@ def test_extras_are_those_of_the_project():
     names = {"cv2": "opencv-python-headless"}
     for extra, modules in EXTRAS.items():
         assert {names.get(module, module) for module in modules} <= declared, extra
-    assert {re.match(r"\w+", text)[0] for text in project["dependencies"]} == {"torch", "timm", "numpy"}
+    assert {re.match(r"\w+", text)[0] for text in project["dependencies"]} == {"torch", "timm", "numpy", "filelock"}
 
 
 def link_requirements(site):

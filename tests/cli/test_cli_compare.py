@@ -10,8 +10,10 @@ import torch
 import yaml
 
 from helpers import command
+from helpers.locks import locked
 from helpers.runs import fork_processes_of, in_child, status
 from vitrel import cli
+from vitrel.common import lock
 from vitrel.train import several
 
 tool = command("compare")
@@ -179,6 +181,14 @@ def test_training_that_stops_early_is_not_evaluated(again, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: None)
     with pytest.raises(SystemExit, match="training stopped before epoch 1; run the same command again to resume"):
         again(seeds=[5])
+
+
+def test_two_comparisons_in_one_folder_are_refused_before_training(again, tmp_path, monkeypatch):
+    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained"))
+    monkeypatch.setattr(lock, "PATIENCE", 0.0)
+    with locked(tmp_path / "trial"), pytest.raises(SystemExit, match=r"another process is writing into .*trial"):
+        again(seeds=[5])
+    assert not (tmp_path / "trial" / "rope-seed5").exists()
 
 
 def test_sizes_that_the_data_cannot_show_are_refused_before_training(again):

@@ -94,6 +94,12 @@ def test_models_that_cannot_be_trained_are_refused_before_training(compare, monk
         compare(models=models)
 
 
+def test_policies_that_no_model_has_are_refused_before_training(compare, monkeypatch):
+    monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained"))
+    with pytest.raises(SystemExit, match=r"no model has the policy 'rescale'; the policies of .*bicubic"):
+        compare(evaluate=CONFIG["evaluate"] | {"policies": ["bicubic", "rescale"]})
+
+
 def test_training_data_without_images_are_refused_before_training(compare, tmp_path, monkeypatch):
     monkeypatch.setattr(several, "run", lambda arguments: pytest.fail("trained"))
     for path in (tmp_path / "photographs" / "train" / "cat").iterdir():

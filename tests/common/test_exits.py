@@ -34,7 +34,7 @@ def test_what_the_user_can_mend_is_one_line(capsys, error):
 
 def test_lines_are_joined_and_nothing_is_hidden(capsys):
     assert ended(capsys, ValueError("does not fit:\n\tMissing key a"))[0] == "error: does not fit: Missing key a"
-    assert ended(capsys, MemoryError())[0] == "error: MemoryError"
+    assert ended(capsys, MemoryError())[0] == "error: memory ran out"
     with pytest.raises(TypeError), reported():  # ours to mend: with its traceback
         raise TypeError
 

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from helpers.pictures import identity, picture, tensor
+from vitrel.common.resources import out_of_memory
 from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, Shards, class_names, create_dataset, folder_classes
 from vitrel.data.decode import SUFFIXES
 from vitrel.data.shards import pack
-from vitrel.evaluate.images import out_of_memory
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}

@@ -8,10 +8,10 @@ import timm
 import torch
 from torch import nn
 
+from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import format_size
 from vitrel.cpu.optimize import FastBlock
 from vitrel.evaluate import images, measure
-from vitrel.evaluate.images import out_of_memory
 from vitrel.evaluate.measure import Runner, peak_mb, reset_peak, tasks_of, translate
 from vitrel.evaluate.results import COLUMNS
 from vitrel.evaluate.run import evaluate_rows

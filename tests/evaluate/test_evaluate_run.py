@@ -16,6 +16,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import vitrel.evaluate
+from helpers.locks import locked
+from vitrel.common import lock
 from vitrel.common.files import guarded
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, results, run
@@ -27,7 +29,6 @@ from vitrel.evaluate.results import (
     COLUMNS,
     aggregate,
     line_key,
-    only_writer,
     read_csv,
     read_folder,
     read_translation,
@@ -308,8 +309,8 @@ def test_pictures_of_rows_that_stay_stay(trained, noise, tmp_path):
 
 
 def test_two_evaluations_at_once_are_refused(model, noise, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "LOCK_PATIENCE", 0.0)
-    with only_writer(tmp_path), pytest.raises(BlockingIOError, match="another evaluation is writing into"):
+    monkeypatch.setattr(lock, "PATIENCE", 0.0)
+    with locked(tmp_path), pytest.raises(BlockingIOError, match="another process is writing into"):
         run_sweep([model], sweep(48), tmp_path)
     assert len(run_sweep([model], sweep(48), tmp_path)) == 2
 

@@ -1,9 +1,12 @@
 """What stops a run: a loss or weight that is not a number, images that cannot be read. Nothing saved before is lost."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +16,10 @@ import torch
 from PIL import Image
 
 from helpers.runs import assert_same_run, at, in_child, read, resumed, rows, status
+from vitrel.common import lock
+from vitrel.common.exits import reported
 from vitrel.data.shards import Shards, pack
-from vitrel.train import Classifier, run
+from vitrel.train import Classifier, datamodule, run
 from vitrel.train.faults import FiniteLoss, RunFolder
 
 
@@ -173,6 +178,79 @@ def test_a_folder_that_was_renamed_can_be_moved_back(command, whole, tmp_path, c
     moved.rename(tmp_path / "run")
     assert status(in_child([*args, "--ckpt_path=auto"])) == 0
     assert_same_run(tmp_path / "run", whole(epochs=2))
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_folder_is_refused_until_the_first_has_died(command, whole, tmp_path, monkeypatch):
+    args, there = command("run", "--run.save_every=1", epochs=2), tmp_path / "there"
+    first = in_child([*args, "--data.workers=1"], at(9, lambda: (there.touch(), time.sleep(300))))
+    while not there.exists():
+        time.sleep(0.05)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "PATIENCE", 0.0)
+        for more in ([], ["--ckpt_path=auto"]):
+            with pytest.raises(BlockingIOError, match=f"another process is writing into {tmp_path}/run"):
+                run([*args, *more])
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    os.kill(first, signal.SIGKILL)
+    assert status(first) == -signal.SIGKILL
+    run([*args, "--ckpt_path=auto"])  # waits for the loader process that outlives the killed one
+    assert_same_run(tmp_path / "run", whole(epochs=2))
+
+
+def kill_a_loader_process():
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_loader_process_ends_the_run_with_one_line(command, tmp_path, capfd):
+    args = command("run", "--data.workers=2", "--run.save_every=1")
+    assert status(in_child(args, at(9, kill_a_loader_process), main=one_line_of)) == 1
+    *_, line = capfd.readouterr().err.splitlines()  # a thread of the other loader process may complain before
+    assert line.startswith("error: a process that loads images was killed") and "data.workers is 2" in line
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/last.ckpt (update " in line and "--ckpt_path auto" in line
+
+
+def one_line_of(args):
+    with reported():
+        run(args)
+
+
+def test_a_lack_of_memory_ends_the_run_with_one_line(command, monkeypatch):
+    monkeypatch.setattr(Classifier, "training_step", lambda self, *_: torch.empty(2**58))
+    with pytest.raises(SystemExit) as ended:
+        one_line_of(command("run"))
+    line = ended.value.code
+    assert line.startswith("error: memory ran out (") and "\n" not in line and "data.batch_size: 8 (now 16)" in line
+    assert "nothing is saved yet; the same command starts again" in line
+
+
+def test_loader_processes_that_cannot_be_started_end_the_run_with_one_line(command, monkeypatch, capfd):
+    """As where /dev/shm is missing: Lightning would then report a fault of its own cleaning up."""
+
+    def none(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing", SimpleNamespace(SemLock=none))
+    with pytest.raises(SystemExit) as ended:
+        one_line_of(command("run", "--data.workers=2"))
+    assert "No space left on device" in ended.value.code and "/dev/shm" in ended.value.code
+
+    def later():
+        datamodule.check_workers = lambda workers: None  # as where it is full only when the loader starts
+
+    assert status(in_child(command("run", "--data.workers=2"), later, main=one_line_of)) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device" in said and "iter(" not in said
+
+
+def test_without_shared_memory_a_run_needs_no_loader_processes(command, monkeypatch):
+    def none(self):
+        raise RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Read-only file system (30)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", none)
+    run(command("run", epochs=1))
 
 
 def test_another_callback_may_save_where_nothing_is_yet(command, tmp_path):

@@ -122,8 +122,12 @@ def test_epoch_means_continue_from_a_checkpoint():
     assert not whole.state_dict()
     second.add(4, values[0])  # the first step of the next epoch
     torch.testing.assert_close(second["train/loss"].compute(), values[0]["train/loss"].mean())
-    second.restore(whole.saved(SingleDeviceStrategy("cpu")), rank=1)
+    second.restore(whole.saved(SingleDeviceStrategy("cpu")), rank=1, world=2)
     assert float(second["train/loss"].weight) == 0  # the first rank has it
+    of_two = {"epoch": 3, "train/loss": [[1.0, 4.0], [2.0, 6.0]], "train/top1": [[3.0, 4.0], [5.0, 6.0]]}
+    for rank, world, total, weight in ((1, 2, 2.0, 6.0), (0, 1, 3.0, 10.0)):
+        second.restore(of_two, rank, world)
+        assert (float(second["train/loss"].mean_value), float(second["train/loss"].weight)) == (total, weight)
 
 
 def test_the_checkpoint_holds_every_setting_as_plain_values(tmp_path):

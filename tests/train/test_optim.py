@@ -242,3 +242,18 @@ def test_a_warm_up_as_long_as_the_run_is_refused():
         Schedule().factor(10, 10, 1)
     with pytest.raises(ValueError, match=r"warm-up of 10 updates and cool-down of 10 in a run of 20"):
         Schedule(cooldown_epochs=1).factor(20, 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("updates", "per_epoch", "warmup"), [(3000, 10, 50), (500, 10, 50), (100, 10, 10), (10, 10, 1), (5, 5, 0), (1, 100, 0)]
+)
+def test_the_default_warm_up_is_5_epochs_or_a_tenth_of_a_short_run(updates, per_epoch, warmup):
+    factor = Schedule("constant").factor(updates, per_epoch, None)
+    assert sum(factor(update) < 1 for update in range(updates)) == max(warmup - 1, 0) and factor(updates - 1) == 1
+
+
+def test_the_default_warm_up_leaves_room_for_the_cool_down():
+    factor = Schedule(cooldown_epochs=9).factor(100, 10, None, final=0.5)
+    assert [factor(update) for update in (0, 1, 10, 99)] == [1, pytest.approx(1, abs=0.05), 0.5, 0.5]
+    with pytest.raises(ValueError, match="cool-down of 100 in a run of 100"):
+        Schedule(cooldown_epochs=10).factor(100, 10, None)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from vitrel.common.lock import LOCK
 from vitrel.train import Classifier, run
 from vitrel.train.metrics import CSVLog, epochs_of
 from vitrel.train.summary import Predictions, draw_curves, draw_predictions
@@ -88,7 +89,7 @@ def test_what_a_finished_run_leaves(command, tmp_path):
     assert found["final"]["val/loss"] == pytest.approx(float(done.trainer.callback_metrics["val/loss"]), rel=1e-5)
     assert size(tmp_path / "curves.png") == (1440, 432)
     assert size(tmp_path / "predictions.png")[0] == 6 * 216
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.glob(".*")] == [LOCK]  # no part of a file
     shown = next(c for c in done.trainer.callbacks if isinstance(c, Predictions)).samples  # of the last evaluation
     images, labels = zip(*(done.datamodule.val_set[i] for i in (0, 4, 7, 11, 14, 18)), strict=True)
     with torch.no_grad():
@@ -123,10 +124,25 @@ def test_auto_starts_a_run_or_goes_on_and_the_summary_counts_on(command, tmp_pat
         assert (found["status"], found["resumed"], found["epochs"]) == ("finished", times, 1 + times)
         assert found["seconds"] > seconds
         seconds = found["seconds"]
-    assert len(epochs_of(CSVLog(tmp_path, resume=True).rows)) == 2
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        assert len(epochs_of(list(csv.DictReader(file)))) == 2
     assert "run that finished" not in capfd.readouterr().out
     run(command("--ckpt_path=auto", "--trainer.max_epochs=2"))
     assert "run that finished its 2 epochs: raise trainer.max_epochs" in capfd.readouterr().out
+
+
+def test_the_output_says_where_a_run_goes_on_and_what_its_folder_stands_for(command, tmp_path, stop, capfd):
+    arguments = [arg for arg in command() if "enable_progress_bar" not in arg]
+    stop(SystemExit(143))
+    with pytest.raises(SystemExit):
+        run(arguments)
+    stop.undo()
+    capfd.readouterr()
+    run([*arguments, "--ckpt_path=auto"])
+    said = capfd.readouterr().out
+    assert f"resumed after update 2, 1 of 3 epochs done: {tmp_path}/checkpoints/last.ckpt" in said
+    [line] = [line for line in said.splitlines() if "vitrel evaluate" in line]
+    assert f"vitrel evaluate {tmp_path} --data shapes" in line and "last.ckpt" in line
 
 
 def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
@@ -190,10 +206,10 @@ def test_a_resumed_log_goes_on_where_it_is_cut(tmp_path):
     for step in (4, 9, 14):
         log.log_metrics({"a": float(step)}, step)
     log.save()
-    resumed = CSVLog(tmp_path, resume=True)
+    resumed = CSVLog(tmp_path)
     resumed.save()  # nothing logged yet: the file stays
     assert len(written(resumed)) == 3
-    del resumed.rows[1:]
+    resumed.resume(1)
     resumed.log_metrics({"a": 90.0}, 9)
     resumed.save()
     assert [(row["step"], row["a"]) for row in written(resumed)] == [("4", "4.0"), ("9", "90.0")]

@@ -97,38 +97,50 @@ def check_training_data(comparison: "Comparison") -> None:
 
 
 def check_models(comparison: "Comparison", folder: Path) -> None:
-    """Raise ValueError or OSError, before any training, for models that cannot be built or trained as configured.
+    """Raise ValueError or OSError, before any training, for models that cannot be built, trained or evaluated as configured.
 
     They are built as in training, from the weights that model.tuning names; entries with `weights_of` get the weights of their
-    source. OSError where such weights are missing; an entry whose runs all have a checkpoint in `folder` no longer needs them.
+    source. OSError where such weights are missing; an entry whose runs all have a checkpoint in `folder` no longer needs them
+    and is read from there. Sizes and policies of the evaluation are those of `tasks_of`.
     """
     from vitrel.evaluate.compare import variant
+    from vitrel.evaluate.measure import tasks_of
+    from vitrel.evaluate.models import at_size_with, load_checkpoint, trained_model
 
+    models = []
     for entry in comparison.entries:
-        first = comparison.entry(entry.tuned_from or entry.label)
-        tuning = comparison.training(first, 0, Path())["model"].get("tuning") or {}
-        done = all(comparison.checkpoint_of(first.label, seed, folder).exists() for seed in first.seeds or ())
-        if entry.weights_of is not None or (done and (tuning.get("init_from") or tuning.get("pretrained"))):
+        if entry.weights_of is not None:
             continue
-        built, name, _ = _built(comparison, entry)
-        for other in comparison.entries:
-            if other.weights_of == entry.label:
-                variant(built, name, other)
+        first = comparison.entry(entry.tuned_from or entry.label)
+        config = comparison.training(first, 0, Path())
+        tuning, size = config["model"].get("tuning") or {}, comparison.size_of(entry)
+        paths = [comparison.checkpoint_of(first.label, seed, folder) for seed in first.seeds or ()]
+        done = (tuning.get("init_from") or tuning.get("pretrained")) and all(path.exists() for path in paths)
+        if done and not entry.tuned_from:
+            trained = load_checkpoint(paths[0])
+            built, name = trained.model, trained.name
+        else:
+            built, name, _ = _built(comparison, entry, paths[0] if done else None)
+        others = [(other, variant(built, name, other)) for other in comparison.entries if other.weights_of == entry.label]
+        for each, model in ((entry, built), *others):
+            models.append(trained_model(model.eval(), name, label=each.label, img_size=size))
+    for task in tasks_of(models, comparison.sweep):
+        at_size_with(task.trained.model, task.size, task.policy)
 
 
-def _built(comparison: "Comparison", entry: "Entry") -> "tuple[nn.Module, str, dict[str, Any]]":
+def _built(comparison: "Comparison", entry: "Entry", source: Path | None = None) -> "tuple[nn.Module, str, dict[str, Any]]":
     """Build the model of a trained entry as at the start of its training; return it with the name and arguments that its
-    checkpoints will have. An entry with `tuned_from` starts from its source before training. Errors as in `check_models`.
+    checkpoints will have. An entry with `tuned_from` starts from the checkpoint `source`, or from its source before training.
+    Errors as in `check_models`.
     """
     from vitrel.train.tuning import Tuning, within
 
     config = comparison.training(entry, 0, Path())
-    model, size = config["model"], config["data"]["size"]
-    size = (size, size) if isinstance(size, int) else tuple(size)
+    model, size = config["model"], comparison.size_of(entry)
     settings = {**(model.get("tuning") or {}), "reset_head": None}  # the number of classes does not matter here
     with TemporaryDirectory() as place:
         if entry.tuned_from:
-            settings["init_from"] = str(_untrained(comparison, comparison.entry(entry.tuned_from), Path(place)))
+            settings["init_from"] = str(source or _untrained(comparison, comparison.entry(entry.tuned_from), Path(place)))
         elif (path := settings.get("init_from")) and not Path(path).exists():
             raise FileNotFoundError(f"{entry.label} starts from model.tuning.init_from {path}, which is not in {Path.cwd()}")
         try:
@@ -157,9 +169,14 @@ def _untrained(comparison: "Comparison", entry: "Entry", folder: Path) -> Path:
     from vitrel.weights.record import position_record
 
     model, name, arguments = _built(comparison, entry)
-    about = {"model": name, "model_args": arguments, "classes": [*map(str, range(CLASSES))], "position": position_record(model)}
+    about: dict[str, Any] = {
+        "model": name,
+        "model_args": arguments,
+        "classes": [*map(str, range(CLASSES))],
+        "position": position_record(model),
+    }
     about |= preprocessing_of(model)
-    about["img_size"] = comparison.training(entry, 0, Path())["data"]["size"]
+    about["img_size"] = [*comparison.size_of(entry)]
     state = {f"model.{key}": value for key, value in model.state_dict().items()}
     torch.save({"state_dict": state, "vitrel": about}, folder / "untrained.ckpt")
     return folder / "untrained.ckpt"
@@ -172,6 +189,14 @@ def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool 
     models trained at a time, and processes of the evaluation on a CPU. report: write report.html. images: whether it may
     contain photographs of the data.
     """
+    from vitrel.common.lock import only_writer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_writer(folder):
+        _compare(comparison, folder, jobs, report, images)
+
+
+def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, images: bool) -> None:
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import run_sweep

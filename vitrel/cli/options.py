@@ -13,7 +13,7 @@ from vitrel.common.sizes import Size, parse_size, parse_size_or_budget
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
 
-MODEL = "a checkpoint, the folder of its run, local-dir:FOLDER, or a name of timm.list_models()"
+MODEL = "a checkpoint, the folder of a run (for its last.ckpt), local-dir:FOLDER, or a name of timm.list_models()"
 
 
 def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:

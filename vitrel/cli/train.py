@@ -10,17 +10,18 @@
 those of vitrel/configs/train: distill.yaml with --distill, finetune.yaml where weights are given, else scratch.yaml.
 """
 
+import argparse
 import os
 import re
 import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from vitrel.cli.options import check_data
+from vitrel.cli.options import check_data, count, size
+from vitrel.common.exits import reported
 
 FLAGS = {  # {option without a value: keys of a configuration}
     "--pretrained": ["--model.tuning.pretrained=true"],
@@ -42,6 +43,7 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--out": "--trainer.default_root_dir",
     "-o": "--trainer.default_root_dir",
 }
+TYPES = {"--size": size, "--data.size": size, "--epochs": count, "--tokens": count}
 HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | --weights FILE] [--position KEY] [--distill]
                     [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
@@ -66,7 +68,7 @@ given, else for training from scratch.
   --print_config                  print the complete configuration and stop
 
 data
-  --data.batch_size N             images per batch and device (64)
+  --data.batch_size N             images per batch and device (64, fewer where images are few)
   --data.workers N                processes that load images (0: the training process)
   --data.augment YAML             {} for the defaults, null for none
   --data.n_train N, --data.n_val N    number of images; default all
@@ -79,7 +81,7 @@ model
   --model.tuning YAML             {init_from: FILE, position: table, position_args: {}, absolute: fade, reset_head: true,
                                   trainable: [norm, head]}
   --model.optim.lr X              peak learning rate (0.001); optim.name, weight_decay, warmup_epochs, layer_decay, ...
-  --model.mixing YAML             {mixup: 0.8, cutmix: 1.0}
+  --model.mixing YAML             mixup and cutmix: {} for the defaults, {mixup: 0.2} for mixup alone, null for none
   --model.label_smoothing X       (0)
   --model.objective YAML          {loss: bce}, {distillation: {teacher: NAME, checkpoint: FILE}}
   --model.ema YAML                averaged weights: {} for the defaults
@@ -87,44 +89,43 @@ model
 
 run and trainer
   --run.save_every N              updates between two writes of last.ckpt (0: once an epoch)
+  --run.heartbeat N               seconds that one of several processes may be stopped before the run ends (60; 0: for ever)
   --run.predictions N             number of validation images with predictions in predictions.png
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
-exit status: 0 done, 1 the run failed, 2 invalid settings, 130 after ctrl-c and 143 after SIGTERM, which save first
+exit status: 0 done, 1 bad settings, data or files, or the run failed, 2 bad usage, 130 after ctrl-c and 143 after SIGTERM,
+which save first
 vitrel train --help-all lists every key with its type and default.
 """
 
 
 def run(argv: Sequence[str]) -> None:
     """Train as the options say; SystemExit with a status of HELP and a message on stderr where that fails."""
-    argv = expanded([*argv[1:]] if argv[:1] == ["fit"] else [*argv])
+    argv = [*argv[1:]] if argv[:1] == ["fit"] else [*argv]
     if not argv or any(arg in ("-h", "--help") for arg in argv):
         print(HELP, end="", file=sys.stdout if argv else sys.stderr)
         sys.exit(0 if argv else 2)
-    try:
+    argv = expanded(argv)
+    with reported("stopped by ctrl-c before training began, nothing was changed"):
         _check(argv)
-        from vitrel.train import run as train  # inside try: the import takes seconds, in which ctrl-c is possible
+        from vitrel.train import run as train  # inside `reported`: the import takes seconds, in which ctrl-c is possible
 
         again = f": {shlex.join(['vitrel', 'train', *_without('--ckpt_path', argv), '--ckpt_path', 'auto'])}"
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's options are not known here
             again = " the same command and --ckpt_path auto"
         train(["fit", *("--help" if arg == "--help-all" else arg for arg in argv)], f"resume with{again}")
-    except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("ctrl-c: stopped before training began, nothing was changed", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:  # settings, data, files: no traceback needed
-        sys.exit("".join(traceback.format_exception_only(error)).rstrip())
 
 
 def expanded(argv: list[str]) -> list[str]:
     """Replace short options by their keys, and without --config put that of a recipe first.
 
-    Where only keys are given, no recipe is added: the other keys then have the defaults of `--help-all`.
+    Where only keys are given, no recipe is added: the other keys then have the defaults of `--help-all`. SystemExit 2 for a
+    short option with an invalid value.
     """
     names = [arg.partition("=")[0] for arg in argv]
     keys = []
-    for arg, name in zip(argv, names, strict=True):
+    for name, arg, following in zip(names, argv, [*argv[1:], ""], strict=True):
+        _check_value(name, arg.partition("=")[2] if "=" in arg else following)
         keys += FLAGS.get(name, [SHORT.get(name, name) + arg[len(name) :]])
     keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
     short = any(name in SHORT or name in FLAGS for name in names)
@@ -136,6 +137,22 @@ def expanded(argv: list[str]) -> list[str]:
     generated = [*_values("--data.data", keys), ""][0].startswith("shapes")  # varied enough without augmentation
     config = f"--config={files('vitrel') / 'configs' / 'train' / recipe}.yaml"
     return [config, *(["--data.augment=null"] if generated else []), *keys]
+
+
+def _check_value(name: str, value: str) -> None:
+    """SystemExit 2, with the message of other subcommands, for an option of TYPES with an invalid value."""
+    if name not in TYPES or value.startswith("["):  # [height, width], as in files
+        return
+    try:
+        TYPES[name](value)
+    except argparse.ArgumentTypeError as error:
+        usage_error(f"argument {name}: {error}")
+
+
+def usage_error(text: str) -> NoReturn:
+    """Print a message about the command line or a configuration as other subcommands do, and end with status 2."""
+    print(f"vitrel train: error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _size_list(arg: str, before: str) -> str:
@@ -153,8 +170,7 @@ def _check(argv: list[str]) -> None:
     data: Any = None
     for path in (*_values("-c", argv)[::-1], *_values("--config", argv)[::-1]):
         if not Path(path).is_file():
-            print(f"vitrel train: error: no file {path} for --config", file=sys.stderr)
-            sys.exit(2)
+            usage_error(f"no file {path} for --config")
         config = read_yaml(path)
         section = config.get("data") if isinstance(config, dict) else None
         data = section.get("data", data) if isinstance(section, dict) else data

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from vitrel.common.extras import MissingExtra
+from vitrel.common.resources import lack_of, without_traceback
 
 INTERRUPTED, TERMINATED = (128 + number for number in (signal.SIGINT, signal.SIGTERM))
 
@@ -24,8 +24,9 @@ class Terminated(KeyboardInterrupt):
 def reported(go_on: str = "nothing was saved; the same command starts again") -> Iterator[None]:
     """Context manager that ends the program with one line on stderr instead of a traceback.
 
-    For invalid settings, data or files and lack of memory: `error: ...` and exit code 1. If the program is stopped: a sentence
-    about what was saved and how to continue, with exit code 130 (ctrl-c) or 143 (SIGTERM, under `terminable`).
+    For invalid settings, data or files, a missing package and lack of memory or loader processes: `error: ...` and exit code 1.
+    If the program is stopped: a sentence about what was saved and how to continue, with exit code 130 (ctrl-c) or 143
+    (SIGTERM, under `terminable`).
 
     Notes of the exception (`add_note`) are part of the line; go_on is printed for a stopped program without notes. Names that
     are not UTF-8 are printed with their bytes escaped.
@@ -36,16 +37,21 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
         yield
     except KeyboardInterrupt as stop:
         code, word = (TERMINATED, "SIGTERM") if isinstance(stop, Terminated) else (INTERRUPTED, "interrupted")
-        if os.environ.get("RANK", "0") == "0":  # only one of several processes prints
+        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":  # only one of several processes prints
             print(f"{word}: {one_line(stop) or go_on}", file=sys.stderr)
         raise SystemExit(code) from None
-    except (ValueError, OSError, MemoryError, FloatingPointError, MissingExtra) as error:
-        sys.exit(f"error: {one_line(error) or type(error).__name__}")
+    except (ValueError, OSError, MemoryError, FloatingPointError, ImportError) as error:
+        text = "" if isinstance(error, MemoryError) and str(error) else lack_of(error)
+        sys.exit(f"error: {one_line(error, text) or type(error).__name__}")
+    except (RuntimeError, EOFError) as error:
+        if not (text := lack_of(error)):
+            raise
+        sys.exit(f"error: {one_line(error, text)}")
 
 
-def one_line(error: BaseException) -> str:
-    """Return the text of an error and its notes as one line."""
-    parts = (str(error), *getattr(error, "__notes__", ()))
+def one_line(error: BaseException, text: str = "") -> str:
+    """Return the text of an error, or `text` instead, and its notes as one line."""
+    parts = (text or without_traceback(str(error)), *getattr(error, "__notes__", ()))
     return "; ".join(re.sub(r"\s*\n\s*", " ", part.strip()) for part in parts if part)
 
 

@@ -21,7 +21,7 @@ from vitrel.convert.recognise import recognise
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
-from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model
+from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized
 from vitrel.position import PositionEncoding
 from vitrel.weights.draft import Draft
 from vitrel.weights.load import apply_plan, plan_weights
@@ -109,10 +109,10 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
     if not timm.is_model(about["model"]):  # timm would download hf-hub:... and read another file for local-dir:...
         raise ValueError(f"{path} is of a model {about['model']!r}, which cannot be built: neither vitrel nor timm has it")
     arguments = {key: value for key, value in about["model_args"].items() if key not in WEIGHT_ARGUMENTS | {"device"}}
-    arguments |= dict(num_classes=len(about["classes"]), img_size=tuple(about["img_size"]))
+    arguments |= dict(num_classes=len(about["classes"]), img_size=tuple(about["img_size"])) | (changes or {})
     try:
-        model = timm.create_model(about["model"], **arguments | (changes or {}))
-    except (RuntimeError, TypeError, ValueError) as error:
+        model = create_sized(about["model"], **arguments)
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is of a model {about['model']} with {arguments}, which cannot be built: {error}") from error
     if isinstance(model, Backbone):
         _load_own(model, loaded, path, changes or {})

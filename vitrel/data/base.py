@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
@@ -24,6 +24,20 @@ Split = Literal["train", "val"]
 READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
 FILES_AT_ONCE = 1000  # for one thread: a local file takes less time than a task for a thread
 SHOWN = 3  # messages in one
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """Return the tensor in memory that loader processes share; unchanged on a machine without shared memory."""
+    try:
+        return tensor.share_memory_()
+    except RuntimeError:
+        return tensor
+
+
+def check_shared(tensor: Tensor) -> None:
+    """Raise RuntimeError in a loader process if the tensor is not in shared memory, so that changes would not reach it."""
+    if get_worker_info() is not None and not tensor.is_shared():
+        raise RuntimeError("unable to allocate shared memory when the data set was made")
 
 
 class Draw(NamedTuple):
@@ -63,8 +77,7 @@ class ImageSet(Dataset, ABC):
         reading: Reading,
     ) -> None:
         self.classes, self.prepare, self.augment, self.reading = classes, prepare, augment, reading
-        self.bad = torch.zeros(n, dtype=torch.uint8).share_memory_()
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.bad, self._epoch = shared(torch.zeros(n, dtype=torch.uint8)), shared(torch.zeros(1, dtype=torch.int64))
         self._cached: dict[int, tuple[Tensor, int]] = {}  # with reading.cached_side
         self._sizes: list[tuple[int, int]] | None = None
 
@@ -107,6 +120,7 @@ class ImageSet(Dataset, ABC):
         return len(self.bad)
 
     def __getitem__(self, index: int | Draw) -> tuple[Tensor, int]:
+        check_shared(self._epoch)
         draw = index if isinstance(index, Draw) else Draw(int(index))
         if not 0 <= draw.index < len(self):
             raise IndexError(f"index {draw.index} of {len(self)} images")

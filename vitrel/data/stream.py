@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vitrel.common.extras import optional_import
-from vitrel.data.base import Draw
+from vitrel.data.base import Draw, check_shared, shared
 from vitrel.data.decode import decode
 from vitrel.data.shards import Shards
 
@@ -80,8 +80,7 @@ class ShardBatches(IterableDataset):
             raise ValueError(f"rank ({rank}) must be at least 0 and below world ({world}), buffer ({buffer}) at least 1")
         self.shards, self.plan, self.rank, self.world = shards, plan, rank, world
         self.seed, self.buffer, self.shuffle = seed, buffer, shuffle
-        # in shared memory, for persistent loader processes
-        self._skip = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._skip = shared(torch.zeros(1, dtype=torch.int64))  # for persistent loader processes
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; a change of epoch resets `skip` to 0."""
@@ -101,6 +100,7 @@ class ShardBatches(IterableDataset):
         return len(self.plan(self.shards.epoch))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        check_shared(self._skip)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         skip = int(self._skip)

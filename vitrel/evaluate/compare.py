@@ -91,8 +91,11 @@ class Comparison:
     @property
     def train_sizes(self) -> tuple[Size, ...]:
         """All training sizes (h, w) in pixels: the comparison's, then those of entries."""
-        of_entries = (_merged(self.train, entry.train)["data"]["size"] for entry in self.entries)
-        return tuple(dict.fromkeys((self.train_size, *map(_pair, of_entries))))
+        return tuple(dict.fromkeys((self.train_size, *map(self.size_of, self.entries))))
+
+    def size_of(self, entry: Entry) -> Size:
+        """Return the training size (h, w) of an entry in pixels."""
+        return _pair(_merged(self.train, entry.train)["data"]["size"])
 
     def entry(self, label: str) -> Entry:
         """Return the entry with this label."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitrel.common.files import shown
+from vitrel.common.resources import check_workers, loading_failed, out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size, native_size
 from vitrel.data import BadImage, Draw, ImageSet, Prepare, Reading, create_dataset
 from vitrel.data.base import subset
@@ -22,20 +23,6 @@ from vitrel.evaluate.settings import Sweep
 
 CACHE_BYTES = 2 << 30
 Source = Callable[..., Dataset]
-_DIED = "exited unexpectedly"  # DataLoader's message for a dead worker, usually killed by the system when memory ran out
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "failed to allocate",
-    # of DataLoader workers: shared memory is full, or the system killed one
-    "out of shared memory",
-    "insufficient shared memory",
-    "unable to allocate shared memory",
-    "unable to resize file",
-    "killed by signal: killed",
-)
 
 
 class Preprocessing(NamedTuple):
@@ -73,6 +60,7 @@ class Images:
     """
 
     def __init__(self, sweep: Sweep, source: Source | None = None) -> None:
+        check_workers(sweep.workers)
         self.sweep, self.source = sweep, source
         self.batch_size, self.halvings = sweep.batch_size, 0
         self._current: tuple | None = None  # size, protocol, crop and budget of the cached images
@@ -188,7 +176,7 @@ class Images:
                         yield batch
                 return
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error) and _DIED not in str(error):
+                if not (out_of_memory(error) or loading_failed(error)):
                     raise
             # outside the handler, whose traceback would keep the batch alive; dropping the cache frees memory too
             self._growing, self._caches = None, False
@@ -302,13 +290,6 @@ def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = No
                 create_dataset(sweep.data, "val", size, **options)
             except ValueError as error:
                 raise ValueError(f"evaluation at {format_size(size)}, {protocol} protocol: {error}") from error
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; PyTorch reports a failed CPU allocation as a plain RuntimeError."""
-    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
 
 
 def halved(batch_size: int, hint: str) -> int:

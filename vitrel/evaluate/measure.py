@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.common.files import shown
+from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.data import BadImage
-from vitrel.evaluate.images import Images, Preprocessing, halved, out_of_memory, share_of
+from vitrel.evaluate.images import Images, Preprocessing, halved, share_of
 from vitrel.evaluate.metrics import Answers, Predicted, Tally, class_of_output, predicted_by, state_hash
 from vitrel.evaluate.models import (
     Trained,

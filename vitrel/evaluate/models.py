@@ -47,7 +47,7 @@ from vitrel.inspect.resolution_report import StageReport, resolution_report, sta
 from vitrel.layers import Attention
 from vitrel.models.backbone import LARGE, Backbone, resizable_parts
 from vitrel.models.config import TRUNKS, preprocessing_of
-from vitrel.models.create import check_model_name, create_model
+from vitrel.models.create import check_model_name, create_sized
 from vitrel.ops import BACKENDS
 from vitrel.ops.dispatch import Call, choose
 from vitrel.position import POSITIONS, PositionEncoding, key_of
@@ -377,10 +377,7 @@ def _arguments(model_args: Mapping[str, Any] | None, about: Mapping[str, Any]) -
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:
     """Create the model, without img_size where the architecture does not take it."""
     with guarding(name, arguments):
-        try:
-            return create_model(name, **arguments)
-        except TypeError:
-            return create_model(name, **{key: value for key, value in arguments.items() if key != "img_size"})
+        return create_sized(name, **arguments)
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:

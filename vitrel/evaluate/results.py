@@ -5,15 +5,12 @@ in the folder is reused where weights, images and settings are the same (`row_ke
 versions may not share a table (`not_comparable`). `aggregate` merges the rows of several seeds into one, with an interval.
 """
 
-import fcntl
 import math
-import os
 import platform
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -160,7 +157,6 @@ BAD_IMAGES = "bad_images.csv"
 PAGES = ("table.md", "claims.md", "rescue.csv", "rescue.md", "plots", "pictures.json.gz", "report.html", "report.json")
 FILES = ("results.csv", PREDICTIONS, TRANSLATIONS, BAD_IMAGES, *PAGES)  # all files of an evaluation
 WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
-LOCK_PATIENCE = 10.0  # seconds to wait for the folder's lock: DataLoader workers outlive a killed evaluation by a few seconds
 CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
 MEANS = [
     "top1", "top1_among", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
@@ -306,32 +302,6 @@ class Tables:
             self.write()
         rows = f"{self.written} row{'s' if self.written > 1 else ''} saved in {self.folder / 'results.csv'}"
         return f"{rows}, the same command resumes from there" if self.written else ""
-
-
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Context that locks an existing folder against other evaluations.
-
-    It waits up to LOCK_PATIENCE seconds, then raises BlockingIOError. On a file system without locks nothing is locked.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        deadline = time.monotonic() + LOCK_PATIENCE
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    text = f"another evaluation is writing into {folder}: wait until it ends, or give another folder"
-                    raise BlockingIOError(text) from None
-                time.sleep(0.2)
-                continue
-            except OSError:
-                pass  # a file system without locks
-            break
-        yield
-    finally:
-        os.close(handle)
 
 
 def set_aside(folder: Path) -> Path:

@@ -15,9 +15,11 @@ from torch.utils.data import Dataset
 
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
+from vitrel.common.lock import only_writer
 from vitrel.common.progress import progress
+from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
-from vitrel.evaluate.images import Images, Source, check_data, out_of_memory, source_of
+from vitrel.evaluate.images import Images, Source, check_data, source_of
 from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
@@ -30,7 +32,6 @@ from vitrel.evaluate.results import (
     complete,
     environment,
     not_comparable,
-    only_writer,
     read_folder,
     read_names,
     read_translation,
@@ -166,8 +167,8 @@ def run_sweep(
                 write_html(folder, shown(title), photographs, answers)
         except BaseException as error:
             saved = tables.write_rest()
-            if isinstance(error, RuntimeError) and out_of_memory(error):
-                raise _noted(MemoryError(f"memory ran out: {str(error).splitlines()[0]}"), saved) from error
+            if isinstance(error, RuntimeError) and (text := lack_of(error)):
+                raise _noted(MemoryError(text), saved) from error
             _noted(error, saved)
             raise
     return rows

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from vitrel.common.exits import end_with_parent
+from vitrel.common.peers import Peers
 from vitrel.common.sizes import Budget, Size, format_size
 
 PROTOCOLS = ("scale", "canvas", "native")
@@ -148,6 +149,7 @@ def local_device(name: str) -> torch.device:
 
 _TIMEOUT = timedelta(days=1)  # of a collective call, which waits for slower processes; a dead process is noticed at once
 _ENDED_EARLY = "another process ended before its work was done; its output says why"
+_peers = Peers({})  # the other processes of the group on this machine, where this one watches them
 
 
 class OtherProcessError(RuntimeError):
@@ -164,7 +166,8 @@ def joined() -> Iterator[None]:
         torch.cuda.set_device(local_device("cuda"))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        yield
+        with _watching(Peers.of_group()):
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -198,10 +201,11 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                     raise OtherProcessError("a process of the evaluation ended while it started; memory may have run out")
             torch.set_num_threads(threads_each)
             try:
-                _init_group(init_method, 0, world)
+                peers = _init_group(init_method, 0, world)
             except RuntimeError as error:
                 raise OtherProcessError(_ENDED_EARLY) from error
-            yield
+            with _watching(peers):
+                yield
         finally:
             torch.set_num_threads(threads)
             if dist.is_initialized():
@@ -210,6 +214,18 @@ def shared_with(others: int, work: Callable[..., None], *arguments: Any) -> Iter
                 process.join(timeout=1)
                 process.terminate()
                 process.join()
+
+
+@contextlib.contextmanager
+def _watching(peers: Peers) -> Iterator[None]:
+    """Context in which peers that stay stopped are killed, so that `on_all` fails instead of waiting for them."""
+    global _peers
+    _peers, over = peers, threading.Event()
+    threading.Thread(target=peers.watch, args=(over,), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -235,7 +251,8 @@ def on_all(work: Callable[[], Any]) -> list[Any]:
         dist.all_gather_object(gathered, (value, failure and f"{type(failure).__name__}: {failure}"))
     except RuntimeError as error:
         if failure is None:
-            raise OtherProcessError(_ENDED_EARLY) from error
+            stopped = [f"process {rank} of {world} {_peers.why_stopped(rank)}" for rank in _peers.stopped]
+            raise OtherProcessError("; ".join(stopped) or _ENDED_EARLY) from error
     if failure is not None:
         raise failure
     for rank, (_, error_text) in enumerate(gathered):
@@ -266,7 +283,8 @@ def _run_other(
         work(*arguments)
 
 
-def _init_group(init_method: str, rank: int, world: int) -> None:
+def _init_group(init_method: str, rank: int, world: int) -> Peers:
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo fails where the host's name does not resolve
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=_TIMEOUT)
+    return Peers.of_group()

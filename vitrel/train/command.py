@@ -7,11 +7,13 @@ The folder is `trainer.default_root_dir`: `config.yaml`, `metrics.csv`, `tensorb
 
 import logging
 import shlex
+import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -21,6 +23,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from vitrel.common.exits import one_line
+from vitrel.common.extras import optional_import
+from vitrel.common.lock import only_writer
+from vitrel.common.peers import HEARTBEAT
 from vitrel.train import guard
 from vitrel.train.datamodule import ImageData
 from vitrel.train.execution import check_processes, refused_trainer
@@ -61,27 +66,37 @@ class Run:
         save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
             every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
         predictions: number of validation images drawn with the last evaluation's predictions in `predictions.png` (0: none).
+        heartbeat: seconds for which one of several processes may be stopped by a signal (SIGSTOP) before the run ends and
+            names it (0: for ever). Only processes of the same machine are checked.
         profile_data: measure loading and training speed separately, print which one limits the run, and exit; nothing is
             saved. Also `--profile_data`.
     """
 
     save_every: int = 0
     predictions: int = 0
+    heartbeat: float = HEARTBEAT
     profile_data: bool = False
 
     def __post_init__(self) -> None:
-        if self.save_every < 0 or self.predictions < 0:
-            raise ValueError(
-                f"run.save_every ({self.save_every}) and run.predictions ({self.predictions}) must be 0 or positive"
-            )
+        for name in ("save_every", "predictions", "heartbeat"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"run.{name} must be 0 or positive, not {getattr(self, name)}")
 
 
 class PlainParser(LightningArgumentParser):
-    """An argument parser that reads files through `--config` only, because only those files are checked (`guard.check`)."""
+    """An argument parser that reads files through `--config` only, because only those files are checked (`guard.check`).
+
+    Its errors are one line, in the form of the other subcommands of vitrel.
+    """
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         """Add a class as jsonargparse does, but never read a group's values from a file (`sub_configs=False`)."""
         return super().add_class_arguments(*args, **{**kwargs, "sub_configs": False})
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message as one line and end with status 2."""
+        print(f"vitrel train: error: {guard.sentence(message)}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -145,7 +160,6 @@ class TrainCLI(LightningCLI):
 
         Raises:
             ValueError: a damaged checkpoint, or settings that Lightning's Trainer does not accept.
-            FileExistsError: the folder holds a run and no checkpoint to resume from is given.
         """
         config, settings = self._get(self.config_init, "trainer"), self._get(self.config_init, "run")
         folder = Path(config["default_root_dir"])
@@ -169,20 +183,13 @@ class TrainCLI(LightningCLI):
             self.save_config_callback = None
             no_output = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
             return self._trainer(config, **kwargs, **no_output, callbacks=[DataProfile()])
-        log = CSVLog(folder, resume=checkpoint is not None)
+        log = CSVLog(folder)
         callbacks, plugins = config["callbacks"] or [], config["plugins"] or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO(folder)]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
         kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), *self._callbacks(log)]
-        trainer = self._trainer(config, **kwargs)
-        # only rank 0 checks, which writes the checkpoints: a rank that starts later could find those of this very run
-        if trainer.is_global_zero and checkpoint is None and last.exists():
-            raise FileExistsError(
-                f"{folder} holds a run already: resume it with --ckpt_path {last} (or auto), choose another "
-                "trainer.default_root_dir, or remove the folder"
-            )
-        return trainer
+        return self._trainer(config, **kwargs)
 
     def _trainer(self, config: Mapping[str, Any], **kwargs: Any) -> Trainer:
         try:
@@ -199,24 +206,47 @@ class TrainCLI(LightningCLI):
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
         predictions = [Predictions(folder, settings.predictions)] if settings.predictions else []
         # the checks come first: FiniteLoss must raise before anything is logged or saved
-        checks = [Ranks(saving.left), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
+        checks = [Ranks(saving.left, settings.heartbeat), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
         return [*checks, speed, *progress, *predictions, summary, Best(folder / "checkpoints"), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).
 
         After an error, each callback's `explain` may raise another error instead.
+
+        Raises:
+            BlockingIOError: another process is writing into the run's folder.
+            FileExistsError: the folder holds a run and no checkpoint to resume from is given.
         """
+        with ExitStack() as held:
+            # only rank 0 writes into the folder; a rank that starts later could find the checkpoints of this very run
+            if self.trainer.is_global_zero and not self._get(self.config_init, "run").profile_data:
+                folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
+                last = folder / "checkpoints" / "last.ckpt"
+                held.enter_context(only_writer(folder))
+                if ckpt_path is None and last.exists():
+                    raise FileExistsError(
+                        f"{folder} holds a run already: resume it with --ckpt_path {last} (or auto), choose another "
+                        "trainer.default_root_dir, or remove the folder"
+                    )
+            self._fit(model, datamodule, ckpt_path)
+
+    def _fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None) -> None:
         try:
             self.trainer.fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
         except BaseException as error:
+            cause = error
+            if "iter(combined_loader)" in str(error) and error.__context__ is not None:
+                cause = error.__context__  # Lightning's teardown fails where the loaders could not be started
             for callback in self.trainer.callbacks:
                 if hasattr(callback, "explain"):
-                    callback.explain(error)  # raises another error where `error` is only the consequence of it
-            if isinstance(error.__context__, KeyboardInterrupt):  # ctrl-c before there was anything to save
-                raise error.__context__ from None
-            if isinstance(error, MisconfigurationException):
-                raise ValueError(one_line(error)) from error
+                    callback.explain(cause)  # raises another error where `cause` is only the consequence of it
+            if isinstance(cause.__context__, KeyboardInterrupt):  # ctrl-c before there was anything to save
+                raise cause.__context__ from None
+            if isinstance(cause, MisconfigurationException):
+                raise ValueError(one_line(cause)) from cause
+            if cause is not error:
+                raise cause from None
             raise
 
 
@@ -234,6 +264,8 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
         SystemExit: a key, a value or a class that the configuration does not allow (the message is on stderr); the run was
             stopped by SIGTERM (status 143) or ctrl-c (130).
         ChildProcessError: another process of the run has died.
+        RuntimeError: memory ran out, or a loader process was killed; `vitrel.common.resources.lack_of` says so in a sentence.
+        BlockingIOError: another process is writing into the run's folder.
         ValueError: settings that do not fit each other or the data, or a checkpoint that cannot be read.
         FileExistsError: the run's folder holds a run and no `--ckpt_path` is given.
         FileNotFoundError: `--ckpt_path` names no file.
@@ -241,7 +273,7 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # no advertisements, no lists of absent hardware
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), optional_import():  # loggers import what they need only when they are built
         # passing `args` is intended here, and small data sets need no loader processes
         warnings.filterwarnings("ignore", message=".*args parameter is intended to run from within Python.*")
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -12,7 +12,9 @@ from lightning.pytorch import LightningDataModule
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
+from vitrel.common.resources import check_workers
 from vitrel.common.sizes import native_size, token_count
 from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
 from vitrel.data.shards import Shards
@@ -31,8 +33,9 @@ class ImageData(LightningDataModule):
             `val/<class>/`, a folder of shards, or "<set>:<folder>".
         size: image side or [H, W] in pixels; the model is built for this size.
         batch_size: images per batch and device, in training and evaluation. An incomplete last training batch is dropped at
-            fixed shape; at native shape its images are kept in smaller batches.
-        workers: loader processes per device; 0 loads in the training process.
+            fixed shape; at native shape its images are kept in smaller batches. Null: 64, or less for few training images, see
+            `default_batch_size`.
+        workers: loader processes per device; 0 loads in the training process. Null: one per core, at most 8.
         augment: random augmentation of training images; null for none, {} for the defaults.
         n_train: number of training images; by default 10,000 for `shapes`, otherwise all.
         n_val: number of evaluation images; by default 1,000 for `shapes`, otherwise all.
@@ -60,8 +63,8 @@ class ImageData(LightningDataModule):
         self,
         data: str,
         size: int | tuple[int, int],
-        batch_size: int = 64,
-        workers: int = 0,
+        batch_size: int | None = None,
+        workers: int | None = 0,
         augment: Augmentation | None = None,
         n_train: int | None = None,
         n_val: int | None = None,
@@ -81,7 +84,7 @@ class ImageData(LightningDataModule):
         self.shape, self.tokens, self.repeats, self.reading = shape, tokens, repeats, reading
         self.check_times = check_times
         self._listing: Listing | None = None
-        if batch_size < 1 or workers < 0 or repeats < 1:
+        if (batch_size is not None and batch_size < 1) or (workers or 0) < 0 or repeats < 1:
             raise ValueError(
                 f"data.batch_size ({batch_size}) must be at least 1, data.workers ({workers}) at least 0, "
                 f"data.repeats ({repeats}) at least 1"
@@ -97,12 +100,17 @@ class ImageData(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Build both data sets with the preprocessing of the model's cfg, and the order of the training batches."""
+        if self.workers is None:
+            self.workers = min(8, (os.cpu_count() or 1) // self.trainer.num_devices)
+        check_workers(self.workers)
         module, rank, world = self.trainer.lightning_module, self.trainer.global_rank, self.trainer.world_size
         strict = replace(self.reading, on_bad="raise", cached_side=None)  # evaluation reads the original files, and all of them
         preprocessing = module.preprocessing | ({"protocol": "native"} if self.shape == "native" else {})
         self.train_set, self._listing = self._train_set(preprocessing), None
         self.val_set = create_dataset(self.data, "val", self.size, **preprocessing, n=self.n_val, reading=strict)
         n, even = len(self.train_set), module.mixup is not None
+        if self.batch_size is None:
+            self.batch_size = default_batch_size(n, world)
         if self.shape == "native":
             self.order: Order | ShardBatches = self._native_order(module.model, even)
             return
@@ -204,6 +212,9 @@ class ImageData(LightningDataModule):
         return self._loader(DataLoader, Filled(self.val_set), batch_sampler=batches)
 
     def _loader(self, loader: type[DataLoader], dataset: Dataset, **options: Any) -> DataLoader:
+        # PyTorch would raise the error of a dead loader process from a signal handler, inside whatever runs then, such as
+        # saving; without that handler it is raised where the next batch is taken, at most 5 s later
+        signal_handling._SIGCHLD_handler_set = True
         options |= {"num_workers": self.workers, "persistent_workers": self.workers > 0, "worker_init_fn": _outlive_signals}
         return loader(dataset, pin_memory=torch.cuda.is_available(), **options)
 
@@ -213,6 +224,18 @@ class ImageData(LightningDataModule):
         epochs = loop.epoch_progress.current
         inside = epochs.ready > epochs.processed
         return epochs.processed, loop.epoch_loop.batch_progress.current.ready if inside else 0
+
+
+def default_batch_size(images: int, devices: int = 1) -> int:
+    """Return the default of `data.batch_size` for this number of training images: 64, halved as often as needed.
+
+    It is halved down to 8 for an epoch to have 48 updates, so 1,584 images on one device give 32; and further only if the
+    images would not fill one batch of all devices.
+    """
+    size = 64
+    while size > 1 and (size * devices > images or (size > 8 and size * devices * 48 > images)):
+        size //= 2
+    return size
 
 
 def _outlive_signals(worker: int) -> None:

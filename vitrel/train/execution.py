@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from vitrel.common.exits import one_line
+from vitrel.common.resources import loading_failed, out_of_memory
 from vitrel.common.sizes import format_size
 from vitrel.layers import Block
 from vitrel.position import PositionEncoding
@@ -52,11 +53,14 @@ class Execution:
             model.compile(dynamic=self.dynamic, backend=self.backend)
 
 
-class MemoryAdvice(Callback):
-    """Adds to a CUDA out-of-memory error the settings that would need less memory, the cheapest first."""
+class ResourceAdvice(Callback):
+    """Adds to the error of a run that lacks memory or loader processes the settings that need less, the cheapest first."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, torch.cuda.OutOfMemoryError):
+        workers = getattr(trainer.datamodule, "workers", 0)
+        if loading_failed(exception) and workers:
+            exception.add_note(f"data.workers is {workers}")
+        if not out_of_memory(exception):
             return
         batch, accumulate = trainer.datamodule.batch_size, trainer.accumulate_grad_batches
         changes = []
@@ -70,7 +74,7 @@ class MemoryAdvice(Callback):
         if not pl_module.execution.grad_checkpointing:
             changes.append("model.execution.grad_checkpointing: true (now false)")
         changes.append(f"a smaller data.size (now {format_size(pl_module.img_size)})")
-        exception.add_note(f"The device's memory is full. To need less, set: {'; '.join(changes)}.")
+        exception.add_note(f"to need less, set {'; or '.join(changes)}")
 
 
 def check_processes(accelerator: object, devices: object) -> None:

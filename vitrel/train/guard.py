@@ -77,6 +77,10 @@ _IMPORTABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 Keys = dict[str, Any]
 
 
+class OrNull(dict[str, Any]):
+    """The keys below a parameter that may also be null."""
+
+
 def restrict_imports() -> None:
     """Let jsonargparse import only from the modules of `CLASSES`, Lightning's environments and vitrel, as a second check.
 
@@ -94,7 +98,8 @@ def restrict_imports() -> None:
 def keys_of(call: Callable) -> Keys:
     """Return {parameter: the keys below it} of a class or function, from its annotations.
 
-    The keys below a parameter are the fields of a dataclass, {} for a plain value, or None where any key is allowed.
+    The keys below a parameter are the fields of a dataclass (`OrNull` if it may be null), {} for a plain value, or None where
+    any key is allowed.
     """
     target = call.__init__ if inspect.isclass(call) else call
     hints = get_type_hints(target)
@@ -123,9 +128,25 @@ def check(args: list[str], keys: Keys, linked: dict[str, str]) -> None:
         is_help = path[-1] == "help"  # e.g. --trainer.strategy.help CLASS
         texts: list[str | None] = [*values] or [None]
         for text in texts:
-            checker.walk(path[:-1] if is_help else path, None if is_help else _plain(text, f"--{option}: "), "")
-            if is_help and text is not None:
+            if not is_help and text is not None:
+                checker.walk(path, _plain(text, f"--{option}: "), "")
+                continue
+            checker.below(path[:-1] if is_help else path, "")
+            if text is not None:
                 checker.name(text, f"--{option}: ")
+
+
+def sentence(message: str) -> str:
+    """Return jsonargparse's message about a value as one sentence: the key, what it takes, and the value."""
+    key = re.match(r'Parser key "([^"]+)":', message)
+    values = re.findall(r"(?:Given value:|Got value:|Unable to load config) (.*)", message)
+    types = re.search(r"Subtypes: \[(.*)\]", message) or re.search(r"Expected an? (.*)\. Got", message)
+    if key is None or not values:
+        return " ".join(message.split())
+    if types is None:
+        return f"{key[1]} takes keys and values as YAML, not {values[0]}"
+    names = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.*?)\]", r"\1\2", types[1]).replace("NoneType", "null")
+    return f"{key[1]} must be {'one of ' if ', ' in names else ''}{names.replace('typing.', '')}, not {values[-1]!r}"
 
 
 class _Checker:
@@ -156,6 +177,8 @@ class _Checker:
                 self.walk(path, inner, where, depth + 1)
         elif isinstance(value, str):
             self.text(path, value, below, where, depth)
+        elif below and not (value is None and isinstance(below, OrNull)):
+            raise ValueError(f"{where}{key or 'a configuration'} takes keys, not {'null' if value is None else value}")
 
     def text(self, path: tuple[str, ...], value: str, below: Keys | None, where: str, depth: int) -> None:
         """Check a string: YAML within it, a class name, or the path of a checkpoint; `below` are the keys below `path`."""
@@ -253,7 +276,7 @@ def _keys_below(hint: Any) -> Keys | None:
     parts = [part for part in (hint, *get_args(hint)) if part is not type(None)]
     for part in parts:
         if isinstance(part, type) and is_dataclass(part):
-            return keys_of(part)
+            return OrNull(keys_of(part)) if type(None) in get_args(hint) else keys_of(part)
     plain = (bool, int, float, str, Path, tuple, list, Literal, Union, UnionType)
     return {} if all((get_origin(part) or part) in plain or isinstance(part, str) for part in parts) else None
 

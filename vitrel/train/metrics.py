@@ -36,7 +36,7 @@ class EpochMeans(nn.ModuleDict):
     """One torchmetrics MeanMetric per name, over the steps of the current epoch.
 
     The sums are not in the state dict: `saved` returns them for a checkpoint and `restore` sets them. Ranks are summed when a
-    mean is computed and when the sums are saved.
+    mean is computed.
     """
 
     def __init__(self, *names: str) -> None:
@@ -55,37 +55,44 @@ class EpochMeans(nn.ModuleDict):
             self[name].update(value)
 
     def saved(self, strategy: Strategy) -> dict[str, Any]:
-        """Return {"epoch": int, name: [sum, weight], ...}, summed over all ranks; every rank has to call it."""
+        """Return {"epoch": int, name: [[sum, weight] of every rank], ...}; every rank has to call it."""
         sums = {name: torch.stack((m.mean_value, m.weight)).to(strategy.root_device) for name, m in self.items()}
-        return {"epoch": self.epoch, **{name: strategy.reduce(s, reduce_op="sum").tolist() for name, s in sums.items()}}
+        return {"epoch": self.epoch, **{name: strategy.all_gather(s).reshape(-1, 2).tolist() for name, s in sums.items()}}
 
-    def restore(self, saved: dict[str, Any], rank: int) -> None:
-        """Set the sums to those that `saved` returned, on rank 0 only, so that the sum over any number of ranks is right."""
+    def restore(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
+        """Set the sums of a rank to those that `saved` returned; on another number of ranks, rank 0 gets the total.
+
+        On the same number all sums are rounded as without the interruption.
+        """
         self.epoch = saved["epoch"]
         for name, metric in self.items():
             metric.reset()
-            if rank == 0:
-                metric.mean_value, metric.weight = (torch.tensor(v, device=metric.weight.device) for v in saved[name])
+            sums = torch.tensor(saved[name], device=metric.weight.device)
+            if len(sums) == world:
+                metric.mean_value, metric.weight = sums[rank]
+            elif rank == 0:
+                metric.mean_value, metric.weight = sums.sum(0)
 
 
 class CSVLog(Logger):
     """`metrics.csv` in the run's folder: one row per logging step, a column per metric.
 
-    Lightning's CSVLogger deletes the file when a run is resumed; this logger appends to it. Rows read from the file hold
-    strings. On resuming, `Saving` removes the rows that were logged after the checkpoint was saved.
+    Lightning's CSVLogger deletes the file when a run is resumed; this logger appends to it.
 
     Args:
         folder: the run's folder.
-        resume: read the rows of an existing `metrics.csv`, to append to them.
     """
 
-    def __init__(self, folder: str | Path, resume: bool = False) -> None:
+    def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.path = Path(folder) / "metrics.csv"
         self.rows: list[dict[str, Any]] = []
-        if resume and self.path.is_file():
+
+    def resume(self, rows: int) -> None:
+        """Take the first `rows` rows of an existing `metrics.csv`, as strings, to append to them."""
+        if self.path.is_file():
             with self.path.open(newline="") as file:
-                self.rows = list(csv.DictReader(file))
+                self.rows = list(csv.DictReader(file))[:rows]
 
     @property
     def name(self) -> str:

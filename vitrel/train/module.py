@@ -4,7 +4,7 @@ A checkpoint is read with `torch.load(path, weights_only=True)` and holds, besid
 
     {"state_dict": {"model.<parameter>": tensor, ...},
      "hyper_parameters": {the arguments of Classifier, plain values},
-     "epoch_means": {"epoch": int, "train/loss": [sum, weight], "train/top1": [sum, weight]} of the epoch so far, all ranks,
+     "epoch_means": {"epoch": int, "train/loss": [[sum, weight] of every rank], "train/top1": [...]} of the epoch so far,
      "vitrel": {"model": timm name, "model_args": {...}, "classes": [...], "img_size": [H, W], "mean": [3], "std": [3],
                 "crop_pct": float, "crop_mode": str, "interpolation": str, "position": {...}, "data": str, "seed": int,
                 "epoch": epochs done, "step": updates done, "ema": bool, "class_counts": [...] if the data set knows them,
@@ -39,7 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from vitrel.models.config import preprocessing_of
 from vitrel.train.distill import Teacher
 from vitrel.train.ema import AveragedWeights, Ema
-from vitrel.train.execution import Execution, MemoryAdvice, check_strategy, shard
+from vitrel.train.execution import Execution, ResourceAdvice, check_strategy, shard
 from vitrel.train.metrics import EpochMeans, ImageMean
 from vitrel.train.objective import Mixing, Objective
 from vitrel.train.optim import Optimisation, check_clipping, create_optimizer
@@ -57,7 +57,7 @@ class Classifier(LightningModule):
         img_size: (H, W) in pixels for which the model is built.
         model_args: further keywords of `timm.create_model`, e.g. `drop_path_rate`, `position`, `pretrained`.
         optim: optimiser and learning-rate schedule.
-        mixing: mixup and cutmix.
+        mixing: mixup and cutmix; null for none, {} for the defaults.
         label_smoothing: share of a label that is spread evenly over all classes, 0 <= share < 1.
         seed: seed of drop path, dropout and mixing; the generators are seeded with (seed, epoch, batch, rank) at every batch.
         objective: the loss, and a teacher for distillation.
@@ -76,7 +76,7 @@ class Classifier(LightningModule):
         img_size: int | tuple[int, int],
         model_args: dict[str, Any] | None = None,
         optim: Optimisation = Optimisation(),
-        mixing: Mixing = Mixing(),
+        mixing: Mixing | None = None,
         label_smoothing: float = 0.0,
         seed: int = 0,
         objective: Objective = Objective(),
@@ -97,7 +97,7 @@ class Classifier(LightningModule):
         # before a strategy wraps the modules, which would hide their classes
         self.position, self.stored = position_record(self.model), tuning.stored(self.model, model, self.model_args)
         execution.apply(self.model)
-        self.mixup = mixing.build(self.num_classes, label_smoothing)
+        self.mixup = None if mixing is None else mixing.build(self.num_classes, label_smoothing)
         self.loss = objective.build(label_smoothing)
         if self.teacher is not None:
             self.teacher.set_normalisation(self.preprocessing["mean"], self.preprocessing["std"])
@@ -161,9 +161,9 @@ class Classifier(LightningModule):
         check_clipping(self.optim, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks of the settings: memory advice, and EMA if set; ValueError if the strategy does not allow it."""
+        """Return the callbacks of the settings: advice on resources, EMA; ValueError if the strategy does not allow it."""
         check_strategy(self.trainer.strategy, self.ema is not None, self.optim.clip_mode)
-        return [MemoryAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
+        return [ResourceAdvice(), *([] if self.ema is None else [AveragedWeights(self.ema)])]
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, num_classes] of normalised images [B, 3, H, W]."""
@@ -186,7 +186,7 @@ class Classifier(LightningModule):
         per_epoch, total = self.updates_per_epoch(), self.updates()
         self.stored[1].update(self.tuning.fade_over(self.model, total * self.trainer.accumulate_grad_batches))
         if total <= 0:
-            raise ValueError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
+            raise ValueError("the run has no length: set trainer.max_epochs (--epochs) or trainer.max_steps to 1 or more")
         factor = self.optim.schedule.factor(total, per_epoch, self.optim.warmup_epochs, self.optim.final_lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
@@ -328,4 +328,4 @@ class Classifier(LightningModule):
                 raise ValueError(f"cannot resume: the checkpoint's {key} is {old!s:.200}, this run's is {value!s:.200}")
         check_same_run(self.trainer, checkpoint)
         self.resumed = True
-        self.means.restore(checkpoint["epoch_means"], self.global_rank)
+        self.means.restore(checkpoint["epoch_means"], self.global_rank, self.trainer.world_size)

@@ -57,11 +57,13 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup and cutmix as in timm; off if `mixup` and `cutmix` are 0 and `cutmix_minmax` is null.
+    """Mixup and cutmix as in timm; both, with DeiT's strengths (arXiv 2012.12877), if none of the two is set.
 
     Args:
-        mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup.
-        cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix.
+        mixup: alpha of the Beta distribution of mixup's mixing ratio; 0 for no mixup. Null: 0.8 if no cutmix is set either,
+            otherwise 0.
+        cutmix: alpha of the Beta distribution of cutmix's box area; 0 for no cutmix. Null: 1 if no mixup is set either,
+            otherwise 0.
         prob: probability of mixing a batch (or pair, or element, see `mode`).
         switch_prob: probability of cutmix instead of mixup if both are on.
         mode: one random draw per "batch", "pair" or "elem" (element).
@@ -69,8 +71,8 @@ class Mixing:
         off_epoch: first epoch, counted from 0, without mixing; null mixes in all epochs.
     """
 
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    mixup: float | None = None
+    cutmix: float | None = None
     prob: float = 1.0
     switch_prob: float = 0.5
     mode: Literal["batch", "pair", "elem"] = "batch"
@@ -78,6 +80,10 @@ class Mixing:
     off_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        unset = self.mixup is None and self.cutmix is None and self.cutmix_minmax is None
+        for name, default in (("mixup", 0.8), ("cutmix", 1.0)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default if unset else 0.0)
         if self.mixup < 0 or self.cutmix < 0:
             raise ValueError(f"model.mixing.mixup ({self.mixup}) and model.mixing.cutmix ({self.cutmix}) must be at least 0")
         if not (0 <= self.prob <= 1 and 0 <= self.switch_prob <= 1):
@@ -92,7 +98,7 @@ class Mixing:
             raise ValueError(f"model.mixing.off_epoch must be an epoch, counted from 0, or null, not {self.off_epoch}")
 
     def build(self, num_classes: int, label_smoothing: float) -> Mixup | None:
-        """Return timm's Mixup, which also smooths the labels; None if mixing is off."""
+        """Return timm's Mixup, which also smooths the labels; None if mixup and cutmix are 0."""
         if not self.mixup and not self.cutmix and self.cutmix_minmax is None:
             return None
         return Mixup(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from vitrel.common.names import nearest
 
 KINDS = ("decayed", "undecayed", "position")
+WARMUP_EPOCHS, WARMUP_SHARE = 5.0, 0.1  # default of `warmup_epochs`, and its largest share of a run
 FALLING = ("cosine", "linear", "poly")  # the schedules that end at final_lr
 
 
@@ -65,20 +66,25 @@ class Schedule:
                 f"model.optim.schedule.decay_milestones must be in increasing order, not {list(self.decay_milestones)}"
             )
 
-    def factor(self, updates: int, per_epoch: int, warmup_epochs: float = 0.0, final: float = 0.0) -> Callable[[int], float]:
+    def factor(
+        self, updates: int, per_epoch: int, warmup_epochs: float | None = 0.0, final: float = 0.0
+    ) -> Callable[[int], float]:
         """Return the function that maps an update (0, 1, ...) to the factor on the peak learning rate.
 
         Args:
             updates: number of updates of the run.
             per_epoch: number of updates per epoch.
-            warmup_epochs: length of the linear warm-up, epochs.
+            warmup_epochs: length of the linear warm-up, epochs; None: WARMUP_EPOCHS, at most the share WARMUP_SHARE of the run.
             final: factor at the end of a cosine, linear or poly schedule (`optim.final_lr`).
 
         Raises:
-            ValueError: warm-up and cool-down take the whole run.
+            ValueError: the warm-up, if it is set, and the cool-down take the whole run.
         """
-        warmup, cooldown = round(warmup_epochs * per_epoch), round(self.cooldown_epochs * per_epoch)
+        cooldown = round(self.cooldown_epochs * per_epoch)
         end = updates - cooldown
+        if warmup_epochs is None:
+            warmup_epochs = min(WARMUP_EPOCHS, WARMUP_SHARE * max(end, 0) / per_epoch)
+        warmup = round(warmup_epochs * per_epoch)
         if warmup >= end:
             rest = f" and cool-down of {cooldown}" if cooldown else ""
             raise ValueError(
@@ -120,7 +126,8 @@ class Optimisation:
         eps: the optimiser's epsilon, if it has one; null is the optimiser's default.
         momentum: the optimiser's momentum, if it has one; null is 0.9.
         position_lr_scale: factor on the learning rate of position parameters.
-        warmup_epochs: length of the linear warm-up in epochs, fractions allowed; the rate rises at every update.
+        warmup_epochs: length of the linear warm-up in epochs, fractions allowed; the rate rises at every update. Null: 5, or a
+            tenth of a run of less than 50.
         final_lr: learning rate at the end of a cosine, linear or poly schedule, as a share of `lr`.
         opt_args: further keywords of the optimiser.
         layer_decay: layer-wise learning-rate decay: each layer's rate is that of the next layer times this factor, and the
@@ -139,7 +146,7 @@ class Optimisation:
     weight_decay: float = 0.05
     betas: tuple[float, ...] | None = None
     position_lr_scale: float = 1.0
-    warmup_epochs: float = 5.0
+    warmup_epochs: float | None = None
     final_lr: float = 0.0
     eps: float | None = None
     momentum: float | None = None
@@ -155,7 +162,7 @@ class Optimisation:
             raise ValueError(
                 f"model.optim.lr ({self.lr}) and model.optim.position_lr_scale ({self.position_lr_scale}) must be positive"
             )
-        if self.warmup_epochs < 0 or not 0 <= self.final_lr <= 1:
+        if (self.warmup_epochs or 0) < 0 or not 0 <= self.final_lr <= 1:
             raise ValueError(
                 f"model.optim.warmup_epochs ({self.warmup_epochs}) must be at least 0, model.optim.final_lr ({self.final_lr}) "
                 "within 0..1"

@@ -1,4 +1,4 @@
-"""Speed measurement and progress output of a run: a bar on a terminal, lines of text elsewhere."""
+"""Speed measurement and progress output of a run: a line of text per epoch, and on a terminal a bar."""
 
 import math
 import sys
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from rich.table import Column
 
 SHOWN = {
     "train/loss_step": "loss",
@@ -76,8 +77,41 @@ class Speed(Callback):
         module.log_dict(names, sync_dist=trainer.world_size > 1)  # averaged over ranks; each images_per_s counts all devices
 
 
-class Progress(RichProgressBar):
-    """Lightning's Rich progress bar with loss, accuracy, images/s, data wait, memory and the time left.
+class EpochLines(Callback):
+    """Prints a line of plain text per epoch, on rank 0: the epoch's metrics and the speed.
+
+    To be mixed into a progress bar. The line of an epoch is printed when the next one begins, since the module has not logged
+    the epoch's means in `on_train_epoch_end` yet.
+    """
+
+    speed: Speed
+    ended = False
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, module)
+        self.ended = True
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._print_line(trainer)
+        super().on_train_epoch_start(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_end(trainer, module)
+        self._print_line(trainer)
+
+    def _print_line(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or not self.ended:
+            return
+        self.ended = False
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values = {name: f"{value:.4f}" for name, value in _shown(metrics).items()} | _speed_values(self.speed)
+        end = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        text = "  ".join(f"{name} {value}" for name, value in values.items())
+        print(f"epoch {trainer.current_epoch}{end}  {text}", flush=True)
+
+
+class Progress(EpochLines, RichProgressBar):
+    """Lightning's Rich progress bar with loss, accuracy and the time left, which fits into 80 columns, above it `EpochLines`.
 
     Within an epoch the metrics are read at most once per second, since reading a value waits for a GPU.
     """
@@ -88,6 +122,14 @@ class Progress(RichProgressBar):
         self.metrics: dict[str, Any] = {}
         self.read = -math.inf
 
+    def configure_columns(self, trainer: Trainer) -> list:
+        return super().configure_columns(trainer)[:3]  # description, bar, batches; not the times, which the lines tell
+
+    def _init_progress(self, trainer: Trainer) -> None:
+        super()._init_progress(trainer)
+        if self._metric_component is not None:  # the bar gives way to the metrics, which would else stand on several lines
+            self._metric_component._table_column = Column(no_wrap=True, overflow="ellipsis")
+
     def _get_train_description(self, current_epoch: int) -> str:
         # epochs are shown counted from 1
         return f"Epoch {current_epoch + 1}/{self.trainer.max_epochs}".ljust(len(self.validation_description))
@@ -96,47 +138,23 @@ class Progress(RichProgressBar):
         now = time.perf_counter()
         if now - self.read >= 1 or not trainer.training or trainer.is_last_batch:
             self.metrics, self.read = super().get_metrics(trainer, module), now
-        return {**_shown(self.metrics), **_speed_values(self.speed)}
+        shown = {name: value for name, value in _shown(self.metrics).items() if not name.startswith("val")}
+        return shown | ({} if self.speed.eta is None else {"eta": _speed_values(self.speed)["eta"]})
 
 
-class Lines(ProgressBar):
-    """Prints a line of plain text per epoch, for output that is not a terminal."""
+class Lines(EpochLines, ProgressBar):
+    """`EpochLines` alone, for output that is not a terminal."""
 
     def __init__(self, speed: Speed) -> None:
         super().__init__()
-        self.speed, self.enabled = speed, True
-        self.ended = False
+        self.speed = speed
 
     def disable(self) -> None:
-        """Print nothing; Lightning calls it on all ranks but the first."""
-        self.enabled = False
-
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.ended = True
-
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.print_line(trainer, trainer.current_epoch)
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.print_line(trainer, trainer.current_epoch)
-
-    def print_line(self, trainer: Trainer, epochs: int) -> None:
-        """Print the line of the epoch that ended, once; `epochs` is the number of epochs that have ended.
-
-        Not called in `on_train_epoch_end`, where the module has not logged the epoch's means yet.
-        """
-        if not self.enabled or not self.ended:
-            return
-        self.ended = False
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        values = {name: f"{value:.4f}" for name, value in _shown(metrics).items()} | _speed_values(self.speed)
-        end = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        text = "  ".join(f"{name} {value}" for name, value in values.items())
-        print(f"epoch {epochs}{end}  {text}", flush=True)
+        """Do nothing; Lightning calls it on all ranks but the first, which print nothing anyway."""
 
 
 def progress_of(speed: Speed) -> ProgressBar:
-    """Return the callback that shows progress: a bar if stdout is a terminal, lines of text if not."""
+    """Return the callback that shows progress: lines of text, and a bar if stdout is a terminal."""
     return Progress(speed) if sys.stdout.isatty() else Lines(speed)
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from vitrel.common.files import atomic_write
+from vitrel.common.resources import lack_of
 from vitrel.train.metrics import CSVLog, merit
 from vitrel.train.same_run import run_settings
 from vitrel.weights.read import checksums, read_file
@@ -63,6 +64,8 @@ class AtomicIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
+            if lack_of(error):  # not of space
+                raise
             old = "the old file is unchanged" if Path(path).exists() else "there is no old file"
             raise OSError(
                 f"cannot write the checkpoint {path}: {error}; {old}, and no part of the new one is left. Free some space and "
@@ -132,7 +135,7 @@ class Saving(Checkpoint):
 
     Args:
         folder: folder of `last.ckpt`.
-        csv: the log, written before every checkpoint; a resumed run removes the rows after the checkpoint.
+        csv: the log, written before every checkpoint; a resumed run drops the rows after the checkpoint.
         every: updates between two saves inside an epoch; 0 for none.
         go_on: how to resume a stopped run, the end of a sentence.
     """
@@ -149,8 +152,8 @@ class Saving(Checkpoint):
         checkpoint["run"] = {"rows": len(self.csv.rows), "order": run_settings(trainer), "files": data.listing.lines}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remove the rows that were logged after the checkpoint was saved."""
-        del self.csv.rows[checkpoint["run"]["rows"] :]
+        """Read the rows that were logged before the checkpoint was saved."""
+        self.csv.resume(checkpoint["run"]["rows"])
         # with max_steps, Lightning would count an epoch that has ended once more and skip the next one
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
@@ -268,7 +271,12 @@ class Saving(Checkpoint):
         return f"{self.path}{at}; {self.go_on}"
 
     def explain(self, error: BaseException) -> None:
-        """If `error` comes from a second ctrl-c, print what is saved and raise SystemExit (130) instead; otherwise return."""
+        """Add what is saved to an error of a machine that lacks something (`lack_of`).
+
+        If `error` comes from a second ctrl-c, print that and raise SystemExit (130) instead.
+        """
+        if lack_of(error):
+            error.add_note(f"the run has ended: {self.left()}")
         # Lightning turns the KeyboardInterrupt into a SystemExit with status 1
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
             rank_zero_only(print)(f"{STOP_SIGNALS[signal.SIGINT]}: {self.left()}", flush=True)

@@ -57,15 +57,21 @@ class Summary(Callback):
         if self.prints and trainer.is_global_zero:
             print(_header(self.fixed, self.path.parent), flush=True)
 
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.prints and trainer.is_global_zero and self.resumed:
+            done = f"{trainer.current_epoch} of {trainer.max_epochs} epochs done"
+            print(f"resumed after update {trainer.global_step}, {done}: {trainer.ckpt_path}", flush=True)
+
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.write(trainer, "running")
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.finish(trainer, "finished")
         if self.prints and trainer.is_global_zero and (best := best_of(self.csv.rows)):
-            file = self.path.parent / "checkpoints" / "best.ckpt"
-            print(f"best top-1 {best['val/top1']:.4f} after epoch {int(best['epoch']) + 1}: {file}")
-            print(f"at other sizes: vitrel evaluate {file} --data {self.fixed['data']} --size ...", flush=True)
+            folder = self.path.parent
+            print(f"best top-1 {best['val/top1']:.4f} after epoch {int(best['epoch']) + 1}: {folder}/checkpoints/best.ckpt")
+            command = f"vitrel evaluate {folder} --data {self.fixed['data']} --size ..."
+            print(f"at other sizes: {command} (a run's folder stands for its last.ckpt)", flush=True)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         stopped = not isinstance(exception, Exception)  # KeyboardInterrupt, SystemExit: the user or a signal stopped the run

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from vitrel.convert import absolute_to_relative, from_timm, load, relativize
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
-from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name
+from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_sized
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import guarding, read_file
 
@@ -89,10 +88,17 @@ class Tuning:
             raise ValueError(f"model_args must not set {' and '.join(reserved)}, which data.data and data.size determine")
         if self._rebuilds(name):
             base, classes = self.initial(name)
-            return self._changed(base, num_classes, img_size, model_args), classes
+            try:
+                return self._changed(base, self.has_weights(name), num_classes, img_size, model_args), classes
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"{name} cannot have model.model_args {model_args}: {error}") from error
         check_registered(name)
-        with guarding(name, model_args):
-            model = timm.create_model(name, num_classes=num_classes, img_size=img_size, **model_args)
+        try:
+            with guarding(name, model_args):
+                model = create_sized(name, img_size, num_classes=num_classes, **model_args)
+        except ValueError as error:
+            error.add_note(f"model.model_args is {model_args}")
+            raise
         return model, self._load(model)
 
     def initial(self, name: str) -> tuple[Backbone, list[str] | None]:
@@ -238,10 +244,16 @@ class Tuning:
             raise ValueError(f"model.tuning.init_from {path}: {error}") from error
         return model, _label_names(model)
 
-    def _changed(self, base: Backbone, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]) -> Backbone:
-        """The model `base` rebuilt for this image size and these classes, with the encoding `position` added."""
-        model = rebuilt(base, img_size=img_size, **{k: v for k, v in model_args.items() if k not in ("pretrained",)})
-        if base.arguments["img_size"] != img_size and (resized := base.resized(img_size)):
+    def _changed(
+        self, base: Backbone, has_weights: bool, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]
+    ) -> Backbone:
+        """The model `base` rebuilt for this image size and these classes, with the encoding `position` added.
+
+        has_weights: the rebuilt model gets the weights of `base`; otherwise, and for other classes, new ones.
+        """
+        changes = {"img_size": img_size, **{name: value for name, value in model_args.items() if name != "pretrained"}}
+        model = rebuilt(base, **changes) if has_weights else config_of(base).build(num_classes=num_classes, **changes)
+        if has_weights and base.arguments["img_size"] != img_size and (resized := base.resized(img_size)):
             rank_zero_only(print)(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resized)}")
         if self.position is not None:
             fade = dict(fade_steps=1) if self.absolute == "fade" else {}  # `fade_over` sets the length when it is known

@@ -1,0 +1,90 @@
+"""What a machine lacks is said in one sentence, and errors of the code keep their traceback."""
+
+import multiprocessing
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from vitrel.common.exits import reported
+from vitrel.common.resources import lack_of, loading_failed, out_of_memory
+
+
+class Faulty:
+    """Eight images whose loading fails by `fault` at the fourth."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 3:
+            self.fault()
+        return torch.zeros(1)
+
+
+def full():
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+
+
+def no_room():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+
+def bad():
+    raise ValueError("cat/1.png:\n cut off")
+
+
+def caught(fault, workers=1):
+    with pytest.raises(Exception) as error:  # noqa: PT011  of several kinds
+        list(DataLoader(Faulty(fault), num_workers=workers))
+    return error.value
+
+
+KILLED = [  # tests/train/test_faults.py kills one
+    RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+    RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
+]
+BUS = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [(full, "--shm-size"), (no_room, "memory ran out (CUDA out of memory."), (KILLED[0], "was killed"),
+     (KILLED[1], "was killed"), (BUS, "--shm-size")],
+)  # fmt: skip
+def test_what_loading_lacks_is_one_sentence(fault, text):
+    error = fault if isinstance(fault, Exception) else caught(fault)
+    assert text in lack_of(error) and "\n" not in lack_of(error) and "Traceback" not in lack_of(error)
+    with pytest.raises(SystemExit) as ended, reported():
+        raise error
+    assert ended.value.code == f"error: {lack_of(error)}"
+
+
+def test_processes_that_cannot_be_started_are_one_sentence(monkeypatch):
+    def none(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing", type("none", (), {"SemLock": none}))
+    with pytest.raises(OSError, match="No space left") as error:
+        multiprocessing.Lock()
+    assert loading_failed(error.value)
+    assert "cannot be started" in lack_of(error.value) and "No space left on device" in lack_of(error.value)
+    assert not loading_failed(OSError(28, "No space left on device", "a.csv"))
+
+
+def test_an_error_of_a_loader_process_is_told_without_its_traceback():
+    error = caught(bad)
+    assert "Traceback" in str(error) and lack_of(error) == ""
+    with pytest.raises(SystemExit) as ended, reported():
+        raise error
+    assert ended.value.code == "error: cat/1.png: cut off"
+
+
+def test_other_errors_stay_what_they_are():
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not out_of_memory(error) and lack_of(error) == ""
+    with pytest.raises(RuntimeError), reported():
+        raise error
