@@ -128,7 +128,7 @@ def test_public_names_are_documented_and_typed():
     assert {name: wrong for name in ours if (wrong := [*undocumented(name)])} == {}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda p: p.name)
 def test_configs_have_their_header(path: Path):
     header = [line.lower() for line in path.read_text().splitlines() if line.startswith("#")]
     for word in ("command", "hardware", "time", "expected", "measured"):

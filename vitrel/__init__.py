@@ -40,8 +40,10 @@ def _is_command() -> bool:
     return by_module or Path(program).stem == "vitrel"
 
 
+_COMMAND = _is_command()
+
 # The command imports torch and timm, which take seconds, only after reading its options, so that --help is fast.
-if not _is_command():
+if not _COMMAND:
     from vitrel import evaluate
     from vitrel.convert import from_timm, load, relativize, save
     from vitrel.cpu.optimize import optimize

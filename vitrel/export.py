@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 from torch import Tensor
 
 import vitrel.models  # noqa: F401  registers our names with timm
-from vitrel.common.extras import MissingExtra, absent
+from vitrel.common.extras import EXTRAS, require
 from vitrel.convert.saving import save
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, preprocessing_of
@@ -128,8 +128,8 @@ def _check_path(path: Path, format: str, overwrite: bool) -> None:
         raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a file'}, which is not overwritten; choose another")
     if path.is_dir() and (other := sorted(item.name for item in path.iterdir() if item.name not in FOLDER)):
         raise ValueError(f"{path} contains {other[0]}, which is not part of an export; choose another folder")
-    if format == "onnx" and (missing := absent("onnx")):
-        raise MissingExtra(f"format 'onnx' needs {', '.join(missing)}: pip install 'vitrel[onnx]'")
+    if format == "onnx":
+        require(*EXTRAS["onnx"])
 
 
 def _check_size(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> None:

@@ -4,25 +4,36 @@ import inspect
 import json
 import re
 import resource
+import shlex
 import subprocess
 import sys
+import tomllib
 import warnings
 
 import pytest
 
 import vitrel
+from helpers import ROOT
 from vitrel import cli
 from vitrel.cli import train
 from vitrel.cli.options import check_data, is_name
-from vitrel.common.extras import EXTRAS, MissingExtra, absent, optional_import
+from vitrel.common import extras
+from vitrel.common.extras import EXTRAS, MissingExtra, absent, install_command, optional_import, require
 
 HEAVY = ("torch", "timm", "numpy", "pandas", "lightning", "matplotlib")
 
 
-def started(*arguments):
-    """(finished process, seconds of processor time, heavy modules that it imported) of `python -m vitrel`."""
+LACKING = "import sys; sys.modules[sys.argv.pop(1)] = None; sys.argv[0] = 'vitrel'; import vitrel.cli; vitrel.cli.main()"
+
+
+def started(*arguments, lacking=None):
+    """(finished process, seconds of processor time, heavy modules that it imported) of `python -m vitrel`.
+
+    lacking: name of a module that is not installed for it.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-X", "importtime", "-m", "vitrel", *arguments]
+    program = ["-m", "vitrel"] if lacking is None else ["-c", LACKING, lacking]
+    command = [sys.executable, "-X", "importtime", *program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
@@ -43,6 +54,15 @@ def test_warnings_are_one_line(capsys, monkeypatch):
         (["--help"], 0),
         (["--version"], 0),
         (["nonsense"], 2),
+        (["report", "nowhere"], 1),
+        (["evaluate", "a.ckpt", "--size", "96", "--data", "shapes"], 1),
+        (["evaluate", "a", "--pretrained", "--weights", "a.pth", "--size", "96", "--data", "shapes"], 1),
+        (["evaluate", "a", "--pretrained", "--size", "96", "--data", "shapes", "--class-indices", "nowhere"], 1),
+        (["plot", "local-dir:nowhere"], 1),
+        (["explain", "a.ckpt"], 1),
+        (["tune", "a.ckpt"], 1),
+        (["export", "vitrel_swin_n", "--format", "exported"], 1),
+        (["list", "--json", "no/such/file.json"], 1),
         (["train", "--help"], 0),
         (["train"], 2),
         (["train", "--config", "nowhere.yaml"], 2),
@@ -59,6 +79,39 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
     assert done.returncode == status and heavy == set() and seconds < 1
     said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
     assert "Traceback" not in said and (said if status else done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("pandas", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
+        ("plotly", ["evaluate", "a", "--data", "shapes", "--size", "96"]),
+        ("pandas", ["report", "nowhere"]),
+        ("pandas", ["compare", "quickstart"]),
+        ("lightning", ["compare", "quickstart"]),
+        ("matplotlib", ["plot", "--gallery"]),
+        ("matplotlib", ["diagnose", "test_vit", "--size", "96", "--plot", "a.png"]),
+        ("onnx", ["export", "a", "--format", "onnx"]),
+        ("webdataset", ["pack", "nowhere", "out"]),
+        ("lightning", ["train", "--data", "shapes"]),
+        ("shtab", ["completion", "bash"]),
+    ],
+)
+def test_a_missing_package_is_named_at_once(module, arguments):
+    done, seconds, heavy = started(*arguments, lacking=module)
+    assert done.returncode == 1 and heavy == set() and seconds < 1
+    assert f"{module} is not installed: pip install" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_misspelt_command_or_option_gets_a_suggestion(capsys):
+    for arguments, said in (
+        (["evalute", "runs/a"], "there is no command 'evalute': did you mean evaluate?"),
+        (["list", "--weights-onyl"], "there is no option --weights-onyl: did you mean --weights-only?"),
+        (["report", "a", "b", "c"], "unexpected argument c"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 2 and capsys.readouterr().err.rstrip().endswith(said)
 
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
@@ -127,11 +180,20 @@ def test_doctor_prints_what_a_bug_report_needs(tmp_path, capsys):
     assert sum(line.lstrip()[0].isdigit() for line in serves) == 2 and any("triton: " in line for line in serves)
 
 
+@pytest.mark.slow(seconds=10)
+def test_short_commands_import_no_more_than_they_need_and_end_at_once():
+    doctor, _, heavy = started("doctor")
+    assert doctor.returncode == 0 and heavy == {"torch", "numpy"} and "attention:" in doctor.stdout
+    listed, _, heavy = started("list", "vitrel_vit_n8_none")
+    assert listed.returncode == 0 and heavy == {"torch", "timm", "numpy"} and "vitrel_vit_n8_none" in listed.stdout
+    unknown, _, _ = started("list", "vitrel_vit_n8_nano")
+    assert unknown.returncode == 1 and "unknown model 'vitrel_vit_n8_nano'" in unknown.stderr
+
+
 def test_doctor_names_the_extras_that_are_missing(monkeypatch, capsys):
     monkeypatch.setitem(EXTRAS, "onnx", ("onnx_of_nobody",))
     cli.main(["doctor"])
-    text = capsys.readouterr().out
-    assert "onnx: lacks onnx_of_nobody" in text and "pip install 'vitrel[onnx]'" in text
+    assert f"onnx: lacks onnx_of_nobody: {install_command('onnx')}" in capsys.readouterr().out
 
 
 def test_explain_an_encoding_and_a_model(capsys):
@@ -147,19 +209,32 @@ def test_explain_an_encoding_and_a_model(capsys):
         (["tabel"], "unknown model 'tabel'"),
         (["vitrel_vit_n8_table", "--layer", "9"], "there is no layer 9"),
         (["resnet18"], "has no attention layers of vitrel"),
+        (["table", "--options", "{x: 1}"], "error: --options: position 'table' has no option 'x'"),
+        (["vitrel_vit_n8_table", "--model-args", "{dpth: 1}"], "error: --model-args: .*did you mean 'depth'"),
     ):
         with pytest.raises(SystemExit, match=message):
             cli.main(["explain", *arguments])
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch):
-    with pytest.raises(MissingExtra, match=r"pip install 'vitrel\[evaluate\]'"), optional_import():
+    with pytest.raises(MissingExtra, match=r"pandas is not installed: pip install -e .*\[evaluate\]"), optional_import():
         raise ModuleNotFoundError("No module named 'pandas'", name="pandas.core")
     with pytest.raises(ModuleNotFoundError, match="mine"), optional_import():
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
-    assert absent("evaluate") == []
-    monkeypatch.setitem(sys.modules, "plotly", None)  # as where it is not installed
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.delitem(sys.modules, "vitrel.evaluate.report.html", raising=False)
-    with pytest.raises(SystemExit, match=r"error: plotly is not installed: pip install 'vitrel\[evaluate\]'"):
-        cli.main(["report", "nowhere"])
+    require(*EXTRAS["evaluate"])
+    for name in ("lightning", "matplotlib", "plotly"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    assert absent(*EXTRAS["evaluate"]) == ["matplotlib", "plotly"]
+    with pytest.raises(MissingExtra, match=r"^matplotlib, plotly are not installed: .*\[evaluate\]"):
+        require(*EXTRAS["evaluate"])
+    with pytest.raises(MissingExtra, match=r"\[(train,evaluate|evaluate,train)\]"):
+        require("plotly", "lightning")
+
+
+def test_the_command_that_installs_an_extra_needs_no_index_with_this_package(monkeypatch, tmp_path):
+    """In a checkout it names the folder, where the package is a wheel, the packages."""
+    assert install_command("train") == f'pip install -e "{ROOT}[train]"'
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    command = shlex.split(install_command("onnx", "train"))
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert command[:2] == ["pip", "install"] and set(command[2:]) == {*declared["onnx"], *declared["train"]}

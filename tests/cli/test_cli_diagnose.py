@@ -36,7 +36,7 @@ def test_table_json_and_picture(tmp_path, capsys, monkeypatch):
 def test_the_names_on_the_command_line(capsys):
     tool.main(["test_convnext", "test_vit", "--size", "96"])
     text = capsys.readouterr().out
-    assert "no layer of attention was recognised" in text and "pos_embed bicubic" in text
+    assert "the model has no attention" in text and "pos_embed bicubic" in text
 
 
 @pytest.mark.parametrize(

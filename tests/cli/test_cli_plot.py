@@ -73,7 +73,7 @@ def test_images_as_the_model_takes_them(tmp_path):
     [
         (["vitrel_vit_n8_tabel"], "unknown model 'vitrel_vit_n8_tabel'; nearest: "),
         (["vitrel_vit_n8_none", "--query", "9,0"], r"query (9, 0) is outside the 8x8 patches of blocks.3.attn"),
-        (["vitrel_vit_n8_none", "--image", "no/such.png"], "cannot decode no/such.png: No such file"),
+        (["vitrel_vit_n8_none", "--image", "no/such.png"], "no file no/such.png"),
         (["vitrel_vit_n8_none", "--layers", "1", "4"], "there is no layer 4: the layers that can be drawn are 0 to 3"),
         (["vitrel_vit_n8_none", "--heads", "0", "3"], "there is no head 3: the model has heads 0 to 2"),
         (["deit_tiny_patch16_224.nosuch"], "Invalid pretrained tag (nosuch)"),

@@ -15,6 +15,7 @@ import yaml
 from helpers.pictures import write_classes
 from helpers.runs import at, in_child, on_two, status
 from vitrel import cli
+from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 from vitrel.common.lock import LOCK
 from vitrel.train import Classifier, command, run
@@ -340,12 +341,9 @@ def test_abbreviated_options_are_refused(capsys):
     assert "unknown key trainer.max_epoch: did you mean trainer.max_epochs?" in capsys.readouterr().err
 
 
-TRAINING = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "trainer" in yaml.safe_load(path.read_text()))
-
-
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_example_configs_parse(path, capsys):
+@pytest.mark.parametrize("name", packaged("train"))
+def test_configurations_of_the_package_parse_by_their_names(name, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run(["fit", "--config", str(path), "--print_config"])
-    assert stopped.value.code == 0 and path.read_text().startswith("#")
+        run(["fit", *expanded(["--config", name]), "--print_config"])
+    assert stopped.value.code == 0 and packaged("train")[name].read_text().startswith("#")
     assert yaml.safe_load(capsys.readouterr().out)["data"]["size"]

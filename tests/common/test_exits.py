@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager
 
@@ -23,13 +24,19 @@ def noted(error, *notes):
     return error
 
 
-ERRORS = [ValueError("bad"), OSError(28, "No space", "a.csv"), MemoryError("bad"), FloatingPointError("bad")]
+ERRORS = [
+    (ValueError("bad"), "bad"),
+    (OSError(28, "No space", "a.csv"), "a.csv: No space"),
+    (OSError("bad"), "bad"),
+    (MemoryError("bad"), "bad"),
+    (FloatingPointError("bad"), "bad"),
+]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_what_the_user_can_mend_is_one_line(capsys, error):
+@pytest.mark.parametrize(("error", "text"), ERRORS, ids=lambda error: type(error).__name__)
+def test_what_the_user_can_mend_is_one_line(capsys, error, text):
     code, _ = ended(capsys, noted(error, "3 rows are\n  saved"))
-    assert code == f"error: {error}; 3 rows are saved"  # a text: printed on stderr, status 1
+    assert code == f"error: {text}; 3 rows are saved"  # a text: printed on stderr, status 1
 
 
 def test_lines_are_joined_and_nothing_is_hidden(capsys):
@@ -73,3 +80,20 @@ def test_names_that_are_no_utf8_can_be_printed(tmp_path, monkeypatch):
         with reported():
             print(os.fsdecode(b"caf\xe9"))
     assert (tmp_path / "out").read_text("utf-8") == "caf\\udce9\n"
+
+
+@pytest.mark.parametrize(("last", "status", "said"), [("pass", 0, ""), ("sys.exit('no')", 1, "no\n"), ("sys.exit(2)", 2, "")])
+def test_a_short_program_ends_with_its_output_and_status(last, status, said):
+    program = f"""
+import atexit, sys
+sys.argv[0] = 'vitrel'  # whose import is quick
+from vitrel.common.exits import at_once
+atexit.register(print, "handler")
+with at_once():
+    print("output")
+    {last}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": ""}
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (status, said, "output\nhandler\n")

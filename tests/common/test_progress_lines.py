@@ -1,6 +1,7 @@
 """Progress of long work: lines in a log, a bar on a terminal."""
 
 import io
+import re
 import sys
 
 import pytest
@@ -27,6 +28,20 @@ def test_a_log_gets_a_line_now_and_then(clock, capsys):
         "4.0 of 4 rows after 60 s: d",
         "4.0 of 4 rows after 60 s: done",
     ]
+
+
+def test_the_time_left_counts_what_units_cost(clock, capsys):
+    """Sizes of an evaluation, small ones first: at each moment the line says how long the rest takes, within its rounding."""
+    costs = [0.0, 24.0, 24.0, 50.0, 98.0, 200.0]  # the first row is done already
+    with progress(len(costs), "rows", every=20, work=sum(costs)) as advance:
+        for cost in costs:
+            for _ in range(4):
+                clock[0] += cost / 4
+                advance(0.25, "a", cost)
+    end = sum(costs)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    told = [(float(words[0]), float(words[1])) for words in (re.findall(r"(\d+) s", line) for line in lines)]
+    assert len(told) > 6 and all(abs(after + left - end) <= 1 for after, left in told)
 
 
 def test_short_work_says_nothing(clock, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import shlex
+from itertools import pairwise
 
 import pytest
 import timm
@@ -11,6 +12,7 @@ import torch
 
 from helpers import ROOT
 from vitrel import POSITIONS, cli
+from vitrel.cli.options import packaged
 from vitrel.cli.train import expanded
 
 PAGES = {
@@ -73,6 +75,16 @@ def test_command_lines_parse(line):
     argv = COMMANDS[line]
     assert argv[0] in cli.COMMANDS
     cli.build_parser(argv[:1]).parse_args(argv)
+
+
+def test_configurations_of_command_lines_come_with_the_package():
+    """So that they work from an installed wheel, in any folder; a name with .yaml is a file of the reader's."""
+    options = {line: dict(pairwise(argv)) for line, argv in COMMANDS.items()}
+    trained = [found["--config"] for found in options.values() if "--config" in found]
+    compared = [found["compare"] for found in options.values() if "compare" in found]
+    assert len(trained) > 3 and len(compared) > 3 and not any("/" in name for name in (*trained, *compared))
+    assert {name for name in trained if not name.endswith(".yaml")} <= packaged("train").keys()
+    assert {name for name in compared if not name.endswith(".yaml")} <= packaged().keys()
 
 
 @pytest.mark.slow

@@ -11,6 +11,10 @@ from vitrel import POSITIONS
 from vitrel.cli import COMMANDS
 
 README = (ROOT / "README.md").read_text("utf-8")
+FOLDERS = ("docs", "results", "examples", ".")  # of the pages of this repository
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix() for name in FOLDERS for path in (ROOT / name).glob("*.md" if name == "." else "**/*.md")
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +66,29 @@ def test_links_out_of_the_pages_reach_files_of_the_repository():
     assert _outside("how_to/export.md", "../start.md") == ""
     for path in (ROOT / "docs").rglob("*.md"):
         page = path.relative_to(ROOT / "docs").as_posix()
-        for target in LINK.findall(path.read_text("utf-8")):
+        for target, _ in LINK.findall(path.read_text("utf-8")):
             outside = _outside(page, target)
             assert not outside or (ROOT / outside).is_file(), f"{page}: {target}"
+
+
+def test_links_to_what_a_page_is_made_from_lead_to_that_page():
+    """In the checkout such a page does not exist, so a link names the file that it is made from."""
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
+    from tools.docs.hooks import GENERATED, _generated
+
+    assert all((ROOT / source.partition("#")[0]).is_file() for source in GENERATED)
+    assert _generated("vitrel/position/rope.py", "#rope_mixed") == "encodings/rope_mixed.md"
+    assert _generated("tools/explorer/page/page.html", "#trace") == "explorer.html#trace"
+    assert _generated("vitrel/train/__init__.py", "") == "reference/api.md#vitreltrain"
+    assert _generated("vitrel/position/rope.py", "") == ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_of_a_page_reach_files_of_the_checkout(page):
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    files = {target.partition("#")[0] for target in targets if not re.match("[a-z]+:|#", target)}
+    assert [file for file in sorted(files) if not ((ROOT / page).parent / file).exists()] == []
 
 
 def test_pages_are_as_short_as_promised():

@@ -210,15 +210,14 @@ def test_the_evaluation_may_have_data_of_its_own(load, tmp_path, monkeypatch):
         load(evaluate=evaluate | {"data": ["labelled"]})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_no_configuration_names_a_place_outside_the_checkout(path):
     assert "../" not in path.read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "imagenette96", "shapes_encodings", "study_shapes", "study_imagenet"])
 def test_the_configurations_of_the_repository_are_valid(name, request, monkeypatch):
-    folder = request.config.rootpath / ("vitrel/configs" if name == "quickstart" else "configs")
-    path = folder / f"{name}.yaml"
+    path = request.config.rootpath / "vitrel" / "configs" / f"{name}.yaml"
     monkeypatch.setattr("vitrel.evaluate.compare._data", lambda data, path, key="data": data)
     for found in load_comparison(path):
         assert found.name.split("/")[0] == name and len(found.entries) >= 4

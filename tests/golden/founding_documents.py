@@ -193,7 +193,7 @@ INTRODUCTION = """# The founding documents' worked examples
 vitrel grew out of five documents that teach relative position by examples small enough to work through by hand: five tokens in
 a row, three tokens, a grid of four patches. Here are all of them: the inputs, the exact values, what the documents print, and
 whether it agrees. They check any implementation. {playable} of the {count} can be played with in
-[the explorer](explorer.html); the table of [all examples](#all-examples) says where.
+[the explorer](../tools/explorer/page/page.html); the table of [all examples](#all-examples) says where.
 
 | document | about | its examples |
 |---|---|---|
@@ -449,7 +449,7 @@ def played(name: str) -> str:
     if name not in EXPLORER:
         return ""
     anchor, choice = EXPLORER[name]
-    return f"[{SECTIONS[anchor]}](explorer.html#{anchor}): {choice}"
+    return f"[{SECTIONS[anchor]}](../tools/explorer/page/page.html#{anchor}): {choice}"
 
 
 def spaced(values) -> str:

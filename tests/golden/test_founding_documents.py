@@ -502,6 +502,37 @@ def vectors_of_transformer_xl():
     return {"vectors": len(encoding(grid).tables[1].query[0].unique(dim=0))}
 
 
+def other_sizes():
+    """Rows of tables for 14x14 and 24x24 patches, Swin's window staying 7x7, and those that are interpolated between these."""
+    small, large, window, dim = vitrel.Grid(14, 14), vitrel.Grid(24, 24), vitrel.Grid(7, 7), 8
+    axes = {"swin": ("table", window, window), "beit": ("table", small, large), "vitdet": ("decomposed", small, large)}
+    axes |= {key: (key, small, large) for key in ("alibi", "cpb")}
+    rows, interpolated = {}, {}
+    for name, (key, trained, other) in axes.items():
+        encoding, width = vitrel.create_position(key, trained, 1, dim), dim if key == "decomposed" else 1
+        interpolated[name] = sum(encoding.resized(other).values()) / width
+        if name in ("swin", "beit", "vitdet"):
+            parts = 2 if key == "decomposed" else 1
+            rows[name] = [count(key, grid, 1, dim) / width / parts for grid in (trained, other)]
+    return {"rows": rows, "interpolated": interpolated}
+
+
+def bias_beside_rotation():
+    """The greatest difference that a rotation makes to what a bias adds to the logits."""
+    both, x = vitrel.create_position("rope_mixed+table", (2, 2), 1, 4, dtype=torch.float64), torch.randn(4, 4).double()
+    rope, table = both.parts.values()
+    table.set_biases(LISTED)
+    of_both, of_rope, of_table, content = (vitrel.explain(x, x, x, p, (2, 2)).biased for p in (both, rope, table, "none"))
+    return ((of_both - of_rope) - (of_table - content)).abs().max().item()
+
+
+def parameters_of_transformer_xl():
+    case = CASES["sizes_of_listings"]["inputs"]
+    heads, dim = case["xl_heads"], case["xl_width"]
+    sizes = {n: p.numel() for n, p in vitrel.create_position("transformer_xl", (1, 8), heads, dim).named_parameters()}
+    return {"projection": sizes.pop("w_r"), "biases": sum(sizes.values())}
+
+
 def overhead():
     """Percent that one addition per score is of the 2 d operations of q.k and the 2 d of the weighted sum."""
     return {"percent": [100 / (4 * d) for d in (4, 64)]}
@@ -526,6 +557,9 @@ STATEMENTS = {
     "size_of_table": lambda: {"rows": count("table", (7, 7)), "patches": vitrel.Grid(7, 7).tokens},
     "clip_of_transformer_xl": vectors_of_transformer_xl,
     "lowest_score": lowest_scores,
+    "other_sizes": other_sizes,
+    "xpos": lambda: {"parameters": count("xpos", (4, 4)), "difference": bias_beside_rotation()},
+    "size_of_projection": parameters_of_transformer_xl,
     "unused_table": lambda: {
         "log_decay": count("log_decay", (1, 5), decay=0.3),
         "t5": count("t5", (1, 512), num_buckets=32, max_distance=128),

@@ -128,7 +128,7 @@ def test_all_ways_of_a_real_model():
         ("levit_128s", (192, 320), {"refused", "interpolated"}, ""),
         ("mobilevit_xxs", (192, 320), set(), ""),
         ("pvt_v2_b0", 256, set(), "global"),
-        ("test_convnext", [160, 96], set(), "no layer of attention was recognised"),
+        ("test_convnext", [160, 96], set(), "the model has no attention"),
         ("test_maxvit", [160, 192], {"interpolated", "bias"}, "not examined: strided windows"),
         ("test_vit", [160, (160, 224)], {"interpolated"}, "global"),
         ("tiny_vit_5m_224", 256, {"padding"}, "attend to padding at 256x256"),
@@ -142,6 +142,7 @@ def test_families_are_examined(name, sizes, kinds, words):
     found = vitrel.diagnose(name, sizes)
     assert {kind for reported in found.findings.values() for kind in reported} == kinds and found.unexamined == {}
     assert words in str(found) and ("found nothing" in str(found)) == (not kinds)
+    assert "try timm.create_model" not in str(found)  # which was tried as a way of its own
 
 
 @pytest.mark.slow
@@ -304,6 +305,37 @@ def test_a_vit_in_all_its_ways():
     )
     found = vitrel.diagnose(timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **model), [(230, 224), 320])
     assert "refused at 1 of 2 sizes: vit_tiny_patch16_224 does not take 230x224 pixels" in found.findings["as built"]["refused"]
+
+
+class Pooled(nn.Module):
+    """Attention, by one function or step by step, over tokens of pooled pixels, whose grid no module shows; or none."""
+
+    num_classes = 3
+
+    def __init__(self, attend):
+        super().__init__()
+        self.embed, self.attend = nn.Conv2d(3, 8, 4, 4), attend
+
+    def forward(self, image):
+        x = nn.functional.avg_pool2d(self.embed(image), 2).flatten(2).mT
+        return self.attend(x, x, x).mean(1) if self.attend else x.mean(1)
+
+
+def by_hand(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, by_hand, None])
+def test_attention_on_an_unknown_grid_is_no_missing_attention(attend):
+    found = str(vitrel.diagnose(Pooled(attend), [32, 64]))
+    assert ("the model has no attention" in found) == (attend is None)
+    assert ("not examined: attention on tokens whose grid is unknown" in found) == (attend is not None)
+
+
+def test_another_way_to_build_a_model_is_told_where_it_was_not_tried():
+    """Of a module, which has one way; of a name the other ways are in the diagnosis."""
+    model = timm.create_model("cait_xxs24_224", depth=1, depth_token_only=1, embed_dim=24, num_heads=2)
+    assert "try timm.create_model('cait_xxs24_224', img_size=(32, 32))" in str(vitrel.diagnose(model, 32))
 
 
 def test_ways_that_agree_are_told_once():

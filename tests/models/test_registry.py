@@ -10,6 +10,7 @@ from timm.optim import param_groups_weight_decay
 
 import vitrel
 from vitrel import POSITIONS
+from vitrel.models.create import on_meta
 
 NAMES = timm.list_models("vitrel_*")
 SMALL = [name for name in NAMES if re.search(r"_n8_|_swin_n|_swinv2_n", name)]
@@ -266,8 +267,8 @@ def test_create_model_imports_and_delegates(tmp_path):
 
 DAMAGES = {
     "config.json is damaged": lambda folder: (folder / "config.json").write_text("{"),
-    r"config.json is damaged \(TypeError": lambda folder: (folder / "config.json").write_text("[1]"),
-    "names an architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_of_mine"}'),
+    r"config.json is damaged \(it holds a list": lambda folder: (folder / "config.json").write_text("[1]"),
+    "names no architecture": lambda folder: (folder / "config.json").write_text('{"architecture": "vit_of_mine"}'),
     "No such file or directory: .*config.json": lambda folder: (folder / "config.json").unlink(),
     "No suitable checkpoints found": lambda folder: (folder / "pytorch_model.bin").unlink(),
     "it is empty, the disk may have been full": lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
@@ -297,3 +298,17 @@ def test_input_errors(name):
         model(torch.zeros(3, 64, 64))
     with pytest.raises(ValueError, match="expected 3 channels, got 1; build the model with in_chans=1"):
         model(torch.zeros(1, 1, 64, 64))
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_cpb", "vitrel_swinv2_n", "test_vit", "swin_tiny_patch4_window7_224"])
+def test_a_model_on_the_meta_device_has_the_shapes_of_the_model(name):
+    with on_meta():
+        shapes = timm.create_model(name)
+    state = timm.create_model(name).state_dict()
+    assert all(value.is_meta for value in shapes.parameters())
+    assert {key: value.shape for key, value in shapes.state_dict().items()} == {
+        key: value.shape for key, value in state.items()
+    }
+    torch.ones(2).mul_(3)  # after the context values are filled as ever
+    with on_meta():
+        assert torch.ones(2, device="cpu").mul_(3).tolist() == [3, 3]  # and inside it those on a device

@@ -9,7 +9,8 @@ from helpers import ROOT
 from helpers.runs import read, rows
 from vitrel.train import run
 
-CONFIGS = sorted({*(ROOT / "configs").glob("imagenet_*.yaml"), *(ROOT / "configs").glob("*finetune*.yaml")})
+FOLDER = ROOT / "vitrel" / "configs" / "train"
+CONFIGS = [*sorted(FOLDER.glob("imagenet_*.yaml")), FOLDER / "fixres_finetune.yaml"]
 
 
 def small(path, folder, out):

@@ -206,3 +206,11 @@ def test_timms_own_refusals_lose_their_advice(tmp_path):
     with pytest.raises(ValueError, match=r"new\.pth .*was refused"), guarding("the model", given):
         timm.create_model("vitrel_vit_n8_none", **given)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"hello world, this is junk", b"e\n", bytes(range(256)) * 10, b"<!DOCTYPE html><html>"])
+def test_a_file_that_is_no_checkpoint_is_named_by_how_it_begins(tmp_path, content):
+    (tmp_path / "junk.pth").write_bytes(content)
+    with pytest.raises(ValueError, match=r"junk\.pth \([\d,]+ bytes\) is no readable checkpoint: it is neither") as refused:
+        read_file(tmp_path / "junk.pth")
+    assert repr(content[:16]) in str(refused.value)

@@ -152,6 +152,13 @@ def test_transformers(version, options, own, tmp_path):
     same(ours, theirs, sizes, lambda gradients: transformers_back(gradients, version))
 
 
+def test_a_file_of_transformers_without_its_configuration(tmp_path):
+    theirs, image = transformers_peer(1), torch.randn(1, 3, 32, 32)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    torch.testing.assert_close(vitrel.load(tmp_path / "model.safetensors")(image), theirs(image).logits, atol=2e-5, rtol=0)
+
+
 class Attention(nn.Module):
     """Attention in a window as in Microsoft's Swin V1, or with naver's rotation: x before y, neighbours in pairs."""
 

@@ -201,3 +201,22 @@ def test_mvit_tables_without_pooling():
         assert (own - p.grad).norm() <= 2e-5 * p.grad.norm() + 1e-7, n
     peer.rel_pos_h, peer.rel_pos_w = nn.Parameter(peer.rel_pos_h[2:-2]), nn.Parameter(peer.rel_pos_w[1:-1])
     torch.testing.assert_close(layer(x[:, :21], (4, 5, 1)), peer(x[:, :21], (4, 5))[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "Dinov2"])
+def test_transformers(name, tmp_path):
+    """Under the names that its modules have, and under those of its files (version 5 renames as it saves)."""
+    library = pytest.importorskip("transformers", reason="transformers is no dependency, its weights are read without it")
+    sizes = dict(image_size=48, patch_size=8, hidden_size=C, num_hidden_layers=2, num_attention_heads=HEADS)
+    config = getattr(library, f"{name}Config")(**sizes, intermediate_size=4 * C, num_labels=5, layer_norm_eps=1e-6)
+    head = {"ViT": "ForImageClassification", "DeiT": "ForImageClassificationWithTeacher", "Dinov2": "Model"}[name]
+    theirs = perturb(getattr(library, f"{name}{head}")(config))
+    theirs.save_pretrained(tmp_path)
+    own = {"ViT": {}, "DeiT": dict(dist_token=True), "Dinov2": dict(num_classes=0, block_args=SCALED)}[name]
+    image = torch.randn(2, 3, 48, 48)
+    for source in (tmp_path / "model.safetensors", theirs.state_dict()):
+        model = ours("absolute", **own)
+        vitrel.load_pretrained(model, source, allow_unused=["*mask_token"])
+        expected = theirs(image)
+        expected = expected.pooler_output if name == "Dinov2" else expected.logits
+        torch.testing.assert_close(model(image), expected, atol=2e-5, rtol=1e-4)

@@ -16,7 +16,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # mkdocs does not set them; pag
 from tools.docs import encodings, reference, studies  # noqa: E402
 from tools.explorer.make import explorer_html  # noqa: E402
 
-LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")  # Markdown links that begin with ../
+LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)(#[^)\s]+)?")  # Markdown links that begin with ../, and their fragments
+GENERATED = {  # {file of the repository, with or without a fragment: page of the site that is made from it}
+    "results/study/imagenet/table.md": "studies/imagenet_weights_tables.md",
+    "results/study/imagenette224/table.md": "studies/photographs_tables.md",
+    "tools/explorer/page/page.html": "explorer.html",
+    "vitrel/__init__.py": "reference/api.md",
+    "vitrel/cli/__init__.py": "reference/command_line.md",
+    "vitrel/train/__init__.py": "reference/api.md#vitreltrain",
+    **{f"{kind.__module__.replace('.', '/')}.py#{key}": f"encodings/{key}.md" for key, kind in encodings.POSITIONS.items()},
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -39,9 +48,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "studies/imagenet_weights_tables.md", content=studies.imagenet_weights()))
     files.append(File.generated(config, "explorer.html", content=explorer_html()))
     for page in [*files.documentation_pages()]:
-        for target in LINK.findall(page.content_string):
+        for target, fragment in LINK.findall(page.content_string):
             path = _outside(page.src_uri, target)
-            if path and files.get_file_from_path(f"files/{path}") is None:
+            if path and not _generated(path, fragment) and files.get_file_from_path(f"files/{path}") is None:
                 if not (ROOT / path).is_file():
                     raise FileNotFoundError(f"{page.src_uri} links to {target}, which does not exist")
                 files.append(File.generated(config, f"files/{path}", content=(ROOT / path).read_bytes()))
@@ -49,11 +58,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Insert generated parts, and redirect links to files outside docs/ to their copies in the site."""
+    """Insert generated parts, and redirect links to files outside docs/ to the pages made from them, or copies in the site."""
 
     def redirected(link: re.Match) -> str:
-        path = _outside(page.file.src_uri, link[1])
-        return posixpath.relpath(f"files/{path}", posixpath.dirname(page.file.src_uri) or ".") if path else link[1]
+        path, fragment = _outside(page.file.src_uri, link[1]), link[2] or ""
+        place = _generated(path, fragment) or f"files/{path}{fragment}"
+        return posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".") if path else link[0]
 
     for mark, generate in reference.INSERTED.items():
         if mark in markdown:
@@ -65,3 +75,8 @@ def _outside(page: str, target: str) -> str:
     """Return the path from the repository's root of a link `target` in docs/`page`, "" if it is inside docs/."""
     path = os.path.normpath(posixpath.join("docs", posixpath.dirname(page), target)).replace(os.sep, "/")
     return "" if path.startswith("docs/") else path
+
+
+def _generated(path: str, fragment: str) -> str:
+    """Return the page of the site, and the place in it, for a link to a file that a page is made from; "" for other files."""
+    return GENERATED.get(path + fragment) or (GENERATED[path] + fragment if path in GENERATED else "")

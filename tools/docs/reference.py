@@ -47,9 +47,9 @@ def command_line() -> str:
 
 
 def configurations() -> str:
-    """Return Markdown with the header of every configuration in the package and in configs/."""
+    """Return Markdown with the header of every configuration in the package."""
     lines = []
-    for path in [*sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), *sorted((ROOT / "configs").glob("*.yaml"))]:
+    for path in sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")):
         header = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
         lines += [f"### {path.relative_to(ROOT)}", "", "```text", *(line[1:].strip() for line in header), "```", ""]
     return "\n".join(lines)

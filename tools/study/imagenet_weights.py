@@ -1,8 +1,8 @@
-"""The study from ImageNet weights: what `vitrel compare configs/study_imagenet.yaml` needs besides the configuration.
+"""The study from ImageNet weights: what `vitrel compare study_imagenet` needs besides the configuration.
 
     python -m tools.study.imagenet_weights prepare --imagenette imagenette224 --flowers flowers256 \
         --ilsvrc ilsvrc-val-nette224 --weights vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth
-    vitrel compare configs/study_imagenet.yaml --jobs 2
+    vitrel compare study_imagenet --jobs 2
     python -m tools.study.imagenet_weights flowers runs/study_imagenet --jobs 2
     python -m tools.study.imagenet_weights pages
 
@@ -37,6 +37,7 @@ from torch.nn import functional as F
 import vitrel
 from tools.study.curves import Curve, draw_protocols
 from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
+from vitrel.cli.options import packaged
 from vitrel.common.exits import reported, terminable
 from vitrel.common.files import atomic_write
 from vitrel.common.sizes import format_size
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, default=Path("study_imagenet"))
     add = commands.add_parser("flowers", help="evaluate linear classifiers of flowers on the students' features").add_argument
     add("runs", type=Path, help="folder of the comparison, e.g. runs/study_imagenet")
-    add("--config", type=Path, default=Path("configs/study_imagenet.yaml"))
+    add("--config", type=Path, default=packaged()["study_imagenet"])
     add("--flowers", type=Path, default=Path("study_imagenet/flowers"))
     add("--out", type=Path, default=Path("runs/study_imagenet_flowers"))
     add("--jobs", type=int, default=1, help="processes that share the images")

@@ -5,12 +5,15 @@ torch is imported only after the command line is parsed, so help and usage error
 
 import argparse
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
-from vitrel import __version__
-from vitrel.common.exits import reported, terminable
+from vitrel import _COMMAND, __version__
+from vitrel.common.exits import at_once, reported, terminable
+from vitrel.common.names import did_you_mean
 
 COMMANDS = {  # {name: help}, in the order of a project
     "doctor": "print information for a bug report: versions, devices, attention backends, missing extras",
@@ -28,6 +31,7 @@ COMMANDS = {  # {name: help}, in the order of a project
     "pack": "pack an image folder into tar shards, which are read sequentially",
     "completion": "print the completion script for a shell",
 }
+QUICK = ("doctor", "list", "explain", "report")  # commands that take little more time than imports
 EPILOG = """exit status: 0 done, 1 bad settings, data or files, 2 bad usage, 130 stopped by ctrl-c, 143 stopped by SIGTERM
 
 vitrel COMMAND --help describes a command and its options."""
@@ -46,8 +50,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[:1] == ["train"]:  # Lightning parses the rest
         importlib.import_module("vitrel.cli.train").run(argv[1:])
         return
-    args = build_parser(argv[:1]).parse_args(argv)
-    with reported(args.go_on), terminable():
+    parser = build_parser(argv[:1])
+    if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
+        parser.error(f"there is no command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        kind = "there is no option" if unknown[0].startswith("-") else "unexpected argument"
+        args.usage_error(f"{kind} {unknown[0]}{did_you_mean(unknown[0], args.option_names)}")
+    quick = argv[0] in QUICK and _COMMAND
+    with at_once() if quick else nullcontext(), reported(args.go_on), terminable():
         args.run(args)
 
 
@@ -72,8 +83,9 @@ def build_parser(complete: Collection[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"vitrel.cli.{name}")
             options = {"description": (module.__doc__ or "").strip(), "formatter_class": argparse.RawDescriptionHelpFormatter}
             subparser = commands.add_parser(name, help=text, allow_abbrev=False, **options)
-            subparser.set_defaults(run=module.run, usage_error=subparser.error, go_on=getattr(module, "GO_ON", ANEW))
             module.add_arguments(subparser)
+            about = {"usage_error": subparser.error, "option_names": re.findall(r"--[\w-]+", subparser.format_usage())}
+            subparser.set_defaults(run=module.run, go_on=getattr(module, "GO_ON", ANEW), **about)
         else:
             commands.add_parser(name, help=text)
     return parser

@@ -17,13 +17,13 @@ import io
 import logging
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from vitrel.cli.options import count
+from vitrel.cli.options import count, packaged
 from vitrel.common.exits import terminable
+from vitrel.common.extras import TRAINING, require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ CLASSES = 10  # of models that are only built to check them; any number will do
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel compare`."""
-    names = ", ".join(sorted(packaged()))
+    names = ", ".join(packaged())
     add = parser.add_argument
     add("config", type=Path, help=f"a YAML file, or the name of a packaged configuration: {names}")
     into = "folder in which the comparison's folder is made; default %(default)s"
@@ -47,16 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
 
 
-def packaged() -> dict[str, Path]:
-    """Return the paths of the configurations that come with the package, by name."""
-    return {file.stem: file for file in Path(str(files("vitrel") / "configs")).glob("*.yaml")}
-
-
 def run(args: argparse.Namespace) -> None:
     """Train and evaluate the models of the configuration, one data set after another."""
+    require(*TRAINING, "pandas", "matplotlib", *(["plotly"] if args.report else []))
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
-        raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(sorted(packaged()))}")
+        raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(packaged())}")
     from vitrel.evaluate.compare import load_comparison
     from vitrel.evaluate.images import check_data
 

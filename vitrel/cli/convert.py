@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrel.cli.options import grid, is_name, mapping, size
+from vitrel.cli.options import arguments_given, grid, is_name, mapping, size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +63,11 @@ def run(args: argparse.Namespace) -> None:
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.convert import save
 
-    model, text = _open(args)
+    with arguments_given("--model-args", args.model_args):
+        model, text = _open(args)
     if args.position is not None:
-        model = _relative(model, args)
+        with arguments_given("--position-args", args.position_args):
+            model = _relative(model, args)
     save(model, args.out)
     print(text, end="")
     grid = model.token_grid(model.img_size)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from vitrel.cli.options import add_json, add_sizes, check_folders, write_json
+from vitrel.common.extras import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Diagnose one model after another and print the results."""
     check_folders(args.plot, args.json)
+    if args.plot:
+        require("matplotlib")
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.inspect.diagnose import diagnose
     from vitrel.models.create import check_model_name

@@ -16,8 +16,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from vitrel.cli.options import add_json, write_json
-from vitrel.common.extras import EXTRAS, absent
+from vitrel.cli.options import add_json, check_folders, write_json
+from vitrel.common.extras import EXTRAS, absent, install_command
 from vitrel.common.files import shown
 from vitrel.common.machine import installed_version, processor_name
 
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
     if args.gpu:
         _check_gpu(args)
         return
+    check_folders(args.json)
     information = examine()
     if args.json:
         write_json(args.json, information)
@@ -56,6 +57,7 @@ def _check_gpu(args: argparse.Namespace) -> None:
     import torch
 
     from vitrel.cli.gpu_check import check_gpu
+    from vitrel.evaluate.settings import checked_device
 
     device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
     if device == "cpu" and not args.quick:
@@ -65,7 +67,7 @@ def _check_gpu(args: argparse.Namespace) -> None:
             raise ValueError(
                 "PyTorch sees no GPU here (vitrel doctor says which build it is); --quick runs a small form on the CPU"
             )
-        torch.empty(0, device=device)  # an unknown device fails here, not in the third step
+        checked_device(device)  # an unknown device fails here, not in the third step
     archive, unfinished = check_gpu(args.out or Path("runs/gpu"), device, args.quick, examine())
     print(f"please attach {shown(archive)} to an issue; it has logs, tables and samples, and no weights")
     if unfinished:
@@ -91,7 +93,10 @@ def examine() -> dict[str, Any]:
         | {"cuda of torch": torch.version.cuda or "none"},
         "devices": devices,
         "profiles": {device: _profile(device) for device in devices},
-        "extras": {extra: f"lacks {', '.join(missing)}" if (missing := absent(extra)) else "complete" for extra in EXTRAS},
+        "extras": {
+            extra: f"lacks {', '.join(missing)}: {install_command(extra)}" if (missing := absent(*modules)) else "complete"
+            for extra, modules in EXTRAS.items()
+        },
         "attention": {f"{device}, {mode}": _serves(device, mode) for device in devices for mode in ("inference", "training")},
     }
 
@@ -139,5 +144,4 @@ def as_text(information: dict[str, Any]) -> str:
                 lines += [f"  {name}:", *(f"    {line}" for line in value)]
             else:
                 lines.append(f"  {name}: {value}")
-    missing = [f"pip install 'vitrel[{extra}]'" for extra, state in information["extras"].items() if state != "complete"]
-    return "\n".join([*lines, *(["install missing extras by: " + ", ".join(missing)] if missing else [])])
+    return "\n".join(lines)

@@ -26,8 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import add_models, add_sizes, check_data, open_models
+from vitrel.cli.options import add_models, add_sizes, check_data, check_files, check_models, open_models
 from vitrel.common.exits import one_line
+from vitrel.common.extras import require
 
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
@@ -84,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate as the options say, in this process or as one of several."""
+    require("pandas", "matplotlib", *(["plotly"] if args.report else []))
     check_data(args.data)
+    check_models(args)
+    check_files(args.class_indices)
     if args.rescue and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--rescue runs in one process: leave it out, or start without torchrun")
     from vitrel.evaluate.settings import OtherProcessError, joined
@@ -97,14 +101,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from vitrel.evaluate.models import read_class_indices
-    from vitrel.evaluate.results import left_out_note
-    from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
     from vitrel.evaluate.settings import DEFAULT_PROTOCOLS, Sweep, rank_and_world
 
     sizes, protocols = tuple(args.size), tuple(args.protocols or DEFAULT_PROTOCOLS)
     policies = tuple(args.policies) if args.policies else None
-    sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})
+    sweep = Sweep(args.data, sizes, protocols, policies, **{name: getattr(args, name) for name in OF_SWEEP})  # checks them
+    from vitrel.evaluate.models import read_class_indices
+    from vitrel.evaluate.results import left_out_note
+    from vitrel.evaluate.run import describe_tasks, evaluate_rows, run_sweep
+
     names = ("mean", "std", "interpolation", "crop_mode")
     preprocessing = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     outputs = None if args.class_indices is None else read_class_indices(args.class_indices)

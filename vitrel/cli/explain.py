@@ -9,9 +9,10 @@ used. Queries, keys and values are random, with --seed; `vitrel.explain` in Pyth
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import MODEL, add_weights, count, grid, mapping, open_models
+from vitrel.cli.options import MODEL, add_weights, arguments_given, check_models, count, grid, mapping, open_models
 
 if TYPE_CHECKING:
     from vitrel.position import PositionEncoding
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the explanation."""
+    if not Path(args.model).exists():  # else an encoding of the same name comes first
+        check_models(args, random=True)
     import torch
 
     from vitrel.inspect.explain import explain
@@ -50,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(args.seed)
     tokens = args.grid[0] * args.grid[1] + prefix
     q, k, v = (torch.randn(heads, tokens, dim, generator=generator, dtype=torch.float64) for _ in range(3))
-    print(explain(q, k, v, position, (*args.grid, prefix), args.query, head=args.head, offset=args.offset, **options))
+    with arguments_given("--options", options):
+        print(explain(q, k, v, position, (*args.grid, prefix), args.query, head=args.head, offset=args.offset, **options))
 
 
 def _of_layer(args: argparse.Namespace) -> tuple["PositionEncoding", int, int, int]:

@@ -10,7 +10,8 @@ the original at several batch and image sizes; if they differ, nothing is writte
 import argparse
 from pathlib import Path
 
-from vitrel.cli.options import add_models, add_sizes, is_name, open_models
+from vitrel.cli.options import add_models, add_sizes, check_models, is_name, open_models
+from vitrel.common.extras import EXTRAS, require
 
 FORMATS = ("exported", "onnx", "safetensors")
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Export the model and print the errors of the comparison."""
+    if args.format == "onnx":
+        require(*EXTRAS["onnx"])
+    check_models(args)
     from vitrel.export import SUFFIXES, TOLERANCE, export_model
     from vitrel.models.config import PREPROCESSING
 

@@ -10,10 +10,8 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import vitrel
-from vitrel.common.files import atomic_write, shown
+from vitrel.common.files import CHECKOUT, atomic_write, shown
 
-CHECKOUT = Path(vitrel.__file__).parents[1]  # the repository, unless vitrel is an installed wheel
 SENT = (".csv", ".json", ".jsonl", ".log", ".md", ".png", ".yaml")  # suffixes of the files in the archive; no weights
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL for a step whose time is up
 
@@ -82,7 +80,7 @@ def steps_of(folder: Path, device: str, quick: bool) -> list[Step]:
 
 def quickstart(name: str, device: str, precision: str, quick: bool) -> dict[str, Any]:
     """Return the quickstart's configuration with another name, device and precision; quick: two models, ten updates."""
-    from vitrel.cli.compare import packaged
+    from vitrel.cli.options import packaged
     from vitrel.common.plain_yaml import read_yaml
 
     config = read_yaml(packaged()["quickstart"])

@@ -11,7 +11,7 @@ image of the model's default size.
 import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vitrel.cli.options import add_json, add_sizes, write_json
+from vitrel.cli.options import add_json, add_sizes, check_folders, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the list."""
+    check_folders(args.json)
     import timm
 
     import vitrel.models  # noqa: F401  registers our names with timm
@@ -69,12 +70,12 @@ def run(args: argparse.Namespace) -> None:
 def listed(name: str, sizes: tuple[tuple[int, int], ...] = ()) -> Listed:
     """Return the line of a model, built without memory for weights; sizes: (h, w) in pixels at which to report resampling."""
     import timm
-    import torch
 
     from vitrel.convert import from_timm
     from vitrel.models.backbone import Backbone
+    from vitrel.models.create import on_meta
 
-    with torch.device("meta"):
+    with on_meta():
         model = timm.create_model(name)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         position, elsewhere = "-", ""

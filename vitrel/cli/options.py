@@ -3,8 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from vitrel.common.sizes import Size, parse_size, parse_size_or_budget
 if TYPE_CHECKING:
     from vitrel.evaluate.models import Trained
 
-MODEL = "a checkpoint, the folder of a run (for its last.ckpt), local-dir:FOLDER, or a name of timm.list_models()"
+LOCAL = "local-dir:"  # prefix of a folder that timm reads
+MODEL = f"a checkpoint, the folder of its run, {LOCAL}FOLDER, or a name of timm.list_models()"
 
 
 def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -77,36 +80,82 @@ def open_models(args: argparse.Namespace, random: bool = False, **about: Any) ->
     for all. ValueError or OSError for a model that cannot be loaded, --weights that do not match the models by name, and a name
     without weights.
     """
+    check_models(args, random)
     from vitrel.evaluate.models import load_checkpoint, load_model, random_model
 
-    models = args.models if hasattr(args, "models") else [args.model]
-    weights, named = [*args.weights], [model for model in models if is_name(model)]
+    weights, loaded = [*args.weights], []
+    with arguments_given("--model-args", args.model_args):
+        for model in _models(args):
+            if is_name(model) and random and not weights and not args.pretrained:
+                loaded.append(random_model(model, args.model_args, img_size=args.img_size, **about))
+            elif is_name(model) or model.startswith(LOCAL):
+                file = weights.pop(0) if is_name(model) and weights else None
+                options = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
+                loaded.append(load_model(model, file, **options, **about))
+            else:
+                loaded.append(replace(load_checkpoint(_checkpoint(model)), restrict=about.get("restrict", False)))
+    return loaded
+
+
+@contextmanager
+def arguments_given(option: str, given: Mapping[str, Any] | None) -> Iterator[None]:
+    """Context in which a model or encoding gets arguments of the command line: ValueError, with the option, if wrong."""
+    try:
+        yield
+    except TypeError as error:
+        if not given:
+            raise
+        raise ValueError(f"{option}: {error}") from error
+
+
+def check_models(args: argparse.Namespace, random: bool = False) -> None:
+    """Raise the errors of `open_models` that need neither torch nor timm: files that do not exist, --weights that do not match.
+
+    A command calls it before slow imports.
+    """
+    named = []
+    for model in _models(args):
+        if is_name(model):
+            named.append(model)
+        elif model.startswith(LOCAL):
+            if not Path(model.removeprefix(LOCAL)).is_dir():
+                raise FileNotFoundError(
+                    f"no folder {model.removeprefix(LOCAL)}: {LOCAL} takes one with config.json and weights"
+                )
+        elif not (path := _checkpoint(model)).is_file():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+    weights = args.weights
     if weights and args.pretrained:
         raise ValueError("--weights and --pretrained exclude each other: give one of the two")
     if weights and len(weights) != len(named):
         raise ValueError(
             f"--weights takes one file for each model given by name, in their order: got {len(weights)} files for {len(named)}"
         )
-    loaded = []
-    for model in models:
-        if is_name(model) and random and not weights and not args.pretrained:
-            loaded.append(random_model(model, args.model_args, img_size=args.img_size, **about))
-        elif is_name(model) or model.startswith("local-dir:"):
-            file = weights.pop(0) if is_name(model) and weights else None
-            options = {"model_args": args.model_args, "img_size": args.img_size, "pretrained": args.pretrained}
-            loaded.append(load_model(model, file, **options, **about))
-        else:
-            path = Path(model)
-            trained = load_checkpoint(path / "checkpoints" / "last.ckpt" if path.is_dir() else path)
-            loaded.append(replace(trained, restrict=about.get("restrict", False)))
-    return loaded
+    if named and not (weights or args.pretrained or random):
+        raise ValueError(f"{named[0]} has no weights: give a file (--weights), or --pretrained for timm's weights")
+    check_files(*weights)
+
+
+def _models(args: argparse.Namespace) -> list[str]:
+    return args.models if hasattr(args, "models") else [args.model]
+
+
+def _checkpoint(model: str) -> Path:
+    """The checkpoint that MODEL names, by itself or by the folder of its run."""
+    path = Path(model)
+    return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
 
 
 def is_name(model: str) -> bool:
     """Whether MODEL of the command line is a name of timm's registry, not a file or a folder."""
     path = Path(model)
     looks_like_a_path = path.suffix in (".ckpt", ".pth", ".pt", ".safetensors") or ("/" in model and ":" not in model)
-    return not (model.startswith("local-dir:") or path.exists() or looks_like_a_path)
+    return not (model.startswith(LOCAL) or path.exists() or looks_like_a_path)
+
+
+def packaged(folder: str = "") -> dict[str, Path]:
+    """Return {name: path} of the configurations that come with the package: comparisons, or with "train" those of trainings."""
+    return {file.stem: file for file in sorted(Path(str(files("vitrel") / "configs" / folder)).glob("*.yaml"))}
 
 
 def check_data(place: str) -> None:
@@ -143,6 +192,17 @@ def mapping(text: str) -> dict[str, Any]:
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json FILE, which `write_json` writes; what: the beginning of the help text."""
     parser.add_argument("--json", metavar="FILE", help=f'{what} as JSON; "-" prints only that')
+
+
+def check_files(*files: Path | None, fix: str = "") -> None:
+    """Raise FileNotFoundError, before any work, for an input file that does not exist; None passes.
+
+    fix: what to give instead, as the end of the message.
+    """
+    for file in files:
+        if file is not None and not file.is_file():
+            why = "it is a folder" if file.is_dir() else fix
+            raise FileNotFoundError(f"no file {file}{f': {why}' if why else ''}")
 
 
 def check_folders(*files: Path | str | None) -> None:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from vitrel.cli.options import count
+from vitrel.common.extras import require
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     """Pack or verify, as the options say; usage error without the folders."""
     if args.verify is None and (args.source is None or args.out is None):
         args.usage_error("give SOURCE and OUT, or --verify OUT")
+    require("webdataset")
     if args.verify is not None:
         _verify(args.verify)
         return

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import add_models, add_sizes, checked, open_models
+from vitrel.cli.options import add_models, add_sizes, check_files, check_models, checked, open_models
+from vitrel.common.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,6 +46,9 @@ def run(args: argparse.Namespace) -> None:
     """Write the position plots of one model, or with --gallery of all encodings or of checkpoints, and print their paths."""
     if len(args.models) != 1 and not args.gallery:
         args.usage_error(f"give one MODEL, or --gallery; got {len(args.models)} models")
+    require("matplotlib")
+    check_models(args, random=not args.gallery)
+    check_files(args.image)
     for path in _gallery(args) if args.gallery else _pictures(args):
         print(path, flush=True)
 

@@ -14,6 +14,9 @@ its interval, and McNemar's exact test, and writes them as compare.md and compar
 import argparse
 from pathlib import Path
 
+from vitrel.cli.options import check_files
+from vitrel.common.extras import require
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vitrel report`."""
@@ -28,13 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the report and print its path, or with two folders write and print the comparison."""
+    require("pandas", *(["matplotlib", "plotly"] if args.other is None else []))
+    if args.other is None and args.out is not None:
+        raise ValueError("--out is for the comparison of two evaluations: give a second folder, or leave --out out")
+    tables = [folder / "results.csv" for folder in (args.folder, args.other) if folder is not None]
+    check_files(*tables, fix="give the folder of an evaluation, such as runs/quickstart")
     if args.other is not None:
         from vitrel.evaluate.report import write_comparison
 
         print(write_comparison(args.folder, args.other, args.out or args.folder))
         return
-    if args.out is not None:
-        raise ValueError("--out is for the comparison of two evaluations: give a second folder, or leave --out out")
     from vitrel.evaluate.report.html import write_html
 
     print(write_html(args.folder, args.title, args.images))

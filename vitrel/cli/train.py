@@ -16,12 +16,12 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vitrel.cli.options import check_data, count, size
+from vitrel.cli.options import check_data, count, packaged, size
 from vitrel.common.exits import reported
+from vitrel.common.extras import TRAINING, require
 
 FLAGS = {  # {option without a value: keys of a configuration}
     "--pretrained": ["--model.tuning.pretrained=true"],
@@ -61,7 +61,7 @@ given, else for training from scratch.
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --shape native, --tokens N      every image at its own aspect ratio, with at most N tokens (default those of --size)
   --out DIR                       folder of the run
-  --config FILE                   a YAML file; of several, later ones override earlier ones
+  --config FILE                   a YAML file, or a name in vitrel/configs/train; of several, later ones override earlier ones
   --ckpt_path auto|FILE           resume the run in trainer.default_root_dir, or from a checkpoint
   --profile_data                  measure whether loading or training limits the speed, and stop
   --seed_everything N             seed of weights, order, augmentation, drop path, mixing (0)
@@ -128,6 +128,7 @@ def expanded(argv: list[str]) -> list[str]:
         _check_value(name, arg.partition("=")[2] if "=" in arg else following)
         keys += FLAGS.get(name, [SHORT.get(name, name) + arg[len(name) :]])
     keys = [_size_list(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
+    keys = [_config_file(arg, before) for before, arg in zip(["", *keys], keys, strict=False)]
     short = any(name in SHORT or name in FLAGS for name in names)
     if not short or any(name in ("--config", "-c", "-h", "--help", "--help-all") for name in names):
         return keys
@@ -135,7 +136,7 @@ def expanded(argv: list[str]) -> list[str]:
     tuned = tuned or any(Path(model).exists() for model in _values("--model.model", keys))
     recipe = "distill" if "--distill" in names else "finetune" if tuned else "scratch"
     generated = [*_values("--data.data", keys), ""][0].startswith("shapes")  # varied enough without augmentation
-    config = f"--config={files('vitrel') / 'configs' / 'train' / recipe}.yaml"
+    config = f"--config={packaged('train')[recipe]}"
     return [config, *(["--data.augment=null"] if generated else []), *keys]
 
 
@@ -163,10 +164,22 @@ def _size_list(arg: str, before: str) -> str:
     return arg
 
 
+def _config_file(arg: str, before: str) -> str:
+    """The argument, with the name of a configuration of the package as its path; before: the argument before it."""
+    name, equals, value = arg.partition("=") if arg.startswith(("--config=", "-c=")) else ("", "", arg)
+    if (equals or before in ("--config", "-c")) and not Path(value).is_file():
+        return f"{name}{equals}{packaged('train').get(value, value)}"
+    return arg
+
+
 def _check(argv: list[str]) -> None:
-    """Check that configuration files and the data folder exist, before slow imports; OSError, ValueError or SystemExit 2."""
+    """Check that configuration files and the data folder exist, before slow imports; OSError, ValueError or SystemExit 2.
+
+    MissingExtra without the packages that every training needs.
+    """
     from vitrel.common.plain_yaml import read_yaml
 
+    require(*TRAINING)
     data: Any = None
     for path in (*_values("-c", argv)[::-1], *_values("--config", argv)[::-1]):
         if not Path(path).is_file():

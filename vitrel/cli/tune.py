@@ -14,7 +14,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from vitrel.cli.options import MODEL, add_json, add_sizes, add_weights, check_folders, count, open_models, write_json
+from vitrel.cli.options import (
+    MODEL,
+    add_json,
+    add_sizes,
+    add_weights,
+    check_folders,
+    check_models,
+    count,
+    open_models,
+    write_json,
+)
 from vitrel.common.files import shown
 
 GO_ON = "measured cases are in the profile; the same command goes on"
@@ -42,14 +52,16 @@ def run(args: argparse.Namespace) -> None:
     if args.size and not args.models:
         args.usage_error("--size is of a MODEL; without one, usual shapes are measured")
     check_folders(args.out, args.json)
+    check_models(args, random=True)
     import math
 
+    from vitrel.evaluate.settings import checked_device
+
+    device = checked_device(args.device)
     import vitrel.models  # noqa: F401  registers our names with timm
-    from vitrel.evaluate.settings import local_device
     from vitrel.ops.backends.tune import report, tune
     from vitrel.ops.profile import VARIABLE, path_for
 
-    device = local_device(args.device)
     if args.check:
         _check(args, device)
         return

@@ -1,8 +1,12 @@
 """Optional dependencies: which package belongs to which extra, and the error if it is not installed."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.util import find_spec
+
+from vitrel.common.files import CHECKOUT
 
 EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy and their dependencies
     "train": (
@@ -12,6 +16,9 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "completion": ("shtab",),
 }  # fmt: skip
+
+
+TRAINING = ("lightning", "jsonargparse", "tensorboard", "torchmetrics", "matplotlib")  # what every training imports
 
 
 class MissingExtra(ImportError):
@@ -30,13 +37,46 @@ def optional_import() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        extras = [extra for extra, modules in EXTRAS.items() if module in modules]
-        if not extras:
+        if not any(module in modules for modules in EXTRAS.values()):
             raise
-        command = f"pip install 'vitrel[{extras[0]}]', or 'vitrel[all]' for everything"
-        raise MissingExtra(f"{module} is not installed: {command}") from error
+        raise _missing([module]) from error
 
 
-def absent(extra: str) -> list[str]:
-    """Return the modules of an extra that are not installed."""
-    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+def require(*modules: str) -> None:
+    """Raise `MissingExtra` unless all these modules of extras are installed; none is imported, so it is quick."""
+    if missing := absent(*modules):
+        raise _missing(missing)
+
+
+def absent(*modules: str) -> list[str]:
+    """Return those of the modules that are not installed."""
+    return [module for module in modules if find_spec(module) is None]
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras: of a checkout by its folder, of an installed wheel by the names of packages.
+
+    The name of this package is of no use to pip: no index holds it.
+    """
+    project = CHECKOUT / "pyproject.toml"
+    if project.is_file() and 'name = "vitrel"' in project.read_text("utf-8", "replace"):
+        return f'pip install -e "{CHECKOUT}[{",".join(extras)}]"'
+    packages = dict.fromkeys(package for extra in extras for package in _packages(extra))
+    return "pip install " + " ".join(f'"{text}"' if re.search(r"[<>=!~\[]", text) else text for text in packages)
+
+
+def _missing(modules: list[str]) -> MissingExtra:
+    """The error for missing modules, with the command for few and small extras that have them."""
+    owners = [[extra for extra, own in EXTRAS.items() if module in own] for module in modules]
+    extras: list[str] = []
+    for possible in sorted(owners, key=len):
+        if not {*possible} & {*extras}:
+            extras.append(min(possible, key=lambda extra: len(EXTRAS[extra])))
+    command = install_command(*extras)
+    return MissingExtra(f"{', '.join(modules)} {'is' if len(modules) == 1 else 'are'} not installed: {command}")
+
+
+def _packages(extra: str) -> list[str]:
+    """Requirements of an extra, such as "onnx" or "lightning>=2.6", from the metadata of the installed wheel."""
+    lines = [line.partition(";") for line in metadata.requires("vitrel") or ()]
+    return [name.strip() for name, _, marker in lines if re.search(rf"extra *== *['\"]{extra}['\"]", marker)]

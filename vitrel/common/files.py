@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+CHECKOUT = Path(__file__).resolve().parents[2]  # the repository, unless vitrel is an installed wheel
 _PART = re.compile(r"\..+\.(?P<process>\d{1,9})@(?P<host>.*)\.part")  # names of `atomic_write`
 _OLD = 24 * 3600  # seconds without a write after which another machine's part counts as abandoned
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")  # text that spreadsheets run, or that is escaped already

@@ -29,5 +29,11 @@ def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) ->
     return [candidate for *_, candidate in sorted(matches)[:n]]
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ": did you mean ...?" with the nearest of the `known` names, as the end of an error; "" without a similar one."""
+    near = nearest(name, known, 1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
 def _words(name: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", name)

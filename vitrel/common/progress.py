@@ -2,44 +2,57 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from tqdm import tqdm
 
 EVERY = 20.0  # seconds between two lines of a log
 
 
+class Advance(Protocol):
+    """advance(share, what, cost): add `share` of a unit of that cost; what: text that describes the current work."""
+
+    def __call__(self, share: float, what: str, cost: float = 1.0) -> None: ...
+
+
 @contextmanager
-def progress(total: int, unit: str, every: float = EVERY) -> Iterator[Callable[[float, str], None]]:
+def progress(total: int, unit: str, every: float = EVERY, work: float | None = None) -> Iterator[Advance]:
     """Context manager that gives advance(share, what), which adds `share` (may be a fraction) to the units done of `total`.
 
-    what: text that describes the current work.
+    work: sum of the costs of all units, in any measure that is proportional to time, for units that differ; by default each
+    costs 1. The time left is that of the work left, at the mean speed so far; a unit that is done already costs 0.
 
     On stderr: a tqdm bar on a terminal. Elsewhere, a line whenever `every` seconds have passed since the last one, and one at
     the end if the work took longer than that.
     """
+    work = float(total) if work is None else work
+    done = worked = 0.0
     if sys.stderr.isatty():
-        with tqdm(total=total, unit=unit, bar_format="{desc} {bar} {n:.1f}/{total} {unit} {elapsed}<{remaining}") as bar:
+        with tqdm(total=work, smoothing=0, bar_format="{desc} {bar}{postfix} {elapsed}<{remaining}") as bar:
 
-            def advance(share: float, what: str) -> None:
+            def advance(share: float, what: str, cost: float = 1.0) -> None:
+                nonlocal done
+                done += share
                 bar.set_description_str(what, refresh=False)
-                bar.update(share)
+                bar.set_postfix_str(f"{done:.1f}/{total} {unit}", refresh=False)
+                bar.update(share * cost)
 
             yield advance
+            bar.refresh()
         return
     start = printed = time.monotonic()
-    done = 0.0
 
     def print_line(what: str) -> None:
         nonlocal printed
         printed = time.monotonic()
-        left = f", about {_minutes((printed - start) / done * (total - done))} left" if 0 < done < total else ""
+        left = f", about {_minutes((printed - start) / worked * (work - worked))} left" if 0 < worked < work else ""
         print(f"{done:.1f} of {total} {unit} after {_minutes(printed - start)}{left}: {what}", file=sys.stderr, flush=True)
 
-    def advance_log(share: float, what: str) -> None:
-        nonlocal done
-        done += share
+    def advance_log(share: float, what: str, cost: float = 1.0) -> None:
+        nonlocal done, worked
+        done, worked = done + share, worked + share * cost
         if time.monotonic() - printed >= every:
             print_line(what)
 

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import timm
 from torch import nn
 
 from vitrel.convert.recognise import as_vitrel
 from vitrel.convert.relativize import relativize
 from vitrel.models.backbone import Backbone
-from vitrel.models.create import check_model_name
+from vitrel.models.create import create_model
 
 
 def from_timm(
@@ -38,13 +37,7 @@ def from_timm(
     Raises ValueError, with the reason, for a model without counterpart; for a name, as `vitrel.create_model`.
     """
     if isinstance(model, str):
-        check_model_name(model, allow_sources=True)
-        try:
-            model = timm.create_model(model, pretrained=pretrained, **arguments)
-        except OSError as error:
-            if pretrained:  # neither in the cache nor on a network that can be reached
-                error.add_note("give a file with the weights instead: vitrel train --weights FILE, or vitrel.load(FILE)")
-            raise
+        model = create_model(model, pretrained=pretrained, **arguments)
     elif pretrained or arguments:
         argument = "pretrained" if pretrained else next(iter(arguments))
         raise ValueError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-import torch
 from safetensors.torch import save as to_bytes
 from timm.layers import to_2tuple
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from vitrel.convert.recognise import recognise
 from vitrel.convert.relativize import absolute_scale, drop_absolute
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import PREPROCESSING, Config, config_of, preparation_of
-from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized
+from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_model, create_sized, on_meta
 from vitrel.position import PositionEncoding
 from vitrel.weights.draft import Draft
 from vitrel.weights.load import apply_plan, plan_weights
@@ -199,13 +198,14 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
     """Return a model with weights that come without a configuration; `like` as in `load`."""
     state = unwrap(loaded, str(path)).state
     draft = Draft(state)
-    swin = draft.has(r"(layers|features|(swin|swinv2\.)?encoder\.layers)\.\d+\..*") and not draft.has(r"blocks\.0\..*")
+    swin = draft.has(r"(((swin|swinv2)\.)?encoder\.)?layers\.\d+\.blocks\..*|features\.\d+\.\d+\..*")
     own_names = draft.has(r".*\.position\..*|pos_embed\.pos_embed")
     try:
         rename_swin(draft) if swin else rename_vit(draft)
         shapes = swin_arguments(draft) if swin else vit_arguments(draft)
     except (LookupError, ValueError) as error:
-        raise ValueError(f"{path} holds weights in an unknown layout: {error}") from error
+        reason = f"no tensor is {error.args[0]}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} holds weights in an unknown layout: {reason}") from error
     if like is None and (own_names or not swin or "window_size" not in shapes):
         raise ValueError(
             f"{path} holds bare weights of {_described(shapes)}: their shapes do not show the number of heads, the "
@@ -236,7 +236,7 @@ class _Like(NamedTuple):
 
 def _like(like: str, swin: bool) -> _Like:
     check_model_name(like)
-    with torch.device("meta"):
+    with on_meta():
         model = timm.create_model(like)
     if isinstance(model, Backbone):
         return _Like(config_of(model), None, set())

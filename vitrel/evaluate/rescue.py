@@ -15,6 +15,7 @@ protocol.
 
 import csv
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from vitrel.common.files import atomic_write, guarded, shown, write_cells
-from vitrel.common.progress import progress
+from vitrel.common.progress import Advance, progress
 from vitrel.common.sizes import Size, format_size
 from vitrel.convert import from_timm
 from vitrel.cpu.optimize import optimize, restore
@@ -226,7 +227,8 @@ def rescue(models: Sequence[Trained], sweep: Sweep, images: Images) -> Rescued:
         f"labels, then top-1 on {judged} others: at most {most:,} forward passes of one image",
         flush=True,
     )
-    with progress(count, "combinations searched") as advance:
+    work = sum(math.prod(place.size) for places in by_model for place in places)
+    with progress(count, "combinations searched", work=work) as advance:
         for places in by_model:
             if places:
                 rescued.rows.extend(_rescued(places, sweep, images, advance))
@@ -392,7 +394,7 @@ def _places(trained: Trained, sweep: Sweep, notes: list[str]) -> list[_Place]:
     return places
 
 
-def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Callable[[float, str], None]) -> Iterator[Row]:
+def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Advance) -> Iterator[Row]:
     """Search a setting for each place of one model and measure top-1; yield a row per place, all at the end."""
     native = places[0].at_training_size()
     start = as_it_is(native.trained.model, native.size)
@@ -408,7 +410,7 @@ def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Ca
 
         def scores(settings: Sequence[Setting], place: _Place = place) -> list[Tensor]:
             log_probabilities, _ = _predicted(place, settings, tuned, sweep, images)
-            advance(len(settings) / MOST, f"{place.trained.label} at {format_size(place.size)} ({place.protocol})")
+            advance(len(settings) / MOST, place.task.name, math.prod(place.size))
             return [agreement(values, reference[tuned]) for values in log_probabilities]
 
         tried = search(current, steps, scores)
@@ -418,7 +420,7 @@ def _rescued(places: Sequence[_Place], sweep: Sweep, images: Images, advance: Ca
         log_probabilities, _ = _predicted(place, compared, judged, sweep, images)
         right = [values.argmax(1) == labels[judged] for values in log_probabilities]
         passes = len(tried) * int(tuned.sum()) + len(compared) * int(judged.sum())
-        advance(1 - len(tried) / MOST, f"{place.trained.label} at {format_size(place.size)} ({place.protocol})")
+        advance(1 - len(tried) / MOST, place.task.name, math.prod(place.size))
         row = line_columns(place.task) | {
             "data": shown(sweep.data),
             "train_size": format_size(place.trained.img_size),

@@ -4,6 +4,7 @@
 is the loop over tasks that they share.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace as replaced
@@ -22,7 +23,7 @@ from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.evaluate.images import Images, Source, check_data, source_of
 from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.metrics import state_hash
-from vitrel.evaluate.models import Trained, class_map, load_checkpoint, trained_model
+from vitrel.evaluate.models import Trained, class_map, gflops, load_checkpoint, trained_model
 from vitrel.evaluate.report import Claim, judge, markdown, summary, table_page
 from vitrel.evaluate.report.answers import Answer, answers_of, difference_in
 from vitrel.evaluate.rescue import write_rescue
@@ -107,8 +108,8 @@ def at_sizes(
         check_data(sweep, trained.img_size, sizes_of(trained, sweep))
     images = Images(sweep, source)
     tasks = _keyed_tasks([trained], sweep, images)
-    with _restored(trained.model), progress(len(tasks), "rows") as advance:
-        results = _measured(lambda: tasks, sweep, images, (), lambda task, share: advance(share, task.name))
+    with _restored(trained.model), _progress([task for task, _ in tasks], len(tasks)) as advance:
+        results = _measured(lambda: tasks, sweep, images, (), advance)
         rows = with_curves([evaluated.row for evaluated in results])
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -146,9 +147,9 @@ def run_sweep(
         tables = _opened([key for _, key in tasks], folder, replace)
         print(_header(models, sweep, tasks, images, tables), flush=True)
         try:
-            with progress(len(tasks), "rows") as advance:
-                previous = [*tables.rows.values()]
-                for result in _measured(lambda: tasks, sweep, images, previous, lambda task, share: advance(share, task.name)):
+            previous = [*tables.rows.values()]
+            with _progress(_left(tasks, previous, sweep), len(tasks)) as advance:
+                for result in _measured(lambda: tasks, sweep, images, previous, advance):
                     tables.add(result)
             rows = with_curves([result.row for result in tables.rows.values()])
             tables.write(rows)
@@ -273,6 +274,30 @@ def _keyed_tasks(models: Sequence[Trained], sweep: Sweep, images: Images) -> lis
     return [(task, settings_columns(task, sweep) | common | of_model[id(task.trained)]) for task in tasks]
 
 
+def _left(keyed: Iterable[tuple[Task, Row]], results: Iterable[Evaluated], sweep: Sweep) -> list[Task]:
+    """The tasks that are not complete in existing results."""
+    by_key = {row_key(result.row): result for result in results}
+    return [task for task, key in keyed if not complete(by_key.get(row_key(key)), task, sweep)]
+
+
+@contextmanager
+def _progress(left: Sequence[Task], total: int) -> Iterator[Callable[[Task, float], None]]:
+    """Context manager that gives advance(task, share), and reports progress by the time that the tasks in `left` will take.
+
+    It is taken to be proportional to the multiply-adds of all passes; those of a model grow with the area of the image.
+    """
+    models = {(task.trained.name, task.trained.label): task.trained for task in left}
+    per_pixel = dict.fromkeys(models, 1.0)
+    if len(models) > 1:
+        per_pixel = {key: gflops(one.model, one.img_size) / math.prod(one.img_size) for key, one in models.items()}
+    costs = {
+        id(task): per_pixel[task.trained.name, task.trained.label] * math.prod(task.size) * (1 + len(task.translations))
+        for task in left
+    }
+    with progress(total, "rows", work=sum(costs.values())) as advance:
+        yield lambda task, share: advance(share, task.name, costs.get(id(task), 0.0))
+
+
 def _gathered(
     keyed: Callable[[], list[tuple[Task, Row]]], previous: Iterable[Evaluated]
 ) -> tuple[dict[tuple[str, ...], Evaluated], list[tuple[Task, Row]]]:
@@ -305,8 +330,7 @@ def _header(models: Sequence[Trained], sweep: Sweep, keyed: Sequence[tuple[Task,
         f"{model.label} ({model.model.num_classes} classes, trained at {format_size(model.img_size)} px)" for model in models
     ]
     sizes = ", ".join(dict.fromkeys(format_size(task.size) for task in tasks))
-    by_key = {row_key(result.row): result for result in tables.rows.values()}
-    ready = sum(complete(by_key.get(row_key(key)), task, sweep) for task, key in keyed)
+    ready = len(tasks) - len(_left(keyed, tables.rows.values(), sweep))
     count = f"{len(images.dataset(tasks[0].preprocessing)):,} " if tasks else ""
     return (
         f"evaluating {', '.join(dict.fromkeys(texts))}\n"

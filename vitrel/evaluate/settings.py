@@ -79,7 +79,7 @@ class Sweep:
             raise ValueError(f"unknown protocol {unknown[0]!r}: choose from {', '.join(PROTOCOLS)}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype is float32 or bfloat16, got {self.dtype!r}")
-        self._check_device()
+        checked_device(self.device)
         if self.dtype == "bfloat16" and self.torch_device.type != "cuda":
             raise ValueError("bfloat16 evaluation needs a GPU; use float32 on the CPU")
         if self.optimize and (self.compile or self.torch_device.type != "cpu"):
@@ -106,22 +106,6 @@ class Sweep:
         self._set_numbers("crop_pct", float, lambda share: 0 < share <= 1, "shares of the image, above 0 and at most 1")
         self._set_numbers("translations", int, lambda pixels: pixels >= 0, "whole numbers of pixels, 0 or more")
 
-    def _check_device(self) -> None:
-        try:
-            device = self.torch_device
-        except RuntimeError as error:
-            raise ValueError(f"device is auto, cpu, cuda, cuda:1, ..., got {self.device!r}") from error
-        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-            shared = int(os.environ.get("WORLD_SIZE", 1)) > 1 and self.device in ("auto", "cuda")
-            hint = f"start at most {count} processes, or use cpu" if shared else "use auto or cpu"
-            raise ValueError(f"there is no device {device} on this machine: {count} GPUs are visible; {hint}")
-        if device.type not in ("cpu", "cuda"):
-            try:
-                torch.ones(1, device=device).item()
-            except (RuntimeError, AssertionError, ImportError) as error:
-                reason = str(error).partition("\n")[0]
-                raise ValueError(f"there is no device {device} on this machine ({reason:.200}); use auto or cpu") from error
-
     def _set_numbers(self, name: str, kind: type, is_valid: Any, description: str) -> None:
         """Set the field `name` to a tuple of distinct numbers; ValueError, with the description, for an invalid one."""
         values = getattr(self, name)
@@ -145,6 +129,25 @@ def local_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else torch.device(name)
+
+
+def checked_device(name: str) -> torch.device:
+    """Return `local_device` of the name; ValueError for a name that is none, and for a device that this machine lacks."""
+    try:
+        device = local_device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is auto, cpu, cuda, cuda:1, ..., got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        shared = int(os.environ.get("WORLD_SIZE", 1)) > 1 and name in ("auto", "cuda")
+        hint = f"start at most {count} processes, or use cpu" if shared else "use auto or cpu"
+        raise ValueError(f"there is no device {device} on this machine: {count} GPUs are visible; {hint}")
+    if device.type not in ("cpu", "cuda"):
+        try:
+            torch.ones(1, device=device).item()
+        except (RuntimeError, AssertionError, ImportError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"there is no device {device} on this machine ({reason:.200}); use auto or cpu") from error
+    return device
 
 
 _TIMEOUT = timedelta(days=1)  # of a collective call, which waits for slower processes; a dead process is noticed at once

@@ -76,6 +76,7 @@ class Trace(NamedTuple):
     blocks: tuple[TracedBlock, ...]
     encodings: tuple[tuple[PositionEncoding, Grid], ...]  # vitrel's encodings in any model, with the grid each was called with
     resampled: dict[str, int]  # {rule: number of parameter values resampled inside forward}
+    attends: bool = True  # False: forward has no softmax of what depends on the image, so no attention, recognised or not
 
 
 class ModelAtSize(NamedTuple):
@@ -157,7 +158,7 @@ def trace(model: nn.Module, size: Size) -> Trace:
         for handle in hooks:
             handle.remove()
     resampled = sum_counts([recorder.found, *(encoding.resized(grid) for encoding, grid in encodings)])
-    return Trace(tuple(blocks), tuple(encodings), resampled)
+    return Trace(tuple(blocks), tuple(encodings), resampled, recorder.attends or bool(blocks))
 
 
 def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> ModelAtSize:
@@ -295,8 +296,16 @@ def interpolates(name: str) -> bool:
 
 
 def refusal(model: nn.Module, size: Size, error: Exception) -> ValueError:
-    """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels."""
-    return ValueError(f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_hint(model, size)}")
+    """The ValueError for a `model` whose forward raised `error` at images of `size` (h, w) pixels.
+
+    Its note, where it has one, is another way to build the model for the size.
+    """
+    refused = ValueError(
+        f"{model_name(model)} does not take {format_size(size)} pixels: {reason(error)}{_nearest(model, size)}"
+    )
+    if not hasattr(model, "set_input_size") and trained_size(model) != size:
+        refused.add_note(f"try timm.create_model({model_name(model)!r}, img_size={size})")
+    return refused
 
 
 def _takes(model: nn.Module, size: Size) -> bool:
@@ -316,13 +325,12 @@ def _differs(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
-def _hint(model: nn.Module, size: Size) -> str:
+def _nearest(model: nn.Module, size: Size) -> str:
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if isinstance(patch, tuple) and (size[0] % patch[0] or size[1] % patch[1]):
-        near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
-        return f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
-    built = hasattr(model, "set_input_size") or trained_size(model) == size
-    return "" if built else f"; try timm.create_model({model_name(model)!r}, img_size={size})"
+    if not isinstance(patch, tuple) or not (size[0] % patch[0] or size[1] % patch[1]):
+        return ""
+    near = [tuple(max(1, n // p + more) * p for n, p in zip(size, patch, strict=True)) for more in (0, 1)]
+    return f"; nearest sizes it could take: {' or '.join(map(format_size, near))}"
 
 
 def reason(error: Exception) -> str:
@@ -392,11 +400,15 @@ def _is_grid(pair: Any, tokens: int) -> bool:
 
 
 class _InterpolationRecorder(TorchDispatchMode):
-    """Counts the values of every interpolation of parameters or buffers: {leaf name and rule: number of values}."""
+    """Counts the values of every interpolation of parameters or buffers: {leaf name and rule: number of values}.
+
+    `attends`: whether there was a softmax of values that depend on the image.
+    """
 
     def __init__(self, image: Tensor, named: dict[str, Tensor]):
         super().__init__()
         self.found: dict[str, int] = {}
+        self.attends = False
         self._image = {id(image)}
         self._origin = {id(value): name for name, value in named.items()}
         self._alive = [image, *named.values()]  # so that no id is used twice
@@ -408,6 +420,7 @@ class _InterpolationRecorder(TorchDispatchMode):
         self._alive += made
         if any(key in self._image for key in read):
             self._image.update(map(id, made))
+            self.attends = self.attends or "softmax" in func.__name__
             return out
         origin = next((self._origin[key] for key in read if key in self._origin), None)
         if origin is not None:

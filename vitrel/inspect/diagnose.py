@@ -43,7 +43,7 @@ from vitrel.inspect.position_changes import (
     token_changes,
 )
 from vitrel.models.backbone import Backbone
-from vitrel.models.create import create_model
+from vitrel.models.create import create_model, on_meta
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class SizeDiagnosis:
     unread: Size = (0, 0)  # rows below and columns at the right of the image that no patch contains
     positions: tuple[PositionChange, ...] = ()
     unexamined: tuple[str, ...] = ()  # names of values that could not be compared with the trained size
+    attends: bool = True  # False: the model has no attention; True without `stages`: the grids of its attention are unknown
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,11 @@ class Diagnosis:
             lines += ["", f"{way.way}{_compiled(way)}", *_table(way.sizes)]
         lines += ["", *self._found()]
         windowed = [stage for way in self.ways for line in way.sizes for stage in line.stages if stage.windows.window]
-        if not any(line.stages or line.refusal for way in self.ways for line in way.sizes):
-            lines.append("no layer of attention was recognised")
+        taken = [line for way in self.ways for line in way.sizes if not line.refusal]
+        if taken and not any(line.attends for line in taken):
+            lines.append("the model has no attention")
+        elif any(line.attends and not line.stages for line in taken):
+            lines.append("? not examined: attention on tokens whose grid is unknown; its windows may leak or hold padding")
         elif any(not stage.examined for stage in windowed):
             lines.append("? not examined: strided windows (/), or blocks that cannot run alone")
         elif windowed and not any({"borders", "padding"} & kinds.keys() for kinds in self.findings.values()):
@@ -174,6 +178,7 @@ def diagnose(
     sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{model_name(model)} is on the meta device and has no values to examine; pass its name instead")
+    named = isinstance(model, str)
     name = model if isinstance(model, str) else model_name(model)
 
     def step(text: str) -> None:
@@ -187,7 +192,7 @@ def diagnose(
         base = _created(model) if isinstance(model, str) else model
         trained = trained_size(base)
         reference = cache(lambda base: independent_values(base, trained))
-        ways = [_way_diagnosis(way, trained, sizes, compile, reference, step) for way in _ways(model, base, step)]
+        ways = [_way_diagnosis(way, trained, sizes, compile, named, reference, step) for way in _ways(model, base, step)]
     versions = {"timm": timm.__version__, "torch": torch.__version__}
     return Diagnosis(model_name(base), trained, versions, tuple(_merged(ways)))
 
@@ -264,7 +269,7 @@ def _created(name: str, **keywords: bool) -> nn.Module:
 
 def _accepts(name: str, **arguments) -> bool:
     try:
-        with torch.device("meta"):
+        with on_meta():
             timm.create_model(name, **arguments)
     except TypeError:
         return False
@@ -272,7 +277,7 @@ def _accepts(name: str, **arguments) -> bool:
 
 
 def _way_diagnosis(
-    way: _Way, trained: Size, sizes: Sequence[Size], compile: bool, reference: _Reference, step: _Step
+    way: _Way, trained: Size, sizes: Sequence[Size], compile: bool, named: bool, reference: _Reference, step: _Step
 ) -> WayDiagnosis:
     lines, models = [], []
     for size in sizes:
@@ -281,7 +286,8 @@ def _way_diagnosis(
             found = way.at(size)
             positions = _positions(way, found.model, trained, size, reference)
         except REFUSALS as error:
-            lines.append(SizeDiagnosis(size, refusal=reason(error)))
+            notes = [] if named else getattr(error, "__notes__", [])  # another way to build it is among those of a name
+            lines.append(SizeDiagnosis(size, refusal="; ".join([reason(error), *notes])))
             continue
         step(f" at {format_size(size)}, {way.name}: windows")
         lines.append(_size_diagnosis(way, found, trained, size, positions))
@@ -327,7 +333,8 @@ def _size_diagnosis(way: _Way, found: ModelAtSize, trained: Size, size: Size, po
     embed, unread = getattr(found.model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
-    return SizeDiagnosis(size, "", found.resized, changed, tuple(_stages(found.trace.blocks)), unread, *positions)
+    stages, attends = tuple(_stages(found.trace.blocks)), found.trace.attends
+    return SizeDiagnosis(size, "", found.resized, changed, stages, unread, *positions, attends)
 
 
 def _stages(blocks: Sequence[TracedBlock]) -> Iterator[StageDiagnosis]:
@@ -401,7 +408,8 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
         replaced = f"{sum(line.resized.values()):,}" if line.resized else "-"
         cells = [format_size(line.size), replaced, "changes" if line.changes else "-"]
         cells += ["changes" if line.positions else "?" if line.unexamined else "-"] * position
-        columns = [(_short(s.windows.grid), *_stage_cells(s)) for s in line.stages] or [("no attention found",) + ("-",) * 4]
+        unknown = ("?",) * 5 if line.attends else ("no attention", *("-",) * 4)
+        columns = [(_short(s.windows.grid), *_stage_cells(s)) for s in line.stages] or [unknown]
         lines.append([*cells, *(" ".join(cells) for cells in zip(*columns, strict=True))])
     plain = [line for line in lines if not line[1].startswith("refused")]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]

@@ -1,30 +1,62 @@
 """`vitrel.create_model`: timm.create_model with helpful errors, for names and for folders with config.json and weights."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from vitrel.common.names import nearest
+from vitrel.weights.hub import downloads
 from vitrel.weights.read import check_file
 
 # arguments of timm.create_model that name a source of weights; refused where a checkpoint brings its own weights
 WEIGHT_ARGUMENTS = frozenset({"pretrained", "checkpoint_path", "cache_dir"})
+_FILLS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"}  # of torch.nn.init and of Tensor
+_TRANSFORMERS = ("vit", "deit", "dinov2", "swin", "swinv2")  # types of transformers whose weights `vitrel.weights` reads
 _WEIGHTS = (".safetensors", ".pth", ".bin", ".tar")  # suffixes of the files of which timm reads one
 
 
 def create_model(name: str, **kwargs) -> nn.Module:
     """Build a model by timm.create_model, with this package's models registered.
 
-    Raises ValueError for an unknown name, with the nearest known names. For "local-dir:FOLDER" raises FileNotFoundError if
-    there is no such folder, ValueError if its files are damaged.
+    Raises ValueError for an unknown name, with the nearest known names, and for one without the pretrained weights that are
+    asked for; ConnectionError if these are neither in timm's cache nor can be downloaded. For "local-dir:FOLDER" raises
+    FileNotFoundError if there is no such folder, ValueError if its files are not of timm or damaged.
     """
     if name.startswith("local-dir:"):
         return _from_folder(Path(name.partition(":")[2]), kwargs)
     check_model_name(name, allow_sources=True)
-    return timm.create_model(name, **kwargs)
+    overlay = kwargs.get("pretrained_cfg_overlay") or {}
+    if not kwargs.get("pretrained") or "file" in overlay or "state_dict" in overlay:
+        return timm.create_model(name, **kwargs)
+    if timm.is_model(name) and not timm.get_pretrained_cfg(name).has_weights and not kwargs.get("pretrained_cfg"):
+        raise ValueError(f"there are no pretrained weights for {name}: give a file with weights (--weights FILE), or train it")
+    with downloads(name):
+        return timm.create_model(name, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Context in which models are built on the meta device: shapes without values, and without the time to initialise these."""
+    with torch.device("meta"), _Unfilled():
+        yield
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out functions that fill tensors in place, where a tensor has no values. PyTorch takes long to do nothing there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") in _FILLS:
+            tensor = args[0] if args else (kwargs or {})["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **(kwargs or {}))
 
 
 def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -> nn.Module:
@@ -61,13 +93,16 @@ def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: local-dir: takes one that holds a model's config.json and its weights")
+    fix = "Copy the folder again, or write it again with vitrel export or timm's save_for_hf"
     try:
-        try:
-            is_model = timm.is_model(str(json.loads((folder / "config.json").read_text("utf-8"))["architecture"]))
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"its config.json is damaged ({type(error).__name__}: {error})") from error
-        if not is_model:
-            raise ValueError("its config.json names an architecture that neither timm nor vitrel has")
+        config = _config_of(folder)
+        if "architecture" not in config and "model_type" in config:
+            fix = "Use timm's model, for example by vitrel.from_timm(NAME, pretrained=True)"
+            if config["model_type"] in _TRANSFORMERS:
+                fix = "Name a timm model with its settings: vitrel.load(WEIGHTS_FILE, like=NAME) or vitrel convert --like NAME"
+            raise ValueError(f"its config.json is of transformers, for a model of type {config['model_type']}")
+        if not timm.is_model(str(config.get("architecture"))):
+            raise ValueError("its config.json names no architecture that timm or vitrel has")
         for file in sorted(folder.iterdir()) if arguments.get("pretrained") else ():
             if file.suffix in _WEIGHTS:
                 check_file(file)
@@ -77,5 +112,15 @@ def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     except Exception as error:  # a damaged file raises almost anything
         reason = " ".join(str(error).split())[:300].rstrip(".") or "a file is cut off"
         files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())[:6]) or "nothing"
-        fix = "Copy the folder again, or write it again with vitrel export or timm's save_for_hf"
         raise ValueError(f"no model can be built from {folder}: {reason}; it contains {files}. {fix}") from error
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json; ValueError for one that holds no JSON object, OSError if it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"its config.json is damaged ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"its config.json is damaged (it holds a {type(config).__name__}, not an object)")
+    return config

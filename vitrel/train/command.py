@@ -251,7 +251,7 @@ class TrainCLI(LightningCLI):
 
 
 def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
-    """Train with the command-line arguments `args`, e.g. ["fit", "--config", "configs/train_imagefolder.yaml"].
+    """Train with the command-line arguments `args`, e.g. ["fit", "--config", "my_run.yaml"].
 
     Args:
         args: the arguments, "fit" first.

@@ -142,7 +142,7 @@ def check_strategy(strategy: Strategy, averaged: bool, clip_mode: str | None) ->
     """
     if isinstance(strategy, FSDPStrategy):
         # it flattens the parameters, so matrices cannot be distinguished from biases and weight decay would silently be off
-        raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as configs/imagenet_vit_b_fsdp.yaml does")
+        raise ValueError("FSDPStrategy is not supported: use ModelParallelStrategy, as imagenet_vit_b_fsdp.yaml does")
     if not isinstance(strategy, ModelParallelStrategy):
         return
     if averaged:

@@ -64,7 +64,8 @@ def load_pretrained(
     options of their encodings, which are compared with the model's. float16, bfloat16 and float64 tensors are cast to the
     model's dtype; quantised weights and integers raise ValueError.
     Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
-    ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them.
+    ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them;
+    ViT, DeiT and DINOv2 of transformers.
     reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
     number the file's is loaded in any case. source_grid: (h, w) in patches that the file's absolute embedding or tables were
     trained on. Default: the first with the file's number of rows of the recorded grid, the model's, a square one.

@@ -24,6 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 ARRAYS = (".npz", ".npy")  # weights of JAX models, which timm's models read themselves
 _CHUNK = 2**20  # bytes
+_TORCH = (b"PK", b"\x80")  # first bytes of a torch file: of a zip archive, and before version 1.6 of a pickle
 _SHOWN = 5
 _REFUSED = (
     "{} was refused: it holds more than tensors and plain values ({}), and loading that could run code; save the "
@@ -54,9 +55,11 @@ def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
         if objects := _unsafe_objects(path, error):
             # torch's message explains how to run the code anyway, so it is not shown
             raise ValueError(_REFUSED.format(about, objects)) from None
-        if isinstance(error, pickle.UnpicklingError):
-            with path.open("rb") as file:
-                reason = f"it is neither .safetensors nor a torch file, it begins with {file.read(16)!r}"
+        with path.open("rb") as file:
+            begin = file.read(16)
+        other = path.suffix != ".safetensors" and begin and not begin.startswith(_TORCH)
+        if other or isinstance(error, pickle.UnpicklingError):
+            reason = f"it is neither .safetensors nor a torch file, it begins with {begin!r}"
             raise ValueError(f"{about} is no readable checkpoint: {reason}; train or copy it again") from None
         reason = re.split(r"\n|\. ", str(error).strip())[0] or "it is cut off"
         reason = reason if path.stat().st_size else "it is empty, the disk may have been full"

@@ -1,5 +1,5 @@
 """Rename weights of plain ViTs to vitrel's names: ViT, DeiT, DeiT III, BEiT, EVA and EVA-02, RoPE-ViT (timm and naver), DINOv2,
-DINOv3, and the image encoders of SAM and ViTDet.
+DINOv3, and the image encoders of SAM and ViTDet, as timm or their authors save them; ViT, DeiT and DINOv2 of transformers.
 
 Other differences: separate q, k and v, or biases of q and v alone; SwiGLU's two halves in one tensor; one table shared by all
 blocks; learned frequencies of all blocks in one tensor; embeddings with rows for the class token, for all prefix tokens or for
@@ -20,7 +20,27 @@ from vitrel.weights.rotate import Rotation, unrotate_layout
 _DINOV3 = "DINOv3"
 _EVA = dict(base=10000.0, reference=(16, 16))
 _BUFFERS = r".*(relative_position_index|attn\.k_bias|(height|width)_lookup|rope(_embed)?\.(?!freqs$).*|freqs_t_[xy])"
+_TRANSFORMERS = (  # names of modules, and of files, which the library renames as it saves
+    (r"^(vit|deit|dinov2)\.(?=embeddings|encoder|layers|layernorm)", ""),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.distillation_token$", "dist_token"),
+    (r"^embeddings\.(cls_token|mask_token)$", r"\1"),
+    (r"^encoder\.layer\.(?=\d)", "blocks."),
+    (r"^layers\.(?=\d+\.(attention|layernorm|mlp))", "blocks."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.attention\.(attention\.)?([qkv])(uery|ey|alue|_proj)\.", r".attn.\2_proj."),
+    (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"^layernorm\.", "norm."),
+    (r"^(cls_)?classifier\.", "head."),
+    (r"^distillation_classifier\.", "head_dist."),
+)
 _NAMES = (
+    *_TRANSFORMERS,
     (r"^((backbone\.)?net|image_encoder|visual\.trunk)\.", ""),
     (r"\.gamma_([12])$", r".ls\1.gamma"),
     (r"^(storage_tokens|register_tokens)$", "reg_token"),

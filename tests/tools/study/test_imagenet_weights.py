@@ -106,7 +106,7 @@ def test_the_flower_classifier_separates_what_is_separable():
 
 
 def test_the_page_shows_the_models_of_the_configuration():
-    config = read_yaml(ROOT / "configs" / "study_imagenet.yaml")
+    config = read_yaml(ROOT / "vitrel" / "configs" / "study_imagenet.yaml")
     assert {model["label"] for model in config["models"]} == {label for label, _ in FIXED | SCALED | SEVERAL}
     assert {format_size(parse_size(str(size))) for size in config["evaluate"]["sizes"]} == {*SIZES}
 

@@ -25,7 +25,7 @@ DATA = ("imagenette224", "flowers256")
 
 @pytest.mark.parametrize("data", DATA)
 def test_the_whole_grid_is_configured(data):
-    (found,) = load_comparison(ROOT / "configs" / f"study_{data}.yaml", str(shared(f"data/{data}")))
+    (found,) = load_comparison(ROOT / "vitrel" / "configs" / f"study_{data}.yaml", str(shared(f"data/{data}")))
     assert found.name == f"study_{data}" and found.data.endswith(data) and found.seeds == (0, 1, 2)
     labels = {entry.label for entry in found.entries}
     assert {*ENCODINGS, "swin-table", "swin-cpb", "swin-rope_mixed", "swin-log_decay"} <= labels
@@ -48,7 +48,7 @@ def test_the_whole_grid_is_configured(data):
 
 
 def test_both_data_sets_are_asked_the_same():
-    first, second = (yaml.safe_load((ROOT / "configs" / f"study_{data}.yaml").read_text("utf-8")) for data in DATA)
+    first, second = (yaml.safe_load((ROOT / "vitrel" / "configs" / f"study_{data}.yaml").read_text("utf-8")) for data in DATA)
     for config in (first, second):
         config.pop("name"), config.pop("data"), config["train"]["trainer"].pop("max_epochs")
     assert first == second
@@ -71,7 +71,7 @@ def photographs(folder, side=40):
 def test_a_slice_of_the_whole_grid_from_training_to_tables(tmp_path, capsys, monkeypatch):
     """Own training, tuning at another size, borrowed weights: every kind of line of the configuration, on twelve images."""
     monkeypatch.setattr("vitrel.train.summary.draw_curves", lambda epochs, path: None)
-    config = yaml.safe_load((ROOT / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
+    config = yaml.safe_load((ROOT / "vitrel" / "configs" / "study_imagenette224.yaml").read_text("utf-8"))
     labels = ["absolute", "rope_mixed", "rope_mixed-mixed", "absolute-fixres"]
     config["models"] = [entry for entry in config["models"] if entry["label"] in (*labels, "rope_mixed+yarn")]
     config |= {"data": str(photographs(tmp_path / "photographs")), "seeds": [0]}

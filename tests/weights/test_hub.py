@@ -1,0 +1,67 @@
+"""Pretrained weights without the network: those in the cache are used, and others are refused at once, with the way out."""
+
+import json
+import time
+
+import pytest
+import timm
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+import vitrel
+from vitrel.weights import hub
+
+NAME = "test_vit"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def unreachable():
+        raise OSError("the name does not resolve")
+
+    monkeypatch.setattr(hub, "get_session", unreachable)
+
+
+def test_weights_in_the_cache_are_used(tmp_path):
+    theirs, tag = timm.create_model(NAME), timm.get_pretrained_cfg(NAME).tag
+    stored = tmp_path / f"models--timm--{NAME}.{tag}"
+    (stored / "snapshots" / "abc").mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    save_file(theirs.state_dict(), stored / "snapshots" / "abc" / "model.safetensors")
+    found = vitrel.create_model(NAME, pretrained=True, cache_dir=tmp_path).state_dict()
+    assert all((found[name] == value).all() for name, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [vitrel.create_model, vitrel.from_timm])
+def test_others_are_refused_in_one_sentence(build, tmp_path, monkeypatch):
+    start = time.perf_counter()
+    with pytest.raises(ConnectionError, match=f"the weights of {NAME} are not in the cache .* cannot be reached") as refused:
+        build(NAME, pretrained=True, cache_dir=tmp_path)
+    assert time.perf_counter() - start < 10 and "--weights FILE" in str(refused.value) and "\n" not in str(refused.value)
+    assert refused.value.__cause__ is None and refused.value.__suppress_context__  # no traceback of the library
+    assert not constants.HF_HUB_OFFLINE  # as it was
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE forbids"):
+        build(NAME, pretrained=True, cache_dir=tmp_path)
+
+
+def test_a_name_without_weights_is_refused():
+    with pytest.raises(ValueError, match="there are no pretrained weights for vitrel_vit_n8_table"):
+        vitrel.create_model("vitrel_vit_n8_table", pretrained=True)
+
+
+def test_a_file_of_weights_needs_no_network(tmp_path):
+    theirs = timm.create_model(NAME)
+    save_file(theirs.state_dict(), tmp_path / "a.safetensors")
+    overlay = dict(file=str(tmp_path / "a.safetensors"))
+    assert vitrel.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay).head.weight.equal(theirs.head.weight)
+
+
+def test_a_folder_of_transformers_is_no_damaged_folder_of_timm(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for kind, way in (("vit", r"like=NAME"), ("bert", "from_timm")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": ["A"]}))
+        with pytest.raises(ValueError, match=rf"of transformers, for a model of type {kind}.*{way}") as refused:
+            vitrel.load(tmp_path)
+        assert "damaged" not in str(refused.value) and "opy the folder" not in str(refused.value)

@@ -1,0 +1,45 @@
+"""Downloads of pretrained weights: without the network, weights in the cache are used, or an error says at once what to do.
+
+Left alone, huggingface_hub tries for about a minute to reach the network, once for every name that the file may have.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+from urllib.error import URLError
+from urllib.parse import urlparse
+
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import get_session
+
+SECONDS = 5.0  # after which the hub counts as out of reach
+
+
+@contextmanager
+def downloads(name: str) -> Iterator[None]:
+    """Context in which timm loads pretrained weights of the model `name` from its cache or the network.
+
+    ConnectionError, with what to do, for weights that are not in the cache and cannot be downloaded.
+    """
+    try:
+        # weights that are in the cache need no retries, and without the network there is nothing to retry
+        with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not _reached()):
+            yield
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, URLError):
+        why = f"{urlparse(constants.ENDPOINT).hostname} cannot be reached: connect to the network"
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE forbids to download them: unset it"
+        raise ConnectionError(
+            f"the weights of {name} are not in the cache {constants.HF_HUB_CACHE}, and {why}, or give a file with the weights "
+            "(--weights FILE, in Python vitrel.load)"
+        ) from None
+
+
+def _reached() -> bool:
+    """True if the hub answers."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception:  # of several libraries: names that do not resolve, proxies, certificates, timeouts
+        return False
+    return True
