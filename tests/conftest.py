@@ -35,7 +35,7 @@ def brief_evaluations(request):
         yield
         return
 
-    def empty(rows, folder, title=""):
+    def empty(table, folder, title=""):
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / "accuracy.png", folder / "throughput.png"]
         for path in paths:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -16,12 +17,13 @@ import vitrel  # noqa: F401  registers the models with timm
 from helpers import ROOT
 from helpers.explorer_page import driven, until
 from vitrel.data import Shapes, create_shapes
+from vitrel.evaluate.advice import judge
 from vitrel.evaluate.images import ImageList
 from vitrel.evaluate.metrics import Predicted, read_predictions, write_predictions
 from vitrel.evaluate.models import Trained, trained_model
-from vitrel.evaluate.report.html import write_html
+from vitrel.evaluate.report.html import contents, write_html
 from vitrel.evaluate.report.pictures import collect_pictures
-from vitrel.evaluate.results import TRANSLATION, aggregate, line_key, read_csv
+from vitrel.evaluate.results import TRANSLATION, aggregate, line_key, read_csv, read_scores
 from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.settings import Sweep
 
@@ -123,6 +125,12 @@ def page(browser, folder):
     assert browser.get_log("browser") == []
 
 
+def table_of(folder, label=None, protocol=None):
+    """The aggregated rows of a folder, or of one model in one protocol."""
+    table = aggregate(read_csv(folder / "results.csv"), read_scores(folder))
+    return [row for row in table if (label is None or row["label"] == label) and (protocol in (None, row["protocol"]))]
+
+
 def set_value(page, name, value, event="change"):
     page(f"const e = document.getElementById('{name}'); e.value = arguments[0]; e.dispatchEvent(new Event('{event}'));", value)
 
@@ -146,16 +154,14 @@ def test_claims_are_listed_as_text(page):
 
 def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     plot = "document.getElementById('curves-scale')"
-    table = aggregate(read_csv(folder / "results.csv")).query(f"label == '{SWIN}' and protocol == 'scale'")
-    square = table[table["img_size"] != "64x96"].sort_values(
-        "img_size", key=lambda sizes: sizes.str.split("x").str[0].astype(int)
-    )
+    square = [row for row in table_of(folder, SWIN, "scale") if row["img_size"] != "64x96"]
+    square.sort(key=lambda row: int(row["img_size"].split("x")[0]))
     trace = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square')")
-    assert trace["y"] == square["top1"].tolist()
-    assert trace["error_y"]["array"] == pytest.approx((square["high"] - square["top1"]).tolist(), abs=1e-6)
+    assert trace["y"] == [row["top1"] for row in square]
+    assert trace["error_y"]["array"] == pytest.approx([row["high"] - row["top1"] for row in square], abs=1e-6)
     assert all(
         word in trace["hovertext"][0]
-        for word in (f"n = {square['n'].iloc[0]}", "1 seed", "policy: fixed", "resampled: nothing", "95 %", "top-1 (%)")
+        for word in (f"n = {square[0]['n']}", "1 seed", "policy: fixed", "resampled: nothing", "95 %", "top-1 (%)")
     )
     wide = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'wide')")
     assert wide["mode"] == "markers" and wide["marker"]["symbol"].endswith("-open")
@@ -163,7 +169,7 @@ def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
     assert page(f"return {plot}.layout.shapes.map(s => s.x0)") == [64]
     set_value(page, "metric", "infer_samples_per_sec")
     again = page(f"return {plot}.data.find(t => t.name === '{SWIN_CURVE}' && t.meta.kind === 'square').y")
-    assert again == pytest.approx(square["infer_samples_per_sec"].tolist())
+    assert again == pytest.approx([row["infer_samples_per_sec"] for row in square])
     assert page(f"return {plot}.layout.yaxis.type") == "log"
     page("document.querySelector('#protocol-choice input[value=canvas]').click()")
     assert page("return document.getElementById('curves-canvas').closest('figure').hidden")
@@ -188,18 +194,25 @@ def test_names_are_text(page):
     assert page("return [...document.querySelectorAll('img')].every(img => img.src.startsWith('data:image/webp'))")
 
 
-def test_every_model_has_its_answer_and_its_accuracy_by_size(page, folder):
-    table = aggregate(read_csv(folder / "results.csv"))
-    answers = page("return [...document.querySelectorAll('#answer-list li')].map(li => li.textContent)")
-    assert [text.split(":")[0] for text in answers] == [*table["label"].unique()]
+def test_every_model_has_its_advice_and_every_size_its_verdict(page, folder):
+    judged = judge(read_csv(folder / "results.csv"), read_scores(folder))
+    advice = page("return [...document.querySelectorAll('#advice-list li')].map(li => li.textContent)")
+    assert advice == [f"{one.label}: {one.text}" for one in judged.advice]
+    assert page("return document.getElementById('basis').textContent") == judged.basis
+    rows = page("return [...document.querySelectorAll('#sizes tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
+    assert [(row[0], row[1], row[2]) for row in rows] == [
+        (row["label"], row["protocol"], row["img_size"]) for row in judged.by_size
+    ]
+    assert [row[6].split(":")[0] for row in rows] == [row["verdict"] or "training size" for row in judged.by_size]
     cells = page(
         f"return [...document.querySelectorAll('#by-size tr')].find(r => r.textContent.startsWith('{SWIN}')).textContent"
     )
-    one = table.query(f"label == '{SWIN}' and protocol == 'scale' and img_size == '128x128'")["top1"].item()
+    one = next(row["top1"] for row in table_of(folder, SWIN, "scale") if row["img_size"] == "128x128")
     assert f"{one:.1f} ±" in cells and "nothing resampled" in cells
     kinds = page("return [...document.querySelectorAll('.badge')].map(b => b.className)")
     assert set(kinds) == {"badge neutral"}  # interpolation is no alarm
-    assert "did not occur in training" in page("return document.getElementById('warnings').textContent")
+    warned = [row for row in contents(read_csv(folder / "results.csv"), folder, "")["rows"] if row["warning"]]
+    assert len(page("return [...document.querySelectorAll('#by-size .warn')]")) == len(warned)
 
 
 def test_protocols_are_explained_with_what_the_model_saw(page):
@@ -210,11 +223,11 @@ def test_protocols_are_explained_with_what_the_model_saw(page):
 
 
 def test_throughput_has_one_point_per_row(page, folder):
-    table = aggregate(read_csv(folder / "results.csv")).query(f"label == '{SWIN}' and protocol == 'scale'")
+    table = table_of(folder, SWIN, "scale")
     trace = page(f"return document.getElementById('throughput-plot').data.find(t => t.name === '{SWIN_CURVE}')")
     drawn = sorted(zip(trace["x"], trace["y"], trace["text"], strict=True))
-    sizes = table["img_size"].str.replace(r"^(\d+)x\1$", r"\1", regex=True)
-    expected = sorted(zip(table["infer_samples_per_sec"], table["top1"], sizes, strict=True))
+    sizes = [re.sub(r"^(\d+)x\1$", r"\1", row["img_size"]) for row in table]
+    expected = sorted((row["infer_samples_per_sec"], row["top1"], size) for row, size in zip(table, sizes, strict=True))
     assert [(y, text) for _, y, text in drawn] == [(y, text) for _, y, text in expected]
     assert [x for x, _, _ in drawn] == pytest.approx([x for x, _, _ in expected])
 
@@ -322,18 +335,29 @@ def test_classes_and_translated_content(page, folder):
 
 
 def test_downloads_hold_the_numbers(browser, page, folder):
-    table = aggregate(read_csv(folder / "results.csv"))
+    table = table_of(folder)
     path = downloaded(browser, "#panels figure button[aria-label^=CSV]")
     lines = list(csv.DictReader(path.open(encoding="utf-8")))
     assert EVIL in {line["label"] for line in lines}
     own = [line for line in lines if line["label"] == SWIN]
-    expected = table.query(f"label == '{SWIN}' and protocol == 'scale'")
-    assert [float(line["top1"]) for line in own] == expected["top1"].tolist()
-    assert [float(line["low"]) for line in own] == pytest.approx(expected["low"].tolist())
+    expected = table_of(folder, SWIN, "scale")
+    assert [float(line["top1"]) for line in own] == [row["top1"] for row in expected]
+    assert [float(line["low"]) for line in own] == pytest.approx([row["low"] for row in expected])
     assert len(list(csv.reader(downloaded(browser, "#rows-csv").open(encoding="utf-8")))) == len(table) + 1
     heat = list(csv.DictReader(downloaded(browser, "#lattice button[aria-label^=CSV]").open(encoding="utf-8")))
     assert len(heat) == 15 * 15 * page("return document.getElementById('lattice-plot').data.length")
     assert downloaded(browser, "#lattice button[aria-label^=PNG]").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_without_data_has_nothing_to_download(page):
+    """Its buttons are off; pressed by a script all the same, they raise nothing (the console stays empty)."""
+    set_value(page, "curve-set", "none")
+    page("document.getElementById('others').click()")
+    off = "return [...document.querySelectorAll('#panels figcaption button')].map(b => b.disabled)"
+    assert set(page(off)) == {True}
+    page("document.querySelectorAll('figcaption button').forEach(b => { if (b.disabled) b.click(); })")
+    set_value(page, "curve-set", "all")
+    assert set(page(off)) == {False}
 
 
 def empty_parts(browser):

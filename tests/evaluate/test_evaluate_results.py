@@ -1,12 +1,16 @@
 """Rows as CSV files, aggregated over seeds, and as curves."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from vitrel.evaluate.images import ImageList
+from vitrel.evaluate.metrics import Predicted
 from vitrel.evaluate.report import curves_table, details_table
 from vitrel.evaluate.results import (
     COLUMNS,
     TRANSLATION,
+    Scores,
     aggregate,
     curve_summary,
     curves,
@@ -69,37 +73,49 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
             read_csv(path)
 
 
-def test_one_seed_keeps_wilson_and_several_take_students_t(rows):
+def test_one_seed_keeps_wilson_and_several_vary(rows):
     one = aggregate(rows)
-    assert (one["interval"] == "Wilson over 12 images").all()
-    assert one["low"].tolist() == pytest.approx(one["top1_low"].tolist(), abs=1e-4)
-    others = [dict(row, seed=seed, top1=row["top1"] + 30 * seed - 30, n=1200) for row in rows for seed in range(3)]
+    assert {row["interval"] for row in one} == {"12 images"}
+    assert [row["low"] for row in one] == pytest.approx([row["top1_low"] for row in one], abs=1e-3)
+    others = [dict(row, seed=seed, top1=50.0 + 30 * seed - 30, n=120_000) for row in rows for seed in range(3)]
     three = aggregate(others)
-    assert len(three) == len(one) and (three["seeds"] == 3).all()
-    assert (three["interval"] == "t over 3 seeds, at least Wilson over 1,200 images").all()
-    # standard deviation 30, t 4.3027, 3 seeds
-    half = 4.3027 * 30 / 3**0.5
-    assert three["high"].tolist() == pytest.approx([min(100, top1 + half) for top1 in three["top1"]], abs=1e-3)
+    assert len(three) == len(one) and {row["seeds"] for row in three} == {3}
+    assert {row["interval"] for row in three} == {"3 seeds and 120,000 images"}
+    # standard deviation 30, t 4.3027, 3 seeds: 74.5 points to either side, which Wilson's form keeps within 0 and 100
+    assert all(0 < row["low"] < 15 and 85 < row["high"] < 100 for row in three)
 
 
 def test_seeds_that_agree_by_chance_do_not_make_an_interval_of_nothing(rows):
     three = aggregate([dict(row, seed=seed) for row in rows for seed in range(3)])
-    one = aggregate(rows)
-    assert three["low"].tolist() == one["low"].tolist() and three["high"].tolist() == one["high"].tolist()
+    for several, one in zip(three, aggregate(rows), strict=True):
+        assert several["low"] <= one["low"] and several["high"] >= one["high"]
+
+
+def test_predictions_say_what_seeds_have_in_common(rows):
+    """Seeds that err on the same images tell no more than one; seeds that err on different ones tell more."""
+    same = [row | {"seed": seed, "top1": 75.0, "n": 400} for row in rows[:1] for seed in range(3)]
+    hard = {"together": [np.arange(400) < 100] * 3, "apart": [np.roll(np.arange(400) < 100, 130 * seed) for seed in range(3)]}
+    width = {"means": (lambda one: one["high"] - one["low"])(aggregate(same)[0])}
+    for name, wrong in hard.items():
+        images, labels = ImageList([str(i) for i in range(400)], ["a", "b"]), np.zeros(400, np.int32)
+        made = [Predicted(images, labels, one.astype(np.int32), np.ones(400, np.float32), ~one) for one in wrong]
+        one = aggregate(same, Scores({line_key(row): given for row, given in zip(same, made, strict=True)}))[0]
+        width[name] = one["high"] - one["low"]
+    assert width["apart"] < 0.7 * width["together"] and width["together"] == pytest.approx(width["means"], rel=0.02)
 
 
 def test_aggregation_is_ordered_by_model_protocol_policy_and_area(rows):
     table = aggregate(rows)
-    assert list(dict.fromkeys(table["label"])) == ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute"]
-    first = table[
-        (table["label"] == "vitrel_vit_n8_absolute") & (table["policy"] == "bicubic") & (table["protocol"] == "scale")
-    ]
-    assert list(first["img_size"]) == ["24x24", "32x48", "48x48"]
+    assert list(dict.fromkeys(row["label"] for row in table)) == ["vitrel_vit_n8_table", "vitrel_vit_n8_absolute"]
+    place = ("vitrel_vit_n8_absolute", "bicubic", "scale")
+    first = [row["img_size"] for row in table if (row["label"], row["policy"], row["protocol"]) == place]
+    assert first == ["24x24", "32x48", "48x48"]
 
 
 def test_every_policy_has_a_curve_with_the_sizes_at_which_it_does_not_matter(rows):
     table = aggregate(rows)
-    found = {(label, policy): set(part["img_size"]) for label, policy, part in curves(table[table["protocol"] == "scale"])}
+    scale = [row for row in table if row["protocol"] == "scale"]
+    found = {(label, policy): {row["img_size"] for row in part} for label, policy, part in curves(scale)}
     whole = {"24x24", "32x32", "32x48", "48x48"}
     assert found == {
         ("vitrel_vit_n8_table", "bicubic"): whole,
@@ -123,8 +139,7 @@ def test_columns_that_no_row_has_are_left_out_of_the_details(rows):
 
 
 def curve(**top1):
-    sizes = {name.strip("_"): value for name, value in top1.items()}
-    return pd.DataFrame({"img_size": list(sizes), "top1": list(sizes.values())})
+    return [{"img_size": name.strip("_"), "top1": value} for name, value in top1.items()]
 
 
 def test_the_area_is_a_mean_over_octaves():
@@ -139,7 +154,7 @@ def test_the_area_is_a_mean_over_octaves():
 
 
 def test_windows_have_curves_where_a_fixed_one_is_the_same(windowed):
-    found = {policy: [*part["policy"]] for _, policy, part in curves(aggregate(windowed))}
+    found = {policy: [row["policy"] for row in part] for _, policy, part in curves(aggregate(windowed))}
     assert {policy: sorted(names) for policy, names in found.items()} == {
         "fixed": ["fixed", "fixed", "none"],
         "divisor+keep": ["divisor+keep", "fixed", "none"],

@@ -21,16 +21,16 @@ from vitrel.common import lock
 from vitrel.common.files import guarded
 from vitrel.data import Prepare
 from vitrel.evaluate import at_sizes, results, run
+from vitrel.evaluate.advice import judge
 from vitrel.evaluate.metrics import read_predictions
 from vitrel.evaluate.models import trained_model
 from vitrel.evaluate.report import details_table, summary
-from vitrel.evaluate.report.answers import answers_of
 from vitrel.evaluate.results import (
     COLUMNS,
-    aggregate,
     line_key,
     read_csv,
     read_folder,
+    read_scores,
     read_translation,
     row_key,
     write_folder,
@@ -403,8 +403,8 @@ def test_an_interrupted_sweep_keeps_its_rows_and_goes_on(trained, noise, tmp_pat
     text = (tmp_path / "table.md").read_text("utf-8")
     assert (
         text.startswith("# noise\n")
-        and summary(rows, answers_of(rows, tmp_path)) in text
-        and details_table(aggregate(rows)) in text
+        and summary(judged := judge(rows, read_scores(tmp_path), folder=tmp_path)) in text
+        and details_table(judged.rows) in text
     )
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "throughput.png", "tradeoff.png"]
 

@@ -27,8 +27,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-import pandas as pd
 import timm
 import torch
 from torch import Tensor, nn
@@ -44,13 +42,12 @@ from vitrel.common.sizes import format_size
 from vitrel.convert.absolute_to_relative import absolute_to_relative
 from vitrel.data import Folder, Prepare
 from vitrel.evaluate.compare import load_comparison, trained_models
-from vitrel.evaluate.metrics import Z95, read_predictions, t_interval
+from vitrel.evaluate.metrics import read_predictions
 from vitrel.evaluate.models import Trained
 from vitrel.evaluate.report import markdown
-from vitrel.evaluate.report.answers import paired_difference
-from vitrel.evaluate.results import aggregate, as_text, line_key, read_csv, top1_interval
+from vitrel.evaluate.results import Sample, Scores, aggregate, contrast, read_csv, read_scores, sample_of
 from vitrel.evaluate.run import evaluate_rows, run_sweep
-from vitrel.evaluate.settings import Row, Sweep, shared_with
+from vitrel.evaluate.settings import Sweep, shared_with
 
 ARCHITECTURE = "vitrel_vit_ti16_absolute"
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the weights were trained with
@@ -229,53 +226,37 @@ class Evaluated:
         rows, predictions = read_csv(folder / "results.csv"), read_predictions(folder)
         if not rows or predictions is None:
             raise FileNotFoundError(f"no results.csv and predictions.npz in {folder}: run the evaluation first")
-        self.curves, self.predictions = Curves(pd.DataFrame(rows), folder.name), predictions
+        self.curves, self.scores = Curves(rows, folder.name), Scores(predictions.rows)
         self.trained = rows[0]["train_size"]
-        self._seeds: dict[tuple[Curve, str, str], dict[str, Row]] = {}
 
-    def seeds(self, curve: Curve, size: str, protocol: str) -> dict[str, Row]:
-        """Return {seed as text: row} of a curve, "" for weights of a file; ValueError if there are none."""
-        key = curve, size, protocol
-        if key not in self._seeds:  # pandas takes milliseconds for every row
-            self._seeds[key] = {as_text(row["seed"]): row for row in self.curves.at(*key).to_dict("records")}
-        return self._seeds[key]
+    def sample(self, curve: Curve, size: str, protocol: str, column: str) -> Sample:
+        """Return the sample of a curve, of top1 or top1_among; ValueError if there is none."""
+        return sample_of(self.curves.at(curve, size, protocol), self.scores, column)
 
     def mean(self, curve: Curve, size: str, protocol: str, column: str) -> float:
         """Return the mean over seeds of top1 or top1_among, in percent."""
-        return fmean(row[column] for row in self.seeds(curve, size, protocol).values())
+        return fmean(self.sample(curve, size, protocol, column).means)
 
     def cell(self, curve: Curve, size: str, protocol: str, column: str = "top1") -> str:
-        """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval (`top1_interval`)."""
-        rows = [*self.seeds(curve, size, protocol).values()]
-        low, high, _ = top1_interval([row[column] for row in rows], rows[0]["n"])
-        return f"{self.mean(curve, size, protocol, column):.1f} ±{(high - low) / 2:.1f}"
+        """Return the mean over seeds of top1 or top1_among, ± half its 95 % interval over seeds and images."""
+        sample = self.sample(curve, size, protocol, column)
+        low, high = contrast([sample]).of_share()
+        return f"{fmean(sample.means):.1f} ±{(high - low) / 2:.1f}"
 
     def ahead(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
-        """Return the difference in top-1 to another curve, ± half its interval (`paired_difference`)."""
-        ours, theirs = (self.seeds(one, size, protocol) for one in (curve, other))
-        compared = paired_difference(self.predictions)
-        mean, low, high = compared([*ours.values()], [*theirs.values()], column)
-        return f"{mean:+.1f} ±{(high - low) / 2:.1f}"
+        """Return the difference in top-1 to another curve, ± half its 95 % interval."""
+        found = contrast(*([self.sample(one, size, protocol, column)] for one in (curve, other)))
+        return f"{found.mean:+.1f} ±{found.half():.1f}"
 
     def kept(self, curve: Curve, other: Curve, size: str, protocol: str, column: str = "top1") -> str:
         """Return how many points less a curve loses from the training size on than another, ± half its 95 % interval.
 
-        Every image counts (right here - right at the training size) of the curve minus the same of the other, seed by seed. Two
-        half widths are added in quadrature: normal over the images, of the mean over seeds, and Student's over seeds.
+        Every image counts (right here - right at the training size) of the curve minus the same of the other, seed by seed.
         """
-        ends = [self.seeds(one, place, protocol) for one in (curve, other) for place in (size, self.trained)]
-        shared = [seed for seed in ends[0] if all(seed in rows for rows in ends)]
-        by_seed = []
-        for seed in shared:
-            predicted = [self.predictions.rows[line_key(rows[seed])] for rows in ends]
-            right = [(one.right_among if column == "top1_among" else one.right).astype(float) for one in predicted]
-            by_seed.append(100 * (right[0] - right[1] - right[2] + right[3]))
-        values = np.mean(by_seed, axis=0)  # [n]
-        half = Z95 * values.std(ddof=1) / len(values) ** 0.5
-        if len(shared) > 1:
-            low, high = t_interval([float(one.mean()) for one in by_seed])
-            half = (half**2 + ((high - low) / 2) ** 2) ** 0.5
-        return f"{values.mean():+.1f} ±{half:.1f}"
+        places = (curve, size), (other, self.trained), (curve, self.trained), (other, size)
+        samples = [self.sample(one, place, protocol, column) for one, place in places]
+        found = contrast(samples[:2], samples[2:])
+        return f"{found.mean:+.1f} ±{found.half():.1f}"
 
 
 def table_of(cells: Cells, shown: Mapping[Curve, str], sizes: Sequence[str], trained: str) -> str:
@@ -340,11 +321,11 @@ def write_pages(results: Path, root: Path, check: bool = False) -> None:
     fill_pages(root, pages, "python -m tools.study.imagenet_weights pages", check)
     if check:
         return
-    table = aggregate(read_csv(results / "imagenet" / "results.csv"))
-    is_several = table["label"].str.endswith("-sizes")
+    table = aggregate(read_csv(results / "imagenet" / "results.csv"), read_scores(results / "imagenet"))
+    several = [row | {"label": row["label"].removesuffix("-sizes")} for row in table if row["label"].endswith("-sizes")]
     recipes = {
-        "trained at 224 px": table[~is_several],
-        "at 128 to 288 px": table[is_several].assign(label=table["label"].str.removesuffix("-sizes")),
+        "trained at 224 px": [row for row in table if not row["label"].endswith("-sizes")],
+        "at 128 to 288 px": several,
     }
     shown = {CONTROL: FIXED[CONTROL]} | FIXED
     draw_protocols(recipes, shown, "ImageNet weights, used at other sizes", root / "docs" / "images", "imagenet_weights")

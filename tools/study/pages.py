@@ -3,13 +3,13 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-import pandas as pd
 
 from tools.study.curves import Curve
 from vitrel.evaluate.results import curves
+from vitrel.evaluate.settings import Row
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,26 +53,20 @@ def fill_pages(root: Path, pages: Mapping[str, Iterable[tuple[str, str]]], comma
 class Curves:
     """The rows of an evaluation by curve, size and protocol (`vitrel.evaluate.results.curves`)."""
 
-    def __init__(self, table: pd.DataFrame, name: str) -> None:
-        """Arrange rows of single seeds, or an aggregated table; `name` says in errors whose they are."""
+    def __init__(self, table: Sequence[Row], name: str) -> None:
+        """Arrange rows of single seeds, or aggregated rows; `name` says in errors whose they are."""
         self.table, self.name = table, name
-        self._rows = {
-            ((label, policy), size, protocol): rows
-            for protocol, part in table.groupby("protocol")
-            for label, policy, curve in curves(part)
-            for size, rows in curve.groupby("img_size")
-        }
+        self._rows: dict[tuple[Curve, str, str], list[Row]] = defaultdict(list)
+        for protocol in dict.fromkeys(row["protocol"] for row in table):
+            for label, policy, curve in curves([row for row in table if row["protocol"] == protocol]):
+                for row in curve:
+                    self._rows[(label, policy), row["img_size"], protocol].append(row)
 
-    def at(self, curve: Curve, size: str, protocol: str) -> pd.DataFrame:
-        """Return the rows of a curve at a size: one per seed, or one of an aggregated table; ValueError if there are none."""
+    def at(self, curve: Curve, size: str, protocol: str) -> list[Row]:
+        """Return the rows of a curve at a size: one per seed, or one of aggregated rows; ValueError if there are none."""
         if (curve, size, protocol) not in self._rows:
             raise ValueError(f"{self.name} has no row of {'/'.join(curve)} at {size} in the {protocol} protocol")
         return self._rows[curve, size, protocol]
-
-    def top1(self, curve: Curve, size: str, protocol: str) -> dict[int, float]:
-        """Return {seed: top-1 in percent} of rows of single seeds; ValueError if there are none."""
-        rows = self.at(curve, size, protocol)
-        return dict(zip(rows["seed"], rows["top1"], strict=True))
 
 
 def side_of(size: str) -> str:

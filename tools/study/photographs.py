@@ -9,13 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from tools.study.curves import Curve, draw_protocols
 from tools.study.pages import ROOT, Curves, add_page_arguments, fill_pages, side_of
-from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.report import accuracy_tables, markdown
-from vitrel.evaluate.results import aggregate, read_csv
+from vitrel.evaluate.results import aggregate, contrast, read_csv, sample_of
+from vitrel.evaluate.settings import Row
 
 DATA = ("imagenette224", "flowers256")
 CURVES = {  # of the headline; the tables have all
@@ -52,14 +50,14 @@ def headline(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], pla
     """
     tables = {name: Curves(_table(folder / name), name) for name in names}
     labels = {label for label, _ in shown}
-    own = {name: set(found.table[found.table["label"].isin(labels)]["train_size"]) for name, found in tables.items()}
+    own = {name: {row["train_size"] for row in found.table if row["label"] in labels} for name, found in tables.items()}
     head = ["", "resampled", *(f"{name}: {_where(own[name], *place)}" for name in names for place in places)]
     lines = []
     for curve, called in shown.items():
         cells, resized = [], ""
         for found in tables.values():
             for size, protocol in places:
-                row = found.at(curve, size, protocol).iloc[0]
+                (row,) = found.at(curve, size, protocol)
                 cells.append(f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}")
                 resized = max(resized, row["resized"].replace("nothing", ""), key=len)
         lines.append([called, resized or "nothing", *cells])
@@ -70,35 +68,34 @@ def kept_beside(folder: Path, names: Sequence[str], shown: Mapping[Curve, str], 
     """Return a Markdown table: how many points of top-1 each curve loses less than the first curve from the training size on.
 
     That is (top1 at the place - top1 at the training size) of the curve minus the same of the first curve, paired by seed,
-    ± half Student's 95 % interval over the seeds. It compares models whose accuracy at the training size differs.
+    ± half its 95 % interval over seeds and images (`contrast`). It compares models whose accuracy at the training size differs.
     """
     first, *others = shown
     head = ["", *(f"{name}: {side_of(size)}, {protocol}" for name in names for size, protocol in places)]
     lines = [[shown[curve]] for curve in others]
     for name in names:
-        found = Curves(pd.DataFrame(read_csv(folder / name / "results.csv")), name)
+        found = Curves(read_csv(folder / name / "results.csv"), name)
         for size, protocol in places:
-            reference = _losses(found, first, size, protocol)
+            here, at_training = _ends(found, first, size, protocol)
             for line, curve in zip(lines, others, strict=True):
-                own = _losses(found, curve, size, protocol)
-                gaps = [own[seed] - reference[seed] for seed in sorted(own.keys() & reference.keys())]
-                low, high = t_interval(gaps)
-                line.append(f"{sum(gaps) / len(gaps):+.1f} ±{(high - low) / 2:.1f}")
+                own_here, own_at_training = _ends(found, curve, size, protocol)
+                samples = [sample_of(rows) for rows in (own_here, at_training, own_at_training, here)]
+                gap = contrast(samples[:2], samples[2:])
+                line.append(f"{gap.mean:+.1f} ±{gap.half():.1f}")
     return markdown(head, lines).rstrip()
 
 
-def _table(folder: Path) -> pd.DataFrame:
+def _table(folder: Path) -> list[Row]:
     rows = read_csv(folder / "results.csv")
     if not rows:
         raise FileNotFoundError(f"no results.csv in {folder}: run the evaluation first")
     return aggregate(rows)
 
 
-def _losses(found: Curves, curve: Curve, size: str, protocol: str) -> dict[int, float]:
-    """Return {seed: top1 at the place - top1 at the training size} of a curve; ValueError if it is not in the rows."""
+def _ends(found: Curves, curve: Curve, size: str, protocol: str) -> tuple[list[Row], list[Row]]:
+    """The rows of a curve at the place and at its training size; ValueError if they are missing."""
     there = found.at(curve, size, protocol)
-    at_training = found.top1(curve, there["train_size"].iloc[0], protocol)
-    return {seed: top1 - at_training[seed] for seed, top1 in found.top1(curve, size, protocol).items()}
+    return there, found.at(curve, there[0]["train_size"], protocol)
 
 
 def _where(trained: set[str], size: str, protocol: str) -> str:

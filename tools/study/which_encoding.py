@@ -7,8 +7,10 @@ python -m tools.study.which_encoding               # tables and pictures only
 import argparse
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 import timm
@@ -125,19 +127,22 @@ def evidence_table(results: Path, size: str = "128x128") -> str:
     results: path of results.csv. ValueError if it has no rows at `size`.
     """
     table = aggregate(read_csv(results))
-    if size not in set(table["img_size"]):
-        raise ValueError(f"{results} has no rows at {size}; it has {', '.join(sorted(set(table['img_size'])))}")
-    trained = table[table["img_size"] == table["train_size"]].groupby("label")["top1"].mean()
+    if size not in (sizes := {row["img_size"] for row in table}):
+        raise ValueError(f"{results} has no rows at {size}; it has {', '.join(sorted(sizes))}")
+    trained: dict[str, list[float]] = defaultdict(list)
     found: dict[tuple[str, str], Row] = {}
-    for row in table[table["img_size"] == size].to_dict("records"):
-        found.setdefault((row["label"], row["policy"]), {})[row["protocol"]] = row
+    for row in table:
+        if row["img_size"] == row["train_size"]:
+            trained[row["label"]].append(row["top1"])
+        if row["img_size"] == size:
+            found.setdefault((row["label"], row["policy"]), {})[row["protocol"]] = row
     body = []
     best = sorted(found.items(), key=lambda item: -_top1(item[1], "canvas"))
     for (label, policy), rows in best:
         cells = [f"{row['top1']:.1f} ±{(row['high'] - row['low']) / 2:.1f}" if row else "" for row in map(rows.get, _PROTOCOLS)]
         name = label if policy == "none" else f"{label}, {policy}"
         resampled = next(iter(rows.values()))["resized"]
-        body.append([name, resampled, f"{trained[label]:.1f}", *cells])
+        body.append([name, resampled, f"{fmean(trained[label]):.1f}", *cells])
     head = ("model, policy", "resampled", "trained size", "`canvas`", "`scale`")
     return "\n".join(markdown(head, "|---|---|---|---|---|", body))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from vitrel.cli.options import count, packaged
+from vitrel.cli.options import add_margin, count, packaged
 from vitrel.common.exits import terminable
 from vitrel.common.extras import TRAINING, require
 
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", "-o", type=Path, default=Path("runs"), help=into)
     add("--jobs", type=count, help="models trained at a time, and processes of the evaluation; default 1, on a CPU its cores")
     add("--data", help="use only the data set of this name; a path also gives its folder")
+    add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="tables and plots, but no pictures and no report.html")
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
 
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> None:
             check_data(comparison.sweep, size)
         check_models(comparison, args.out / comparison.name)
     for comparison in comparisons:
-        compare(comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report, args.images)
+        compare(
+            comparison, args.out / comparison.name, args.jobs or default_jobs(comparison), args.report, args.images, args.margin
+        )
 
 
 def default_jobs(comparison: "Comparison") -> int:
@@ -178,21 +181,23 @@ def _untrained(comparison: "Comparison", entry: "Entry", folder: Path) -> Path:
     return folder / "untrained.ckpt"
 
 
-def compare(comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True, images: bool = True) -> None:
-    """Train missing models, evaluate all, and write the results into `folder`; `run_sweep` prints answers and tables.
+def compare(
+    comparison: "Comparison", folder: Path, jobs: int = 1, report: bool = True, images: bool = True, margin: float = 2.0
+) -> None:
+    """Train missing models, evaluate all, and write the results into `folder`; `run_sweep` prints the advice and tables.
 
     Where `folder` has rows that are not of this comparison, its files are first moved into a folder replaced-N in it. jobs:
     models trained at a time, and processes of the evaluation on a CPU. report: write report.html. images: whether it may
-    contain photographs of the data.
+    contain photographs of the data. margin: see `run_sweep`.
     """
     from vitrel.common.lock import only_writer
 
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
-        _compare(comparison, folder, jobs, report, images)
+        _compare(comparison, folder, jobs, report, images, margin)
 
 
-def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, images: bool) -> None:
+def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, images: bool, margin: float) -> None:
     from vitrel.evaluate.compare import evaluate_share, trained_models
     from vitrel.evaluate.results import left_out_note
     from vitrel.evaluate.run import run_sweep
@@ -215,7 +220,7 @@ def _compare(comparison: "Comparison", folder: Path, jobs: int, report: bool, im
     models, sweep = trained_models(comparison, folder), comparison.sweep
     others = jobs - 1 if sweep.torch_device.type == "cpu" else 0
     # replace: the table has exactly the rows of the configuration
-    options = {"report": report, "claims": comparison.claims, "replace": True, "photographs": images}
+    options = {"report": report, "claims": comparison.claims, "replace": True, "photographs": images, "margin": margin}
     with terminable(), shared_with(others, evaluate_share, comparison, folder):
         rows = run_sweep(models, sweep, folder, comparison.name, **options)
     if comparison.claims:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrel.cli.options import add_models, add_sizes, check_data, check_files, check_models, open_models
+from vitrel.cli.options import add_margin, add_models, add_sizes, check_data, check_files, check_models, open_models
 from vitrel.common.exits import one_line
 from vitrel.common.extras import require
 
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if --out has rows of other evaluations, first move its files into a folder replaced-N in it")  # fmt: skip
     add("--dry-run", action="store_true", help="only print every row with its cost and the values resampled")
     add("--rescue", action="store_true", help="search settings that raise accuracy at the other sizes without training")
+    add_margin(parser)
     add("--no-report", dest="report", action="store_false", help="write no report.html")
     add("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
     add("--mean", type=float, nargs="+", help="mean of the pixels, 0 to 1; this and the next three override the pretrained_cfg")
@@ -123,7 +124,7 @@ def _run(args: argparse.Namespace) -> None:
             pass  # process 0 prints and writes
         return
     options = {"report": args.report, "replace": args.replace, "photographs": args.images, "rescue": args.rescue}
-    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, **options)
+    rows = run_sweep(models, sweep, args.out, title=Path(args.data).name, margin=args.margin, **options)
     files = ["results.csv", "predictions.npz", *(["translation.csv"] if args.translations else []), "table.md", "plots/"]
     print(f"{left_out_note(rows, args.out)}written to {args.out}: {', '.join(files)}")
     if args.rescue:

@@ -44,6 +44,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _points(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 100:
+        raise ValueError(f"{text!r} is no number of points of top-1: give one above 0 and below 100")
+    return value
+
+
+points = checked(_points)  # of top-1, in percent
 size, grid, count = checked(parse_size), checked(_grid), checked(_count)  # (h, w) in pixels, (h, w) in tokens, from 1 on
 size_or_budget = checked(parse_size_or_budget)  # (h, w) in pixels, or a Budget of tokens
 
@@ -56,6 +67,12 @@ def add_models(parser: argparse.ArgumentParser, many: bool = False, random: bool
     number: dict[str, Any] = {"nargs": "+" if needed else "*"} if many else {}
     parser.add_argument("models" if many else "model", metavar="MODEL", help=MODEL, **number)
     add_weights(parser, many, random)
+
+
+def add_margin(parser: argparse.ArgumentParser) -> None:
+    """Add --margin, the loss up to which a size is called safe (`vitrel.evaluate.advice`)."""
+    text = "points of top-1 that may be lost: a size is called safe where less is shown to be; default %(default)g"
+    parser.add_argument("--margin", type=points, default=2.0, metavar="POINTS", help=text)
 
 
 def add_weights(parser: argparse.ArgumentParser, many: bool = False, random: bool = False) -> None:

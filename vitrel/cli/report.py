@@ -8,13 +8,13 @@ exist. It is one file that works offline in any browser; report.json beside it h
 
 With two folders, matching rows are paired: same size, protocol, policy and seed, and same label or a single label each. For
 each pair the command prints the number of images that only one of the two classifies correctly, the difference in top-1 with
-its interval, and McNemar's exact test, and writes them as compare.md and compare.csv.
+its interval, and which is better, and writes them as compare.md and compare.csv.
 """
 
 import argparse
 from pathlib import Path
 
-from vitrel.cli.options import check_files
+from vitrel.cli.options import add_margin, check_files
 from vitrel.common.extras import require
 
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", "-o", type=Path, help="folder for the comparison of two; default the first")
     parser.add_argument("--title", default="", help="title of the page; default the folder's name")
+    add_margin(parser)
     parser.add_argument("--no-images", dest="images", action="store_false", help="no photographs of the data in report.html")
 
 
@@ -39,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
     if args.other is not None:
         from vitrel.evaluate.report import write_comparison
 
-        print(write_comparison(args.folder, args.other, args.out or args.folder))
+        print(write_comparison(args.folder, args.other, args.out or args.folder, args.margin))
         return
     from vitrel.evaluate.report.html import write_html
 
-    print(write_html(args.folder, args.title, args.images))
+    print(write_html(args.folder, args.title, args.images, args.margin))

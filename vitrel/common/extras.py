@@ -12,7 +12,7 @@ EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy
     "train": (
         "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2", "webdataset", "matplotlib",
     ),
-    "evaluate": ("pandas", "matplotlib", "plotly", "webdataset"),
+    "evaluate": ("pandas", "scipy", "matplotlib", "plotly", "webdataset"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "completion": ("shtab",),
 }  # fmt: skip

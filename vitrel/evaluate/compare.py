@@ -17,8 +17,8 @@ from vitrel.common.names import nearest
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
 from vitrel.data import SHAPES
+from vitrel.evaluate.claims import Claim, read_claim
 from vitrel.evaluate.models import Trained, encoding_of, load_checkpoint
-from vitrel.evaluate.report import Claim, read_claim
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
 

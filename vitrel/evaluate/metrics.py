@@ -1,8 +1,8 @@
-"""Metrics of a row with 95 % intervals, the prediction of every image (predictions.npz), and paired comparison of two rows.
+"""Metrics of a row, and the prediction of every image (predictions.npz).
 
 predictions.npz lies beside results.csv. Image names, labels and classes are stored once; a row takes 4 1/4 bytes per image:
-predicted class, confidence in half precision, one bit for top-5 and one for top-1 among the data's classes. `compare_pairs`
-compares two rows on the same images.
+predicted class, confidence in half precision, one bit for top-5 and one for top-1 among the data's classes. `Predicted.scores`
+are what `vitrel.evaluate.statistics` compares.
 """
 
 import hashlib
@@ -23,98 +23,9 @@ from torch import Tensor, nn
 
 from vitrel.common.files import atomic_write
 from vitrel.evaluate.images import ImageList
+from vitrel.evaluate.statistics import wilson
 
 ECE_BINS = 15
-Z95 = 1.959963984540054
-# Student's t at 97.5 % for 1 to 30 degrees of freedom, written out to avoid a dependency on SciPy
-# fmt: off
-T975 = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314,
-    2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
-)
-# fmt: on
-
-
-def wilson(hits: int, n: int) -> tuple[float, float]:
-    """95 % score interval (low, high) of the proportion hits / n, in percent (Wilson 1927).
-
-    Unlike the normal approximation it has a positive width at 0 and n hits. ValueError unless 0 <= hits <= n and n > 0.
-    """
-    if not 0 <= hits <= n or n == 0:
-        raise ValueError(f"wilson interval needs 0 <= hits <= n and n > 0, got hits={hits}, n={n}")
-    share, z2 = hits / n, Z95 * Z95
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    # exactly 0 and 100 at the ends, where rounding could exclude the share itself from the interval
-    return 100 * (centre - half) * (hits > 0), 100.0 if hits == n else 100 * (centre + half)
-
-
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % Student interval (low, high) of the mean of two or more independent values, in their unit."""
-    n = len(values)
-    if n < 2:
-        raise ValueError(f"an interval over seeds needs at least 2 values, got {n}")
-    mean = sum(values) / n
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
-    half = (T975[n - 2] if n - 1 <= len(T975) else Z95) * deviation / math.sqrt(n)
-    return mean - half, mean + half
-
-
-def paired_interval(n: int, only_a: int, only_b: int) -> tuple[float, float]:
-    """95 % score interval (low, high) of accuracy a minus accuracy b on the same n images, in percentage points.
-
-    Tango 1998 (Statistics in Medicine 17, 891-908): all differences that the score test of paired proportions does not reject.
-    only_a, only_b: number of images that only a, or only b, classifies correctly.
-    """
-    if min(only_a, only_b) < 0 or only_a + only_b > n or n == 0:
-        raise ValueError(f"paired_interval needs n > 0, and counts of at most n images, got {n=}, {only_a=}, {only_b=}")
-    estimate = (only_a - only_b) / n
-
-    def rejected(difference: float) -> bool:
-        # q: maximum-likelihood share of images that only b gets right, given the difference
-        b = -only_a - only_b + (2 * n - only_a + only_b) * difference
-        c = -only_b * difference * (1 - difference)
-        q = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)
-        variance = n * (2 * q + difference * (1 - difference))
-        return (only_a - only_b - n * difference) ** 2 > Z95 * Z95 * max(variance, 0.0)
-
-    ends = []
-    for outside in (-1.0, 1.0):
-        inside = estimate
-        for _ in range(60):
-            middle = (inside + outside) / 2
-            inside, outside = (inside, middle) if rejected(middle) else (middle, outside)
-        ends.append(100 * inside)
-    return ends[0], ends[1]
-
-
-def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided p-value of McNemar's exact (binomial) test of the hypothesis that two models are equally accurate.
-
-    only_a, only_b: number of images that only a, or only b, classifies correctly.
-    """
-    n = only_a + only_b
-    logs = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(min(only_a, only_b) + 1)]
-    return min(1.0, 2 * math.fsum(math.exp(log - n * math.log(2)) for log in logs))
-
-
-def difference_interval(ours: Sequence[float], theirs: Sequence[float] | float, n: int) -> tuple[float, float]:
-    """Return the mean difference of two models' top-1, `ours` minus `theirs` in points, and half its 95 % interval.
-
-    ours, theirs: top-1 in percent on n images, one value per seed in the same order; differences are taken seed by seed.
-    `theirs` may be a number, taken as exact. The interval covers the choice of images: normal, of two independent samples of n
-    images, or of one if `theirs` is a number, after adding a hit and a miss to each (Agresti and Caffo 2000). With two or more
-    seeds, Student's interval over seeds is used where it is wider.
-    """
-    sides = [ours] if isinstance(theirs, (int, float)) else [ours, theirs]
-    subtracted = [theirs] * len(ours) if isinstance(theirs, (int, float)) else theirs
-    differences = [a - b for a, b in zip(ours, subtracted, strict=True)]
-    shares = [(n * sum(side) / len(side) / 100 + 1) / (n + 2) for side in sides]
-    half = 100 * Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (n + 2))
-    if len(differences) > 1:
-        low, high = t_interval(differences)
-        half = max(half, (high - low) / 2)
-    return sum(differences) / len(differences), half
 
 
 class Tally:
@@ -171,7 +82,7 @@ class Tally:
         equal bins, arXiv 1706.04599, eq. 3), n, and majority (share of the most frequent class, percent).
         """
         top1, top5 = 100 * self.hits1 / self.n, 100 * self.hits5 / self.n
-        low, high = wilson(self.hits1, self.n)
+        low, high = wilson(self.hits1 / self.n, self.n)
         return {
             "top1": round(top1, 4),
             "top1_err": round(100 - top1, 4),
@@ -236,6 +147,13 @@ class Predicted:
         """Whether each image is classified correctly among the data's classes, bool [n]; False where it could not be read."""
         return self.right if self.among is None else self.among & self.seen
 
+    def scores(self, metric: str = "top1") -> np.ndarray:
+        """Return the score of each image, 1 where it is classified correctly, else 0; NaN where it could not be read: [n].
+
+        metric: "top1", or "top1_among", among the data's classes.
+        """
+        return np.where(self.seen, self.right_among if metric == "top1_among" else self.right, np.nan)
+
     def class_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays int64 [classes]: images of each class that were read, and how many are classified correctly."""
         n, hits = (np.bincount(self.labels[mask], minlength=len(self.images.classes)) for mask in (self.seen, self.right))
@@ -254,57 +172,6 @@ class Predictions:
     labels: np.ndarray
     classes: list[str]
     rows: Mapping[Key, Predicted]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A paired comparison of two rows, a and b, on the n images that both could read.
-
-    both, only_a, only_b, neither: number of images that both, only a, only b or neither classify correctly. difference: top-1
-    of a minus top-1 of b, percentage points; low, high: its 95 % interval (`paired_interval`). p: two-sided p-value of
-    McNemar's exact test (`mcnemar`).
-    """
-
-    n: int
-    both: int
-    only_a: int
-    only_b: int
-    neither: int
-    difference: float
-    low: float
-    high: float
-    p: float
-
-
-def compare_pairs(a: Predicted, b: Predicted, among: bool = False) -> Pair:
-    """Compare two rows (models, sizes, policies or protocols) image by image. ValueError where their images differ.
-
-    among: compare what they answer among the data's classes.
-    """
-    check_same_images(a, b)
-    read = a.seen & b.seen
-    if not read.any():
-        raise ValueError("no image was read by both rows: there is nothing to compare")
-    n, (a_right, b_right) = int(read.sum()), ((one.right_among if among else one.right)[read] for one in (a, b))
-    both, only_a, only_b = (int(mask.sum()) for mask in (a_right & b_right, a_right & ~b_right, b_right & ~a_right))
-    interval = paired_interval(n, only_a, only_b)
-    neither = n - both - only_a - only_b
-    return Pair(n, both, only_a, only_b, neither, 100 * (only_a - only_b) / n, *interval, mcnemar(only_a, only_b))
-
-
-def over_seeds(pairs: Sequence[Pair]) -> tuple[float, float, float]:
-    """Mean difference of several seeds' pairs on the same images, and its 95 % interval: (mean, low, high) in points.
-
-    Two half widths are added in quadrature: the mean of the seeds' own intervals, for the choice of images (conservative, as
-    the mean over seeds varies less), and Student's interval over seeds.
-    """
-    mean = sum(pair.difference for pair in pairs) / len(pairs)
-    ends = [sum(getattr(pair, end) for pair in pairs) / len(pairs) for end in ("low", "high")]
-    if len(pairs) == 1:
-        return mean, *ends
-    half = (lambda low, high: (high - low) / 2)(*t_interval([pair.difference for pair in pairs]))
-    low, high = (((end - mean) ** 2 + half**2) ** 0.5 for end in ends)
-    return mean, max(-100.0, mean - low), min(100.0, mean + high)
 
 
 def check_same_images(a: Predicted, b: Predicted) -> None:

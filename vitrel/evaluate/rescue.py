@@ -34,9 +34,9 @@ from vitrel.convert import from_timm
 from vitrel.cpu.optimize import optimize, restore
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import Runner, Task, classes_of, line_columns, sizes_of
-from vitrel.evaluate.metrics import mcnemar, paired_interval, wilson
 from vitrel.evaluate.models import WINDOW_POLICIES, Trained, at_size_with, policies_at, with_policy
 from vitrel.evaluate.settings import Row, Sweep
+from vitrel.evaluate.statistics import estimate
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.position import PositionEncoding
@@ -87,7 +87,6 @@ COLUMNS = {
     "difference": "top1_set - top1, points",
     "difference_low": "lower end of its 95 % interval, images paired",
     "difference_high": "upper end of its 95 % interval, images paired",
-    "mcnemar_p": "two-sided p-value of McNemar's exact test of equal accuracy",
     "lost": "top1_trained - top1, points",
     "regained": "difference / lost, percent; empty where no points are lost",
     "code": "Python code that applies the setting",
@@ -248,16 +247,16 @@ def write_rescue(models: Sequence[Trained], sweep: Sweep, images: Images, folder
 
 def rescue_text(rescued: Rescued) -> str:
     """Return the results as Markdown (rescue.md): a table, notes, and the code that applies each setting."""
-    head = "| model | size | protocol | at training size | as it is | with setting | difference | p | regained | setting |"
+    head = "| model | size | protocol | at training size | as it is | with setting | difference | regained | setting |"
     lines = [
         f"| {row['label']} | {row['img_size']} | {row['protocol']} | {row['top1_trained']:.1f} | "
         f"{row['top1']:.1f} ({row['top1_low']:.1f} to {row['top1_high']:.1f}) | "
         f"{row['top1_set']:.1f} ({row['top1_set_low']:.1f} to {row['top1_set_high']:.1f}) | "
-        f"{row['difference']:+.1f} ({row['difference_low']:+.1f} to {row['difference_high']:+.1f}) | {row['mcnemar_p']:.2g} | "
+        f"{row['difference']:+.1f} ({row['difference_low']:+.1f} to {row['difference_high']:+.1f}) | "
         f"{'-' if row['regained'] == '' else format(row['regained'], '.0f') + ' %'} | {row['setting']} |"
         for row in rescued.rows
     ]
-    table = "\n".join([head, "|" + " --- |" * 10, *lines]) + "\n" if lines else ""
+    table = "\n".join([head, "|" + " --- |" * 9, *lines]) + "\n" if lines else ""
     codes = dict.fromkeys(f"# {row['label']}: {row['setting']}\n{row['code']}" for row in rescued.rows if row["code"])
     applied = "\nTo apply a setting:\n\n```python\n" + "\n".join(codes) + "\n```\n" if codes else ""
     intro = (
@@ -278,26 +277,6 @@ def read_rescue(folder: str | Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="", encoding="utf-8") as file:
         return [*csv.DictReader(file)]
-
-
-def rescue_lines(folder: str | Path) -> dict[str, str]:
-    """Return {label: a sentence on the setting that helps the model most, or that none does} from rescue.csv; {} without it."""
-    by_label: dict[str, list[dict[str, str]]] = {}
-    for row in read_rescue(folder):
-        by_label.setdefault(row["label"], []).append(row)
-    lines = {}
-    for label, rows in by_label.items():
-        best = max(rows, key=lambda row: float(row["difference_low"]))
-        if float(best["difference_low"]) > 0:
-            lines[label] = (
-                f"at {best['img_size']} ({best['protocol']}) {best['setting']} raises top-1 from {float(best['top1']):.1f} to "
-                f"{float(best['top1_set']):.1f} % without training ({float(best['difference']):+.1f} points, 95 % interval "
-                f"{float(best['difference_low']):+.1f} to {float(best['difference_high']):+.1f}): {best['code']}"
-            )
-        else:
-            sizes = ", ".join(dict.fromkeys(row["img_size"] for row in rows))
-            lines[label] = f"no RoPE scaling, temperature or policy raised top-1 significantly at {sizes}"
-    return lines
 
 
 def in_words(setting: Setting, start: Setting) -> str:
@@ -445,21 +424,18 @@ def _accuracy_columns(as_is: Tensor, changed: Tensor, trained: Tensor) -> Row:
     """Columns on top-1, from masks bool [n] of correctly classified images: with the current setting, with the chosen one, and
     at the training size.
     """
-    n = len(as_is)
     top1, top1_set, top1_trained = (100 * right.double().mean().item() for right in (as_is, changed, trained))
-    gained, spoilt = int((changed & ~as_is).sum()), int((as_is & ~changed).sum())
-    low, high = paired_interval(n, gained, spoilt)
-    lost = top1_trained - top1
-    columns: Row = {"judged_n": n}
+    sides = {"top1": as_is.numpy()[None], "top1_set": changed.numpy()[None]}  # one seed: [1, n]
+    gain, lost = estimate([sides["top1_set"]], [sides["top1"]]), top1_trained - top1
+    columns: Row = {"judged_n": len(as_is)}
     columns |= {"top1_trained": round(top1_trained, 4), "top1": round(top1, 4), "top1_set": round(top1_set, 4)}
-    for name, right in (("top1", as_is), ("top1_set", changed)):
-        ends = wilson(int(right.sum()), n)
+    for name, right in sides.items():
+        ends = estimate([right]).of_share()
         columns |= {f"{name}_low": round(ends[0], 4), f"{name}_high": round(ends[1], 4)}
     return columns | {
         "difference": round(top1_set - top1, 4),
-        "difference_low": round(low, 4),
-        "difference_high": round(high, 4),
-        "mcnemar_p": mcnemar(gained, spoilt),
+        "difference_low": round(float(gain.low()), 4),
+        "difference_high": round(float(gain.high()), 4),
         "lost": round(lost, 4),
         "regained": round(100 * (top1_set - top1) / lost, 2) if lost > 0 else "",
     }

@@ -2,7 +2,9 @@
 
 results.csv, predictions.npz and translation.csv grow with every row; bad_images.csv names images that could not be read. A row
 in the folder is reused where weights, images and settings are the same (`row_key`). Rows that differ in data, settings or
-versions may not share a table (`not_comparable`). `aggregate` merges the rows of several seeds into one, with an interval.
+versions may not share a table (`not_comparable`). `aggregate` merges the rows of several seeds into one, with an interval;
+`contrast` gives the estimates of `vitrel.evaluate.statistics` for rows. Rows are plain dicts: pandas reads
+and writes files, and nothing else, because its columns of text change their type with the packages that are installed.
 """
 
 import math
@@ -10,12 +12,13 @@ import platform
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import timm
 import torch
 import torchvision
@@ -25,9 +28,10 @@ from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded,
 from vitrel.common.sizes import format_size, parse_size
 from vitrel.data import SHAPES, Reading
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
-from vitrel.evaluate.metrics import PREDICTIONS, read_predictions, t_interval, wilson, write_predictions
+from vitrel.evaluate.metrics import PREDICTIONS, Key, Predicted, read_predictions, write_predictions
 from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.settings import Row, Sweep, rank_and_world
+from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means
 
 with optional_import():
     import pandas as pd
@@ -157,7 +161,6 @@ BAD_IMAGES = "bad_images.csv"
 PAGES = ("table.md", "claims.md", "rescue.csv", "rescue.md", "plots", "pictures.json.gz", "report.html", "report.json")
 FILES = ("results.csv", PREDICTIONS, TRANSLATIONS, BAD_IMAGES, *PAGES)  # all files of an evaluation
 WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
-CURVE = ["label", "protocol", "policy", "img_size", "crop_pct"]
 MEANS = [
     "top1", "top1_among", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
     "attention_distance", "attention_distance_share",
@@ -397,43 +400,157 @@ def read_csv(path: Path) -> list[Row]:
     return frame.reindex(columns=list(COLUMNS)).to_dict("records")
 
 
-def aggregate(rows: Sequence[Row]) -> pd.DataFrame:
-    """Aggregate rows over seeds: one row per (label, protocol, policy, img_size), with means of MEANS.
+class Scores:
+    """Scores of single images, 0 or 1 for top-1, of the rows of an evaluation whose predictions are stored.
 
-    New columns: seeds (their number), low and high (95 % interval of top1), and interval (its kind, see `top1_interval`). Of
-    the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all. All
-    columns not named so far are those of the first seed, also top1_low, top1_high, best_size and top1_area.
-    Where a model was evaluated with several crops, each becomes a protocol, "scale, crop 0.875"; so does each token budget of
-    the native protocol where a size has several, "native, 200 tokens". Order: models as given, scale protocol first, other
-    protocols by name, policy, image area.
+    predictions: by `line_key`, all of the same images; {} where none are stored.
     """
-    frame = pd.DataFrame(rows)
-    frame[MEANS] = frame[MEANS].apply(pd.to_numeric)
-    frame["protocol"] = list(map(protocol_names(rows), rows))
-    order = {label: index for index, label in enumerate(dict.fromkeys(frame["label"]))}
-    groups: dict[tuple, list[Row]] = defaultdict(list)  # pandas takes a millisecond for each column of each group
-    for row in frame.to_dict("records"):
-        groups[tuple(None if row[name] != row[name] else row[name] for name in CURVE)].append(row)
-    merged = []
-    for group in groups.values():
-        known = {name: [row[name] for row in group if row[name] == row[name]] for name in (*MEANS, "peak_memory_mb")}
-        first = group[0] | {name: sum(known[name]) / len(known[name]) if known[name] else math.nan for name in MEANS}
-        low, high, kind = top1_interval([row["top1"] for row in group], first["n"])
-        first |= {"seeds": len(group), "low": low, "high": high, "interval": kind}
-        first |= {"unchanged": all(row["unchanged"] for row in group), "oom": int(max(row["oom"] for row in group))}
-        first |= {"peak_memory_mb": max(known["peak_memory_mb"], default=math.nan)}
-        first |= {"batch_size": int(min(row["batch_size"] for row in group))}
-        merged.append(first)
-    merged.sort(
-        key=lambda row: (
-            order[row["label"]],
-            not row["protocol"].startswith("scale"),
-            row["protocol"],
-            row["policy"],
-            by_area(row["img_size"]),
-        )
+
+    def __init__(self, predictions: Mapping[Key, Predicted]) -> None:
+        self._predictions = predictions
+        self._arrays: dict[tuple[Key, str], np.ndarray] = {}
+
+    def of(self, rows: Sequence[Row], metric: str = "top1") -> np.ndarray | None:
+        """Return the scores [rows, images], NaN for unreadable images; None where a row has no predictions.
+
+        metric: "top1", or "top1_among", among the data's classes.
+        """
+        if not self._predictions:
+            return None
+        keys = [line_key(row) for row in rows]
+        if not all(key in self._predictions for key in keys):
+            return None
+        for key in keys:
+            if (key, metric) not in self._arrays:
+                self._arrays[key, metric] = self._predictions[key].scores(metric)
+        return np.stack([self._arrays[key, metric] for key in keys])
+
+
+NO_SCORES = Scores({})
+
+
+def read_scores(folder: Path | None) -> Scores:
+    """Return the scores of the predictions in an evaluation's folder; none without a folder or predictions.npz."""
+    predictions = None if folder is None else read_predictions(folder)
+    return NO_SCORES if predictions is None else Scores(predictions.rows)
+
+
+def metric_of(row: Row, metric: str) -> float:
+    """Return top1 or top1_among of a row, in percent; where a model has only the data's classes, the second is the first."""
+    value = row.get(metric, math.nan)
+    return row["top1"] if math.isnan(value) else value
+
+
+class Sample(NamedTuple):
+    """The top-1 of a model at one size under one policy, for `contrast`.
+
+    name: model, size and policy, for errors. seeds: as text. means: top-1 of each seed, percent. images: their number. scores:
+    [seeds, images], None without predictions.
+    """
+
+    name: str
+    seeds: tuple[str, ...]
+    means: tuple[float, ...]
+    images: int
+    scores: np.ndarray | None
+
+    def of_seeds(self, seeds: Sequence[str]) -> "Sample":
+        """Return the part of these seeds, in this order."""
+        if self.seeds == tuple(seeds):
+            return self
+        at = [self.seeds.index(seed) for seed in seeds]
+        scores = None if self.scores is None else self.scores[at]
+        return self._replace(seeds=tuple(seeds), means=tuple(self.means[index] for index in at), scores=scores)
+
+
+def sample_of(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "top1") -> Sample:
+    """Return the sample of rows of one model, size and policy, one row per seed; metric: "top1" or "top1_among"."""
+    by_seed = {as_text(row["seed"]): row for row in rows}
+    first, kept = rows[0], [*by_seed.values()]
+    name = f"{first['label']} at {first['img_size']} ({first['policy']})"
+    means = tuple(metric_of(row, metric) for row in kept)
+    return Sample(name, tuple(by_seed), means, int(min(row["n"] for row in kept)), scores.of(kept, metric))
+
+
+def contrast(plus: Sequence[Sample], minus: Sequence[Sample] = ()) -> Estimate:
+    """Return the estimate of the sum of the mean top-1 of `plus` minus that of `minus`.
+
+    Samples are paired by seed, over the seeds that all have, or where every one has a single seed. Images are paired where all
+    have scores; else `estimate_of_means` is wider. ValueError where no seed is common to all.
+    """
+    sides = [*plus, *minus]
+    seeds = [seed for seed in sides[0].seeds if all(seed in side.seeds for side in sides)]
+    if seeds:
+        sides = [side.of_seeds(seeds) for side in sides]
+    elif any(len(side.seeds) > 1 for side in sides):
+        raise ValueError(f"no seed in common between {' and '.join(side.name for side in sides)}")
+    arrays = [side.scores for side in sides if side.scores is not None]
+    if len(arrays) == len(sides):
+        return estimate(arrays[: len(plus)], arrays[len(plus) :])
+    means = [side.means for side in sides]
+    return estimate_of_means(means[: len(plus)], means[len(plus) :], min(side.images for side in sides))
+
+
+def groups_of(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Group rows over seeds: (protocol as of `protocol_names`, rows) per label, protocol, policy and size, in their order."""
+    name = protocol_names(rows)
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    protocols = {}
+    for row in rows:
+        protocol = name(row)
+        key = (row["label"], protocol, row["policy"], row["img_size"], None if is_missing(row["crop_pct"]) else row["crop_pct"])
+        groups[key].append(row)
+        protocols[key] = protocol
+    return [(protocols[key], group) for key, group in groups.items()]
+
+
+def aggregate(rows: Sequence[Row], scores: Scores = NO_SCORES) -> list[Row]:
+    """Aggregate rows over seeds: one row per group of `groups_of`, in the order of `table_order`, with means of MEANS.
+
+    New columns: seeds (their number), low and high (95 % interval of top1 over seeds and images), and interval (what it is
+    over). Of the seeds, peak_memory_mb and oom are the largest, batch_size is the smallest, unchanged is True if it is for all.
+    All columns not named so far are those of the first seed, also top1_low, top1_high, best_size and top1_area.
+    Where a model was evaluated with several crops, each becomes a protocol, "scale, crop 0.875"; so does each token budget of
+    the native protocol where a size has several, "native, 200 tokens".
+    """
+    return table_order([merged(protocol, group, scores) for protocol, group in groups_of(rows)])
+
+
+def table_order(rows: Sequence[Row]) -> list[Row]:
+    """Sort aggregated rows: models as given, the scale protocol first, other protocols by name, policy, image area."""
+    order = {label: index for index, label in enumerate(dict.fromkeys(row["label"] for row in rows))}
+    return sorted(
+        rows, key=lambda row: (order[row["label"]], *protocol_order(row["protocol"]), row["policy"], by_area(row["img_size"]))
     )
-    return pd.DataFrame(merged)
+
+
+def protocol_order(protocol: str) -> tuple[bool, str]:
+    """Sort key of a protocol: scale first, others by name."""
+    return not protocol.startswith("scale"), protocol
+
+
+def merged(protocol: str, group: Sequence[Row], scores: Scores = NO_SCORES) -> Row:
+    """Return the aggregated row of one group of `groups_of`."""
+    known = {name: [row[name] for row in group if known_number(row.get(name))] for name in (*MEANS, "peak_memory_mb")}
+    means = {name: sum(known[name]) / len(known[name]) if known[name] else math.nan for name in MEANS}
+    low, high, over = top1_interval(group, scores)
+    return (
+        group[0]
+        | {"protocol": protocol, **means, "seeds": len(group), "low": low, "high": high, "interval": over}
+        | {"unchanged": all(row["unchanged"] for row in group), "oom": int(max(row["oom"] for row in group))}
+        | {"peak_memory_mb": max(known["peak_memory_mb"], default=math.nan)}
+        | {"batch_size": int(min(row["batch_size"] for row in group))}
+    )
+
+
+def known_number(value: Any) -> bool:
+    """Whether a value is a number other than NaN."""
+    return isinstance(value, (int, float, np.number)) and value == value
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell has no value: None or NaN."""
+    return value is None or value != value
 
 
 def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
@@ -445,7 +562,7 @@ def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
     def several(column: str, *same: str) -> bool:
         values = defaultdict(set)
         for row in rows:
-            if pd.notna(row.get(column)):
+            if not is_missing(row.get(column)):
                 values[tuple(row[name] for name in same)].add(row[column])
         return any(len(found) > 1 for found in values.values())
 
@@ -453,7 +570,7 @@ def protocol_names(rows: Sequence[Row]) -> Callable[[Row], str]:
 
     def name(row: Row) -> str:
         crop = f", crop {row['crop_pct']:g}" if crops else ""
-        budget = f", {row['budget']:g} tokens" if budgets and pd.notna(row.get("budget")) else ""
+        budget = f", {row['budget']:g} tokens" if budgets and not is_missing(row.get("budget")) else ""
         return f"{row['protocol']}{crop}{budget}"
 
     return name
@@ -465,39 +582,44 @@ def by_area(size: str) -> tuple[int, int]:
     return height * width, height
 
 
-def top1_interval(top1: Sequence[float], n: int) -> tuple[float, float, str]:
-    """95 % interval of a model's mean top-1: (low, high, description), in percent.
+def top1_interval(rows: Sequence[Row], scores: Scores = NO_SCORES, metric: str = "top1") -> tuple[float, float, str]:
+    """95 % interval of a model's mean top-1 over seeds and images: (low, high, what it is over), in percent.
 
-    top1: one value per seed, all on the same n images. With one seed it is Wilson's interval over images. With more it is
-    Student's over seeds, widened to include Wilson's, since all seeds share the sampling error of the images.
+    rows: one per seed, all on the same images. With one seed it is Wilson's interval over images.
     """
-    low, high = wilson(round(n * sum(top1) / len(top1) / 100), n)
-    kind = f"Wilson over {n:,} images"
-    if len(top1) > 1:
-        over_seeds = t_interval(top1)
-        low, high, kind = min(low, over_seeds[0]), max(high, over_seeds[1]), f"t over {len(top1)} seeds, at least {kind}"
-    return max(0.0, low), min(100.0, high), kind
+    found = contrast([sample_of(rows, scores, metric)])
+    over = f"{found.images:,} images"
+    return *found.of_share(), over if len(rows) == 1 else f"{len(rows)} seeds and {over}"
 
 
-def curves(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield (label, policy, rows) of an aggregated table: the curve over sizes of every model under every policy.
+def curves(table: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield (label, policy, rows) of aggregated rows: the curve over sizes of every model under every policy.
 
-    The rows are a part of the table with its index, in its order, of all protocols: for one curve per protocol, pass the rows
-    of one. A policy that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that.
-    A size at which policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to
-    "geometric+keep" and "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
+    The rows are those of the table, in its order, of all protocols: for one curve per protocol, pass the rows of one. A policy
+    that is part of a longer one, such as "none" or "keep", has no curve of its own where the label has that. A size at which
+    policies do not differ has one row, which belongs to all curves: "none" to every policy, "keep" to "geometric+keep" and
+    "clip+keep". The curve of "divisor" uses rows of "fixed" at sizes without a row of its own.
     """
-    for label, group in table.groupby("label", sort=False):
-        parts = {policy: policy_parts(policy) for policy in group["policy"].unique()}
+    by_label: dict[str, list[Row]] = defaultdict(list)
+    for row in table:
+        by_label[row["label"]].append(row)
+    for label, group in by_label.items():
+        parts = {policy: policy_parts(policy) for policy in dict.fromkeys(row["policy"] for row in group)}
         for policy, names in parts.items():
             if any(names < larger for larger in parts.values()):
                 continue
             fixed = {"fixed" if name in WINDOW_POLICIES else name for name in names}
-            keys = list(zip(group["protocol"], group["img_size"], strict=True))
-            direct = [parts[name] <= names for name in group["policy"]]
-            covered = {key for key, is_direct in zip(keys, direct, strict=True) if is_direct}
-            rows = zip(direct, keys, group["policy"], strict=True)
-            yield label, policy, group[[is_direct or (key not in covered and parts[n] <= fixed) for is_direct, key, n in rows]]
+            direct = [parts[row["policy"]] <= names for row in group]
+            covered = {_at(row) for row, is_direct in zip(group, direct, strict=True) if is_direct}
+            yield (
+                label,
+                policy,
+                [
+                    row
+                    for row, is_direct in zip(group, direct, strict=True)
+                    if is_direct or (_at(row) not in covered and parts[row["policy"]] <= fixed)
+                ],
+            )
 
 
 def with_curves(rows: Sequence[Row]) -> list[Row]:
@@ -505,35 +627,43 @@ def with_curves(rows: Sequence[Row]) -> list[Row]:
 
     A row has those of the curve of its own policy, else of the only curve that includes it; empty where several do.
     """
-    frame = pd.DataFrame(rows)
     by_policy: dict[int, Row] = {}
     summaries: dict[int, list[Row]] = defaultdict(list)
-    for _, group in frame.groupby(["label", "seed", "protocol", "crop_pct"], sort=False, dropna=False):
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[
+            tuple(None if is_missing(row[name]) else row[name] for name in ("label", "seed", "protocol", "crop_pct"))
+        ].append(row)
+    for group in groups.values():
         for _, policy, curve in curves(group):
             summary = curve_summary(curve)
-            for index, has_policy in zip(curve.index, curve["policy"] == policy, strict=True):
-                summaries[index].append(summary)
-                if has_policy:
-                    by_policy[index] = summary
+            for row in curve:
+                summaries[id(row)].append(summary)
+                if row["policy"] == policy:
+                    by_policy[id(row)] = summary
     empty = {"best_size": "", "top1_area": math.nan}
     unique = {index: several[0] for index, several in summaries.items() if len(several) == 1}
-    return [row | by_policy.get(index, unique.get(index, empty)) for index, row in enumerate(rows)]
+    return [row | by_policy.get(id(row), unique.get(id(row), empty)) for row in rows]
 
 
-def curve_summary(curve: pd.DataFrame) -> Row:
+def curve_summary(curve: Sequence[Row]) -> Row:
     """Return {best_size, top1_area} of a curve: the smallest size with the highest top1, and mean top1 over log2 sqrt(h w).
 
     The mean is the area by trapezoids divided by the width. Sizes of equal area count once, with their mean; NaN where all
     sizes have the same area.
     """
-    area = curve["img_size"].map(lambda size: math.prod(parse_size(size)))
-    top1 = curve.groupby(area)["top1"].mean().sort_index()
-    octaves = [math.log2(pixels) / 2 for pixels in top1.index]
-    pairs = zip(octaves, octaves[1:], top1, top1.iloc[1:], strict=False)
-    under = sum((right - left) * (a + b) / 2 for left, right, a, b in pairs)
-    mean = under / (octaves[-1] - octaves[0]) if len(octaves) > 1 else math.nan
-    best = curve.loc[area.sort_values(kind="stable").index]
-    return {"best_size": best.loc[best["top1"].idxmax(), "img_size"], "top1_area": round(mean, 4)}
+    at: dict[int, list[float]] = defaultdict(list)
+    for row in curve:
+        at[math.prod(parse_size(row["img_size"]))].append(row["top1"])
+    points = [(math.log2(area) / 2, sum(top1) / len(top1)) for area, top1 in sorted(at.items())]
+    under = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(points))
+    mean = under / (points[-1][0] - points[0][0]) if len(points) > 1 else math.nan
+    best = min(curve, key=lambda row: (-row["top1"], math.prod(parse_size(row["img_size"]))))
+    return {"best_size": best["img_size"], "top1_area": round(mean, 4)}
+
+
+def _at(row: Row) -> tuple[str, str]:
+    return row["protocol"], row["img_size"]
 
 
 def _differences(row: Row, keys: Sequence[Row]) -> list[str]:

@@ -20,21 +20,24 @@ from vitrel.common.lock import only_writer
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
+from vitrel.evaluate.advice import MARGIN, Judged, judge
+from vitrel.evaluate.claims import Claim, judge_claims
 from vitrel.evaluate.images import Images, Source, check_data, source_of
 from vitrel.evaluate.measure import Evaluated, Task, check_tasks, class_names_of, measure, sizes_of, static_columns_of, tasks_of
 from vitrel.evaluate.metrics import state_hash
 from vitrel.evaluate.models import Trained, class_map, gflops, load_checkpoint, trained_model
-from vitrel.evaluate.report import Claim, judge, markdown, summary, table_page
-from vitrel.evaluate.report.answers import Answer, answers_of, difference_in
+from vitrel.evaluate.report import markdown, summary, table_page
 from vitrel.evaluate.rescue import write_rescue
 from vitrel.evaluate.results import (
     COLUMNS,
+    Scores,
     Tables,
     complete,
     environment,
     not_comparable,
     read_folder,
     read_names,
+    read_scores,
     read_translation,
     row_key,
     set_aside,
@@ -124,13 +127,15 @@ def run_sweep(
     replace: bool = False,
     photographs: bool = True,
     rescue: bool = False,
+    margin: float = MARGIN,
 ) -> list[Row]:
     """Evaluate all tasks of `tasks_of(models, sweep)`, write the results into `folder`, and return the rows of its results.csv.
 
     Writes results.csv, predictions.npz, translation.csv (with translations), bad_images.csv (with unreadable images), table.md,
     claims.md (with claims) and plots/*.png; with `report`, pictures.json.gz, report.html and report.json; with `rescue`,
-    rescue.csv and rescue.md (`vitrel.evaluate.rescue`). Prints progress, then the answers and accuracy tables. title: of the
-    page and plots. photographs: whether the report may contain images of the data.
+    rescue.csv and rescue.md (`vitrel.evaluate.rescue`). Prints progress, then the advice and tables. title: of the
+    page and plots. photographs: whether the report may contain images of the data. margin: the loss in points of top-1 up to
+    which a size is called safe (`vitrel.evaluate.advice`).
 
     Rows in `folder` of the same weights, data and settings are reused, and rows of other models, sizes, protocols or policies
     are kept beside the new ones. ValueError, before anything is computed, where rows in the folder and new ones may not share a
@@ -155,8 +160,11 @@ def run_sweep(
             tables.write(rows)
             if rescue:
                 write_rescue(models, sweep, images, folder)
-            answers = answers_of(rows, folder)
-            _show(rows, folder, shown(title), claims, answers)
+            scores = read_scores(folder)
+            judged = judge(rows, scores, margin, folder)
+            _show(judged, folder, shown(title))
+            if claims:
+                _write_claims(claims, rows, scores, folder)
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
@@ -165,7 +173,7 @@ def run_sweep(
                 from vitrel.evaluate.report.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
-                write_html(folder, shown(title), photographs, answers)
+                write_html(folder, shown(title), photographs, margin)
         except BaseException as error:
             saved = tables.write_rest()
             if isinstance(error, RuntimeError) and (text := lack_of(error)):
@@ -373,18 +381,21 @@ def _other_rows(results: Sequence[Evaluated], keys: Sequence[Row]) -> tuple[list
     return others, not_comparable([result.row for result in others], keys)
 
 
-def _show(rows: Sequence[Row], folder: Path, title: str, claims: Sequence[Claim], answers: Sequence[Answer]) -> None:
-    """Write table.md, plots/ and claims.md, and print the answers and the accuracy tables."""
+def _show(judged: Judged, folder: Path, title: str) -> None:
+    """Write table.md and plots/, and print the advice and the tables."""
     with atomic_write(folder / "table.md") as part:
-        part.write_text(table_page(rows, title or shown(folder.name), answers), "utf-8")
-    print(f"\n{summary(rows, answers)}", flush=True)
+        part.write_text(table_page(judged, title or shown(folder.name)), "utf-8")
+    print(f"\n{summary(judged)}", flush=True)
     from vitrel.evaluate.report.html import plot_all  # brings matplotlib: only where a folder is written
 
-    plot_all(rows, folder / "plots", title)
-    if claims:
-        verdict = "\n".join(judge(claims, rows, read_translation(folder), difference_in(folder)))
-        with atomic_write(folder / "claims.md") as part:
-            part.write_text(verdict + "\n", "utf-8")
+    plot_all(judged.rows, folder / "plots", title)
+
+
+def _write_claims(claims: Sequence[Claim], rows: Sequence[Row], scores: Scores, folder: Path) -> None:
+    """Judge the claims, and write claims.md."""
+    verdicts = judge_claims(claims, rows, read_translation(folder), scores)
+    with atomic_write(folder / "claims.md") as part:
+        part.write_text("\n".join(verdicts) + "\n", "utf-8")
 
 
 def _noted(error: BaseException, note: str) -> BaseException:

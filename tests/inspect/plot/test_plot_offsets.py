@@ -267,8 +267,9 @@ def test_a_head_that_asks_only_the_row_above():
         encoding.relative_position_bias_table[(1 + 2) * 9 + 0 + 4, 0] = 60.0
     torch.testing.assert_close(bias_mean_offset(lattices(encoding)[0]), torch.tensor([[1.0, 0], [0, 0]]).double())
     (panel,) = directions(encoding).axes
-    assert ends(panel)[0] == pytest.approx((0, 1)) and ends(panel)[1] == pytest.approx((0, 0))
-    assert panel.get_ylim()[0] > panel.get_ylim()[1] and panel.get_xlim()[0] < panel.get_xlim()[1]  # as in the maps
+    assert ends(panel)[0] == pytest.approx((0, -1)) and ends(panel)[1] == pytest.approx((0, 0))  # up, to the key
+    assert panel.get_ylim()[0] > panel.get_ylim()[1] and panel.get_xlim()[0] < panel.get_xlim()[1]  # y downwards
+    assert "from the query" in panel.figure.get_suptitle() and "right" in panel.get_xlabel() + panel.figure.get_supxlabel()
 
 
 def test_hidden_offsets_count_for_nothing():
@@ -306,7 +307,7 @@ def test_images_or_recorded_layers():
     first, second = directions(model, images=images, layers=[1]), directions(layers, layers=[1])
     (panel,), (other,) = first.axes, second.axes
     assert ends(panel) == ends(other) and panel.get_title() == "blocks.1.attn"
-    assert ends(panel)[1] == pytest.approx(tuple(attended_offset(layers[1])[1].tolist()[::-1]))
+    assert ends(panel)[1] == pytest.approx(tuple((-attended_offset(layers[1])[1]).tolist()[::-1]))
     assert "weighted by attention" in first.get_suptitle().replace("\n", " ")
 
 
@@ -323,7 +324,7 @@ def test_arrows_fill_their_axes():
     for bias in (0.02, 20.0):
         (panel,) = directions(table.set_biases({(0, 1): bias}, offset="key-query")).axes
         ((x, y),) = ends(panel)
-        assert panel.get_xlim() == pytest.approx((-1.15 * abs(x), 1.15 * abs(x))) and x < 0 and y == pytest.approx(0)
+        assert panel.get_xlim() == pytest.approx((-1.15 * abs(x), 1.15 * abs(x))) and x > 0 and y == pytest.approx(0)
     (panel,) = directions(table.set_biases({})).axes
     assert panel.get_xlim() == (-1, 1)
 

@@ -4,6 +4,7 @@ import functools
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -14,11 +15,10 @@ from tools.study import imagenet_weights as study
 from tools.study.imagenet_weights import FIXED, SCALED, SEVERAL, SIZES, Evaluated, logistic_regression, prepare, table_of
 from vitrel.common.plain_yaml import read_yaml
 from vitrel.common.sizes import format_size, parse_size
-from vitrel.evaluate.metrics import t_interval
 from vitrel.evaluate.models import trained_model
-from vitrel.evaluate.results import line_key
 from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.settings import Sweep
+from vitrel.evaluate.statistics import estimate
 
 
 def pictures(folder, names):
@@ -42,30 +42,26 @@ def evaluated(tmp_path):
 
 
 def right(evaluated, label, seed, size):
-    rows = evaluated.curves.table.to_dict("records")
-    row = next(r for r in rows if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
-    return [int(x) for x in evaluated.predictions.rows[line_key(row)].right]
+    row = next(r for r in evaluated.curves.table if (r["label"], r["seed"], r["img_size"]) == (label, seed, size))
+    return [int(x) for x in evaluated.scores.of([row])[0]]
 
 
 def test_differences_and_losses_are_those_of_plain_loops(evaluated):
     a, b = ("a", "bicubic"), ("b", "none")
-    ahead, kept, spread = [], [], []
+    ahead, kept, sides = [], [], []
     for seed in (0, 1):
         there = [right(evaluated, label, seed, size) for label in "ab" for size in ("32x48", "64x64")]
         ahead.append(100 * sum(x - y for x, y in zip(there[0], there[2], strict=True)) / 30)
-        images = [100 * (x - y - z + w) for x, y, z, w in zip(*there, strict=True)]
-        kept.append(sum(images) / 30)
-        spread.append(images)
+        kept.append(100 * sum(x - y - z + w for x, y, z, w in zip(*there, strict=True)) / 30)
+        sides.append(there)
     mean, _, half = re.fullmatch(r"([+-][\d.]+) (±)([\d.]+)", evaluated.ahead(a, b, "32x48", "scale")).groups()
     assert float(mean) == pytest.approx(sum(ahead) / 2, abs=0.06) and float(half) > 0
     mean, half = evaluated.kept(a, b, "32x48", "scale").split(" ±")
     assert float(mean) == pytest.approx(sum(kept) / 2, abs=0.06)
-    images = torch.tensor(spread, dtype=torch.float64).mean(0)
-    low, high = t_interval(kept)
-    want = ((1.96 * images.std().item() / 30**0.5) ** 2 + ((high - low) / 2) ** 2) ** 0.5
-    assert float(half) == pytest.approx(want, abs=0.06)
+    here_a, home_a, here_b, home_b = np.array(sides).transpose(1, 0, 2)  # [seeds, images] each
+    assert float(half) == pytest.approx(estimate([here_a, home_b], [home_a, here_b]).half(), abs=0.06)
     with pytest.raises(ValueError, match="no row of c/none at 32x48"):
-        evaluated.seeds(("c", "none"), "32x48", "scale")
+        evaluated.cell(("c", "none"), "32x48", "scale")
     table = table_of(lambda curve, size: evaluated.cell(curve, size, "scale"), {a: "A", b: "B"}, ["32x48", "64x64"], "64x64")
     assert "32×48" in table and "64 (trained)" in table and table.count("±") == 4
 

@@ -146,7 +146,12 @@ def test_figures_of_the_tables_are_those_of_the_rows():
         assert re.search(rf"\| +{means[label].mean():.1f} ±", line)
     (line,) = kept_beside(ROWS, ["flowers256"], SHOWN, place).splitlines()[2:]
     gap = lost["rope_mixed"] - lost["absolute"]
-    assert f"{gap.mean():+.1f} ±{4.30265 * gap.std() / math.sqrt(3):.1f}" in line  # Student's, two degrees of freedom
+    shares = [means[label].mean() for label in means] + [(means[label] - lost[label]).mean() for label in means]
+    own, images = gap.var() / 3, sum(share * (100 - share) / 540 for share in shares)  # of seeds, of independent images
+    critical = (4.30265 * own + 1.95996 * images) / (own + images)  # Student's and the normal one
+    mean, half = map(float, re.search(r"([+-][\d.]+) ±([\d.]+)", line).groups())
+    assert mean == pytest.approx(gap.mean(), abs=0.06)
+    assert half == pytest.approx(critical * math.sqrt(own + images), abs=0.15)
 
 
 def test_what_is_not_in_the_rows_is_refused():

@@ -1,6 +1,7 @@
 """The files of a report: report.html, one page that works offline, report.json with its figures' numbers, and plots as PNG.
 
-Maps of position and attention come from pictures.json.gz (`vitrel.evaluate.report.pictures`), confusions from predictions.npz.
+The verdicts on the page are those of `vitrel.evaluate.advice`. Maps of position and attention come from pictures.json.gz
+(`vitrel.evaluate.report.pictures`), confusions from predictions.npz.
 """
 
 import base64
@@ -23,15 +24,19 @@ from timm.data import ImageNetInfo
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, one_page, shown
 from vitrel.common.sizes import parse_size
-from vitrel.evaluate.metrics import Predictions, read_predictions, t_interval
-from vitrel.evaluate.report import DETAILS
-from vitrel.evaluate.report.answers import Answer, answers_of, stretches
+from vitrel.evaluate.advice import COLUMNS as JUDGED
+from vitrel.evaluate.advice import LOSES, MARGIN, judge
+from vitrel.evaluate.metrics import Predictions, read_predictions
+from vitrel.evaluate.report import DETAILS, difference_text, resampled_text, verdict_text
 from vitrel.evaluate.report.pictures import PLACE, Place, changed_images, confusions, place_of, read_pictures, without_images
 from vitrel.evaluate.results import (
     COLUMNS,
-    aggregate,
+    NO_SCORES,
+    Scores,
     by_area,
     curves,
+    is_missing,
+    known_number,
     line_key,
     protocol_names,
     read_csv,
@@ -39,9 +44,10 @@ from vitrel.evaluate.results import (
     top1_interval,
 )
 from vitrel.evaluate.settings import Row
+from vitrel.evaluate.statistics import over_seeds
+from vitrel.position import POSITIONS
 
 with optional_import():
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter, ScalarFormatter
@@ -78,21 +84,21 @@ METRICS = {
 # columns of shares, which the page shows as percentages (pad_fraction too, which is text with a share per stage)
 SHARES = ("retention", "attention_distance_share", "unseen", "saturated", "border_leak", "crop_pct")
 # columns that the page does not show: they are of one seed, or repeat others
-_LEFT_OUT = {"seed", "top1_err", "top5_err", "top1_low", "top1_high", "state_hash_before", "state_hash_after"}
-_ABOUT = {
+_LEFT_OUT = {"seed", "top1_err", "top5_err", "top1_low", "top1_high", "state_hash_before", "state_hash_after", "used"}
+_ABOUT = JUDGED | {
     "low": "lower end of the 95 % interval of top1",
     "high": "upper end of the 95 % interval of top1",
     "seeds": "number of seeds averaged over",
-    "interval": "method of the 95 % interval",
+    "interval": "what the 95 % interval is over",
 }
 
 
-def write_html(folder: Path, title: str = "", images: bool = True, answers: Sequence[Answer] | None = None) -> Path:
+def write_html(folder: Path, title: str = "", images: bool = True, margin: float = MARGIN) -> Path:
     """Write report.html and report.json into an evaluation folder, and return the path of report.html.
 
     They are made from results.csv, and from claims.md, predictions.npz, translation.csv and pictures.json.gz where these exist.
-    title: default the folder's name. images: whether the page may contain photographs of the data. answers: default
-    `answers_of` the folder. FileNotFoundError without results.csv, ValueError where it has no rows or lacks columns.
+    title: default the folder's name. images: whether the page may contain photographs of the data. margin: of `judge`, points.
+    FileNotFoundError without results.csv, ValueError where it has no rows or lacks columns.
     """
     with optional_import():
         from plotly.offline import get_plotlyjs  # plots and report.json do without it
@@ -107,7 +113,7 @@ def write_html(folder: Path, title: str = "", images: bool = True, answers: Sequ
     pictures = read_pictures(folder / "pictures.json.gz")
     if pictures is not None and not images:
         pictures = without_images(pictures)
-    data = contents(rows, folder, title, {} if pictures is None else pictures["words"], answers)
+    data = contents(rows, folder, title, {} if pictures is None else pictures["words"], margin)
     packed = b"" if pictures is None else gzip.compress(json.dumps(pictures, separators=(",", ":")).encode(), mtime=0)
     text = one_page(
         "vitrel.evaluate.report",
@@ -125,56 +131,61 @@ def write_html(folder: Path, title: str = "", images: bool = True, answers: Sequ
 
 
 def contents(
-    rows: Sequence[Row],
-    folder: Path,
-    title: str,
-    described: Mapping[str, str] | None = None,
-    answers: Sequence[Answer] | None = None,
+    rows: Sequence[Row], folder: Path, title: str, described: Mapping[str, str] | None = None, margin: float = MARGIN
 ) -> dict[str, Any]:
     """Return the data of the page, except pictures, as JSON values; missing numbers are None, shares are percentages.
 
-    rows, folder: of the evaluation. described: {class of the data: its name in words}, where a model knows it. answers: default
-    `answers_of` the folder.
+    rows, folder: of the evaluation. described: {class of the data: its name in words}, where a model knows it. margin: of
+    `judge`.
     """
-    table, protocol_of = aggregate(rows).reset_index(drop=True), protocol_names(rows)
-    warnings = [_warning(row, table) for row in table.to_dict("records")]
-    table = _in_percent(table)
-    present = [column for column in table if column not in _LEFT_OUT and table[column].notna().any()]
-    varying = [column for column in present if column in DETAILS or table[column].astype(str).nunique() > 1]
-    varying.sort(key=lambda column: list(DETAILS).index(column) if column in DETAILS else len(DETAILS))
-    records = json.loads(table.to_json(orient="records", double_precision=8))
-    for record, intervals, warning in zip(records, _intervals(rows, table, protocol_of), warnings, strict=True):
-        record |= {"intervals": intervals, "warning": warning}
-    metrics = {key: metric for key, metric in METRICS.items() if key in present and pd.to_numeric(table[key], "coerce").any()}
-    sizes = sorted(table["img_size"].unique(), key=by_area)
-    predictions = read_predictions(folder)
-    answers = answers_of(rows, folder) if answers is None else answers
+    predictions, protocol_of = read_predictions(folder), protocol_names(rows)
+    judged = judge(rows, NO_SCORES if predictions is None else Scores(predictions.rows), margin, folder)
+    table = [_in_percent(row) for row in judged.rows]
+    columns = dict.fromkeys(name for row in table for name in row)
+    present = [name for name in columns if name not in _LEFT_OUT and any(not is_missing(row.get(name)) for row in table)]
+    varying = [name for name in present if name in DETAILS or len({str(row.get(name)) for row in table}) > 1]
+    varying.sort(key=lambda name: list(DETAILS).index(name) if name in DETAILS else len(DETAILS))
+    records = [{name: _json(row.get(name)) for name in columns} for row in table]
+    details = zip(_intervals(rows, table, protocol_of), judged.rows, strict=True)
+    for record, (intervals, row) in zip(records, details, strict=True):
+        texts = {"resampled": resampled_text(row), "change": difference_text(row), "judged": verdict_text(row)}
+        record |= {"intervals": intervals, "warning": _warning(row)} | texts
+    metrics = {
+        key: metric
+        for key, metric in METRICS.items()
+        if key in present and any(row[key] for row in table if known_number(row.get(key)))
+    }
+    sizes = sorted({row["img_size"] for row in table}, key=by_area)
     classes = _classes(rows, predictions, protocol_of)
     changed = [] if predictions is None else changed_images(rows, predictions)
+    index, place = ({id(row): at for at, row in enumerate(given)} for given in (table, judged.rows))
+    predicted = [] if predictions is None else list(predictions.classes)
     data = {
         "title": title,
-        "data": ", ".join(dict.fromkeys(Path(str(name)).name or str(name) for name in table["data"])),
+        "data": ", ".join(dict.fromkeys(Path(str(row["data"])).name or str(row["data"]) for row in table)),
         "sizes": [{"name": size, "h": parse_size(size)[0], "w": parse_size(size)[1]} for size in sizes],
-        "protocols": list(table["protocol"].unique()),
+        "protocols": [*dict.fromkeys(row["protocol"] for row in table)],
         "columns": [{"key": key, "name": _column_name(key), "about": _about(key), "main": key in DETAILS} for key in varying],
-        "common": [[key, _about(key), str(table[key].iloc[0])] for key in present if key not in varying],
+        "common": [[key, _about(key), str(table[0][key])] for key in present if key not in varying],
         "about": [[key, text] for key, text in COLUMNS.items()],
         "metrics": [metric._asdict() | {"key": key} for key, metric in metrics.items()],
         "rows": records,
         "curves": [
-            {"label": label, "policy": policy, "name": curve_name(label, policy), "rows": part.index.tolist()}
+            {"label": label, "policy": policy, "name": curve_name(label, policy), "rows": [index[id(row)] for row in part]}
             for label, policy, part in curves(table)
         ],
-        "answers": [{"label": answer.label, "line": answer.line, "details": answer.details} for answer in answers],
+        "advice": [{"label": one.label, "sentences": one.sentences} for one in judged.advice],
+        "basis": judged.basis,
+        "by_size": [place[id(row)] for row in judged.by_size],
         "claims": _claims(folder),
         "classes": classes,
         "confusions": [] if predictions is None else confusions(rows, predictions),
         "changed": changed,
         "images": {} if predictions is None else _image_labels(changed, predictions.names, predictions.labels.tolist()),
-        "predicted": [] if predictions is None else list(predictions.classes),
+        "predicted": predicted,
         "translation": _translation(read_translation(folder), protocol_of),
     }
-    raw = dict.fromkeys([*(classes or {"names": []})["names"], *data["predicted"], *(described or {})])
+    raw = dict.fromkeys([*(classes or {"names": []})["names"], *predicted, *(described or {})])
     return data | {"words": class_words(raw, described or {})}
 
 
@@ -203,16 +214,22 @@ def class_words(names: Iterable[str], described: Mapping[str, str]) -> dict[str,
     return {name: words for name, words in readable.items() if words != name and times[words] == 1}
 
 
-def _in_percent(table: pd.DataFrame) -> pd.DataFrame:
-    """A copy of the table with SHARES and pad_fraction as percentages."""
-    table = table.copy()
-    for name in (name for name in SHARES if name in table):
-        table[name] = pd.to_numeric(table[name], "coerce") * 100
-    if "pad_fraction" in table:
-        table["pad_fraction"] = table["pad_fraction"].map(
-            lambda text: text if text != text else " ".join(f"{100 * float(share):.3g}" for share in str(text).split())
-        )
-    return table
+def _in_percent(row: Row) -> Row:
+    """A copy of a row with SHARES and pad_fraction as percentages."""
+    shares = {name: 100 * row[name] if known_number(row[name]) else math.nan for name in SHARES if name in row}
+    padding = row.get("pad_fraction", math.nan)
+    if not is_missing(padding):
+        padding = " ".join(f"{100 * float(share):.3g}" for share in str(padding).split())
+    return row | shares | {"pad_fraction": padding}
+
+
+def _json(value: Any) -> Any:
+    """A cell as a JSON value: None for missing ones, numbers with 8 decimals."""
+    if is_missing(value):
+        return None
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    return round(float(value), 8) if isinstance(value, (float, np.floating)) else value
 
 
 def _column_name(key: str) -> str:
@@ -225,27 +242,33 @@ def _about(key: str) -> str:
     return f"{text}; in percent here, as a share in results.csv" if key in SHARES or key == "pad_fraction" else text
 
 
-def _warning(row: Row, table: pd.DataFrame) -> str:
-    """The warning of a row, "" for none.
+def _warning(row: Row) -> str:
+    """The warning of a judged row, "" for none.
 
-    It is given for a state dict that changed although nothing is resampled; and for a top-1 below that of the training size,
-    with intervals that do not overlap, together with unseen offsets or a changed state dict. Interpolation alone is no warning.
-    row, table: of `aggregate`, before `_in_percent`.
+    It is given for a state dict that changed although nothing is resampled; and for a row that loses, together with unseen
+    offsets or a changed state dict. Interpolation alone is no warning.
     """
     if not (row["unchanged"] or row["resized_params"]):
         return "the state dict changed although nothing is resampled"
-    at_training = table[(table["label"] == row["label"]) & (table["protocol"] == row["protocol"])]
-    at_training = at_training[at_training["img_size"] == row["train_size"]]
-    if not len(at_training) or row["high"] >= at_training["low"].min():
+    if row["verdict"] != LOSES:
         return ""
     cause = f"{100 * row['unseen']:.0f} % of the offsets did not occur in training" if _uses_untrained(row) else ""
     cause = cause if row["unchanged"] else "the state dict changed"
-    return f"{at_training['top1'].iloc[0] - row['top1']:.1f} points lower, {cause}" if cause else ""
+    return f"{-row['difference']:.1f} points lower, {cause}" if cause else ""
 
 
 def _uses_untrained(row: Row) -> bool:
     """Whether a row has unseen offsets whose values are not interpolated from trained ones."""
-    return row["unseen"] > 0 and (row["saturated"] > 0 or not stretches(row["resized"]))
+    return row["unseen"] > 0 and (row["saturated"] > 0 or not _stretches(row["resized"]))
+
+
+def _stretches(resized: str) -> bool:
+    """Whether any rule in a value of the column `resized` is of a bias with resampled parameters, such as "table bicubic".
+
+    Unseen offsets then get values from trained ones. False for "absolute bicubic", which is not a bias.
+    """
+    encodings = [POSITIONS[key] for key in (rule.split(" ")[0] for rule in resized.split(" + ")) if key in POSITIONS]
+    return any((encoding.site, encoding.behaviour) == ("attention", "resized") for encoding in encodings)
 
 
 def _image_labels(changed: Sequence[Mapping[str, Any]], names: Sequence[str], labels: Sequence[int]) -> dict[str, list[Any]]:
@@ -262,23 +285,23 @@ def _claims(folder: Path) -> list[dict[str, str]]:
     return [{"claim": claim, "verdict": " ".join(verdict.split())} for claim, verdict in matches]
 
 
-def _intervals(rows: Sequence[Row], table: pd.DataFrame, protocol_of: Callable[[Row], str]) -> list[dict[str, list[float]]]:
-    """{metric: [low, high], its 95 % interval} of every row of the table, which is of `aggregate`, in order; SHARES in percent.
+def _intervals(rows: Sequence[Row], table: Sequence[Row], protocol_of: Callable[[Row], str]) -> list[dict[str, list[float]]]:
+    """{metric: [low, high], its 95 % interval} of every aggregated row of the table, in order; SHARES in percent.
 
-    top1 is as in the table; other metrics have Student's interval over seeds, and are left out with fewer than two.
+    top1 is as in the table; other metrics have an interval over seeds alone, and are left out with fewer than two.
     """
     groups: dict[Place, list[Row]] = defaultdict(list)
     for row in rows:
         groups[place_of(row, protocol_of)].append(row)
     by_row = []
-    for row in table.to_dict("records"):
+    for row in table:
         seeds = groups[row["label"], row["protocol"], row["policy"], row["img_size"]]
         intervals = {"top1": [row["low"], row["high"]]}
         for key in METRICS:
             factor = 100 if key in SHARES else 1
-            values = [factor * seed[key] for seed in seeds if pd.notna(seed.get(key))]
+            values = [factor * seed[key] for seed in seeds if known_number(seed.get(key))]
             if key != "top1" and len(values) > 1:
-                intervals[key] = [round(end, 6) for end in t_interval(values)]
+                intervals[key] = [round(end, 6) for end in over_seeds(values)]
         by_row.append(intervals)
     return by_row
 
@@ -305,14 +328,14 @@ def _classes(rows: Sequence[Row], predictions: Predictions | None, protocol_of: 
 
 
 def _translation(lines: Sequence[Row], protocol_of: Callable[[Row], str]) -> list[Row]:
-    """Lines of translation.csv aggregated over seeds: mean top-1 with the interval of `aggregate`."""
+    """Lines of translation.csv, which have no predictions, aggregated over seeds: mean top-1 with its interval."""
     groups: dict[tuple[Place, int], list[Row]] = defaultdict(list)
     for line in lines:
         groups[place_of(line, protocol_of), int(line["translation"])].append(line)
     merged = []
     for (place, by), seeds in groups.items():
         top1, n = sum(line["top1"] for line in seeds) / len(seeds), int(seeds[0]["n"])
-        low, high, _ = top1_interval([line["top1"] for line in seeds], n)
+        low, high, _ = top1_interval(seeds)
         merged.append(
             _named(place) | {"translation": by, "n": n, "seeds": len(seeds), "top1": round(top1, 4), "low": low, "high": high}
         )
@@ -438,16 +461,15 @@ DASHES = ("-", "--", ":", "-.")
 FILLS = {"wide": {"markerfacecolor": "white"}, "tall": {"fillstyle": "left", "markerfacecoloralt": "white"}}
 
 
-def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
+def plot_all(table: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     """Write accuracy.png, throughput.png and tradeoff.png into `folder`, which is created, and return their paths.
 
-    accuracy.png has a panel per protocol; the other two show only the first protocol.
+    table: of `aggregate`. accuracy.png has a panel per protocol; the other two show only the first protocol.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    table = aggregate(rows)
     accuracy = _panels(table, "top1", "top-1 accuracy (%)", title)
-    first = table[table["protocol"] == table["protocol"].iloc[0]]
-    throughput = _panels(first, "infer_samples_per_sec", f"throughput (images/s, {first['device'].iloc[0]})", title)
+    first = _of_protocol(table, table[0]["protocol"])
+    throughput = _panels(first, "infer_samples_per_sec", f"throughput (images/s, {first[0]['device']})", title)
     paths = [folder / f"{name}.png" for name in ("accuracy", "throughput", "tradeoff")]
     for figure, path in zip((accuracy, throughput, _tradeoff(first, title)), paths, strict=True):
         with atomic_write(path) as part:
@@ -455,17 +477,16 @@ def plot_all(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     return paths
 
 
-def _panels(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure:
+def _panels(table: Sequence[Row], column: str, ylabel: str, title: str) -> Figure:
     """A panel per protocol of a column against image side, with a common legend."""
-    protocols = list(table["protocol"].unique())
-    first = table[table["protocol"] == protocols[0]]
+    protocols = [*dict.fromkeys(row["protocol"] for row in table)]
     # not through pyplot, which would open windows or choose a backend for the whole program
-    legend_rows = -(-sum(1 for _ in curves(first)) // 4)
+    legend_rows = -(-sum(1 for _ in curves(_of_protocol(table, protocols[0]))) // 4)
     height = 4.4 + 0.2 * max(0, legend_rows - 3)  # a long legend would otherwise shrink the panels
     figure = Figure(figsize=(1.5 + 5.2 * len(protocols), height), layout="constrained")
     panels = figure.subplots(1, len(protocols), sharey=True, squeeze=False)
     for axes, protocol in zip(panels[0], protocols, strict=True):
-        panel(axes, table[table["protocol"] == protocol], column)
+        panel(axes, _of_protocol(table, protocol), column)
         if column == "top1":
             axes.set_title(f"{protocol} protocol", fontsize=11)
         else:
@@ -481,37 +502,36 @@ def _panels(table: pd.DataFrame, column: str, ylabel: str, title: str) -> Figure
     return figure
 
 
-def _tradeoff(table: pd.DataFrame, title: str) -> Figure:
+def _tradeoff(table: Sequence[Row], title: str) -> Figure:
     """Top-1 against throughput: a point per row of one protocol, annotated with its size."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     drawn = list(curves(table))
     for index, (label, policy, rows) in enumerate(drawn):
-        rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
+        rows = sorted(rows, key=_side_of)
         colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
         name = label if policy == "none" else f"{label}, {policy}"
-        speed, top1 = rows["infer_samples_per_sec"], rows["top1"]
+        speed, top1 = ([row[column] for row in rows] for column in ("infer_samples_per_sec", "top1"))
         axes.plot(speed, top1, color=colour, marker=marker, markersize=5, linewidth=0.8, label=name)
-        for at, size in zip(zip(speed, top1, strict=True), rows["img_size"], strict=True):
+        for row in rows:
+            size = row["img_size"]
             text = size.split("x")[0] if _shape(size) == "square" else size
-            offset = (0, 5) if index % 2 == 0 else (0, -12)
+            at, offset = (row["infer_samples_per_sec"], row["top1"]), (0, 5) if index % 2 == 0 else (0, -12)
             axes.annotate(text, at, offset, textcoords="offset points", ha="center", fontsize=7, color=colour)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    axes.set_xlabel(f"throughput (images/s, {table['device'].iloc[0]})")
+    axes.set_xlabel(f"throughput (images/s, {table[0]['device']})")
     axes.set_ylabel("top-1 accuracy (%)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=min(3, len(drawn)), frameon=False, fontsize=8)
-    figure.suptitle(
-        f"{title}: accuracy against throughput, {table['protocol'].iloc[0]} protocol".removeprefix(": "), fontsize=11
-    )
+    figure.suptitle(f"{title}: accuracy against throughput, {table[0]['protocol']} protocol".removeprefix(": "), fontsize=11)
     return figure
 
 
-def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
-    """Draw a column of an aggregated table of one protocol against image side: a curve per model and policy."""
+def panel(axes: Axes, table: Sequence[Row], column: str) -> None:
+    """Draw a column of aggregated rows of one protocol against image side: a curve per model and policy."""
     drawn = list(curves(table))
     labels = list(dict.fromkeys(label for label, _, _ in drawn))
     for index, (label, policy, rows) in enumerate(drawn):
@@ -523,23 +543,35 @@ def panel(axes: Axes, table: pd.DataFrame, column: str) -> None:
         # error bars of different curves are drawn side by side, close enough to tell sizes apart
         step = min(0.012, 0.15 / len(drawn))
         dodge = 2 ** (step * (index - (len(drawn) - 1) / 2)) if column == "top1" else 1.0
-        _errorbar(axes, rows[rows["img_size"].map(_shape) == "square"], column, dodge, {**style, **line, "label": name})
+        _errorbar(axes, _of_shape(rows, "square"), column, dodge, {**style, **line, "label": name})
         for shape, fill in FILLS.items():
-            _errorbar(axes, rows[rows["img_size"].map(_shape) == shape], column, dodge, {**style, "linestyle": "none", **fill})
-    for size in table["train_size"].unique():
+            _errorbar(axes, _of_shape(rows, shape), column, dodge, {**style, "linestyle": "none", **fill})
+    for size in dict.fromkeys(row["train_size"] for row in table):
         axes.axvline(_side(size), color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
             "trained", (_side(size), 1.0), (3, -2), xycoords=("data", "axes fraction"),
             textcoords="offset points", va="top", fontsize=8, color="0.4",
         )  # fmt: skip
-    _sizes_axis(axes, list(table["img_size"].unique()))
+    _sizes_axis(axes, [*dict.fromkeys(row["img_size"] for row in table)])
 
 
-def _errorbar(axes: Axes, rows: pd.DataFrame, column: str, dodge: float, style: dict) -> None:
-    rows = rows.sort_values("img_size", key=lambda sizes: sizes.map(_side))
-    at = rows["img_size"].map(_side) * dodge
-    spread = [rows[column] - rows["low"], rows["high"] - rows[column]] if column == "top1" else None
-    axes.errorbar(at, rows[column], yerr=spread, elinewidth=0.8, **style)
+def _errorbar(axes: Axes, rows: Sequence[Row], column: str, dodge: float, style: dict) -> None:
+    rows = sorted(rows, key=_side_of)
+    at, values = [_side_of(row) * dodge for row in rows], [row[column] for row in rows]
+    spread = [[row["top1"] - row["low"] for row in rows], [row["high"] - row["top1"] for row in rows]]
+    axes.errorbar(at, values, yerr=spread if column == "top1" else None, elinewidth=0.8, **style)
+
+
+def _of_protocol(table: Sequence[Row], protocol: str) -> list[Row]:
+    return [row for row in table if row["protocol"] == protocol]
+
+
+def _of_shape(rows: Sequence[Row], shape: str) -> list[Row]:
+    return [row for row in rows if _shape(row["img_size"]) == shape]
+
+
+def _side_of(row: Row) -> float:
+    return _side(row["img_size"])
 
 
 def _sizes_axis(axes: Axes, sizes: list[str]) -> None:

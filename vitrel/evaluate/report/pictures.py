@@ -553,10 +553,10 @@ def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[s
         predicted.setdefault(place, classes)
         trained[place[0]] = row["train_size"]
     items = []
-    for label, policy, table in curves(aggregate(rows).reset_index(drop=True)):
-        for protocol in table["protocol"].unique():
-            records = table[table["protocol"] == protocol].to_dict("records")
-            places = {row["img_size"]: (label, protocol, row["policy"], row["img_size"]) for row in records}
+    for label, policy, table in curves(aggregate(rows)):
+        for protocol in dict.fromkeys(row["protocol"] for row in table):
+            curve = [row for row in table if row["protocol"] == protocol]
+            places = {row["img_size"]: (label, protocol, row["policy"], row["img_size"]) for row in curve}
             sizes = sorted((size for size, place in places.items() if place in predicted), key=by_area)
             if len(sizes) < 2:
                 continue

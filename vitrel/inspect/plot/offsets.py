@@ -162,13 +162,14 @@ def profiles(
 def directions(
     source: Source, size: int | Size | None = None, layers: Sequence[int] | None = None, images: Tensor | None = None
 ) -> Figure:
-    """Draw an arrow from offset 0 to the mean offset (query minus key) of each head, a panel per layer, scaled to the longest.
+    """Draw an arrow from the query to the mean place of its keys for each head, a panel per layer, scaled to the longest.
 
-    With `images` [B, 3, height, width], or for recorded layers (`vitrel.inspect.attention.record`), offsets are weighted by
-    attention, over images and over queries and keys that are patches; uniform attention has a mean of zero. Without images they
-    are weighted by the softmax of the bias over all offsets. size, layers: as for `lattices`, but with images `layers` are
-    indices into all attention layers. Raises ValueError if there is no bias that is independent of content, and if a size is
-    given with images or recorded layers.
+    The arrow is the negative of the mean offset, which is query minus key: it points where the head looks. With `images`
+    [B, 3, height, width], or for recorded layers (`vitrel.inspect.attention.record`), offsets are weighted by attention, over
+    images and over queries and keys that are patches; uniform attention has a mean of zero. Without images they are weighted by
+    the softmax of the bias over all offsets. size, layers: as for `lattices`, but with images `layers` are indices into all
+    attention layers. Raises ValueError if there is no bias that is independent of content, and if a size is given with images
+    or recorded layers.
     """
     if isinstance(source, nn.Module) and images is None:
         found = [(d.layer, bias_mean_offset(d)) for d in lattices(source, size, layers) if d.unit == "logits"]
@@ -184,10 +185,10 @@ def directions(
         raise ValueError(f"{name} has no bias apart from content: give images, to weight offsets by attention")
     largest = max(float(mean.abs().max()) for _, mean in found)
     reach = 1.15 * largest if largest > 1e-6 else 1.0  # below, a rounding error
-    title = f"{source_name(source)}: mean offset of each head, {how}\n{SIGN}"
+    title = f"{source_name(source)}: where each head looks, {how}\nan arrow points from the query to the mean place of its keys"
     figure, panels = grid_of_panels(len(found), 2.3, 2.5, title)
     for panel, (name, mean) in zip(panels, found, strict=True):
-        _arrows(panel, mean, reach)
+        _arrows(panel, -mean, reach)
         panel.set_title(name, fontsize=8)
     most = max(len(mean) for _, mean in found)
     handles = [panels[0].plot([], [], marker="o", linestyle="", color=_colour(head))[0] for head in range(most)]
@@ -349,15 +350,16 @@ def _reach(values: Tensor, signed: bool) -> tuple[float, float]:
     return (-top if signed else 0.0), top
 
 
-def _arrows(axes: Axes, mean: Tensor, reach: float) -> None:
+def _arrows(axes: Axes, places: Tensor, reach: float) -> None:
+    """Draw an arrow from the query to each head's mean place (dy, dx) of the keys, [H, 2], in patches down and right."""
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    for head, (dy, dx) in enumerate(mean.tolist()):
+    for head, (dy, dx) in enumerate(places.tolist()):
         axes.annotate("", (dx, dy), (0, 0), arrowprops={"arrowstyle": "->", "color": _colour(head), "lw": 1.4})
         axes.plot(dx, dy, "o", color=_colour(head), markersize=5)
         axes.annotate(str(head), (dx, dy), (4, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect="equal")  # dy downwards, as in the maps
-    name_axes(axes, DX, DY)
+    axes.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect="equal")  # down is down
+    name_axes(axes, "keys to the right (patches)", "keys below (patches)")
 
 
 def _colour(head: int) -> str:

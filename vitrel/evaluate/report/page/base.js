@@ -74,11 +74,12 @@ function layout(more = {}) {
   return { ...base, ...rest, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis } };
 }
 
-// A figure with a caption and downloads as CSV and PNG; csv() returns [header, ...lines], title(text) sets the caption.
+// A figure with a caption and downloads as CSV and PNG, which are off while nothing is drawn; csv() returns [header, ...lines],
+// title(text) sets the caption.
 function figure(parent, id, csv, more = {}) {
   const caption = make("b"), plot = make("div", { class: "plot", id, role: "img", ...more });
   const name = () => `${DATA.title} ${caption.textContent || id}`.replace(/[^\p{L}\p{N}.+-]+/gu, "_");
-  const download = (kind) => ({ type: "button", textContent: kind, "aria-label": `${kind} of ${id.replace(/-/g, " ")}` });
+  const download = (kind) => ({ type: "button", disabled: true, textContent: kind, "aria-label": `${kind} of ${id.replace(/-/g, " ")}` });
   const asCsv = make("button", download("CSV")), asPng = make("button", download("PNG"));
   asCsv.addEventListener("click", () => save(`${name()}.csv`, csv()));
   asPng.addEventListener("click", () => Plotly.downloadImage(onPaper(plot, caption.textContent), { format: "png", scale: 3, filename: name() }));
@@ -126,6 +127,7 @@ function save(name, lines) {
 
 // The width is set here instead of by plotly's autosize, because printing needs another width.
 function draw(plot, traces, how) {
+  for (const button of plot.closest("figure").querySelectorAll("figcaption button")) button.disabled = !traces.length;
   return Plotly.react(plot, traces, { ...how, width: plot.clientWidth || 600 }, { displayModeBar: false });
 }
 

@@ -1,4 +1,4 @@
-// The answers, top-1 by size, and the table of all rows.
+// The advice, the sizes of every model, top-1 by size, and the table of all rows.
 function badge(text, kind) {
   return make("span", { class: `badge ${kind}`, textContent: text });
 }
@@ -16,8 +16,9 @@ function accuracyCell(row, best, size) {
   const trained = trainSizes.includes(size) ? " trained" : "";
   if (!row) return make("td", { class: `number${trained}`, textContent: "–" });
   const [low, high] = row.intervals.top1, text = `${row.top1.toFixed(1)} ±${((high - low) / 2).toFixed(1)}`;
-  const cell = make("td", { class: `number${row.top1 === best ? " best" : ""}${trained}`, textContent: text, title: `95 %: ${number(low)} to ${number(high)}, ${resizedText([row])}` });
+  const cell = make("td", { class: `number${row.top1 === best ? " best" : ""}${trained}`, textContent: text, title: `95 %: ${number(low)} to ${number(high)}, ${resizedText([row])}${row.change ? `; to the training size ${row.change} points` : ""}` });
   if (row.warning) cell.append(make("span", { class: "warn", textContent: " !", title: row.warning }));
+  if (row.verdict) cell.append(make("span", { class: "verdict", textContent: row.verdict }));
   return cell;
 }
 
@@ -34,12 +35,26 @@ function bySizeTable(protocol) {
   return [make("h3", { textContent: title }), make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": title }, table)];
 }
 
-function startAnswers() {
-  $("answer-list").replaceChildren(...DATA.answers.map(({ label, line, details }) => make("li", {}, make("b", { textContent: `${label}: ` }), line, ...details.map((textContent) => make("span", { class: "more", textContent })))));
+// Every size under the policy that it is judged by: difference to the training size, verdict, cost, what is resampled.
+function sizesTable() {
+  const titles = ["model", "protocol", "size", "policy", "top-1 % (95 %)", "to the training size, points", "verdict", "images/s", "peak MiB", "resampled"];
+  const lines = DATA.by_size.map((at) => {
+    const row = DATA.rows[at];
+    const [low, high] = row.intervals.top1, top1 = `${row.top1.toFixed(1)} (${low.toFixed(1)} to ${high.toFixed(1)})`;
+    const cells = [row.label, row.protocol, row.img_size, row.policy, top1, row.change, row.judged, number(row.infer_samples_per_sec), number(row.peak_memory_mb), row.resampled];
+    return make("tr", { class: row.img_size === row.train_size ? "trained" : "" }, ...cells.map((textContent, i) => make("td", { class: i === 7 || i === 8 ? "number" : "", textContent })));
+  });
+  $("sizes").replaceChildren(heads(titles), make("tbody", {}, ...lines));
+}
+
+function startAdvice() {
+  $("basis").textContent = DATA.basis;
+  $("advice-list").replaceChildren(...DATA.advice.map(({ label, sentences }) => make("li", {}, make("b", { textContent: `${label}: ` }), sentences.join(" "))));
+  sizesTable();
   $("by-size").replaceChildren(...DATA.protocols.flatMap(bySizeTable));
   const same = DATA.rows.every((row) => row.unchanged) ? " The state dict of every model is bit-identical before and after every row." : "";
   const bold = DATA.curves.length > 1 ? "Bold: the highest top-1 at a size. " : "", mark = DATA.rows.some((row) => row.warning) ? " !: a warning, listed below." : "";
-  $("by-size-note").textContent = `${bold}± is half the 95 % interval; where intervals overlap, the order is uncertain. Shaded: training size.${mark}${same}`;
+  $("by-size-note").textContent = `${bold}± is half the 95 % interval of one model; intervals of two models may overlap although one is shown to be better. Shaded: training size.${mark}${same}`;
   const warnings = new Map();
   for (const row of DATA.rows.filter((one) => one.warning)) {
     const name = `${curveName(row)} (${row.protocol})`;

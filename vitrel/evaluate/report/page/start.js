@@ -44,7 +44,7 @@ async function startPage() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", theme);
   PICTURES = await readPictures();
   lead();
-  startAnswers();
+  startAdvice();
   startProtocols();
   startClaims();
   startCurves();

@@ -1,0 +1,138 @@
+"""The method of `vitrel.evaluate.statistics` in simulation: coverage, power and false alarms, for docs/concepts/statistics.md.
+
+    python -m tools.study.coverage      # prints the tables: eight minutes on one core
+
+Two models are trained with several seeds each and evaluated on the same images. An image is classified correctly where the sum
+of the model's ability, its seed's, the image's difficulty and noise of seed and image is positive; all are normal. Accuracy is
+about 76 %.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtr, ndtri, stdtrit
+
+from vitrel.evaluate.report import markdown
+from vitrel.evaluate.statistics import TAIL, estimate, holm
+
+IMAGES, SEEDS = 500, (1, 2, 3, 5, 10)
+DIFFICULTY, NOISE = 1.0, 0.7  # standard deviations
+SCALE = math.hypot(DIFFICULTY, NOISE)
+ABILITY = 0.7 * SCALE  # 76 % of the images
+SLOPE = 100 * math.exp(-(0.7**2) / 2) / math.sqrt(2 * math.pi) / SCALE  # points of accuracy per unit of ability, about
+LOSS = 5.0  # points, of which the power is reported
+
+
+class World(NamedTuple):
+    """spread: standard deviation of a model's accuracy over seeds, in points. alike: correlation of the difficulties that the
+    images have for the two models.
+    """
+
+    spread: float
+    alike: float
+
+
+WORLDS = tuple(World(spread, alike) for alike in (0.5, 0.95) for spread in (0.0, 0.5, 1.0, 2.0, 5.0))
+Interval = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # of scores as of `draw`: ends (low, high), [runs] each
+
+
+def draw(
+    rng: np.random.Generator, world: World, runs: int, seeds: int, loss: float = 0.0, models: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores of models, float32 [models, runs, seeds, images], and their expected accuracy, percent [models, runs].
+
+    loss: points by which all but the first model are worse, about. With one seed the accuracy is that of the trained models.
+    """
+    tau, alike = world.spread / SLOPE, world.alike
+    common, own = rng.standard_normal((1, runs, 1, IMAGES)), rng.standard_normal((models, runs, 1, IMAGES))
+    level = ABILITY - loss / SLOPE * (np.arange(models) > 0)
+    ability = level[:, None, None, None] + tau * rng.standard_normal((models, runs, seeds, 1))
+    difficulty = DIFFICULTY * (math.sqrt(alike) * common + math.sqrt(1 - alike) * own)
+    right = ability + difficulty + NOISE * rng.standard_normal((models, runs, seeds, IMAGES)) > 0
+    expected = ndtr(ability[..., 0, 0] / SCALE) if seeds == 1 else ndtr(level / math.hypot(SCALE, tau))[:, None]
+    return right.astype(np.float32), 100 * np.broadcast_to(expected, (models, runs))
+
+
+def ours(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % intervals of the difference of two models."""
+    found = estimate([scores[0]], [scores[1]])
+    return found.low(), found.high()
+
+
+def hillis(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `ours`, with Hillis's (2007) degrees of freedom instead of Cochran's critical value."""
+    found = estimate([scores[0]], [scores[1]])
+    critical = ndtri(1 - TAIL)
+    if found.seeds > 1:
+        own = np.maximum(found.between / found.seeds, 1e-9)
+        critical = stdtrit(np.minimum((found.seeds - 1) * (found.variance / own) ** 2, 1e9), 1 - TAIL)
+    half = critical * np.sqrt(found.variance)
+    return found.centre - half, found.centre + half
+
+
+def bootstrap(scores: np.ndarray, draws: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """As `ours`, by percentiles of a bootstrap that draws seeds and images with replacement."""
+    rng, (seeds, images) = np.random.default_rng(0), scores.shape[2:]
+    ends = []
+    for one in scores[0] - scores[1]:  # [S, n]
+        of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
+        of_images = rng.multinomial(images, np.full(images, 1 / images), draws) / images
+        ends.append(np.percentile(100 * ((of_seeds @ one) * of_images).sum(1), [100 * TAIL, 100 * (1 - TAIL)]))
+    low, high = np.array(ends).T
+    return low, high
+
+
+def share(interval: Interval, world: World, seeds: int, runs: int, loss: float = 0.0, covers: bool = True) -> float:
+    """Return the share of runs whose interval contains the expected difference, or with `covers` False excludes 0."""
+    rng, count, chunk = np.random.default_rng(seeds), 0, min(runs, 250)
+    for _ in range(runs // chunk):
+        scores, expected = draw(rng, world, chunk, seeds, loss)
+        low, high = interval(scores)
+        truth = expected[0] - expected[1]
+        count += int(((low <= truth) & (truth <= high)).sum() if covers else ((low > 0) | (high < 0)).sum())
+    return count / (runs // chunk * chunk)
+
+
+def alarms(world: World, seeds: int, runs: int, sizes: int = 15) -> float:
+    """Return the share of runs in which a model that is equally good at all sizes is said to lose at any of `sizes` others."""
+    rng, count, chunk = np.random.default_rng(seeds), 0, min(runs, 50)
+    for _ in range(runs // chunk):
+        scores, _ = draw(rng, world._replace(spread=0.0) if seeds == 1 else world, chunk, seeds, models=sizes + 1)
+        p = np.stack([estimate([one], [scores[0]]).p_below() for one in scores[1:]], -1)  # [runs, sizes]
+        count += int((p <= holm(p)).any(-1).sum())
+    return count / (runs // chunk * chunk)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=4000, help="simulations for each number; default %(default)s")
+    runs = parser.parse_args(argv).runs
+    head = ["seeds differ by, points", "images alike", *(f"{seeds} seed{'s' if seeds > 1 else ''}" for seeds in SEEDS)]
+    lines = [[*map(str, world), *(f"{100 * share(ours, world, seeds, runs):.1f}" for seeds in SEEDS)] for world in WORLDS]
+    print(f"Coverage of the 95 % interval of a difference, in percent:\n\n{markdown(head, lines)}")
+    others: list[tuple[str, Interval, int]] = [
+        ("this", ours, runs),
+        ("Hillis", hillis, runs),
+        ("bootstrap", bootstrap, runs // 8),
+    ]
+    lines = []
+    for name, interval, number in others:
+        found = [[100 * share(interval, world, seeds, number) for world in WORLDS] for seeds in SEEDS[1:4]]
+        lines.append([name, *(f"{min(one):.1f} to {max(one):.1f}" for one in found)])
+    print(f"The same by method, lowest and highest of these rows:\n\n{markdown(['', *head[3:6]], lines)}")
+    lines = []
+    for world in WORLDS[1:4]:
+        powers = [100 * share(ours, world, seeds, runs, LOSS, covers=False) for seeds in SEEDS[1:]]
+        lines.append([*map(str, world), *(f"{power:.0f}" for power in powers)])
+    print(f"A loss of {LOSS:g} points is shown, in percent of the runs:\n\n{markdown([*head[:2], *head[3:]], lines)}")
+    world = World(1.0, 0.5)
+    cells = [f"{100 * alarms(world, seeds, runs // 4):.1f}" for seeds in SEEDS]
+    print(f'"loses" at any of 15 sizes though equally good at all, in percent of the runs:\n\n{markdown(head[2:], [cells])}')
+
+
+if __name__ == "__main__":
+    main()
