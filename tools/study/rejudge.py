@@ -26,12 +26,12 @@ TABLES = {  # titles of table.md
     "study/imagenet_untrained": "ilsvrc-val",
 }
 CLAIMS = {
-    "study/flowers256": "configs/study_small.yaml",
-    "study/imagenette224": "configs/study_small.yaml",
-    "study/imagenet": "configs/study_imagenet.yaml",
-    "study_shapes/shapes": "configs/study_shapes.yaml",
-    "study_shapes/shapes-place": "configs/study_shapes.yaml",
-    "study_shapes/shapes-corner": "configs/study_shapes.yaml",
+    "study/flowers256": "vitrel/configs/study_small.yaml",
+    "study/imagenette224": "vitrel/configs/study_small.yaml",
+    "study/imagenet": "vitrel/configs/study_imagenet.yaml",
+    "study_shapes/shapes": "vitrel/configs/study_shapes.yaml",
+    "study_shapes/shapes-place": "vitrel/configs/study_shapes.yaml",
+    "study_shapes/shapes-corner": "vitrel/configs/study_shapes.yaml",
 }
 
 

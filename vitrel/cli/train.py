@@ -48,16 +48,14 @@ HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | 
                     [--config FILE] [--ckpt_path auto|FILE] [--KEY VALUE ...]
 
 Train or fine-tune a model on an image folder. Every KEY may also be set in the file, as sections of YAML; later files and
-options override earlier ones. Default of --config: a recipe for distillation with --distill, for fine-tuning where weights are
-given, else for training from scratch.
+options override earlier ones. Default of --config: a recipe for distillation, fine-tuning or training from scratch.
 
   --data FOLDER                   folder with train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
   --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the absolute embedding
   --fit N                         fit that encoding to N images first, so that it does what the embedding did
-  --distill                       labels are ignored: the model learns to answer as it did before --position and --absolute
-                                  changed it, and keeps its classes
+  --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --shape native, --tokens N      every image at its own aspect ratio, with at most N tokens (default those of --size)
   --out DIR                       folder of the run
@@ -93,8 +91,7 @@ run and trainer
   --run.predictions N             number of validation images with predictions in predictions.png
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
-exit status: 0 done, 1 bad settings, data or files, or the run failed, 2 bad usage, 130 after ctrl-c and 143 after SIGTERM,
-which save first
+exit status: 0 done, 1 bad settings, data or files, or a failure, 2 bad usage, 130 and 143 after ctrl-c and SIGTERM (saved)
 vitrel train --help-all lists every key with its type and default.
 """
 

@@ -111,7 +111,7 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
     arguments |= dict(num_classes=len(about["classes"]), img_size=tuple(about["img_size"])) | (changes or {})
     try:
         model = create_sized(about["model"], **arguments)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is of a model {about['model']} with {arguments}, which cannot be built: {error}") from error
     if isinstance(model, Backbone):
         _load_own(model, loaded, path, changes or {})

@@ -63,17 +63,14 @@ def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -
     """Build a model as `create_model`, for images of `img_size` (h, w) pixels where its architecture takes a size.
 
     One without position, such as a ResNet, takes none. With None, the model keeps its default. Raises as `create_model`, and
-    ValueError for a wrong argument.
+    TypeError for a wrong argument.
     """
     try:
-        try:
-            return create_model(name, **kwargs | ({} if img_size is None else {"img_size": img_size}))
-        except TypeError as error:
-            if img_size is None or "img_size" not in str(error):
-                raise
-        return create_model(name, **kwargs)
+        return create_model(name, **kwargs | ({} if img_size is None else {"img_size": img_size}))
     except TypeError as error:
-        raise ValueError(f"wrong argument of the model {name}: {error}") from error
+        if img_size is None or "img_size" not in str(error):
+            raise
+    return create_model(name, **kwargs)
 
 
 def check_model_name(name: str, allow_sources: bool = False) -> None:

@@ -96,9 +96,8 @@ class Tuning:
         try:
             with guarding(name, model_args):
                 model = create_sized(name, img_size, num_classes=num_classes, **model_args)
-        except ValueError as error:
-            error.add_note(f"model.model_args is {model_args}")
-            raise
+        except TypeError as error:
+            raise ValueError(f"wrong argument of the model {name}: {error}; model.model_args is {model_args}") from error
         return model, self._load(model)
 
     def initial(self, name: str) -> tuple[Backbone, list[str] | None]:

@@ -19,7 +19,7 @@ from tools.benchmark.samples import Samples, machine
 from tools.benchmark.shares import DISPATCH, KINDS, RESIDUAL, profile_step
 from tools.benchmark.tables import share_page, write
 from vitrel.cpu.optimize import optimize
-from vitrel.ops import reference, use_backend
+from vitrel.ops import sdpa, use_backend
 from vitrel.ops.dispatch import chosen
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_work_is_found_in_its_module(counted, name, kind):
 @pytest.mark.parametrize("training", [False, True])
 def test_inside_attention_the_operators_tell(counted, monkeypatch, training):
     """The same operator is bias where it looks up a table, layout where it moves tokens."""
-    gather, select = reference.gather_bias, torch.Tensor.index_select
+    gather, select = sdpa.gather_bias, torch.Tensor.index_select
 
     def long_gather(bias, index):
         out = gather(bias, index)  # [H, N, N]
@@ -115,7 +115,7 @@ def test_inside_attention_the_operators_tell(counted, monkeypatch, training):
     monkeypatch.setitem(chosen, "auto", "sdpa")  # the same in evaluation and in training
     before = made(swin(), training)
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "gather_bias", long_gather)
+        patch.setattr(sdpa, "gather_bias", long_gather)
         found = more(made(swin(), training), before)
         assert list(found) == ["bias"] and found["bias"] >= 3 * 10 * (2 + training)
     with monkeypatch.context() as patch:

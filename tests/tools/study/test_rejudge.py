@@ -15,7 +15,7 @@ def test_the_files_are_up_to_date():
 
 def test_a_file_that_is_not_is_named_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(rejudge, "TABLES", {"quickstart": "quickstart"})
-    monkeypatch.setattr(rejudge, "CLAIMS", {"study_shapes/shapes-corner": "configs/study_shapes.yaml"})
+    monkeypatch.setattr(rejudge, "CLAIMS", {"study_shapes/shapes-corner": "vitrel/configs/study_shapes.yaml"})
     for name in ("quickstart", "study_shapes/shapes-corner"):
         shutil.copytree(ROOT / "results" / name, tmp_path / name)
     claims = tmp_path / "study_shapes" / "shapes-corner" / "claims.md"
