@@ -16,7 +16,7 @@ from helpers import ROOT
 from vitrel.common.extras import EXTRAS
 
 USE = """
-import contextlib, io, timm, torch, vitrel
+import contextlib, io, re, timm, torch, vitrel
 model = timm.create_model("vitrel_swin_n", num_classes=3).eval()
 image = torch.randn(1, 3, 40, 72)
 vitrel.save(model, "swin.safetensors")
@@ -38,13 +38,13 @@ def said(*arguments, status=None):
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             main([*arguments])
     except SystemExit as ended:
-        assert ended.code is None or status, ended.code
+        assert not ended.code or status, ended.code
         text.write(str(ended.code))
     return text.getvalue()
 table = said("diagnose", "swin_tiny_patch4_window7_224", "--size", "160")
 assert "160x160" in table and "see across opposite borders" in table, table
 report = said("doctor")
-assert "lacks lightning" in report and "pip install 'lightning>=" in report.replace('"', "'"), report
+assert "lacks lightning" in report and re.search('pip install .*"lightning>=', report), report
 assert "pandas" in said("compare", "quickstart", status=1) and "study_imagenet" in said("compare", "--help")
 assert "lightning" in said("train", "--data.data", "shapes", status=1)
 from vitrel.cli.options import packaged

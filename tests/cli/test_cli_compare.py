@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -93,7 +94,9 @@ def test_what_is_done_is_not_done_again(again, monkeypatch):
     monkeypatch.setattr("vitrel.evaluate.run.measure", lambda *_: pytest.fail("evaluated again"))
     printed = again()
     assert printed.count("trained already") == 4 and "[4/4] rope-seed1: trained already" in printed
-    assert "parameter values are resampled by absolute bicubic at 64x96 px" in printed
+    assert re.search(
+        r"vitrel_vit_n8_absolute \| scale +\| 64x96 \| bicubic \|.*\| absolute bicubic: 2,048 of [\d,]+ values \|", printed
+    )
 
 
 @pytest.mark.slow

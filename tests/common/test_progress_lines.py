@@ -40,8 +40,8 @@ def test_the_time_left_counts_what_units_cost(clock, capsys):
                 advance(0.25, "a", cost)
     end = sum(costs)
     lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
-    told = [(float(words[0]), float(words[1])) for words in (re.findall(r"(\d+) s", line) for line in lines)]
-    assert len(told) > 6 and all(abs(after + left - end) <= 1 for after, left in told)
+    estimates = [(float(words[0]), float(words[1])) for words in (re.findall(r"(\d+) s", line) for line in lines)]
+    assert len(estimates) > 6 and all(abs(after + left - end) <= 1 for after, left in estimates)
 
 
 def test_short_work_says_nothing(clock, capsys):

@@ -173,11 +173,11 @@ def test_equal_models_are_seldom_told_apart():
     """Four equal models at six sizes: a family of 36 comparisons."""
     rng, names, sizes = np.random.default_rng(1), "abcd", ["64x64", *(f"{side}x{side}" for side in (48, 80, 96, 112, 128))]
     rows = [row(size, label=label) for label in names for size in sizes]
-    told = 0
+    claimed = 0
     for _ in range(100):
         made, scores = with_scores(rows, rng.normal(size=200) + 0.5 * rng.normal(size=(24, 200)) < 1.0)
-        told += any("worse than" in one.text for one in judge(made, scores).advice)
-    assert told <= 5
+        claimed += any("worse than" in one.text for one in judge(made, scores).advice)
+    assert claimed <= 5
 
 
 def test_a_common_seed_of_several_says_nothing_about_models_trained_in_this_way():

@@ -304,7 +304,7 @@ def test_a_failure_ends_both_processes_with_its_message(folder, tool, failing):
         message = "left/0.png"
     else:
         (folder / "out").write_text("in the way")
-        message = "File exists: 'out'"
+        message = "out: File exists"
     start = time.monotonic()
     statuses, text, _ = tool(2, "out", "--attention-n", "0")  # for which process 0 reads images of the other
     assert statuses == [1, 1] and message in text and time.monotonic() - start < 200

@@ -538,9 +538,9 @@ def test_images_are_resized_in_the_crop_mode_of_the_model_and_rows_say_so(plain_
         logits = plain_model(torch.stack([transform(Pictures("pil")[i][0]) for i in range(7)]))
     expected = torch.nn.functional.cross_entropy(logits, torch.arange(7) % 3).item()
     assert frame["nll"][0] == pytest.approx(expected, abs=1e-5)
-    asked = at_sizes(plain_model, Pictures("pil"), [32], preprocessing={"crop_mode": "squash"}, **how, **HOW)
-    assert asked["crop_mode"][0] == "squash" and (asked["nll"][0] == frame["nll"][0]) == (mode == "squash")
-    assert asked["nll"][1] == frame["nll"][1]
+    chosen = at_sizes(plain_model, Pictures("pil"), [32], preprocessing={"crop_mode": "squash"}, **how, **HOW)
+    assert chosen["crop_mode"][0] == "squash" and (chosen["nll"][0] == frame["nll"][0]) == (mode == "squash")
+    assert chosen["nll"][1] == frame["nll"][1]
 
 
 @pytest.mark.parametrize("kind", ["uint8", "pil"])

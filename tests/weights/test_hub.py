@@ -1,4 +1,4 @@
-"""Pretrained weights without the network: those in the cache are used, and others are refused at once, with the way out."""
+"""Pretrained weights without the network: those in the cache are used, and others are refused at once, with what to do."""
 
 import json
 import time

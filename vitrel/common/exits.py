@@ -54,7 +54,7 @@ def reported(go_on: str = "nothing was saved; the same command starts again") ->
 def one_line(error: BaseException, text: str = "") -> str:
     """Return the text of an error, or `text` instead, and its notes as one line.
 
-    An error of the operating system is told as the file and what happened to it.
+    For an error of the operating system: the file and what happened to it.
     """
     if not text and isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

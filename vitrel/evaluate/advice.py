@@ -53,7 +53,7 @@ COLUMNS = {  # of judged rows, besides those of `aggregate`
     "difference_low": "lower end of its interval, at the level of Holm's procedure for safe",
     "difference_high": "upper end of its interval, at the level of Holm's procedure for loses",
     "verdict": "safe: shown to be less than the margin below the training size; loses: shown to be below it; else cannot tell",
-    "more": "what would tell, with the same difference",
+    "more": "how many more images or seeds would decide, if the difference stays the same",
     "used": "whether the size is judged under this policy",
 }
 
@@ -319,7 +319,7 @@ def _comparison(standing: Standing, used: Used) -> list[str]:
 
 
 def _sizes_sentence(used: Used, rescued: Mapping[tuple[str, str, str], str], named: bool) -> str:
-    """At which sizes the model is safe, at which it loses, and what would tell at the others."""
+    """At which sizes the model is safe, at which it loses, and what would decide about the others."""
     anchor = _anchor(used)
     trained = pixels(anchor["train_size"])
     if anchor["img_size"] != anchor["train_size"]:

@@ -25,8 +25,8 @@ _WEIGHTS = (".safetensors", ".pth", ".bin", ".tar")  # suffixes of the files of 
 def create_model(name: str, **kwargs) -> nn.Module:
     """Build a model by timm.create_model, with this package's models registered.
 
-    Raises ValueError for an unknown name, with the nearest known names, and for one without the pretrained weights that are
-    asked for; ConnectionError if these are neither in timm's cache nor can be downloaded. For "local-dir:FOLDER" raises
+    Raises ValueError for an unknown name, with the nearest known names, and for pretrained weights that do not
+    exist; ConnectionError if these are neither in timm's cache nor can be downloaded. For "local-dir:FOLDER" raises
     FileNotFoundError if there is no such folder, ValueError if its files are not of timm or damaged.
     """
     if name.startswith("local-dir:"):

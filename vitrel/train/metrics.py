@@ -56,8 +56,12 @@ class EpochMeans(nn.ModuleDict):
 
     def saved(self, strategy: Strategy) -> dict[str, Any]:
         """Return {"epoch": int, name: [[sum, weight] of every rank], ...}; every rank has to call it."""
-        sums = {name: torch.stack((m.mean_value, m.weight)).to(strategy.root_device) for name, m in self.items()}
-        return {"epoch": self.epoch, **{name: strategy.all_gather(s).reshape(-1, 2).tolist() for name, s in sums.items()}}
+        saved: dict[str, Any] = {"epoch": self.epoch}
+        for name, metric in self.items():
+            ranks = torch.zeros(strategy.world_size, 2, device=strategy.root_device)
+            ranks[strategy.global_rank] = torch.stack((metric.mean_value, metric.weight))
+            saved[name] = strategy.reduce(ranks, reduce_op="sum").tolist()  # a sum with zeros gathers without rounding
+        return saved
 
     def restore(self, saved: dict[str, Any], rank: int = 0, world: int = 1) -> None:
         """Set the sums of a rank to those that `saved` returned; on another number of ranks, rank 0 gets the total.

@@ -45,7 +45,7 @@ DETAILS = {
     "difference_low": "from",
     "difference_high": "to",
     "verdict": "verdict",
-    "more": "what would tell",
+    "more": "needed to decide",
     "top5": "top-5 %",
     "nll": "NLL",
     "ece": "ECE %",
@@ -121,7 +121,7 @@ def difference_text(row: Row) -> str:
 
 
 def verdict_text(row: Row) -> str:
-    """Return the verdict of a judged row with what would tell; "training size" for the reference."""
+    """Return the verdict of a judged row with what would decide; "training size" for the reference."""
     if row["verdict"]:
         return f"{row['verdict']}: {row['more']} would" if row["more"] else row["verdict"]
     return "training size" if row["img_size"] == row["train_size"] else "-"
