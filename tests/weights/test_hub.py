@@ -20,6 +20,7 @@ def _no_network(monkeypatch):
         raise OSError("the name does not resolve")
 
     monkeypatch.setattr(hub, "get_session", unreachable)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # set where the environment says so
 
 
 def test_weights_in_the_cache_are_used(tmp_path):
