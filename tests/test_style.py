@@ -22,7 +22,7 @@ ROOMS = {  # what else each room may import; all may import the core
     "train": {"data", "convert"},
     "evaluate": {"data", "inspect", "cpu", "convert"},
 }
-TOP = ("tools", "cli", "__main__", "__init__")  # may import everything
+TOP = ("tools", "cli", "__main__", "__init__", "public")  # may import everything
 
 
 def functions(tree):

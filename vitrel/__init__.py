@@ -3,8 +3,10 @@
 Importing it registers the models with timm: `import timm, vitrel; timm.create_model("vitrel_swin_t")`.
 """
 
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +26,9 @@ __all__ = [
     "load",
     "load_pretrained",
     "optimize",
+    "pad_prefix",
+    "position_bias",
+    "register_position",
     "relativize",
     "resolution_report",
     "save",
@@ -44,15 +49,11 @@ _COMMAND = _is_command()
 
 # The command imports torch and timm, which take seconds, only after reading its options, so that --help is fast.
 if not _COMMAND:
-    from vitrel import evaluate
-    from vitrel.convert import from_timm, load, relativize, save
-    from vitrel.cpu.optimize import optimize
-    from vitrel.grid import Grid
-    from vitrel.inputs import tiled_features
-    from vitrel.inspect.diagnose import diagnose
-    from vitrel.inspect.explain import explain
-    from vitrel.inspect.resolution_report import resolution_report
-    from vitrel.layers import RelativeAttention
-    from vitrel.models.create import create_model
-    from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position
-    from vitrel.weights.load import load_pretrained
+    from vitrel.public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """A public name in the process of the command, where a module of the user's own imports vitrel."""
+    if name not in __all__:
+        raise AttributeError(f"module 'vitrel' has no attribute {name!r}")
+    return getattr(importlib.import_module("vitrel.public"), name)

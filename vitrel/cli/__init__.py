@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from vitrel import _COMMAND, __version__
 from vitrel.common.exits import at_once, reported, terminable
+from vitrel.common.modules import import_modules
 from vitrel.common.names import did_you_mean
 
 COMMANDS = {  # {name: help}, in the order of a project
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.usage_error(f"{kind} {unknown[0]}{did_you_mean(unknown[0], args.option_names)}")
     quick = argv[0] in QUICK and _COMMAND
     with at_once() if quick else nullcontext(), reported(args.go_on), terminable():
+        import_modules(args.modules)
         args.run(args)
 
 
@@ -84,6 +86,8 @@ def build_parser(complete: Collection[str]) -> argparse.ArgumentParser:
             options = {"description": (module.__doc__ or "").strip(), "formatter_class": argparse.RawDescriptionHelpFormatter}
             subparser = commands.add_parser(name, help=text, allow_abbrev=False, **options)
             module.add_arguments(subparser)
+            text = "import a Python module first, which registers encodings of your own (vitrel.register_position)"
+            subparser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=text)
             about = {"usage_error": subparser.error, "option_names": re.findall(r"--[\w-]+", subparser.format_usage())}
             subparser.set_defaults(run=module.run, go_on=getattr(module, "GO_ON", ANEW), **about)
         else:

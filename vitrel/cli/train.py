@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from vitrel.cli.options import check_data, count, packaged, size
 from vitrel.common.exits import reported
 from vitrel.common.extras import TRAINING, require
+from vitrel.common.modules import import_modules
 
 FLAGS = {  # {option without a value: keys of a configuration}
     "--pretrained": ["--model.tuning.pretrained=true"],
@@ -61,6 +62,7 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --out DIR                       folder of the run
   --config FILE                   a YAML file, or a name in vitrel/configs/train; of several, later ones override earlier ones
   --ckpt_path auto|FILE           resume the run in trainer.default_root_dir, or from a checkpoint
+  --import MODULE                 import a Python module first, which registers encodings of your own
   --profile_data                  measure whether loading or training limits the speed, and stop
   --seed_everything N             seed of weights, order, augmentation, drop path, mixing (0)
   --print_config                  print the complete configuration and stop
@@ -105,12 +107,14 @@ def run(argv: Sequence[str]) -> None:
     argv = expanded(argv)
     with reported("stopped by ctrl-c before training began, nothing was changed"):
         _check(argv)
+        import_modules(_values("--import", argv))
         from vitrel.train import run as train  # inside `reported`: the import takes seconds, in which ctrl-c is possible
 
         again = f": {shlex.join(['vitrel', 'train', *_without('--ckpt_path', argv), '--ckpt_path', 'auto'])}"
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's options are not known here
             again = " the same command and --ckpt_path auto"
-        train(["fit", *("--help" if arg == "--help-all" else arg for arg in argv)], f"resume with{again}")
+        options = ["--help" if arg == "--help-all" else arg for arg in _without("--import", argv)]
+        train(["fit", *options], f"resume with{again}")
 
 
 def expanded(argv: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from vitrel.common.exits import end_with_parent
+from vitrel.common.modules import import_modules
 from vitrel.common.peers import Peers
 from vitrel.common.sizes import Budget, Size, format_size
 
@@ -280,6 +281,7 @@ def _run_other(
     warnings.simplefilter("ignore")  # process 0 prints the same warnings
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    import_modules()
     ready.send(True)
     with contextlib.suppress(Exception):  # `on_all` passes errors to process 0
         _init_group(init_method, rank, world)

@@ -1,15 +1,22 @@
 """Registration of model variants with timm: one row of a table per variant, one entry point per row."""
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from timm.layers import register_notrace_module
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
 from vitrel.common.names import nearest
+from vitrel.position import POSITIONS, PositionEncoding
 from vitrel.weights.load import filter_state_dict
 
+Rows = dict[str, tuple[dict, dict]]  # {name: (constructor arguments, entries of timm's pretrained cfg)}
+Encoding = TypeVar("Encoding", bound=PositionEncoding)
 COMPOSITIONS = ("absolute+rope_mixed", "rope_mixed+table")  # compositions with model names; "_" replaces "+" in them
+_FAMILIES: dict[type[nn.Module], Callable[[str], dict]] = {}  # {trunk: registers its models for a key}
 
 
 def base_cfg(**changes) -> dict:
@@ -19,20 +26,51 @@ def base_cfg(**changes) -> dict:
 
 
 def register_family(
-    trunk: type[nn.Module], rows: dict[str, tuple[dict, dict]], weights: dict[str, str], namespace: dict
+    trunk: type[nn.Module], rows: Rows, weights: dict[str, str], namespace: dict, rows_of: Callable[[Sequence[str]], Rows]
 ) -> dict:
-    """Register a timm entry point for each row {name: (constructor arguments, pretrained cfg)}; returns timm's `default_cfgs`.
+    """Register a timm entry point for each row; returns timm's `default_cfgs`.
 
     weights: {name: hub repository} of public weights. namespace: globals() of the backbone's module, to which the entry points
-    and default_cfgs are added, since timm looks for them there.
+    and default_cfgs are added, since timm looks for them there. rows_of: makes the rows for positions registered later.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
     )
-    namespace["default_cfgs"] = cfgs  # before registration, in which timm looks them up in the module
+    # before registration, in which timm looks them up in the module
+    namespace["default_cfgs"] = namespace.get("default_cfgs", {}) | cfgs
     for name, (arguments, _) in rows.items():
         namespace[name] = register_model(_entry_point(trunk, name, arguments, namespace["__name__"]))
-    return cfgs
+    _FAMILIES[trunk] = lambda key: register_family(trunk, rows_of([key]), {}, namespace, rows_of)
+    return namespace["default_cfgs"]
+
+
+def register_position(key: str) -> Callable[[type[Encoding]], type[Encoding]]:
+    """Class decorator that registers an encoding of your own, a subclass of `PositionEncoding`, under `key`.
+
+    The key is then a `position` of every model and layer, and timm has the models vitrel_vit_<size>_<key> and, if it acts in
+    attention, vitrel_swin_<size>_<key>. Commands take --import MODULE, the module with the class.
+
+    Raises:
+        TypeError: the class is no PositionEncoding.
+        ValueError: a key other than small letters, digits and underscores, or one that another class has.
+    """
+    if not re.fullmatch("[a-z][a-z0-9_]*", key):
+        raise ValueError(f"a position is named by small letters, digits and underscores, not {key!r}")
+
+    def register(encoding: type[Encoding]) -> type[Encoding]:
+        if not (isinstance(encoding, type) and issubclass(encoding, PositionEncoding)):
+            raise TypeError(f"position {key!r} is to be a subclass of vitrel.PositionEncoding, not {encoding!r}")
+        known = POSITIONS.get(key)
+        if known is not None and known.__qualname__ != encoding.__qualname__:  # not the same class, run again in a notebook
+            raise ValueError(f"position {key!r} is that of {known.__module__}.{known.__qualname__}: choose another key")
+        POSITIONS[key] = encoding
+        register_notrace_module(encoding)
+        if known is None:
+            for add in _FAMILIES.values():
+                add(key)
+        return encoding
+
+    return register
 
 
 def _entry_point(trunk: type[nn.Module], name: str, arguments: dict, module: str) -> Callable[..., nn.Module]:

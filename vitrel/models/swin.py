@@ -5,7 +5,7 @@ encoding in attention is resized. Stages, blocks and merging are named as in tim
 at the start of a stage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block, PatchMerging
 from vitrel.models.backbone import Backbone, check_pool, init_linear, records_arguments
-from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
+from vitrel.models.registry import COMPOSITIONS, Rows, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
 __all__ = ["Swin"]  # registration appends the entry points
@@ -275,11 +275,19 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
     "vitrel_swinv2_s": "timm/swinv2_small_window8_256.ms_in1k",
     "vitrel_swinv2_b": "timm/swinv2_base_window8_256.ms_in1k",
 }
-_ROWS = {f"vitrel_swin_{size}": (row, _CFGS[size]) for size, row in _SIZES.items()} | {
-    f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
-    for size, row in _SIZES.items()
-    for key in (*(key for key, encoding in POSITIONS.items() if encoding.site == "attention"), *COMPOSITIONS)
-}
+
+
+def _rows(keys: Iterable[str]) -> Rows:
+    """One model of every size for each position, but for those that only add to tokens."""
+    return {
+        f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
+        for size, row in _SIZES.items()
+        for key in keys
+        if split_position(key)[1]
+    }
+
+
+_ROWS = {f"vitrel_swin_{size}": (row, _CFGS[size]) for size, row in _SIZES.items()} | _rows((*POSITIONS, *COMPOSITIONS))
 _ROWS |= {
     f"vitrel_swinv2_{size}": (dict(img_size=256, window_size=8) | _SIZES[size] | _V2, cfg) for size, cfg in _CFGS_V2.items()
 }
@@ -287,4 +295,4 @@ _ROWS["vitrel_swin"] = (
     dict(depths=(2, 2, 6, 2)),
     _CFGS["t"],
 )  # any Swin, by its arguments, for vitrel.from_timm and vitrel.load
-default_cfgs = register_family(Swin, _ROWS, _WEIGHTS, globals())
+default_cfgs = register_family(Swin, _ROWS, _WEIGHTS, globals(), _rows)

@@ -5,7 +5,7 @@ Class token, pooling, head and parameter names are those of timm's `VisionTransf
 `vitrel.from_timm` sets them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitrel.grid import Grid
 from vitrel.layers import ACTIVATIONS, Attention, Block, Fade
 from vitrel.models.backbone import Backbone, check_pool, init_linear, records_arguments
-from vitrel.models.registry import COMPOSITIONS, base_cfg, register_family
+from vitrel.models.registry import COMPOSITIONS, Rows, base_cfg, register_family
 from vitrel.position import POSITIONS, PositionEncoding, check_options, create_position, select_options, split_position
 
 __all__ = ["ViT"]  # registration appends the entry points
@@ -382,10 +382,17 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
     "vitrel_vit_b16_absolute": "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",
     "vitrel_vit_l16_absolute": "timm/vit_large_patch16_224.augreg_in21k_ft_in1k",
 }
-_ROWS = {
-    f"vitrel_vit_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
-    for size, row in _SIZES.items()
-    for key in (*POSITIONS, *COMPOSITIONS)
-}
+
+
+def _rows(keys: Iterable[str]) -> Rows:
+    """One model of every size for each position."""
+    return {
+        f"vitrel_vit_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
+        for size, row in _SIZES.items()
+        for key in keys
+    }
+
+
+_ROWS = _rows((*POSITIONS, *COMPOSITIONS))
 _ROWS["vitrel_vit"] = (dict(depth=12), _cfg())  # any ViT, by its arguments, for vitrel.from_timm and vitrel.load
-default_cfgs = register_family(ViT, _ROWS, _WEIGHTS, globals())
+default_cfgs = register_family(ViT, _ROWS, _WEIGHTS, globals(), _rows)

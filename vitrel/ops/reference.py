@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops.window import windows
-from vitrel.position.terms import Table, Terms, no_autocast
+from vitrel.position.terms import PositionEncoding, Table, Terms, no_autocast
 
 
 class Call(NamedTuple):
@@ -231,6 +231,32 @@ def lattice_bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
     if not tables:
         return None
     return in_range(sum((_on_lattice(table, grid) for table in tables[1:]), _on_lattice(tables[0], grid)), dtype)
+
+
+def position_bias(encoding: PositionEncoding, grid: Grid | tuple[int, int] | tuple[int, int, int]) -> Tensor:
+    """Return what a position encoding adds to the attention logits on a grid, [H, N, N] for query i and key j, before softmax.
+
+    H is 1 where all heads have the same. A temperature, which multiplies content, is no part of it.
+
+    Args:
+        encoding: from `create_position`, or `position` of an attention layer.
+        grid: (h, w), or (h, w, prefix) with class and register tokens, in tokens.
+
+    Raises:
+        ValueError: the encoding depends on content (it rotates, or its rows multiply queries or keys), or adds to tokens.
+    """
+    grid = Grid(*grid)
+    terms = encoding(grid)
+    name = type(encoding).__name__
+    if terms.tokens is not None:
+        raise ValueError(f"{name} adds rows to the tokens, and nothing to attention logits: see encoding(grid).tokens")
+    if terms.rotary is not None or terms.query_bias is not None or has_content_terms(terms.tables):
+        what = "rotates queries and keys" if terms.rotary is not None else "has rows for queries, keys or values"
+        raise ValueError(f"{name} {what}, so what it adds depends on content: see vitrel.explain for given queries and keys")
+    bias = lattice_bias(terms, grid, torch.float32)
+    if bias is None:
+        return torch.zeros(1, grid.tokens, grid.tokens)
+    return gather_bias(bias, grid.index(device=bias.device))
 
 
 def _on_lattice(table: Table, grid: Grid) -> Tensor:

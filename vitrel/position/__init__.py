@@ -30,7 +30,7 @@ from vitrel.position.shaw import Shaw
 from vitrel.position.sincos import SinCos
 from vitrel.position.t5 import T5
 from vitrel.position.table import OffsetTable
-from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, supported_policies
+from vitrel.position.terms import Composition, PositionEncoding, Table, Terms, combine, pad_prefix, supported_policies
 from vitrel.position.transformer_xl import TransformerXL
 from vitrel.position.xpos import XPos
 
@@ -43,6 +43,7 @@ __all__ = [
     "combine",
     "create_position",
     "key_of",
+    "pad_prefix",
     "select_options",
     "split_position",
 ]

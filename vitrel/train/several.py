@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from vitrel.common.exits import INTERRUPTED, TERMINATED, end_with_parent
+from vitrel.common.modules import import_modules
 from vitrel.common.plain_yaml import load_yaml, read_yaml
 from vitrel.train.command import run as run_command
 from vitrel.train.same_run import values_that_differ
@@ -68,6 +69,7 @@ def train_all(runs: dict[Path, dict[str, Any]], jobs: int) -> None:
 
 
 def _start_worker(threads: int) -> None:
+    import_modules()
     torch.set_num_threads(threads)
     # if the parent is killed, this process must end too: the command, started again, would write to the same folders
     threading.Thread(target=end_with_parent, daemon=True).start()

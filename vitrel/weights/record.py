@@ -5,13 +5,14 @@ raises an error if the model would compute something else from the same weights.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
-from vitrel.position import PositionEncoding, key_of
+from vitrel.position import POSITIONS, PositionEncoding, key_of
 from vitrel.position.terms import Composition
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
@@ -23,6 +24,8 @@ _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes fro
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
 
+    An encoding that is not of this package also has "module", where its class is.
+
     Options that may differ when the weights are loaded (resize, temperature, shift_coords, ...) are left out. A
     composition is recorded by its parts.
     """
@@ -30,8 +33,22 @@ def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     for name, part in model.named_modules():
         if isinstance(part, PositionEncoding) and not isinstance(part, Composition):
             options = {n: v for n, v in vars(part).items() if not n.startswith("_") and n not in _FREE}
-            record[name] = {"key": key_of(part), "grid": part.grid, **options}
+            module = type(part).__module__
+            own = {} if module.startswith("vitrel.") else {"module": module}  # of an encoding that is not of this package
+            record[name] = {"key": key_of(part), "grid": part.grid, **own, **options}
     return json.loads(json.dumps(record, default=str))
+
+
+def check_registered(record: Any, path: Path) -> None:
+    """Raise ValueError, with the module to import, if an encoding in the record of the file `path` is not registered."""
+    for entry in record.values() if isinstance(record, dict) else ():
+        module = entry.get("module") if isinstance(entry, dict) else None
+        if module is not None and entry.get("key") not in POSITIONS:
+            where = "the program or notebook that made the file" if module == "__main__" else f"the module {module}"
+            raise ValueError(
+                f"{path} has the position encoding {entry.get('key')!r}, which {where} registers: import it first "
+                f"(import {module}, or --import {module} on the command line)"
+            )
 
 
 def recorded_grid(record: dict[str, dict[str, Any]], name: str) -> Grid | None:
@@ -56,7 +73,7 @@ def check_record(model: nn.Module, record: dict[str, dict[str, Any]]) -> None:
             raise ValueError(
                 f"{name} was trained as {theirs['key']!r}, the model has {ours['key']!r}: build it with the file's position"
             )
-        for option in sorted((ours.keys() & theirs.keys()) - {"grid"}):
+        for option in sorted((ours.keys() & theirs.keys()) - {"grid", "module"}):
             if ours[option] != theirs[option]:
                 raise ValueError(
                     f"{name} was trained with {option}={theirs[option]!r}, the model has {ours[option]!r}: "

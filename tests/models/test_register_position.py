@@ -1,0 +1,95 @@
+"""An encoding of a user's own, as docs/how_to/write_an_encoding.md shows it: named, trained, saved, evaluated, exported."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import vitrel
+from helpers import ROOT
+
+PAGE = (ROOT / "docs" / "how_to" / "write_an_encoding.md").read_text("utf-8")
+SMALL = ["--epochs=1", "--data.n_train=16", "--data.n_val=8", "--data.batch_size=8", "--data.workers=0"]
+USE = """
+import linear_decay, timm, torch, vitrel
+assert timm.is_model("vitrel_vit_s16_linear_decay") and timm.is_model("vitrel_swin_t_linear_decay")
+model = vitrel.load("run")
+assert torch.equal(vitrel.position_bias(linear_decay.LinearDecay((2, 2), 1, 8), (1, 3))[0, 0], -torch.arange(3.0))
+vitrel.save(model, "model.safetensors")
+image = torch.randn(2, 3, 96, 64)
+with torch.no_grad():
+    assert torch.equal(vitrel.load("model.safetensors")(image), model(image))
+"""
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """Runs `python ...` in a folder that holds the module of the page; returns (status, output)."""
+    [code] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "linear_decay.py").write_text(code)
+    environment = {name: value for name, value in os.environ.items() if name != "VITREL_IMPORT"} | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def run(*arguments):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.slow(seconds=40)
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_linear_decay", "vitrel_swin_n_linear_decay"])
+def test_an_encoding_of_a_users_own_goes_all_the_way(ran, name, tmp_path):
+    own = ("--import", "linear_decay")
+    status, text = ran(
+        "-m", "vitrel", "train", *own, "--model", name, "--data", "shapes", "--size", "64", "--out", "run", *SMALL
+    )
+    assert status == 0, text
+    evaluation = (
+        "-m",
+        "vitrel",
+        "evaluate",
+        "run",
+        "--data",
+        "shapes",
+        "--size",
+        "96",
+        "--n",
+        "8",
+        "--no-report",
+        "--out",
+        "out",
+    )
+    status, text = ran(*evaluation)
+    assert status == 1 and "--import linear_decay" in text and "Traceback" not in text
+    status, text = ran(*evaluation, *own)
+    assert status == 0 and "96x96" in text, text
+    status, text = ran("-c", USE)
+    assert status == 0, text
+    status, text = ran("-c", "import vitrel; vitrel.load('model.safetensors')")
+    assert status == 1 and "import linear_decay" in text.splitlines()[-1]
+    pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
+    pytest.importorskip("onnxscript", reason="pip install -e '.[onnx]'")
+    status, text = ran("-m", "vitrel", "export", "run", *own, "--format", "onnx", "--dynamic-size", "--out", "model.onnx")
+    assert status == 0 and (tmp_path / "model.onnx").is_file(), text  # compared at several sizes before it is written
+
+
+def test_what_cannot_be_registered_is_named():
+    with pytest.raises(ValueError, match=r"position 'table' is that of vitrel.position.table.OffsetTable: choose another key"):
+        vitrel.register_position("table")(type("Mine", (vitrel.PositionEncoding,), {}))
+    with pytest.raises(ValueError, match="small letters, digits and underscores, not 'a\\+b'"):
+        vitrel.register_position("a+b")
+    with pytest.raises(TypeError, match=r"subclass of vitrel\.PositionEncoding"):
+        vitrel.register_position("mine")(dict)
+    assert "mine" not in vitrel.POSITIONS
+
+
+def test_a_module_that_is_not_there_is_named(capsys):
+    from vitrel import cli
+
+    with pytest.raises(SystemExit, match="error: --import no_such_module: there is no module no_such_module in "):
+        cli.main(["list", "--import", "no_such_module"])
