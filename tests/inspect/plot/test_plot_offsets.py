@@ -163,7 +163,8 @@ def test_hidden_offsets_have_a_colour_of_their_own():
 
 def test_colours_are_centred_at_zero_or_at_the_mean():
     for key, centred in (("alibi", False), ("cpb", True), ("rope_axial", False)):
-        encoding = make(key, (3, 4))
+        torch.manual_seed(0)
+        encoding = perturbed(make(key, (3, 4)))  # as initialised, cpb is negligible
         figure, (found,) = offset_maps(encoding), lattices(encoding)
         expected = found.values - found.values.mean((1, 2), keepdim=True) if centred else found.values
         np.testing.assert_allclose(np.stack(drawn(figure)), expected.detach(), atol=1e-6)
