@@ -19,7 +19,7 @@ ROOMS = {  # what else each room may import; all may import the core
     "data": set(),
     "export": {"convert", "evaluate"},
     "inspect": set(),
-    "train": {"data", "convert"},
+    "train": {"data", "convert", "inspect"},
     "evaluate": {"data", "inspect", "cpu", "convert"},
 }
 TOP = ("tools", "cli", "__main__", "__init__", "public")  # may import everything

@@ -8,7 +8,7 @@ import torch
 from torchvision.models.swin_transformer import SwinTransformer
 
 import vitrel
-from helpers import command
+from helpers import command, printed_commands
 from helpers.pictures import write_classes
 from vitrel.weights.load import read_file
 
@@ -118,10 +118,13 @@ LIKE = "{num_heads: 2}"
 
 def test_bare_weights_and_relative_position(tmp_path, capsys):
     """A file of a plain ViT: as it is, with an encoding that starts at zero, and with one fitted to images."""
-    path, same, added, fitted = bare_vit(tmp_path / "vit.pth"), *(tmp_path / f"{name}.safetensors" for name in "abc")
+    path, same, added, fitted = bare_vit(tmp_path / "vit.pth"), *(tmp_path / f"{name} 1.safetensors" for name in "abc")
     like = ["--like", "vit_tiny_patch16_224", "--model-args", LIKE]
     tool.main([path, *like, "--out", same])
-    assert "position absolute, trained at 4x4 tokens, 3 classes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "position absolute, trained at 4x4 tokens, 3 classes" in said
+    [args] = printed_commands(said)
+    assert args.models == [str(same)]
     tool.main([same, "--position", "rope_mixed+table", "--absolute", "drop", "--out", added])
     model, relative, image = vitrel.load(same), vitrel.load(added), torch.randn(1, 3, 32, 32)
     assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)

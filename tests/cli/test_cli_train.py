@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from helpers import printed_commands
 from helpers.pictures import write_classes
 from helpers.runs import at, in_child, on_two, status
 from vitrel import cli
@@ -85,11 +86,13 @@ def test_shapes_from_the_command_line(tmp_path, capfd):
     assert done == 0, said.err
     assert (tmp_path / "checkpoints" / "best.ckpt").is_file() and (tmp_path / "metrics.csv").is_file()
     seen = r"images/s \d+  data wait \d+%  memory \S+ MiB  eta 0:00:00"
-    first, second, epoch, best, further = said.out.splitlines()
+    first, second, epoch, best, _, _ = said.out.splitlines()
     assert first.startswith("vitrel_vit_n8_none, ") and "4 classes, at 64x64 px" in first
     assert second == f"16 training and 8 evaluation images of shapes; 1 epochs, written to {tmp_path}"
     assert re.fullmatch(rf"epoch 1/1  loss \S+  top1 \S+  val loss \S+  val top1 \S+  {seen}", epoch)
-    assert f"{tmp_path}/checkpoints/best.ckpt" in best and "vitrel evaluate" in further
+    assert f"{tmp_path}/checkpoints/best.ckpt" in best
+    [args] = printed_commands(said.out)
+    assert args.models == [str(tmp_path)]
 
 
 @pytest.mark.slow

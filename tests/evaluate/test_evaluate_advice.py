@@ -12,6 +12,7 @@ from vitrel.common.files import write_cells
 from vitrel.evaluate.advice import MARGIN, better_of, judge, pixels
 from vitrel.evaluate.images import ImageList
 from vitrel.evaluate.metrics import Predicted
+from vitrel.evaluate.report import accuracy_tables, sizes_table
 from vitrel.evaluate.results import COLUMNS, Scores, line_key, read_csv, read_scores, sample_of
 
 JARGON = ("bicubic", "geometric", "multiply-adds", "resampl", "offsets", "interval", "significan")
@@ -285,3 +286,27 @@ def test_of_equal_models_the_first_is_named():
     rows = [row(size, 90.0, label=label) for label in labels for size in ("64x64", "96x96")]
     rows += [row(size, 50.0, label="low") for size in ("64x64", "96x96")]
     assert "worse than m0 at every size" in judge(rows).advice[-1].text
+
+
+def test_a_position_encoding_that_does_nothing_is_said_first():
+    rows = [row(n=4000), row("96x96", 89.9, n=4000)]
+    assert "does nothing" not in only(*rows).text
+    assert only(*(one | {"position_share": 0.5} for one in rows)).sentences == only(*rows).sentences
+    found = only(*(one | {"position_share": 0.004} for one in rows))
+    assert (
+        "does nothing" in found.sentences[0] and "0.4 %" in found.sentences[0] and found.sentences[1:] == only(*rows).sentences
+    )
+    judged = judge([one | {"position_share": 0.004, "resized": "table clip", "resized_params": 8100} for one in rows])
+    assert "8,100" not in sizes_table(judged) and "8,100" not in accuracy_tables(judged.rows)
+
+
+def test_policies_with_equal_predictions_at_every_size_are_one_row():
+    right = np.arange(200) % 10 > 0
+    other = np.arange(200) % 9 > 0
+    policies = [(size, policy) for size in ("96x96", "128x128") for policy in ("bicubic", "clip", "geometric")]
+    rows = [row(), *(row(size, policy=policy) for size, policy in policies)]
+    equal, scores = with_scores(rows, [right] * 7)
+    assert sorted(one["policy"] for one in judge(equal, scores).rows) == [*["bicubic = clip = geometric"] * 2, "none"]
+    some, scores = with_scores(rows, [right, right, right, right, right, right, other])  # geometric differs at one size
+    assert {one["policy"] for one in judge(some, scores).rows} == {"none", "bicubic = clip", "geometric"}
+    assert len(judge(rows).rows) == 7  # no predictions: not known

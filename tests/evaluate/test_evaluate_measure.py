@@ -16,7 +16,7 @@ from vitrel.evaluate.measure import Runner, peak_mb, reset_peak, tasks_of, trans
 from vitrel.evaluate.results import COLUMNS
 from vitrel.evaluate.run import evaluate_rows
 from vitrel.evaluate.settings import Sweep
-from vitrel.inspect.attention import attention_statistics_of
+from vitrel.inspect.attention import attention_statistics_of, position_shares
 
 pytestmark = pytest.mark.usefixtures("brief_evaluations")
 SIZES = ((32, 32), (64, 64), (32, 48))
@@ -214,7 +214,9 @@ def test_attention_is_that_of_the_first_images(trained, noise):
     for name, value in found.items():
         assert one.row[name] == pytest.approx(value, rel=1e-3), name
     assert one.row["attention_span"] == pytest.approx(math.exp(one.row["attention_entropy"]), rel=1e-3)
+    assert one.row["position_share"] == pytest.approx(max(position_shares(model.model, images[:1]).values()), abs=1e-4)
     [none] = evaluate_rows([model], sweep(**ONE))
+    assert math.isnan(none.row["position_share"])
     assert math.isnan(none.row["attention_entropy"]) and none.row["attention_n"] == 0
 
 

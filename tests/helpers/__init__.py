@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from vitrel import cli
+from vitrel.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -53,3 +55,10 @@ def run_in_the_interpreter(*modules: str) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout[-1000:]
+
+
+def printed_commands(text):
+    """The parsed arguments of every line of `text` that is a command of vitrel other than train."""
+    lines = [line.strip() for line in text.splitlines()]
+    words = [shlex.split(line)[1:] for line in lines if line.startswith("vitrel ")]
+    return [build_parser(COMMANDS).parse_args(line) for line in words]

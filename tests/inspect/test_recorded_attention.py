@@ -25,11 +25,14 @@ from helpers.relativize_models import MODELS
 from helpers.variants import IN_ATTENTION, perturbed, small_model
 from vitrel import Grid
 from vitrel.inspect.attention import (
+    NEGLIGIBLE,
     Layer,
     attention_statistics_of,
     for_each_layer,
+    layer_position_share,
     layer_statistics,
     offset_mean,
+    position_shares,
     record,
 )
 from vitrel.layers import Attention
@@ -612,3 +615,44 @@ def test_refused_by_name():
         record(timm.create_model("resnet10t"), torch.randn(1, 3, 32, 32))
     with pytest.raises(ValueError, match="no attention that can be seen in Linear"):
         record(torch.nn.Linear(3, 3), torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("name", ["vitrel_vit_n8_table", "vitrel_swin_n_table"])
+def test_the_share_of_position_grows_with_a_table(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=32, num_classes=3).eval()
+    images, found = torch.randn(2, 3, 32, 40), []
+    tables = [p for n, p in model.named_parameters() if n in model.position_parameters()]
+    for scale in (0.0, 1e-5, 1.0, 2.0):
+        with torch.no_grad():
+            for table in tables:
+                table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(1)) * scale)
+        found.append(max(position_shares(model, images).values()))
+    assert found[0] == 0 < found[1] < NEGLIGIBLE < found[2] < found[3]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_encoding_has_a_share_of_attention(key):
+    model = small_model(f"vitrel_vit_n8_{key}" if "+" not in key else "vitrel_vit_n8_none", img_size=32, position=key)
+    shares = position_shares(model, torch.randn(1, 3, 32, 32))
+    assert key == "none" or max(shares.values()) > NEGLIGIBLE
+    assert ("tokens" in shares) == any(part in ("absolute", "sincos") for part in key.split("+"))
+
+
+def test_the_share_is_that_of_a_double_loop_and_none_without_position():
+    torch.manual_seed(0)
+    model = timm.create_model("vitrel_vit_n8_alibi", img_size=32, num_classes=3).eval()
+    layer = record(model, torch.randn(1, 3, 32, 32))[0]
+    change, content = [], []
+    for head in range(layer.weights.shape[2]):
+        for query in range(layer.weights.shape[3]):
+            keys = range(layer.weights.shape[4])
+            for found, values in (
+                (change, [float(layer.position[0, 0, head, query, key]) for key in keys]),
+                (content, [math.log(float(layer.content[0, 0, head, query, key])) for key in keys]),
+            ):
+                mean = sum(values) / len(values)
+                found += [(value - mean) ** 2 for value in values]
+    assert layer_position_share(layer) == pytest.approx(math.sqrt(sum(change) / sum(content)), rel=1e-4)
+    none = timm.create_model("vitrel_vit_n8_none", img_size=32, num_classes=3).eval()
+    assert position_shares(none, torch.randn(1, 3, 32, 32)) == {}

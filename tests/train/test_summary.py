@@ -1,10 +1,14 @@
 import csv
 import json
+import warnings
 
 import pytest
+import timm
 import torch
 from PIL import Image
 
+import vitrel
+from helpers import printed_commands
 from vitrel.common.lock import LOCK
 from vitrel.train import Classifier, run
 from vitrel.train.metrics import CSVLog, epochs_of
@@ -141,8 +145,9 @@ def test_the_output_says_where_a_run_goes_on_and_what_its_folder_stands_for(comm
     run([*arguments, "--ckpt_path=auto"])
     said = capfd.readouterr().out
     assert f"resumed after update 2, 1 of 3 epochs done: {tmp_path}/checkpoints/last.ckpt" in said
-    [line] = [line for line in said.splitlines() if "vitrel evaluate" in line]
-    assert f"vitrel evaluate {tmp_path} --data shapes" in line and "last.ckpt" in line
+    assert "a run's folder stands for its last.ckpt" in said
+    [args] = printed_commands(said)
+    assert args.models == [str(tmp_path)] and args.data == "shapes" and (32, 32) in args.size and len(args.size) == 4
 
 
 def test_a_run_that_is_killed_outright_stays_running(command, tmp_path, stop, monkeypatch):
@@ -217,3 +222,21 @@ def test_a_resumed_log_goes_on_where_it_is_cut(tmp_path):
     fresh.log_metrics({"a": 1.0}, 0)
     fresh.save()
     assert len(written(fresh)) == 1
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1e-8, True), (1e-3, False)])
+def test_an_added_encoding_that_does_nothing_is_said_to(command, tmp_path, rate, warned):
+    weights = tmp_path / "start.safetensors"
+    torch.manual_seed(0)
+    model = timm.create_model("vitrel_vit_n8_absolute", depth=1, embed_dim=32, num_heads=2, img_size=32, num_classes=4)
+    vitrel.save(model, weights)
+    arguments = [arg for arg in command() if "model.model" not in arg]
+    arguments += [f"--model.model={weights}", "--model.tuning.position=table", f"--model.optim.lr={rate}"]
+    arguments.append("--model.optim.position_lr_scale=300")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run([arg for arg in arguments if "max_epochs" not in arg] + ["--trainer.max_epochs=2"])
+    said = [str(one.message) for one in caught if "does nothing" in str(one.message)]
+    assert len(said) == warned and all("table" in text and "--fit" in text for text in said)
+    share = json.loads((tmp_path / "summary.json").read_text())["position_share"]
+    assert (share < 0.01) == warned

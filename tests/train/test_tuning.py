@@ -167,3 +167,41 @@ def test_names_are_whole_ones():
 def test_names_that_train_nothing_are_refused(trainable, text):
     with pytest.raises(ValueError, match=text):
         small(tuning=Tuning(trainable=trainable))
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "absolute", "result"),
+    [
+        ("vitrel_vit_n8_none", "table", "keep", "table"),
+        ("vitrel_vit_n8_absolute", "table", "drop", "table"),
+        ("vitrel_vit_n8_absolute", "rope_mixed", "fade", "absolute+rope_mixed"),
+        ("vitrel_vit_n8_table", "rope_mixed", "keep", "rope_mixed"),
+        ("vitrel_vit_n8_rope_mixed", "table", "keep", "rope_mixed+table"),
+        ("vitrel_vit_n8_rope_mixed", "rope_axial", "keep", "rope_axial"),
+        ("vitrel_swin_n_table", "rope_mixed", "keep", "rope_mixed"),
+        ("vitrel_swin_n_cpb", "table", "keep", "table"),
+    ],
+)
+def test_an_encoding_without_initial_weights(name, position, absolute, result):
+    arguments = {"embed_dim": 32, "depths": (1, 1), "num_heads": (2, 4)} if "swin" in name else SMALL
+    tuning = Tuning(position=position, absolute=absolute)
+    module = Classifier(name, 4, 32, arguments, tuning=tuning, optim=Optimisation(warmup_epochs=0))
+    assert module.model.arguments["position"] == result
+    before = {key: value.clone() for key, value in module.model.state_dict().items()}
+    fit(module, max_steps=1)
+    assert any(not torch.equal(before[key], value) for key, value in module.model.state_dict().items())
+    stored, options = module.stored
+    again = timm.create_model(stored, num_classes=4, img_size=(32, 32), **options)
+    again.load_state_dict(module.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "text"),
+    [
+        ("vitrel_vit_n8_none", dict(position="table", absolute="fade"), "absolute embedding"),
+        ("vitrel_vit_n8_none", dict(position="absolute"), "adds to tokens"),
+    ],
+)
+def test_an_encoding_that_cannot_be_added_without_weights(name, how, text):
+    with pytest.raises(ValueError, match=text):
+        small(name, tuning=Tuning(**how))

@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"{'images':>16}  largest error, of {TOLERANCE:.0e} allowed")
     for batch, (h, w), largest in checks:
         print(f"{f'{batch} of {h}x{w}':>16}  {largest:.1e}")
-    print(f"written to {out}: {_serves(args)}")
+    print(f"written to {out}: {_serves(args, out)}")
 
 
-def _serves(args: argparse.Namespace) -> str:
+def _serves(args: argparse.Namespace, out: Path) -> str:
     """How to load the output, or the batch and image sizes that it takes."""
     if args.format == "safetensors":
-        return "timm.create_model('local-dir:...', pretrained=True) after `import vitrel`, any size"
+        return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True) after `import vitrel`, any size"
     return f"any batch size, {'any image size of two tokens or more' if args.dynamic_size else 'only this image size'}"

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from vitrel.cli.options import count
+from vitrel.common.commands import command_line
 from vitrel.common.extras import require
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -58,8 +59,8 @@ def run(args: argparse.Namespace) -> None:
     for split, content in index["splits"].items():
         total = sum(shard["bytes"] for shard in content["shards"])
         print(f"{split}: {sum(content['counts'])} images in {len(content['shards'])} shards, {total / 1e6:.1f} MB")
-    then = "give this folder as data to vitrel train and vitrel evaluate"
-    print(f"{len(index['classes'])} classes; written to {args.out}: {then}")
+    print(f"{len(index['classes'])} classes; written to {args.out}; to train on it:")
+    print(f"  {command_line('train', '--data', args.out)}")
 
 
 def _verify(root: Path) -> None:

@@ -60,7 +60,7 @@ def relativize(
         weight.device,
         weight.dtype,
         position="+".join(kept + added) or "none",
-        position_args=_options_of(kept, config.arguments["position_args"] or {}) | options or None,
+        position_args=options_of(kept, config.arguments["position_args"] or {}) | options or None,
         absolute_fade=fade_steps if absolute == "fade" else None,
         img_size=config.arguments["img_size"] if img_size is None else to_2tuple(img_size),
     )
@@ -126,7 +126,7 @@ def _own_keys(model: Backbone) -> tuple[str, str]:
     return tokens, keys[0] if keys else ""
 
 
-def _options_of(keys: list[str], options: dict) -> dict:
+def options_of(keys: list[str], options: dict) -> dict:
     """Return those of `options` that an encoding of `keys` accepts, and those common to all encodings; {} without keys."""
     accepted = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
     common = {"resize", "temperature", "shift_coords", "jitter_coords", "rescale_coords"} if keys else set()

@@ -35,6 +35,7 @@ from vitrel.evaluate.results import (
     Scores,
     by_area,
     contrast,
+    does_nothing,
     groups_of,
     known_number,
     merged,
@@ -60,7 +61,9 @@ COLUMNS = {  # of judged rows, besides those of `aggregate`
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice on one model: at most three sentences, about its first protocol ("scale" where there is one)."""
+    """The advice on one model, about its first protocol ("scale" where there is one): at most three sentences, after one that
+    says so if its position encoding does nothing.
+    """
 
     label: str
     protocol: str
@@ -147,11 +150,39 @@ def better_of(low: float, high: float, margin: float = MARGIN) -> str:
 def _places(rows: Sequence[Row], scores: Scores) -> dict[tuple[str, str], Sizes]:
     """{(label, protocol): sizes}, labels in the order of the rows."""
     found: dict[tuple[str, str], Sizes] = {}
-    for protocol, group in groups_of(rows):
-        row = merged(protocol, group, scores)
+    for protocol, policy, group in _without_equal_policies(groups_of(rows), scores):
+        row = merged(protocol, group, scores) | {"policy": policy}
         policies = found.setdefault((row["label"], row["protocol"]), {}).setdefault(row["img_size"], {})
-        policies[row["policy"]] = Place(row, sample_of(group, scores), not policies)
+        policies[policy] = Place(row, sample_of(group, scores), not policies)
     return {key: {size: sizes[size] for size in sorted(sizes, key=by_area)} for key, sizes in found.items()}
+
+
+def _without_equal_policies(groups: Sequence[tuple[str, list[Row]]], scores: Scores) -> list[tuple[str, str, list[Row]]]:
+    """(protocol, name of the policy, rows) of the groups; policies of a model that were evaluated at the same sizes of a
+    protocol, with equal predictions at all of them, are one, "clip = geometric", with the rows of the first.
+    """
+    by_policy: dict[tuple[str, str], dict[str, dict[str, list[Row]]]] = defaultdict(lambda: defaultdict(dict))
+    for protocol, group in groups:
+        row = group[0]
+        by_policy[row["label"], protocol][row["policy"]][row["img_size"]] = group
+    names: dict[tuple[str, str, str], str] = {}  # {(label, protocol, policy): name of its rows, "" for those left out}
+    for (label, protocol), policies in by_policy.items():
+        firsts: dict[str, list[str]] = {}
+        for policy, sizes in policies.items():
+            same = (
+                first
+                for first in firsts
+                if policies[first].keys() == sizes.keys()
+                and all(scores.same(policies[first][size], sizes[size]) for size in sizes)
+            )
+            firsts.setdefault(next(same, policy), []).append(policy)
+        for equal in firsts.values():
+            names |= {(label, protocol, policy): "" for policy in equal} | {(label, protocol, equal[0]): " = ".join(equal)}
+    kept = []
+    for protocol, group in groups:
+        if name := names[group[0]["label"], protocol, group[0]["policy"]]:
+            kept.append((protocol, name, group))
+    return kept
 
 
 def _used(models: Sequence[Sizes]) -> list[Used]:
@@ -296,8 +327,16 @@ def _sentences(used: Used, standing: Standing, rescued: Mapping[tuple[str, str, 
         )
     comparison, subject = _comparison(standing, used), _words(used)[0]
     named = any(text.startswith(subject) for text in comparison)  # "it" in the next sentence
-    sentences = [*comparison, _sizes_sentence(used, rescued, named), _best_size(used, margin)]
+    sentences = [*_no_position(anchor), *comparison, _sizes_sentence(used, rescued, named), _best_size(used, margin)]
     return tuple(f"{text[:1].upper()}{text[1:]}." for text in sentences)
+
+
+def _no_position(anchor: Row) -> list[str]:
+    """A sentence if the model's position encoding does nothing, else []."""
+    if not does_nothing(anchor):
+        return []
+    share = f"{100 * anchor['position_share']:.2g} % of the logits' spread"
+    return [f"its position encoding does nothing: it changes attention by {share}"]
 
 
 def _comparison(standing: Standing, used: Used) -> list[str]:

@@ -40,7 +40,7 @@ from vitrel.evaluate.models import (
     with_policy,
 )
 from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
-from vitrel.inspect.attention import attention_statistics_of
+from vitrel.inspect.attention import attention_statistics_of, position_shares
 from vitrel.models.backbone import Backbone
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
@@ -430,7 +430,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
         for by in task.translations:
             translating = Runner(model, *options, prepare=partial(translate, by=by))
             translated[by], *_ = _count(task, images, outputs, translating, advance)
-        columns |= _attention(task, sweep, images, at)
+        columns |= _attention(task, sweep, images, at) | _position(task, sweep, images, at)
         same_objects = [*map(id, parameters)] == [*map(id, trained.model.parameters())]
     states = [*at.states, state_hash(trained.model)]
     after = next((state for state in states if state != before), before)
@@ -492,6 +492,26 @@ def _attention(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
         mean = {name: sum(values[name] for values in by_image) / len(by_image) for name in STATISTICS}
         mean["attention_span"] = torch.tensor(mean["attention_entropy"]).exp().item()
         row |= {name: round(value, 4) for name, value in mean.items()}
+    return row
+
+
+def _position(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
+    """The column position_share, of the first image, computed in the last process only; NaN where it is not known."""
+    row, (rank, world) = {"position_share": float("nan")}, rank_and_world()
+    if rank < world - 1 or not sweep.attention_n:
+        return row
+    try:
+        for image in images.first(task.preprocessing, 1):
+            model = at((image.shape[-2], image.shape[-1]))
+            shares = position_shares(model, image[None].to(sweep.torch_device))
+            row["position_share"] = round(max(shares.values(), default=float("nan")), 5)
+    except BadImage:
+        raise
+    except ValueError:
+        return row
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
     return row
 
 

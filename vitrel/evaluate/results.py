@@ -32,6 +32,7 @@ from vitrel.evaluate.metrics import PREDICTIONS, Key, Predicted, read_prediction
 from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
 from vitrel.evaluate.settings import Row, Sweep, rank_and_world
 from vitrel.evaluate.statistics import Estimate, estimate, estimate_of_means
+from vitrel.inspect.attention import NEGLIGIBLE
 
 with optional_import():
     import pandas as pd
@@ -78,6 +79,9 @@ COLUMNS = {
     "attention_span": "exp(attention_entropy): number of tokens over which uniform attention has this entropy",
     "attention_distance": "mean distance between a query and its keys, weighted by attention, in patches of the layer's grid",
     "attention_distance_share": "attention_distance as a share of the image's diagonal",
+    "position_share": "by how much position changes attention: root mean square of what it adds to the logits, divided by "
+    "that of the logits without it, each query's mean subtracted, in the layer where this is largest; of the first image; "
+    "below 0.01 position does nothing; empty where unknown and without position",
     "attention_n": "number of images, the first ones, for the attention statistics",
     "border_leak": "largest share, over the stages, of tokens that see the opposite border of the image; empty without "
     "windows; native: at img_size",
@@ -163,7 +167,7 @@ FILES = ("results.csv", PREDICTIONS, TRANSLATIONS, BAD_IMAGES, *PAGES)  # all fi
 WRITE_PAUSE = 10.0  # pause between two writes, in multiples of the time that the first of them took
 MEANS = [
     "top1", "top1_among", "top5", "nll", "ece", "retention", "infer_samples_per_sec", "attention_entropy", "attention_span",
-    "attention_distance", "attention_distance_share",
+    "attention_distance", "attention_distance_share", "position_share",
 ]  # fmt: skip
 
 
@@ -425,6 +429,14 @@ class Scores:
                 self._arrays[key, metric] = self._predictions[key].scores(metric)
         return np.stack([self._arrays[key, metric] for key in keys])
 
+    def same(self, rows: Sequence[Row], others: Sequence[Row]) -> bool:
+        """Whether two groups of rows have predictions for the same seeds, and these are equal for every image."""
+        sides = [{as_text(row["seed"]): self._predictions.get(line_key(row)) for row in group} for group in (rows, others)]
+        if sides[0].keys() != sides[1].keys():
+            return False
+        pairs = [(sides[0][seed], sides[1][seed]) for seed in sides[0]]
+        return all(a is not None and b is not None and np.array_equal(a.predicted, b.predicted) for a, b in pairs)
+
 
 NO_SCORES = Scores({})
 
@@ -546,6 +558,12 @@ def merged(protocol: str, group: Sequence[Row], scores: Scores = NO_SCORES) -> R
 def known_number(value: Any) -> bool:
     """Whether a value is a number other than NaN."""
     return isinstance(value, (int, float, np.number)) and value == value
+
+
+def does_nothing(row: Row) -> bool:
+    """Whether the position encoding of a row's model is known to change attention by less than NEGLIGIBLE."""
+    share: Any = row.get("position_share")
+    return known_number(share) and share < NEGLIGIBLE
 
 
 def is_missing(value: Any) -> bool:

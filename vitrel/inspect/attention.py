@@ -36,8 +36,10 @@ from vitrel.ops import BACKENDS, attention, window_attention
 from vitrel.ops.dispatch import Call
 from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import axis_shift, windows
-from vitrel.position import Terms
-from vitrel.position.terms import no_autocast, upcast
+from vitrel.position import PositionEncoding, Terms
+from vitrel.position.terms import Composition, no_autocast, upcast
+
+NEGLIGIBLE = 0.01  # share of `position_shares` below which position is said to do nothing
 
 _GLOBAL = (TimmAttention, AttentionRope, EvaAttention, BeitAttention, RelPosAttention, ParallelScalingBlock)
 _WINDOWED = (SwinTransformerBlock, SwinTransformerV2Block)
@@ -121,6 +123,84 @@ def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float
     for_each_layer(model, images, lambda layer: statistics.append(layer_statistics(layer)), position=False)
     mean = {name: sum(layer[name] for layer in statistics) / len(statistics) for name in statistics[0]}
     return mean | {"attention_span": math.exp(mean["attention_entropy"])}
+
+
+def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
+    """By how much position changes attention: {layer: share}, and {"tokens": share} for an embedding of a vitrel model.
+
+    A share is the root mean square of what position adds to the logits, divided by that of the logits without it, over images,
+    heads and visible pairs; each query's mean over its keys is subtracted from both, since softmax ignores it. That of an
+    embedding is of the logits of the first layer, with less without the embedding. Shares below NEGLIGIBLE have no visible
+    effect. images [B, C, height, width] as for `record`. Layers of timm in which position adds nothing are left out, as
+    their embedding is not measured; {} for a model without position.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, PositionEncoding) and module.site == "tokens"]
+    own = any(isinstance(module, PositionEncoding) and module.behaviour != "nothing" for module in model.modules())
+    shares: dict[str, float] = {}
+    first: list[Layer] = []
+
+    def use(layer: Layer) -> None:
+        if embeddings and not first:
+            first.append(layer)
+        share = layer_position_share(layer)
+        if share or (own and in_attention):
+            shares[layer.name] = share
+
+    in_attention = any(_acts_in_attention(module) for module in model.modules())
+    for_each_layer(model, images, use)
+    if first:
+        found: list[Tensor] = []
+
+        def without(layer: Layer) -> None:
+            if not found:
+                found.append(_spread(first[0], _logits(first[0].weights) - _logits(layer.weights)))
+                found.append(_spread(layer, _logits(layer.weights)))
+
+        with ExitStack() as stack:
+            for module in embeddings:
+                stack.callback(module.register_forward_hook(_without_tokens).remove)
+            for_each_layer(model, images, without, position=False)
+        shares["tokens"] = _ratio(*found)
+    return shares
+
+
+def layer_position_share(layer: Layer) -> float:
+    """The share of `position_shares` of one recorded layer; 0 if position adds nothing, ValueError if it was not recorded."""
+    if layer.position is None or layer.content is None:
+        raise ValueError(f"{layer.name} was recorded without position: use vitrel.inspect.attention.record")
+    return _ratio(_spread(layer, layer.position), _spread(layer, _logits(layer.content)))
+
+
+def _acts_in_attention(module: nn.Module) -> bool:
+    """Whether a module is an encoding, not a composition, that adds to attention."""
+    if not isinstance(module, PositionEncoding) or isinstance(module, Composition):
+        return False
+    return module.site == "attention" and module.behaviour != "nothing"
+
+
+def _without_tokens(module: nn.Module, args: tuple, terms: Terms) -> Terms:
+    """Forward hook of an encoding that adds zeros to the tokens."""
+    return terms._replace(tokens=None if terms.tokens is None else torch.zeros_like(terms.tokens))
+
+
+def _logits(weights: Tensor) -> Tensor:
+    """Logits up to a constant per query, from the weights that they give."""
+    return weights.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
+def _spread(layer: Layer, logits: Tensor) -> Tensor:
+    """Root mean square of logits [B, W, H, N, N] over visible pairs, each query's mean over its keys subtracted; 0-d."""
+    real = layer.tokens >= 0
+    pairs = (real[:, :, None] & real[:, None])[None, :, None]  # [1, W, 1, N, N]
+    visible = (pairs if layer.visible is None else pairs & layer.visible).expand(logits.shape)
+    count = visible.sum(-1, keepdim=True)
+    mean = torch.where(visible, logits, 0.0).sum(-1, keepdim=True) / count.clamp(min=1)
+    squares = torch.where(visible, logits - mean, 0.0).double().square().sum()
+    return (squares / count.sum().clamp(min=1)).sqrt()
+
+
+def _ratio(change: Tensor, spread: Tensor) -> float:
+    return float(change / spread.clamp(min=1e-9)) if change > 0 else 0.0
 
 
 def layer_statistics(layer: Layer) -> dict[str, float]:

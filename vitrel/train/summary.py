@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ import timm
 import torch
 import torchvision
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vitrel.common.commands import evaluate_line
 from vitrel.common.files import atomic_write, commit
 from vitrel.common.machine import hardware_name
 from vitrel.common.sizes import format_size
+from vitrel.inspect.attention import NEGLIGIBLE, position_shares
 from vitrel.train.metrics import CSVLog, best_of, epochs_of
 from vitrel.train.progress import Speed
+
+SHARE_IMAGES = 2  # training images by which the share of position in attention is measured
 
 
 class Summary(Callback):
@@ -65,13 +71,37 @@ class Summary(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.write(trainer, "running")
 
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Measure by how much an added encoding changes attention (`position_share` in the summary), and warn if it does not.
+
+        Sharded models are not measured: a forward pass would need all processes.
+        """
+        tuning = module.tuning
+        if tuning.position is None or not trainer.is_global_zero or isinstance(trainer.strategy, ModelParallelStrategy):
+            return
+        with torch.random.fork_rng():
+            images = trainer.datamodule.unaugmented(SHARE_IMAGES).to(module.device)
+            shares = position_shares(module.model, images)
+        in_attention = [share for name, share in shares.items() if name != "tokens"]
+        if not in_attention:
+            return
+        self.about["position_share"] = self.fixed["position_share"] = round(max(in_attention), 5)
+        if max(in_attention) < NEGLIGIBLE:
+            fit = "" if tuning.fit else "fit it before training (--fit 64 with --absolute drop), or "
+            share = f"{100 * max(in_attention):.2g} %"
+            warnings.warn(
+                f"the encoding {tuning.position} does nothing: it changes attention logits by {share} of their spread at most; "
+                f"{fit}train it longer or faster (--model.optim.position_lr_scale)",
+                stacklevel=2,
+            )
+
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.finish(trainer, "finished")
         if self.prints and trainer.is_global_zero and (best := best_of(self.csv.rows)):
             folder = self.path.parent
             print(f"best top-1 {best['val/top1']:.4f} after epoch {int(best['epoch']) + 1}: {folder}/checkpoints/best.ckpt")
-            command = f"vitrel evaluate {folder} --data {self.fixed['data']} --size ..."
-            print(f"at other sizes: {command} (a run's folder stands for its last.ckpt)", flush=True)
+            command = evaluate_line(folder, self.fixed["data"], self.fixed["img_size"], folder / "evaluation")
+            print(f"at other sizes (a run's folder stands for its last.ckpt):\n  {command}", flush=True)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         stopped = not isinstance(exception, Exception)  # KeyboardInterrupt, SystemExit: the user or a signal stopped the run

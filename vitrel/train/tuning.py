@@ -12,10 +12,13 @@ from torch import Tensor, nn
 import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.common.names import nearest
 from vitrel.convert import absolute_to_relative, from_timm, load, relativize
+from vitrel.convert.relativize import options_of
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_sized
+from vitrel.models.vit import ViT
+from vitrel.position import POSITIONS, split_position
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import guarding, read_file
 
@@ -32,7 +35,8 @@ class Tuning:
             file that `vitrel.load` takes; for bare weights, `model` names the architecture. Position parameters of another
             grid are resampled.
         pretrained: start from timm's pretrained weights for the model's name, from timm's cache or the network.
-        position: encoding to add in attention, a key of POSITIONS or several joined by '+' (`vitrel.relativize`).
+        position: encoding to add in attention, a key of POSITIONS or several joined by '+' (`vitrel.relativize`). Without
+            initial weights it may also replace one, in a Swin too.
         position_args: options of `position`.
         absolute: what happens to the absolute embedding when `position` is added: "keep" it, "drop" it, or "fade" it out over
             the first half of the run.
@@ -248,11 +252,13 @@ class Tuning:
     ) -> Backbone:
         """The model `base` rebuilt for this image size and these classes, with the encoding `position` added.
 
-        has_weights: the rebuilt model gets the weights of `base`; otherwise, and for other classes, new ones.
+        has_weights: the rebuilt model gets the weights of `base`, and for other classes a new head; otherwise see `_new`.
         """
         changes = {"img_size": img_size, **{name: value for name, value in model_args.items() if name != "pretrained"}}
-        model = rebuilt(base, **changes) if has_weights else config_of(base).build(num_classes=num_classes, **changes)
-        if has_weights and base.arguments["img_size"] != img_size and (resized := base.resized(img_size)):
+        if not has_weights:
+            return self._new(base, **changes, num_classes=num_classes)
+        model = rebuilt(base, **changes)
+        if base.arguments["img_size"] != img_size and (resized := base.resized(img_size)):
             rank_zero_only(print)(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resized)}")
         if self.position is not None:
             fade = dict(fade_steps=1) if self.absolute == "fade" else {}  # `fade_over` sets the length when it is known
@@ -260,6 +266,31 @@ class Tuning:
             rank_zero_only(print)(f"position: {self.position} is added in attention; the absolute embedding: {self.absolute}")
         if self.reset_head or model.num_classes != num_classes:
             self.reset(model, num_classes, f"weights of {base.num_classes} classes, data of {num_classes}")
+        return model.train()
+
+    def _new(self, base: Backbone, **changes: Any) -> Backbone:
+        """A model like `base` with new weights, and with the encoding `position`, as it is initialised, in attention.
+
+        The encoding is beside the absolute embedding (unless that is dropped) and a rotation, and takes the place of any other.
+        """
+        config = config_of(base)
+        if self.position is None:
+            return config.build(**changes).train()
+        added, _ = split_position(self.position)
+        if added:
+            raise ValueError(f"model.tuning.position {self.position!r}: {added!r} adds to tokens; name encodings of attention")
+        tokens, attention = split_position(config.arguments["position"])
+        fades = {"absolute_fade": 1} if self.absolute == "fade" else {}  # `fade_over` sets the length when it is known
+        if fades and not (tokens and isinstance(base, ViT)):
+            raise ValueError("model.tuning.absolute: fade needs a ViT with an absolute embedding: set it to keep or drop")
+        new = self.position.split("+")
+        rotates = any(POSITIONS[key].rotates for key in new)
+        kept = tokens.split("+") if tokens and self.absolute != "drop" else []
+        kept += [key for key in attention.split("+") if key and POSITIONS[key].rotates and not rotates and key not in new]
+        position = "+".join(key for key in dict.fromkeys(kept + new) if key != "none") or "none"
+        options = options_of(kept, config.arguments["position_args"] or {}) | (self.position_args or {})
+        model = config.build(position=position, position_args=options or None, **fades, **changes)
+        rank_zero_only(print)(f"position: {position}, with new weights")
         return model.train()
 
 

@@ -163,12 +163,19 @@ def test_hidden_offsets_have_a_colour_of_their_own():
 
 def test_colours_are_centred_at_zero_or_at_the_mean():
     for key, centred in (("alibi", False), ("cpb", True), ("rope_axial", False)):
-        encoding = make(key, (3, 4))
+        torch.manual_seed(0)
+        encoding = perturbed(make(key, (3, 4)))  # as initialised, cpb is negligible
         figure, (found,) = offset_maps(encoding), lattices(encoding)
         expected = found.values - found.values.mean((1, 2), keepdim=True) if centred else found.values
         np.testing.assert_allclose(np.stack(drawn(figure)), expected.detach(), atol=1e-6)
         image = panels(figure)[0].images[0]
-        assert image.get_clim()[0] == -image.get_clim()[1] == pytest.approx(-float(expected.abs().max()))
+        assert (
+            image.get_clim()[0]
+            == -image.get_clim()[1]
+            == pytest.approx(
+                -float(expected.abs().max()) if key == "rope_axial" else -max(1.0, float(expected.abs().max()))  # logits
+            )
+        )
         assert ("minus mean of head" in figure.axes[-1].get_ylabel()) == centred
 
 
@@ -342,3 +349,15 @@ def test_span_of_attention_by_plain_softmax():
         spans("rope_axial")
     with pytest.raises(ValueError, match="lengths are numbers of tokens, 1 or more"):
         spans("alibi", (0,))
+
+
+def test_logits_that_are_negligible_are_grey_and_others_are_on_a_fixed_scale():
+    encoding = make("table", (3, 4))
+    with torch.no_grad():
+        for scale, grey in ((5e-4, True), (0.3, False)):
+            for parameter in encoding.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * scale)
+            figure = offset_maps(encoding)
+            assert np.isnan(np.ma.filled(np.ma.asarray(drawn(figure)[0]), np.nan)).all() == grey
+            assert any("negligible" in text.get_text() for text in panels(figure)[0].texts) == grey
+            assert panels(figure)[0].images[0].get_clim()[1] >= 1

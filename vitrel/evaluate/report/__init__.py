@@ -20,6 +20,7 @@ from vitrel.evaluate.results import (
     by_area,
     curve_summary,
     curves,
+    does_nothing,
     is_missing,
     line_key,
     protocol_order,
@@ -57,6 +58,7 @@ DETAILS = {
     "gflops": "10^9 multiply-adds",
     "attention_span": "attention span",
     "attention_distance": "attention distance",
+    "position_share": "position share",
     "border_leak": "border leak",
     "resized": "resizing rule",
     "resized_params": "values resampled",
@@ -134,6 +136,8 @@ def resampled_text(row: Row) -> str:
     """
     if not row["unchanged"] and not row["resized_params"]:
         return "nothing, but the weights changed: this is an error"
+    if does_nothing(row):
+        return "nothing that acts (position does nothing)"
     if row["resized_params"]:
         return f"{row['resized']}: {row['resized_params']:,} of {row['params']:,} values"
     return "nothing" if row["resized"] == "nothing" else f"nothing ({row['resized']})"
@@ -166,6 +170,7 @@ def details_table(table: Sequence[Row]) -> str:
         "unseen": 2,
         "saturated": 2,
         "border_leak": 2,
+        "position_share": 4,
         "gflops": 2,
         "infer_samples_per_sec": 0,
         "peak_memory_mb": 0,
@@ -210,6 +215,8 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def _resampled(curve: Sequence[Row]) -> str:
     """The largest number of values resampled, the number of parameters, and the rules: "2,700 of 469,300 (table bicubic)"."""
+    if all(map(does_nothing, curve)):
+        return "none that act"
     rules = ", ".join(rule for rule in dict.fromkeys(row["resized"] for row in curve) if rule != "nothing")
     most = max(curve, key=lambda row: row["resized_params"])
     count = f"{most['resized_params']:,} of {most['params']:,}" if most["resized_params"] else "none"

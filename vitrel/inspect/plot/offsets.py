@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import evaluating
-from vitrel.inspect.attention import Layer, offset_mean
+from vitrel.inspect.attention import NEGLIGIBLE, Layer, offset_mean
 from vitrel.inspect.plot.common import (
     DX,
     DY,
@@ -96,7 +96,8 @@ def offset_maps(
     """Draw what position adds at every offset: a row of panels per layer (or part of a composition), a panel per head.
 
     Arguments and errors as for `lattices`; the module lists the quantities. Red is positive, blue negative, white 0, on one
-    scale per row. If a head's logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax
+    scale per row, of ±1 logit at least; logits with a spread below NEGLIGIBLE are grey.
+    If a head's logits do not include 0, each head's mean over the visible offsets is subtracted first (softmax
     does not depend on it), and the colour bar says so. An outline encloses the offsets of a smaller training grid. heads:
     indices, by default all; ValueError if no layer has them.
     """
@@ -107,12 +108,17 @@ def offset_maps(
     figure, axes = sheet(len(drawn), max(map(len, columns)), width, height, title)
     for row, lattice, shown in zip(axes, drawn, columns, strict=True):
         values, centred = _centred(lattice)
-        reach, image = _reach(values[shown], lattice.signed), None
+        reach, image = _reach(values[shown], lattice.signed, lattice.unit == "logits"), None
+        negligible = lattice.unit == "logits" and _spread(values) < NEGLIGIBLE
         for column, panel in enumerate(row):
             if column >= len(shown):
                 panel.set_axis_off()
                 continue
-            image = draw_offsets(panel, values[shown[column]], lattice.trained, lattice.signed, reach)
+            drawn_values = values[shown[column]]
+            if negligible:  # grey
+                drawn_values = torch.full_like(drawn_values, torch.nan)
+                panel.text(0.5, 0.5, "negligible", transform=panel.transAxes, ha="center", va="center", fontsize=8)
+            image = draw_offsets(panel, drawn_values, lattice.trained, lattice.signed, reach)
             panel.set_title(head_name(shown[column], len(values)), fontsize=8)
             panel.set_xlabel(DX, fontsize=7)
         if image is not None:
@@ -344,9 +350,15 @@ def _centred(lattice: Lattice) -> tuple[Tensor, bool]:
     return seen - seen.flatten(1).nanmean(1)[:, None, None], True
 
 
-def _reach(values: Tensor, signed: bool) -> tuple[float, float]:
-    """Values of the first and last colour: symmetric about 0 for signed values, from 0 for others."""
-    top = max(float(values.nan_to_num().abs().max()), 1e-9) if values.numel() else 1.0
+def _spread(values: Tensor) -> float:
+    """Root mean square over heads and visible offsets, each head's mean subtracted, of centred values with NaN where hidden."""
+    centred = values - values.flatten(1).nanmean(1)[:, None, None]
+    return float(centred.square().nanmean().sqrt().nan_to_num())
+
+
+def _reach(values: Tensor, signed: bool, logits: bool = False) -> tuple[float, float]:
+    """Values of the first and last colour: symmetric about 0 for signed values, from 0 for others; of logits 1 at least."""
+    top = max(float(values.nan_to_num().abs().max()), 1.0 if logits else 1e-9) if values.numel() else 1.0
     return (-top if signed else 0.0), top
 
 

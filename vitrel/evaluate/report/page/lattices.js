@@ -52,6 +52,7 @@ function latticeSizes(model, policy, layer) {
   return bySize(model.lattices.filter((item) => item.layer === layer && (item.policy === policy || item.policy === "none")).map((item) => item.size));
 }
 
+const GREY = [[0, "#9e9e9e"], [1, "#9e9e9e"]]; // of a layer in which position is negligible
 let latticeFigure = null, latticeDrawn = null;
 
 function changeLatticeModel() {
@@ -73,15 +74,16 @@ function drawLattice() {
   const model = latticeModel();
   const size = showSize("lattice-size", "lattice-at"), policy = $("lattice-policy").value, layer = Number($("lattice-layer").value);
   const item = latticeAt(model, policy, layer, size), trained = latticeAt(model, policy, layer, model.train_size);
-  const top = Math.max(1e-9, ...model.lattices.filter((other) => other.layer === layer).flatMap((other) => other.scale));
+  const largest = Math.max(0, ...model.lattices.filter((other) => other.layer === layer).flatMap((other) => other.scale));
+  const top = Math.max(1, largest), negligible = largest < 0.01; // logits: one scale for all that is small, grey below NEGLIGIBLE
   const values = latticeValues(item), [heads, rows, columns] = item.shape;
   latticeDrawn = { item, values };
   latticeFigure.title(`Position bias by offset: ${model.label}, ${model.layers[layer]}, ${size} px${item.policy === "none" ? "" : `, ${item.policy}`}, ${DATA.data}`);
   if (latticeFigure.narrow !== narrow()) Plotly.purge(latticeFigure.plot); // otherwise the other colour bar's labels stay
   latticeFigure.narrow = narrow();
-  draw(latticeFigure.plot, values.map((z, head) => heatMap(z, head, rows, columns, top)), latticeLayout(heads, rows, columns, item, trained));
+  draw(latticeFigure.plot, values.map((z, head) => ({ ...heatMap(z, head, rows, columns, top), ...(negligible ? { colorscale: GREY } : {}) })), latticeLayout(heads, rows, columns, item, trained));
   const words = [`${heads} heads of ${model.layers[layer]} at ${size}: offsets within ±${(rows - 1) / 2} × ±${(columns - 1) / 2} tokens.`];
-  if (top <= 1e-9) words.push("Position adds nothing to the logits of this layer.");
+  if (negligible) words.push(largest <= 1e-9 ? "Position adds nothing to the logits of this layer." : "What position adds to the logits of this layer is negligible, below 0.01.");
   if (item.full[0] > rows || item.full[1] > columns) words.push(`Larger offsets, up to ±${(item.full[0] - 1) / 2} × ±${(item.full[1] - 1) / 2}, are not drawn.`);
   if (trained && (item.window[0] > trained.window[0] || item.window[1] > trained.window[1])) words.push(`The outline encloses the offsets at ${model.train_size}; offsets outside it did not occur in training.`);
   words.push("Values are means over the sample images, stored in steps of 1/127 of each head's largest value.");
