@@ -18,7 +18,6 @@ from vitrel.cpu.optimize import FastLinear
 from vitrel.inputs import features_mixed, forward_memory, forward_mixed, tiled_features
 from vitrel.inspect.attention import record
 from vitrel.models.registry import COMPOSITIONS
-from vitrel.ops import use_backend, why
 
 SIZES = [(3, (64, 64)), (2, (72, 57)), (3, (8, 96))]
 TRUNKS = [("vit", key) for key in (*KEYS, *COMPOSITIONS)] + [("swin", key) for key in (*IN_ATTENTION, *COMPOSITIONS)]
@@ -196,21 +195,6 @@ def test_where_onednn_is_no_faster_it_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="oneDNN is no faster here"):
         model = vitrel.optimize(small("vit"))
     assert not any(isinstance(module, FastLinear) for module in model.modules())
-
-
-def test_attention_is_seen_by_why():
-    """Inside an optimized model too: the same dispatcher, which may take oneDNN's attention."""
-    plain, model = twins(small("vit", position="table"))
-    image = picture(1, (200, 200))
-    with torch.no_grad():
-        assert ": sdpa (first of auto that serves it)" in why(plain, image)
-        text = why(model, image)
-        if torch.backends.mkldnn.is_available():
-            assert ": onednn (first of auto+onednn that serves it)" in text and "sdpa: comes after onednn" in text
-        model.blocks[0].attn.backend = "reference"
-        assert "1 x" in why(model, image) and ": reference (given by name)" in why(model, image)
-        with use_backend("sdpa"):
-            assert "onednn (first" not in why(model, image)
 
 
 def test_segments_mixed_sizes_and_tiles():

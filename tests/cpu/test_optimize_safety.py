@@ -225,7 +225,7 @@ def test_twice_is_once_and_restored_is_plain(kind):
     assert again is model
     types = kinds(model)
     check(plain, model, image)
-    vitrel.optimize(model, training=True, linears="torch")
+    vitrel.optimize(model, linears="torch")
     check(plain, model, image)
     assert kinds(vitrel.optimize(model, linears="onednn")) == types
     assert kinds(model) != kinds(plain)

@@ -10,7 +10,7 @@ from torch import nn
 import oracles
 from vitrel import POSITIONS, create_position
 from vitrel.grid import Grid
-from vitrel.ops import BACKENDS, attention
+from vitrel.ops import BACKENDS, attention, capability
 from vitrel.ops.dispatch import Call
 
 KEYS = list(POSITIONS)
@@ -95,7 +95,7 @@ def call(terms, grid, **how) -> Call:
 def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) -> str:
     """Return why a backend refuses the terms on a grid in training, "" if it supports them."""
     how = {"heads": heads, "width": width, "dtype": torch.float64, "grad": True} | how
-    return BACKENDS[backend].refuses(call(terms, grid, **how))
+    return capability.refusal(backend, call(terms, grid, **how))
 
 
 def serving(terms, grid, heads: int = 2, width: int = 8, **how) -> list[str]:

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import vmap
 
 from helpers.variants import IN_ATTENTION, make, perturbed, tensors
-from vitrel import Grid, Table, Terms, create_position
-from vitrel.ops import BACKENDS, attention, use_backend, window_attention
+from vitrel import Grid, Table, Terms
+from vitrel.ops import BACKENDS, attention, window_attention
 from vitrel.ops.reference import needs_gradient
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -20,7 +20,7 @@ NAMES = ["triton"] if INTERPRETED else [name for name in BACKENDS if name != "tr
 ENTRIES = ["attention", "window_attention"]
 HALVES = [(torch.float16, False)] + [(torch.float16, True), (torch.bfloat16, False)] * (not INTERPRETED)  # with autocast?
 HEADS, D, GRID, IMAGE = 2, 16 if INTERPRETED else 4, Grid(3, 4), Grid(5, 7)  # GRID is also the window
-FORWARD_ONLY = ("onednn", "flex")  # on a CPU
+FORWARD_ONLY = ("flex",)  # on a CPU
 
 IN_TABLES = ["bias", "query", "key", "value", "gates", "gated rows"]
 OUTSIDE = ["query_bias", "temperature", "cosines", "sines", "cosines of keys", "sines of keys"]
@@ -162,8 +162,7 @@ def test_tokens_need_no_derivative_in_attention():
     with torch.no_grad():
         assert not needs_gradient(*leaves)
     tokens = Terms(tokens=leaves[6], tables=(Table(bias=leaf_of("bias", "hw")),))
-    if torch.backends.mkldnn.is_available():
-        assert not compute("onednn", inputs_of("attention"), tokens).requires_grad
+    assert INTERPRETED or not compute("flex", inputs_of("attention"), tokens).requires_grad
 
 
 @pytest.mark.slow(seconds=4)
@@ -177,25 +176,13 @@ def test_terms_alone_in_a_compiled_graph(entry):
         return torch.autograd.grad((run(bias) * weight).sum(), bias)[0]
 
     expected = gradient(lambda bias: compute("reference", inputs, Terms(tables=(Table(bias=bias),))))
-    for backend in ("auto", "auto+onednn"):
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def run(bias, backend=backend):
-            return compute(backend, inputs, Terms(tables=(Table(bias=bias),)))
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(bias):
+        return compute("auto", inputs, Terms(tables=(Table(bias=bias),)))
 
-        assert_near(gradient(run), expected)
-
-
-def test_inference_with_trained_terms_by_onednn():
-    """Opted in, it takes no call whose encoding is trained, and still takes those under no_grad."""
-    encoding, grid = create_position("table", Grid(23, 23), HEADS, D), Grid(23, 23)
-    q, k, v = torch.randn(3, 1, HEADS, grid.tokens, D)
-    with use_backend("auto+onednn"):
-        out = attention(q, k, v, encoding(grid), grid)
-        assert out.requires_grad
-        with torch.no_grad():
-            assert_near(attention(q, k, v, encoding(grid), grid), out.detach())
+    assert_near(gradient(run), expected)
 
 
 def far(dtype):

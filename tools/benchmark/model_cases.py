@@ -111,7 +111,8 @@ def _case(name: str, contenders: list[Contender], visits: tuple[Visit, ...], dty
 def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]:
     spec, contenders, several = MODELS[model], [], len(task.models) > 1
     swin = "swin" in spec.timm
-    ways = ["eager"] if gpu else ["eager", "optimized"]
+    optimizes = not gpu and task.mode == "inference"
+    ways = ["eager", "optimized"] if optimizes else ["eager"]
 
     def add(library: str, how: str, fused: bool = False) -> None:
         name = library if how == "eager" else f"{library}, {how}"
@@ -127,7 +128,7 @@ def _of_model(model: str, task: Task, gpu: bool, quick: bool) -> list[Contender]
     if swin and not several:
         add("timm", "eager", fused=True)
     add("ours", "eager")
-    if not gpu:
+    if optimizes:
         add("ours", "optimized")
         add("timm", "optimized", fused=swin)
     if quick or (several and not gpu):

@@ -194,7 +194,7 @@ class ModelCall:
         self.dtype, self.forward = dtype, self.net
         torch.backends.cudnn.allow_tf32 = dtype != "float32"  # the patch embedding is a convolution
         if how == "optimized":
-            vitrel.optimize(self.net, training=self.training)
+            vitrel.optimize(self.net)
         elif how.startswith("compiled"):
             self.forward = torch.compile(self.net, mode=how.partition(", ")[2] or None)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-5, fused=True) if self.training else None

@@ -202,10 +202,9 @@ class Profiled(NamedTuple):
     ours: tuple[str, dict[str, Any]]
     peer: tuple[str, dict[str, Any]] | None = None
 
-    @property
-    def contenders(self) -> tuple[str, ...]:
-        """Names of the contenders."""
-        return (_EAGER, _OPTIMIZED) if self.peer is None else (_EAGER, _OPTIMIZED, _TIMM)
+    def contenders(self, mode: str) -> tuple[str, ...]:
+        """Names of the contenders; optimized models are for inference."""
+        return (_EAGER, *([_OPTIMIZED] if mode == "inference" else []), *([_TIMM] if self.peer is not None else []))
 
 
 _PROFILED = (
@@ -231,7 +230,7 @@ def share_case(profiled: Profiled, mode: str, quick: bool = False) -> Case:
         size=profiled.size, batch=profiled.batch, training=mode == "training", steps=_QUICK_STEPS if quick else _STEPS
     )
     contenders = []
-    for name in profiled.contenders:
+    for name in profiled.contenders(mode):
         model, args = profiled.peer if name == _TIMM else profiled.ours
         arguments = common | dict(model=model, args=args, optimized=name == _OPTIMIZED)
         contenders.append(Contender(name, "peer" if name == _TIMM else "ours", arguments, None))
@@ -254,12 +253,12 @@ class ProfiledCall:
     ):
         torch.manual_seed(0)
         self.device, self.training, self.steps = torch.device(device), training, steps
-        self.hooked = training or not optimized
+        self.hooked = not optimized
         self.model = timm.create_model(model, **args).to(device).train(training)
         if optimized:
             from vitrel.cpu.optimize import optimize
 
-            optimize(self.model, training=training)
+            optimize(self.model)
         self.image = torch.randn(batch, 3, size, size, device=device)
         self.target = torch.zeros(batch, dtype=torch.long, device=device)
 

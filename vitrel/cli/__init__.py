@@ -13,8 +13,8 @@ from contextlib import nullcontext
 
 from vitrel import _COMMAND, __version__
 from vitrel.common.exits import at_once, reported, terminable
-from vitrel.common.modules import import_modules
 from vitrel.common.names import did_you_mean
+from vitrel.common.user_modules import import_modules
 
 COMMANDS = {  # {name: help}, in the order of a project
     "doctor": "print information for a bug report: versions, devices, attention backends, missing extras",

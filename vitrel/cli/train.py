@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from vitrel.cli.options import check_data, count, packaged, size
 from vitrel.common.exits import reported
 from vitrel.common.extras import TRAINING, require
-from vitrel.common.modules import import_modules
+from vitrel.common.user_modules import import_modules
 
 FLAGS = {  # {option without a value: keys of a configuration}
     "--pretrained": ["--model.tuning.pretrained=true"],

@@ -2,12 +2,10 @@
 
     vitrel tune
     vitrel tune vitrel_swin_t --size 224 288 --batch-size 8
-    vitrel tune --check
 
 Without a MODEL usual shapes are measured; with one, its attention calls in inference and training. Backends are compared with
 the definition in float64 first, and only right ones are timed. The profile is in the user's cache folder; VITREL_PROFILE is
-another file, or "off". Stopped, the same command goes on. --check measures shapes that tuning does not, and prints how much
-slower "auto" is than the best backend.
+another file, or "off". It ends after about two minutes; stopped, or with more to measure, the same command goes on.
 """
 
 import argparse
@@ -39,35 +37,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--out", "-o", type=Path, metavar="FILE", help="write the profile there, to be given as VITREL_PROFILE")
     add("--fresh", action="store_true", help="measure everything again")
-    add("--seconds", type=count, metavar="N", help="start no case after so many seconds; the same command goes on")
-    add("--check", action="store_true", help='compare "auto" with the best backend on other shapes; writes no profile')
+    add("--seconds", type=count, default=100, metavar="N", help="start no case after so many seconds; default %(default)s")
     add_json(parser, "write the measured cases")
     add_weights(parser, many=True, random=True)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print the result."""
-    if args.check and (args.models or args.size or args.out or args.fresh or args.seconds):
-        args.usage_error("--check goes with --device and --json only: it measures its own shapes with the profile in use")
     if args.size and not args.models:
         args.usage_error("--size is of a MODEL; without one, usual shapes are measured")
     check_folders(args.out, args.json)
     check_models(args, random=True)
-    import math
-
     from vitrel.evaluate.settings import checked_device
 
     device = checked_device(args.device)
     import vitrel.models  # noqa: F401  registers our names with timm
-    from vitrel.ops.backends.tune import report, tune
     from vitrel.ops.profile import VARIABLE, path_for
+    from vitrel.ops.tune import report, tune
 
-    if args.check:
-        _check(args, device)
-        return
     print(f"measuring on {device}; measured cases are kept if this is stopped", file=sys.stderr, flush=True)
     opened = open_models(args, random=True) if args.models else []
-    options = {"device": device, "out": args.out, "batch_size": args.batch_size, "seconds": args.seconds or math.inf}
+    options = {"device": device, "out": args.out, "batch_size": args.batch_size, "seconds": args.seconds}
     if not opened:
         profile = tune(fresh=args.fresh, **options)
     for i, trained in enumerate(opened):
@@ -80,25 +70,3 @@ def run(args: argparse.Namespace) -> None:
     in_use = path_for(device) == profile.path
     then = "attention follows it from now on" if in_use else f"set {VARIABLE} to this path to use it"
     print(f"written to {shown(profile.path)}: {then}", file=sys.stderr)
-
-
-def _check(args: argparse.Namespace, device: "torch.device") -> None:  # type: ignore[name-defined]  # noqa: F821
-    from vitrel.ops.backends.tune import check
-
-    rows = []
-    for row in check(device):
-        rows.append(row)
-        if args.json != "-":
-            rule = "" if row.rule == row.auto else f", {row.rule} without a profile: {_slower(row.rule_ratio)}"
-            how = "by the profile" if row.by_profile else "by rule"
-            print(f"{row.call}: {row.auto} {how}, {_slower(row.ratio)} than {row.best}{rule}", flush=True)
-    if args.json:
-        write_json(args.json, [row._asdict() for row in rows])
-    if args.json != "-":
-        ratios, rules = [row.ratio for row in rows], [row.rule_ratio for row in rows]
-        most = f"at most {_slower(max(ratios))}, without a profile {_slower(max(rules))}"
-        print(f"{len(rows)} calls, against the best backend: {most}")
-
-
-def _slower(ratio: float) -> str:
-    return f"{100 * (ratio - 1):.1f} % slower"

@@ -1,28 +1,18 @@
-"""Modules of a user's own, imported by name before a command runs: they register encodings or models."""
+"""Modules in another mode for a while."""
 
-import importlib
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-VARIABLE = "VITREL_IMPORT"  # names joined by commas, so that the processes that a command starts import the modules too
+from torch import nn
 
 
-def import_modules(names: Sequence[str] = ()) -> None:
-    """Import the modules `names` and those of VITREL_IMPORT, from the working folder or installed.
-
-    Raises ValueError for a name that is found in neither.
-    """
-    given = dict.fromkeys([*filter(None, os.environ.get(VARIABLE, "").split(",")), *names])
-    if not given:
-        return
-    os.environ[VARIABLE] = ",".join(given)
-    if not {"", os.getcwd()} & {*sys.path}:  # the command does not look there, as python -m does
-        sys.path.append(os.getcwd())
-    for name in given:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise ValueError(f"--import {name}: there is no module {error.name} in {os.getcwd()} or installed") from None
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context with `model` in evaluation mode; afterwards every module's training flag is restored, also after an error."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

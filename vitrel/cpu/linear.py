@@ -1,73 +1,31 @@
-"""Linear layers and MLPs by oneDNN on a CPU: forward and backward in float32, forward in bfloat16
-if the processor supports it.
-"""
+"""Linear layers and MLPs by oneDNN on a CPU without gradients: in float32, and in bfloat16 if the processor supports it."""
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrel.ops.backends.onednn import product
-
 CHUNK = 1 << 21  # numbers in the widest tensor of a chunk: 8 MB in float32, which fit into the L3 cache
 
 
-class LinearFunction(torch.autograd.Function):
-    """F.linear with the three products of its forward and backward pass in oneDNN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        x_grad, weight_grad, bias_grad = ctx.needs_input_grad
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():  # for second derivatives
-            return grad @ weight, rows.t() @ inputs, rows.sum(0) if bias_grad else None
-        dx = product(rows, weight.t()).view(x.shape) if x_grad else None
-        return dx, _weight_gradient(rows, inputs) if weight_grad else None, rows.sum(0) if bias_grad else None
+@functools.cache
+def takes(dtype: torch.dtype) -> bool:
+    """True if `product` works with this dtype here: float32; bfloat16 on processors that support it (AVX-512 and similar)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class MlpFunction(torch.autograd.Function):
-    """Autograd function of `mlp`, with its arguments; the backward pass computes the hidden layer again, in chunks of rows.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
+    """Return x [..., in] @ weight.T [out, in] + bias [out], by oneDNN; then="gelu" applies the exact GELU. No autograd.
 
-    That repeats a sixth of the products. At the sizes of Swin's first stages it is still faster than writing the hidden layer
-    and its gradient to newly allocated memory.
+    The operator is the one that torch.compile uses on a CPU to fuse a linear layer with what follows.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        return mlp(x, *weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight1, bias1, weight2, bias2 = inputs = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives
-            out = F.linear(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2)
-            leaves = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=True) if needed]
-            grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=True))
-            return tuple(next(grads) if needed else None for needed in ctx.needs_input_grad)
-        dx, dweight1, dweight2 = torch.empty_like(x), torch.zeros_like(weight1), torch.zeros_like(weight2)
-        dbias1 = weight1.new_zeros(len(weight1))
-        for rows in chunks(len(x), len(weight1)):
-            before = product(x[rows], weight1, bias1)
-            dbefore = torch.ops.aten.gelu_backward(product(grad[rows], weight2.t()), before)
-            if ctx.needs_input_grad[3]:
-                dweight2 += _weight_gradient(grad[rows], F.gelu(before))
-            if ctx.needs_input_grad[1]:
-                dweight1 += _weight_gradient(dbefore, x[rows])
-            dbias1 += dbefore.sum(0)
-            dx[rows] = product(dbefore, weight1.t())
-        dbias2 = None if bias2 is None else grad.sum(0)
-        return dx, dweight1, None if bias1 is None else dbias1, dweight2, dbias2
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "none" if then == "gelu" else "")
 
 
 def mlp(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None) -> Tensor:
@@ -76,11 +34,6 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2
     for rows in chunks(len(x), len(weight1)):
         out[rows] = product(product(x[rows], weight1, bias1, "gelu"), weight2, bias2)
     return out
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return grad.T @ x [out, in] of grad [M, out] and x [M, in]; oneDNN is faster with the wider side as the weight."""
-    return product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else product(x.t(), grad.t()).t()
 
 
 def onednn_is_faster(model: nn.Module) -> bool:

@@ -1,9 +1,9 @@
 """`vitrel.optimize`: opt-in, in-place acceleration of evaluation on a CPU, with the outputs of the plain model.
 
 Its changes, measured in docs/performance.md: linear layers run in oneDNN where that is faster, with the exact GELU fused into
-the first product of an MLP; blocks process a batch in chunks that stay in the cache, so that the hidden layers of MLPs and q, k
-and v never exist for the whole batch; residuals are added in place; "auto" also considers attention in oneDNN
-(vitrel.ops.backends.onednn).
+the first product of an MLP; blocks with windows process a batch in chunks that stay in the cache, so that the hidden layers of
+MLPs and q, k and v never exist for the whole batch, and add residuals in place. In training, in blocks with global attention
+and in attention itself the same changes were slower than the plain path, so they are not made there.
 
 Modules receive a subclass of their class, so that names, state dict and isinstance stay the same. For everything but evaluation
 (gradients, training, torch.compile, export, tracing, hooks, autocast) its forward calls that of the original class. Nothing
@@ -11,28 +11,25 @@ that depends on a weight is cached between calls.
 """
 
 import warnings
-from typing import NamedTuple
 
 import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from vitrel.cpu.linear import LinearFunction, MlpFunction, chunks, mlp, onednn_is_faster
+from vitrel.cpu.linear import chunks, mlp, onednn_is_faster, product, takes
 from vitrel.grid import Grid
 from vitrel.layers import Attention, Block
-from vitrel.ops.backends.onednn import product, takes
 from vitrel.position import PositionEncoding, Terms
 
 
-def optimize(model: nn.Module, training: bool = False, linears: str = "auto") -> nn.Module:
+def optimize(model: nn.Module, linears: str = "auto") -> nn.Module:
     """Make evaluation of `model` on a CPU faster, in place, and return it. Outputs stay within a relative 2e-6 (float32).
 
-    Two changes: every nn.Linear and timm Mlp of any model runs in oneDNN (see `linears`), and the blocks of vitrel's models
+    Two changes: every nn.Linear and timm Mlp of any model runs in oneDNN (see `linears`), and vitrel's blocks with windows
     process a few images at a time. They apply to calls in model.eval() without gradients (torch.no_grad,
     torch.inference_mode) on float32 or bfloat16 tensors; in bfloat16, oneDNN needs a processor with AVX-512 or similar. All
     other calls run as before. `restore` undoes the changes.
 
-    training: use oneDNN in float32 also in training and where gradients are recorded, forward and backward.
     linears: what computes linear layers and MLPs: "onednn"; "torch", which leaves them as they are; or "auto", which times both
         now on the model's most costly shapes, and warns if it leaves them as they are because oneDNN is not faster.
 
@@ -46,7 +43,7 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
     onednn = linears == "onednn" or (linears == "auto" and onednn_is_faster(model))
     if linears == "auto" and not onednn and any(type(module) is nn.Linear for module in model.modules()):
         warnings.warn(
-            "oneDNN is no faster here than PyTorch, so linear layers stay as they are, and only batches of several images "
+            "oneDNN is no faster here than PyTorch, so linear layers stay as they are, and only windows of several images "
             "become faster; pass linears='torch' to silence this warning, or linears='onednn' to use oneDNN anyway",
             stacklevel=2,
         )
@@ -54,7 +51,7 @@ def optimize(model: nn.Module, training: bool = False, linears: str = "auto") ->
         for fast in _FAST:
             if type(module) is fast.__bases__[0] and (onednn or fast is FastBlock):
                 module.__class__ = fast
-                module.__dict__["_fast"] = _State(onednn, training)
+                module.__dict__["_fast"] = onednn
         if type(module) is FastLinear:
             module.__dict__["__module__"] = nn.Linear.__module__  # so that fx treats it as a leaf, like nn.Linear
     return model
@@ -70,11 +67,6 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-class _State(NamedTuple):
-    onednn: bool
-    training: bool
-
-
 class FastLinear(nn.Linear):
     """nn.Linear computed by oneDNN."""
 
@@ -82,7 +74,7 @@ class FastLinear(nn.Linear):
         """[..., in] -> [..., out]."""
         if _off(self, x) or not _takes_product(self, x):
             return super().forward(x)
-        return (LinearFunction.apply if torch.is_grad_enabled() else product)(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class FastMlp(Mlp):
@@ -93,30 +85,28 @@ class FastMlp(Mlp):
         if not _is_gelu_mlp(self) or _has_hooks(self) or _off(self, x) or not _takes_product(self.fc1, x):
             return super().forward(x)
         weights = self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
-        run = MlpFunction.apply if torch.is_grad_enabled() else mlp
-        return run(x.reshape(-1, x.shape[-1]), *weights).view(*x.shape[:-1], -1)
+        return mlp(x.reshape(-1, x.shape[-1]), *weights).view(*x.shape[:-1], -1)
 
 
 class FastBlock(Block):
-    """Block that processes a few images at a time."""
+    """Block with windows that processes a few images at a time."""
 
     def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
         """Apply the block, as Block.forward, a few images at a time if nothing requires the original forward."""
         attn = self.attn
-        if torch.is_grad_enabled() or mask is not None or type(attn) is not Attention or _off(self, x) or _has_hooks(self):
+        if mask is not None or self.window is None or type(attn) is not Attention or _off(self, x) or _has_hooks(self):
             return super().forward(x, grid, terms, mask)
         images = list(chunks(len(x), 6 * x[0].numel()))  # q, k and v, twice with windows
         # Checked for each part: dropout may be in training mode in an evaluated model (Monte Carlo dropout).
-        if any(part.training for part in self.modules()) or (len(images) == 1 and not self._fast.onednn):
+        if any(part.training for part in self.modules()) or (len(images) == 1 and not self._fast):
             return super().forward(x, grid, terms)
-        terms = self.position(self.window or grid) if terms is None else terms
-        backend = "auto+onednn" if self._fast.onednn and attn.backend == "auto" else attn.backend
+        terms = self.position(self.window) if terms is None else terms
         tokens = x.reshape(x.shape[0], -1, x.shape[-1])
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         for chunk in images:
             residual = tokens[chunk]
             qkv = attn.project(residual if self.post_norm else self.norm1(residual))
-            branch = attn.output(attn.attend(qkv, terms, grid, backend=backend))
+            branch = attn.output(attn.attend(qkv, terms, grid))
             torch.add(residual, self.norm1(branch) if self.post_norm else self.ls1(branch), out=out[chunk])
         rows = out.view(-1, x.shape[-1])
         for chunk in chunks(len(rows), 4 * x.shape[-1]):
@@ -130,10 +120,10 @@ _FAST = (FastLinear, FastMlp, FastBlock)
 
 def _off(module: nn.Module, x: Tensor) -> bool:
     """True if this call must use the original forward, because of its tensors or the mode in which it runs."""
-    training = module.training or torch.is_grad_enabled()
     return (
-        _is_recorded()
-        or (training and not (module._fast.training and x.dtype == torch.float32))
+        module.training
+        or torch.is_grad_enabled()
+        or _is_recorded()
         or type(x) is not Tensor  # a proxy, a fake tensor or a subclass
         or x.device.type != "cpu"
         or x.dtype not in (torch.float32, torch.bfloat16)

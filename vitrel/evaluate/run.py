@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, shown
 from vitrel.common.lock import only_writer
+from vitrel.common.modules import evaluating
 from vitrel.common.progress import progress
 from vitrel.common.resources import lack_of
 from vitrel.common.sizes import Budget, Size, format_size, parse_size_or_budget
@@ -45,7 +46,6 @@ from vitrel.evaluate.results import (
     with_curves,
 )
 from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
-from vitrel.inspect.any_model import evaluating
 
 with optional_import():
     import pandas as pd

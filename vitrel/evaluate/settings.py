@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from vitrel.common.exits import end_with_parent
-from vitrel.common.modules import import_modules
 from vitrel.common.peers import Peers
 from vitrel.common.sizes import Budget, Size, format_size
+from vitrel.common.user_modules import import_modules
 
 PROTOCOLS = ("scale", "canvas", "native")
 DEFAULT_PROTOCOLS = PROTOCOLS[:2]

@@ -7,8 +7,7 @@ of timm's models take every size, some resample an embedding inside forward (`dy
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
 from vitrel.grid import Grid
 from vitrel.inspect.resolution_report import resolution_report
@@ -114,18 +114,6 @@ def own_encodings(model: nn.Module) -> dict[str, PositionEncoding]:
         if isinstance(module, PositionEncoding) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context with `model` in evaluation mode; afterwards every module's training flag is restored, also after an error."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def trace(model: nn.Module, size: Size) -> Trace:

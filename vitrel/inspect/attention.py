@@ -1,7 +1,8 @@
 """Recorded attention: the weights of every layer of a model for a batch of images (`record`), and their statistics.
 
-The model runs in evaluation mode, with layers that also record; everything is restored afterwards, also after an error.
-vitrel's layers record through a special backend, timm's through the softmax in their code, with fused kernels off.
+The model runs in evaluation mode and uncompiled, with hooks on its attention, which are removed afterwards, also after an
+error. For vitrel's layers the logits are computed from the projected tokens; for timm's they are read where the code of the
+layer calls softmax or scaled_dot_product_attention.
 
 Classes of timm that are covered, each without its subclasses: timm.layers.Attention (ViT, DeiT, FlexiViT, hybrids),
 AttentionRope and EvaAttention (EVA, RoPE-ViT, DINOv3, PE), BEiT's Attention, RelPosAttention, ParallelScalingBlock, and
@@ -10,8 +11,8 @@ read from the module, and a layer with a rotation runs a second time without it.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +28,13 @@ from timm.models.vision_transformer import ParallelScalingBlock
 from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import model_name, patch_grid
 from vitrel.layers import Attention
-from vitrel.ops import BACKENDS, attention, window_attention
-from vitrel.ops.dispatch import Call
 from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import axis_shift, windows
 from vitrel.position import PositionEncoding, Terms
@@ -101,17 +102,22 @@ def for_each_layer(model: nn.Module, images: Tensor, use: Callable[[Layer], None
     def use_placed(layer: Layer) -> None:
         use(layer._replace(stride=_stride(model, size, layer.grid), image=size))
 
+    found = False
     with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(_replaced(module, training=False, _compiled_call_impl=None))
-        if not _record_own(model, use_placed, position, stack) + _record_timm(model, size, use_placed, position, stack):
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        logits = _LogitsRecorder()
+        for hooks in (_own_hooks(model, use_placed, position), _timm_hooks(model, size, use_placed, position, logits)):
+            stack.callback(_remove, hooks)
+            found = found or bool(hooks)
+        if not found:
             raise ValueError(
                 f"no attention that can be seen in {model_name(model)}: its layers are neither vitrel's nor among those of "
                 "timm that vitrel.inspect.attention lists"
             )
         # Not inference mode: a tensor that a model caches here could not be used in training afterwards.
-        stack.enter_context(torch.no_grad())
-        model(images)
+        with torch.no_grad(), logits:
+            model(images)
 
 
 def attention_statistics_of(model: nn.Module, images: Tensor) -> dict[str, float]:
@@ -297,130 +303,109 @@ def _softmax(logits: Tensor, real: Tensor) -> Tensor:
     return logits.masked_fill(zero, 0.0).softmax(-1).masked_fill(zero, 0.0)
 
 
-@contextmanager
-def _replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """A context in which `module` has these instance attributes; the old ones are restored afterwards, also after an error."""
-    before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
-    module.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
-def _record_own(model: nn.Module, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """Make each `Attention` (vitrel's) in `model` call use(layer) when it runs, until `stack` closes; return their number.
+def _own_hooks(model: nn.Module, use: Callable[[Layer], None], position: bool) -> list[RemovableHandle]:
+    """Hook each `Attention` (vitrel's) in `model` to call use(layer) after it runs.
 
-    position: record `content` and `position` too. Each layer gets its own backend, under a name that "auto" never chooses.
+    position: record `content` and `position` too.
     """
+
+    def hook(name: str, module: Attention) -> list[RemovableHandle]:
+        projected: list[Tensor] = []  # output of the linear layer, [..., 3C]
+
+        def record(_: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
+            use(_own_layer(name, module, module.normalized(projected.pop()), position, *args, **kwargs))
+
+        return [
+            module.qkv.register_forward_hook(lambda _, args, out: projected.append(out)),
+            module.register_forward_hook(record, with_kwargs=True),
+        ]
+
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
-    for name, module in modules:
-        key = f"record {name} {id(module)}"
-        backend = _RecordingBackend(name, module.backend, use, position)
-        BACKENDS[key] = backend  # type: ignore[assignment]  # an object with the functions of a backend module
-        stack.callback(BACKENDS.pop, key)
-        stack.enter_context(_replaced(module, backend=key))
-    return len(modules)
+    return [handle for name, module in modules for handle in hook(name, module)]
 
 
-class _RecordingBackend:
-    """A backend of `vitrel.ops` that records a layer and then calls the backend `backend` to compute it."""
-
-    def __init__(self, name: str, backend: str, use: Callable[[Layer], None], position: bool):
-        self.name, self.backend, self.use, self.position = name, backend, use, position
-
-    def refuses(self, call: Call) -> str:
-        return ""  # `backend` itself refuses what it cannot compute
-
-    def pays(self, call: Call) -> bool:
-        return False
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, dropout_p: float
-    ) -> Tensor:
-        tokens = torch.arange(grid.tokens, device=q.device)[None]
+def _own_layer(
+    name: str,
+    module: Attention,
+    qkv: Tensor,
+    position: bool,
+    x: Tensor,
+    terms: Terms,
+    grid: Grid,
+    mask: Tensor | None = None,
+) -> Layer:
+    """A Layer of vitrel's attention, from its projected tokens `qkv` and the arguments of its forward."""
+    if module.window is None:
+        q, k, _ = module.heads(qkv)
+        tokens = torch.arange(grid.tokens, device=x.device)[None]
         visible = None if mask is None else mask.expand(*q.shape[:-1], -1)[:, None]  # [B, 1, H, N, N]
-        self._record((self.name, grid, None, (0, 0), tokens), q[:, None], k[:, None], terms, grid, visible)
-        return attention(q, k, v, terms, grid, mask, dropout_p, self.backend)
-
-    def window_attention(
-        self,
-        qkv: Tensor,
-        terms: Terms,
-        grid: Grid,
-        window: Size,
-        shift: Size,
-        num_heads: int,
-        dropout_p: float,
-    ) -> Tensor:
-        layout, n = windows(grid.h, grid.w, window, shift, qkv.device), window[0] * window[1]
-        tokens = torch.full_like(layout.source, -1)
-        tokens[layout.inverse] = torch.arange(grid.tokens, device=qkv.device)
-        x = qkv.flatten(1, 2)[:, layout.source].unflatten(2, (3, num_heads, -1)).unflatten(1, (-1, n))
-        q, k, _ = x.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each
-        shifted = tuple(axis_shift(*axis) for axis in zip(grid[:2], window, shift, strict=True))
-        where = self.name, grid, window, shifted, tokens.unflatten(0, (-1, n))
-        visible = layout.visible.unflatten(0, (-1, n))[None, :, None]  # [1, W, 1, N, N]
-        self._record(where, q, k, terms, Grid(*window), visible)
-        return window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p, self.backend)
-
-    def _record(self, where: _Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None) -> None:
-        q, k = upcast(q), upcast(k)
-        bare = Terms(scale=terms.scale)
-        with no_autocast(q.device):
-            logits = masked_logits(q, k, terms, grid, mask)
-            content = masked_logits(q, k, bare, grid, mask) if self.position else None
-        hidden = logits == float("-inf")
-        self.use(_from_logits(where, logits, content, ~hidden if bool(hidden.any()) else None))
+        return _own_logits((name, grid, None, (0, 0), tokens), q[:, None], k[:, None], terms, grid, visible, position)
+    window, shift, n = module.window, module.shift, module.window[0] * module.window[1]
+    layout = windows(grid.h, grid.w, window, shift, x.device)
+    tokens = torch.full_like(layout.source, -1)
+    tokens[layout.inverse] = torch.arange(grid.tokens, device=x.device)
+    image = qkv if qkv.dim() == 3 else qkv.flatten(1, 2)  # [B, h*w, 3C]
+    slots = image[:, layout.source].unflatten(2, (3, module.num_heads, -1)).unflatten(1, (-1, n))
+    q, k, _ = slots.permute(3, 0, 1, 4, 2, 5).unbind(0)  # [B, W, H, N, D] each
+    shifted = tuple(axis_shift(*axis) for axis in zip(grid[:2], window, shift, strict=True))
+    where = name, grid, window, shifted, tokens.unflatten(0, (-1, n))
+    visible = layout.visible.unflatten(0, (-1, n))[None, :, None]  # [1, W, 1, N, N]
+    return _own_logits(where, q, k, terms, Grid(*window), visible, position)
 
 
-def _record_timm(model: nn.Module, size: Size, use: Callable[[Layer], None], position: bool, stack: ExitStack) -> int:
-    """Make timm's attention layers in `model` call use(layer) after they run, until `stack` closes; return their number.
+def _own_logits(where: _Where, q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None, position: bool) -> Layer:
+    q, k = upcast(q), upcast(k)
+    bare = Terms(scale=terms.scale)
+    with no_autocast(q.device):
+        logits = masked_logits(q, k, terms, grid, mask)
+        content = masked_logits(q, k, bare, grid, mask) if position else None
+    hidden = logits == float("-inf")
+    return _from_logits(where, logits, content, ~hidden if bool(hidden.any()) else None)
+
+
+def _timm_hooks(
+    model: nn.Module, size: Size, use: Callable[[Layer], None], position: bool, recorder: "_LogitsRecorder"
+) -> list[RemovableHandle]:
+    """Hook timm's attention layers in `model` to call use(layer) after they run, with the logits that `recorder` saw last.
 
     size: of the image, (h, w) in pixels. position: record `content` and `position` too. Raises ValueError, here or in the
     model's forward, for layers whose tokens cannot be located in the image.
     """
-    modules = [(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
-    for name, module in modules:
-        if type(module) in _WINDOWED:
-            attn, read = module.attn, partial(_window, f"{name}.attn", module)
-        else:
-            attn, read = module, partial(_global, name, module, _grid(model, size))
-        stack.enter_context(_replaced(attn, fused_attn=False))
-        stack.enter_context(_replaced(module, forward=partial(_recording_forward, module.forward, read, use, position)))
-    return len(modules)
+
+    def hook(name: str, module: nn.Module) -> RemovableHandle:
+        windowed = type(module) in _WINDOWED
+        read = partial(_window, f"{name}.attn", module) if windowed else partial(_global, name, module, _grid(model, size))
+
+        def record(_: nn.Module, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
+            extra = next((value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)), None)
+            use(read(recorder.logits, position, args[0], extra))
+
+        return module.register_forward_hook(record, with_kwargs=True)
+
+    return [hook(name, module) for name, module in model.named_modules() if type(module) in (*_GLOBAL, *_WINDOWED)]
 
 
-def _recording_forward(
-    forward: Callable, read: Callable, use: Callable[[Layer], None], position: bool, *args: Any, **kwargs: Any
-) -> Tensor:
-    with _SoftmaxRecorder() as softmax:
-        out = forward(*args, **kwargs)
-    extra = next((value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)), None)
-    use(read(forward, softmax.logits, position, args[0], extra))
-    return out
-
-
-def _global(
-    name: str, module: nn.Module, grid: Grid, forward: Callable, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None
-) -> Layer:
+def _global(name: str, module: nn.Module, grid: Grid, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None) -> Layer:
     """A Layer of global attention. extra: a rotation or bias shared by all layers, which blocks pass beside x."""
     if logits.shape[-1] != grid.tokens:
         expected = f"{grid.h}x{grid.w} patches and {grid.prefix} prefix tokens"
         raise ValueError(f"the {logits.shape[-1]} tokens of {name} cannot be placed on the image, which has {expected}")
     tokens = torch.arange(grid.tokens, device=logits.device)[None]
-    content = _without_position(module, forward, logits, x, extra)[:, None] if position else None
+    content = _without_position(module, logits, x, extra)[:, None] if position else None
     return _from_logits((name, grid, None, (0, 0), tokens), logits[:, None], content)
 
 
-def _without_position(module: nn.Module, forward: Callable, logits: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
+def _without_position(module: nn.Module, logits: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
     """Logits [B, H, N, N] of a global layer without its rotation or bias."""
     if isinstance(module, AttentionRope | EvaAttention) and extra is not None:
-        with suppress(_EnoughError), _SoftmaxRecorder(stop=True) as softmax:
-            forward(x)
-        return softmax.logits
+        with suppress(_EnoughError), _LogitsRecorder(stop=True) as recorder:
+            module.forward(x)
+        return recorder.logits
     if isinstance(module, BeitAttention) and module.relative_position_bias_table is not None:
         logits = logits - module._get_rel_pos_bias()
     if isinstance(module, RelPosAttention) and module.rel_pos is not None:
@@ -428,9 +413,7 @@ def _without_position(module: nn.Module, forward: Callable, logits: Tensor, x: T
     return logits - extra if isinstance(module, BeitAttention | RelPosAttention) and extra is not None else logits
 
 
-def _window(
-    name: str, block: nn.Module, forward: Callable, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None
-) -> Layer:
+def _window(name: str, block: nn.Module, logits: Tensor, position: bool, x: Tensor, extra: Tensor | None) -> Layer:
     """A Layer of Swin's windows. timm rolls the image before it pads: wrapped rows and columns come before the padding."""
     (batch, h, w), window, shift = x.shape[:3], tuple(block.window_size), tuple(block.shift_size)
     at = torch.arange(h * w, device=x.device).view(h, w).roll([-s for s in shift], (0, 1))
@@ -462,18 +445,44 @@ class _EnoughError(Exception):
     """Raised to stop a forward pass once its logits are recorded."""
 
 
-class _SoftmaxRecorder(TorchFunctionMode):
-    """Records the input of the last softmax; with `stop`, the forward pass ends at the first one."""
+class _LogitsRecorder(TorchFunctionMode):
+    """Records the logits of the last softmax or scaled_dot_product_attention; with `stop`, the pass ends at the first one."""
 
-    logits: Tensor | None = None
+    logits: Tensor
 
     def __init__(self, stop: bool = False):
         super().__init__()
         self.stop = stop
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in (torch.softmax, F.softmax, Tensor.softmax):
+        kwargs = kwargs or {}
+        seen = func in (torch.softmax, F.softmax, Tensor.softmax)
+        if seen:
             self.logits = args[0]
-            if self.stop:
-                raise _EnoughError
-        return func(*args, **(kwargs or {}))
+        elif func is F.scaled_dot_product_attention:
+            seen = True
+            self.logits = _fused_logits(*args, **kwargs)
+        if seen and self.stop:
+            raise _EnoughError
+        return func(*args, **kwargs)
+
+
+def _fused_logits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
+) -> Tensor:
+    """Logits [..., N, N] of scaled_dot_product_attention, with its mask. dropout_p is not used: nothing is dropped here."""
+    scale = how.get("scale") or q.shape[-1] ** -0.5
+    if how.get("enable_gqa"):
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    logits = (q * scale) @ k.mT
+    if is_causal:
+        attn_mask = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
+    if attn_mask is None:
+        return logits
+    return logits.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else logits + attn_mask

@@ -12,6 +12,7 @@ import torch
 from timm.layers import PatchEmbed, to_2tuple
 from torch import nn
 
+from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
 from vitrel.inspect.any_model import (
     REFUSALS,
@@ -20,7 +21,6 @@ from vitrel.inspect.any_model import (
     TracedBlock,
     at_size,
     changed_for_size,
-    evaluating,
     model_name,
     patch_grid,
     reason,

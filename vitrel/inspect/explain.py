@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrel.common.modules import evaluating
 from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import evaluating
 from vitrel.ops import attention
 from vitrel.ops.reference import gather_bias, masked_logits, rotated, table_logits
 from vitrel.position import PositionEncoding, Table, Terms, create_position, key_of

@@ -95,24 +95,25 @@ class Attention(nn.Module):
             raise ValueError("a windowed layer computes its own mask; pass mask=None, or build it with window=None")
         return self.output(self.attend(self.project(x), terms, grid, mask))
 
-    def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
         """Return attention of the projected tokens, before `output`: [B, N, 3C] -> [B, N, C].
 
-        In windows qkv may also be [B, h, w, 3C], the result then is [B, h, w, C]. A windowed layer ignores `mask`. backend
-        None: that of the layer.
+        In windows qkv may also be [B, h, w, 3C], the result then is [B, h, w, C]. A windowed layer ignores `mask`.
         """
-        backend = self.backend if backend is None else backend
         if self.window is None:
-            return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, backend).transpose(1, 2).flatten(2)
+            return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, self.backend).transpose(1, 2).flatten(2)
         image = qkv.unflatten(1, (grid.h, grid.w)) if qkv.dim() == 3 else qkv  # [B, h, w, 3C]
-        out = window_attention(image, terms, grid, self.window, self.shift, self.num_heads, self.dropout_p, backend)
+        out = window_attention(image, terms, grid, self.window, self.shift, self.num_heads, self.dropout_p, self.backend)
         return out.flatten(1, 2) if qkv.dim() == 3 else out
 
     def project(self, x: Tensor) -> Tensor:
         """Return q, k and v of all heads, [..., C] -> [..., 3C], before position acts on them; normalised
         by qk_norm or cosine.
         """
-        qkv = self.qkv(x)
+        return self.normalized(self.qkv(x))
+
+    def normalized(self, qkv: Tensor) -> Tensor:
+        """Return the output of the linear layer `qkv` [..., 3C] with q and k normalised by qk_norm or cosine."""
         if self.cosine:
             return self._cosine(qkv)
         if isinstance(self.q_norm, nn.Identity):

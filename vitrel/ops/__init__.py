@@ -4,8 +4,8 @@
 others did not, and `tune` measures which backend is fastest on this device.
 """
 
-from vitrel.ops.backends.tune import tune
 from vitrel.ops.dispatch import BACKENDS, attention, window_attention
+from vitrel.ops.tune import tune
 from vitrel.ops.why import use_backend, why
 
 __all__ = ["BACKENDS", "attention", "tune", "use_backend", "why", "window_attention"]

@@ -1,13 +1,15 @@
 """The functions `attention` and `window_attention`, and the choice of the backend that computes them.
 
-A backend is a module with `refuses(call)`, which returns the reason or "", with `pays(call)`, which is True where "auto" should
-use it, and with the two functions below without their argument `backend`. "auto" takes the backend that is fastest by the
-profile of this device (vitrel.ops.profile) and does not refuse. Without a profile, or where it says nothing about a call, it
-takes the first of BACKENDS that pays and does not refuse; "auto+onednn" then also considers onednn, one of OPT_IN. A backend
-given by name that refuses raises ValueError with its reason.
+A backend is a module with one or both of the functions below, without their argument `backend`. What it serves, and when "auto"
+prefers it, is a row of the capability table (vitrel.ops.capability). "auto" takes the backend that is fastest by the profile of
+this device (vitrel.ops.profile) and serves the call. Without a profile, or where it says nothing about a call, it takes the
+first row that is preferred and serves the call. A backend given by name that does not serve a call raises ValueError with the
+reason.
 """
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
@@ -15,15 +17,15 @@ from torch import Tensor
 
 from vitrel.grid import Grid
 from vitrel.ops import reference, sdpa
-from vitrel.ops.backends import augmented_qk, bias_by_row, flex, onednn, triton_backend, window_kinds
+from vitrel.ops.backends import augmented_qk, bias_by_row, flex, triton_backend, window_kinds
+from vitrel.ops.capability import TABLE, preferred, refusal
 from vitrel.ops.profile import fastest
 from vitrel.ops.reference import Call, needs_gradient
 from vitrel.ops.window import check_window
 from vitrel.position.terms import Terms
 
-BACKENDS: dict[str, ModuleType] = {  # in the order in which "auto" tries them
+BACKENDS: dict[str, ModuleType] = {
     "triton": triton_backend,
-    "onednn": onednn,
     "bias_by_row": bias_by_row,
     "augmented_qk": augmented_qk,
     "window_kinds": window_kinds,
@@ -31,8 +33,8 @@ BACKENDS: dict[str, ModuleType] = {  # in the order in which "auto" tries them
     "sdpa": sdpa,
     "reference": reference,
 }
-OPT_IN = ("onednn",)  # backends that "auto" considers only as "auto+name", or by a profile
 chosen: dict[str, str] = {"auto": os.environ.get("VITREL_BACKEND", "auto")}  # backend that "auto" means, see use_backend
+_records: list[Callable[[str, Call, str], object]] = []  # see `recording`
 
 
 def attention(
@@ -52,7 +54,7 @@ def attention(
     mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A fully masked query returns 0, with finite
     gradients.
     dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
-    backend: a key of BACKENDS, "auto", or "auto+onednn".
+    backend: a key of BACKENDS, or "auto".
 
     Raises ValueError for shapes that do not fit the grid, an unknown backend, or a backend given by name that refuses the call.
     """
@@ -106,37 +108,37 @@ def window_attention(
 def choose(backend: str, call: Call) -> ModuleType:
     """Return the backend module for a call: the one named, or for "auto" the fastest by the profile, or else `by_rule`.
 
-    "auto" and "auto+name" first stand for the backend set by `use_backend` or VITREL_BACKEND, if there is one. Raises
-    ValueError for an unknown name, and for a backend given by name (or set so) that refuses the call.
+    "auto" first stands for the backend set by `use_backend` or VITREL_BACKEND, if there is one. Raises ValueError for an
+    unknown name, and for a backend given by name (or set so) that does not serve the call.
     """
-    if is_auto(backend) and chosen["auto"] != "auto":
-        backend = chosen["auto"]
-    if is_auto(backend):
-        for name in fastest(call):
-            if name in BACKENDS and not BACKENDS[name].refuses(call):
-                return BACKENDS[name]
-        return by_rule(backend, call)
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; choose auto, {', '.join(BACKENDS)}")
-    if reason := BACKENDS[backend].refuses(call):
-        raise ValueError(f"backend {backend!r} refuses: {reason}; use backend='auto'")
-    return BACKENDS[backend]
+    given = chosen["auto"] if backend == "auto" else backend
+    if given == "auto":
+        serving = [name for name in fastest(call) if name in TABLE and not refusal(name, call)]
+        name = serving[0] if serving else by_rule(call)
+    elif given not in BACKENDS:
+        raise ValueError(f"unknown backend {given!r}; choose auto, {', '.join(BACKENDS)}")
+    elif reason := refusal(given, call):
+        raise ValueError(f"backend {given!r} refuses: {reason}; use backend='auto'")
+    else:
+        name = given
+    for record in _records:
+        record(backend, call, name)
+    return BACKENDS[name]
 
 
-def by_rule(backend: str, call: Call) -> ModuleType:
-    """Return the backend module that "auto" or "auto+..." (`backend`) takes without a profile."""
-    modules = (module for name, module in BACKENDS.items() if considers(backend, name))
-    return next(module for module in modules if module.pays(call) and not module.refuses(call))
+def by_rule(call: Call) -> str:
+    """Return the name of the backend that "auto" takes without a profile."""
+    return next(name for name in TABLE if preferred(name, call) and not refusal(name, call))
 
 
-def is_auto(backend: str) -> bool:
-    """True for "auto" and "auto+name" with a name of OPT_IN, which leave the choice of the backend to `choose`."""
-    return backend == "auto" or backend in [f"auto+{name}" for name in OPT_IN]
-
-
-def considers(backend: str, name: str) -> bool:
-    """True if "auto" or "auto+..." (`backend`) may choose the backend `name` without a profile."""
-    return name not in OPT_IN or backend == f"auto+{name}"
+@contextlib.contextmanager
+def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
+    """Context with record(backend, call, name) at every choice: the backend given, the call, and the backend chosen."""
+    _records.append(record)
+    try:
+        yield
+    finally:
+        _records.remove(record)
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:

@@ -27,11 +27,17 @@ from vitrel.ops.reference import Call
 from vitrel.ops.window import hides_pairs
 
 VARIABLE = "VITREL_PROFILE"
-FORMAT = 1
+FORMAT = 2
 OFF = "off"
 FARTHEST = 1.5  # distance to the nearest measured call beyond which a profile says nothing, see `_place`
 _POWER = 4  # of the inverse distance by which measured calls are weighted
-_CODE = ("reference.py", "sdpa.py", "window.py", "backends/*.py")  # in this folder; another version of it needs another profile
+_CODE = (
+    "reference.py",
+    "sdpa.py",
+    "window.py",
+    "capability.py",
+    "backends/*.py",
+)  # in this folder; another version of it needs another profile
 
 Case = dict[str, Any]  # "call": traits as a dict; "ms": {backend: milliseconds}; "wrong", "failed", "refused": {backend: why}
 
@@ -71,13 +77,10 @@ class Traits(NamedTuple):
 
 
 class Profile:
-    """Measured cases of one device. identity: as of `identity` when they were measured. path: of its file.
+    """Measured cases of one device. identity: as of `identity` when they were measured. path: of its file."""
 
-    trying: {"call", "backend"} that `tune` runs for the first time, {} otherwise; in a file it says where the process died.
-    """
-
-    def __init__(self, path: Path, identity: dict[str, str], cases: list[Case] | None = None, trying: Case | None = None):
-        self.path, self.identity, self.cases, self.trying = path, identity, cases or [], trying or {}
+    def __init__(self, path: Path, identity: dict[str, str], cases: list[Case] | None = None):
+        self.path, self.identity, self.cases = path, identity, cases or []
 
     def add(self, case: Case) -> None:
         """Add a case and write the file, whose folder is made if need be."""
@@ -87,7 +90,7 @@ class Profile:
     def write(self) -> None:
         """Write the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "identity": self.identity, "cases": self.cases, "trying": self.trying}
+        content = {"format": FORMAT, "identity": self.identity, "cases": self.cases}
         with atomic_write(self.path) as part:
             part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
@@ -145,9 +148,9 @@ def relative(call: Call) -> dict[str, float]:
     return {} if profile is None or not _is_plain(call, False) else profile.relative(traits(call))
 
 
-def traits(call: Call, compiled: bool = False) -> Traits:
+def traits(call: Call) -> Traits:
     """Return the traits of a call with known sizes."""
-    return _traits(*_key(call), compiled)
+    return _traits(*_key(call), call.compiled)
 
 
 def traits_of(case: Case) -> Traits:
@@ -214,7 +217,7 @@ def read(path: Path, device: torch.device) -> Profile:
         number, known, cases = content["format"], content["identity"], content["cases"]
         if number != FORMAT:
             raise ValueError(f"its format is {number}, not {FORMAT}")
-        profile = Profile(path, known, cases, content["trying"])
+        profile = Profile(path, known, cases)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it cannot be read as a profile ({type(error).__name__}: {error})") from error
     here = identity(device)

@@ -1,6 +1,6 @@
 """The definition of attention with position terms, in plain PyTorch, computed in at least float32.
 
-Tests compare the outputs and all gradients of every other backend with this one. It refuses no call.
+Tests compare the outputs and all gradients of every other backend with this one. It serves every call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +32,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     batch: int = 1
     shift: tuple[int, int] = (0, 0)  # of windows
+    compiled: bool = False  # True: to be chosen for as in a graph of torch.compile; inside one it need not be set
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -58,15 +59,6 @@ def _requires_grad(x: Tensor) -> bool:
     while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x.requires_grad
-
-
-def refuses(call: Call) -> str:
-    return ""
-
-
-def pays(call: Call) -> bool:
-    """True: "auto" tries this backend last."""
-    return True
 
 
 def attention(

@@ -28,22 +28,6 @@ from vitrel.ops.reference import (
 from vitrel.ops.window import window_mask, windows
 from vitrel.position.terms import Terms
 
-# Why only the reference serves xPos, even for float32 inputs: autocast could still round to half precision.
-KEY_ROTARY = "keys scaled by the inverse of the queries (Terms.key_rotary) overflow half precision on large grids"
-
-
-def refuses(call: Call) -> str:
-    if any(table.value is not None for table in call.terms.tables):
-        return "scaled_dot_product_attention cannot add position-dependent values (Table.value) to its output"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
-    return ""
-
-
-def pays(call: Call) -> bool:
-    """True: "auto" uses it where no faster backend serves."""
-    return True
-
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0

@@ -3,11 +3,10 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
-import vitrel.ops.dispatch as dispatch
-from vitrel.ops.dispatch import BACKENDS, Call, chosen, considers, is_auto
+from vitrel.ops.capability import TABLE, preferred, refusal
+from vitrel.ops.dispatch import BACKENDS, Call, chosen, recording
 from vitrel.ops.profile import relative
 
 
@@ -18,7 +17,7 @@ def use_backend(name: str) -> Iterator[None]:
     A call that this backend refuses raises ValueError, as does an unknown name. The environment variable VITREL_BACKEND does
     the same for a whole process.
     """
-    if not is_auto(name) and name not in BACKENDS:
+    if name not in ("auto", *BACKENDS):
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
     before = chosen["auto"]
     chosen["auto"] = name
@@ -42,40 +41,22 @@ def why(function: Callable, *args: Any, **kwargs: Any) -> str:
     return "\n".join(f"{count} x {text}" for text, count in calls.items()) or "no attention of vitrel was called"
 
 
-@contextlib.contextmanager
-def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
-    """Context with record(backend, call, name) at every choice: the backend given, the call, and the backend chosen."""
-    choose = dispatch.choose
-
-    def recorded(backend: str, call: Call) -> ModuleType:
-        module = choose(backend, call)
-        record(backend, call, next(name for name, other in BACKENDS.items() if other is module))
-        return module
-
-    dispatch.choose = recorded
-    try:
-        yield
-    finally:
-        dispatch.choose = choose
-
-
 def _text(backend: str, call: Call, name: str) -> str:
     h, w, prefix = call.grid
     windows = f" in windows of {call.window[0]}x{call.window[1]}" if call.window else ""
     tokens = f"{h}x{w}{f' + {prefix}' if prefix else ''} tokens{windows}"
     kind = "training" if call.grad else "inference"
-    backend = chosen["auto"] if is_auto(backend) and chosen["auto"] != "auto" else backend
-    times = relative(call) if is_auto(backend) else {}  # over that of the fastest
-    choice = "fastest by the profile" if name in times else f"first of {backend} that serves it"
-    choice = choice if is_auto(backend) else "given by name"
+    auto = backend == "auto" and chosen["auto"] == "auto"
+    times = relative(call) if auto else {}  # over that of the fastest
+    choice = "fastest by the profile" if name in times else "first of auto that serves it" if auto else "given by name"
     lines = [
         f"{call.entry}, {tokens}, {call.queries} queries, {call.heads} heads of {call.width}, "
         f"{str(call.dtype).removeprefix('torch.')} on {call.device.type}, {kind}: {name} ({choice})"
     ]
-    for other, module in BACKENDS.items():
+    for other in TABLE:
         if other != name:
-            auto = considers(backend, other) and module.pays(call) and name not in times
             served = f"{times[other] / times[name]:.2f} times as slow" if name in times and other in times else ""
-            served = served or (f"comes after {name}" if auto else "serves it if given by name")
-            lines.append(f"    {other}: {module.refuses(call) or served}")
+            after = preferred(other, call) and name not in times
+            served = served or (f"comes after {name}" if after else "serves it if given by name")
+            lines.append(f"    {other}: {refusal(other, call) or served}")
     return "\n".join(lines)

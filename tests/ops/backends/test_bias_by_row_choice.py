@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from helpers.variants import call, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import attention, sdpa, why
-from vitrel.ops.backends import bias_by_row
+from vitrel.ops.capability import preferred, refusal
 
 
 def learned_table(grid):
@@ -38,14 +38,14 @@ REFUSALS.append((Terms(tables=(GATED,)), {}, "it serves bias tables only"))
 
 @pytest.mark.parametrize(("terms", "changes", "text"), REFUSALS)
 def test_refusals(terms, changes, text):
-    reason = bias_by_row.refuses(call(terms, Grid(2, 3), **changes))
+    reason = refusal("bias_by_row", call(terms, Grid(2, 3), **changes))
     assert text in reason and bool(text) == bool(reason)
 
 
 def test_refusals_of_graphs(monkeypatch):
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    assert "a graph would contain every block of image rows" in bias_by_row.refuses(call(BIAS, Grid(2, 3)))
-    assert not bias_by_row.pays(call(BIAS, Grid(99, 99)))
+    assert "a graph would contain every block of image rows" in refusal("bias_by_row", call(BIAS, Grid(2, 3)))
+    assert not preferred("bias_by_row", call(BIAS, Grid(99, 99)))
 
 
 def test_auto_takes_them_where_they_were_measured_to_be_faster():
@@ -57,7 +57,7 @@ def test_auto_takes_them_where_they_were_measured_to_be_faster():
         (27, True, several, False), (28, True, several, True),
         (32, True, BIAS, False), (63, True, BIAS, False), (64, True, BIAS, True),
     ):  # fmt: skip
-        assert bias_by_row.pays(call(terms, Grid(side, side), grad=grad)) is taken
+        assert preferred("bias_by_row", call(terms, Grid(side, side), grad=grad)) is taken
     for grid, taken in ((Grid(32, 32), "bias_by_row"), (Grid(4, 300, 1), "bias_by_row"), (Grid(7, 5), "sdpa")):
         tensors, bias = torch.randn(3, 1, 2, grid.tokens, 8, requires_grad=True), learned_table(grid)
         text = why(attention, *tensors, Terms(tables=(Table(bias=bias),)), grid)

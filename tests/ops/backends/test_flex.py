@@ -9,6 +9,7 @@ from helpers.variants import IN_ATTENTION, VARIANTS, call, make, perturbed
 from vitrel import Grid, Table, Terms, create_position
 from vitrel.ops import reference
 from vitrel.ops.backends import flex
+from vitrel.ops.capability import refusal
 
 double = torch.float64
 KEYS = [
@@ -45,7 +46,7 @@ SIZES = [(Grid(2, 5), 10), (Grid(3, 2, 1), 7), (Grid(2, 4, 3), 4)]
 def test_equals_the_reference(key, size):
     grid, queries = size
     terms = perturbed(make(key, Grid(3, 4, grid.prefix), dtype=double))(grid)
-    assert not flex.refuses(call(terms, Grid(2, 3), dtype=double))
+    assert not refusal("flex", call(terms, Grid(2, 3), dtype=double))
     agree(terms, grid, queries)
 
 
@@ -112,18 +113,18 @@ def test_refusals(monkeypatch):
         (Terms(tables=(Table("h", value=torch.zeros(1, 3, 8)),)), {}, r"position-dependent values \(Table.value\)"),
         (Terms(key_rotary=turn, rotary=turn), {}, "overflow half precision"),
     ):
-        reason = flex.refuses(call(terms, grid, **changes))
+        reason = refusal("flex", call(terms, grid, **changes))
         assert text.replace("\\", "") in reason and bool(text) == bool(reason)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "in no fixed order" in flex.refuses(call(bias, grid, device=cuda, grad=True))
-    assert not flex.refuses(call(bias, grid, device=cuda))
+    assert "in no fixed order" in refusal("flex", call(bias, grid, device=cuda, grad=True))
+    assert not refusal("flex", call(bias, grid, device=cuda))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "compiled for a CPU" in flex.refuses(call(bias, grid))
+    assert "compiled for a CPU" in refusal("flex", call(bias, grid))
 
 
 def test_every_encoding_is_served_or_refused():
     grid = Grid(3, 4)
-    refused = {key for key, o in VARIANTS if key in IN_ATTENTION and flex.refuses(call(make(key, grid, **o)(grid), grid))}
+    refused = {key for key, o in VARIANTS if key in IN_ATTENTION and refusal("flex", call(make(key, grid, **o)(grid), grid))}
     assert refused == {"shaw", "xpos"}
 
 

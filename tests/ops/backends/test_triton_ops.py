@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.variants import IN_ATTENTION, VARIANTS, make, perturbed, refusal, spread
 from vitrel import Grid, Table, Terms
-from vitrel.ops import attention, use_backend, why, window_attention
-from vitrel.ops.backends import triton_backend
+from vitrel.ops import attention, capability, use_backend, why, window_attention
 
 pytest.importorskip("triton")
 
@@ -285,6 +284,5 @@ def test_it_says_why_it_does_not_serve(monkeypatch):
     assert "only in global attention" in refusal(
         "triton", Terms(tables=(Table("h", query=torch.zeros(1, 5, 16)),)), grid, **windows
     )
-    monkeypatch.setattr(triton_backend, "_INSTALLED", False)
+    monkeypatch.setattr(capability, "_TRITON", False)
     assert refusal("triton", Terms(), grid, **on_cpu) == "Triton is not installed"
-    assert not triton_backend.pays(None)

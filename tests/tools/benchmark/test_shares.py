@@ -152,17 +152,15 @@ def test_long_attention_by_rows(counted, training):
     assert found["unattributed"] < 0.03 * sum(found.values())
 
 
-@pytest.mark.parametrize(("name", "size"), [("vitrel_swin_n", 32), ("vitrel_vit_n8_table", 32), ("vitrel_vit_n8_table", 232)])
-def test_optimized_models(counted, name, size):
+@pytest.mark.parametrize("name", ["vitrel_swin_n", "vitrel_vit_n8_table"])
+def test_optimized_models(counted, name):
     """oneDNN's products by their weights, the others are attention's; the GELU is in one of them."""
-    args = SWIN if "swin" in name else VIT | {"img_size": size}
-    model = optimize(small_model(name, **args), training=True, linears="onednn")
-    found = made(model, hooked=False, size=size)
+    args = SWIN if "swin" in name else VIT
+    model = optimize(small_model(name, **args), linears="onednn")
+    found = made(model, hooked=False)
     assert all(found[kind] > 0 for kind in ("qkv", "proj", "fc1", "fc2", "attention", "norm", "residual"))
     assert found["GELU"] == 0 and found["unattributed"] < 0.03 * sum(found.values())
     assert found["bias"] > 0
-    found = made(model, training=True, size=size)
-    assert found["GELU"] > 0 and found["unattributed"] < 0.03 * sum(found.values())
 
 
 @pytest.mark.slow
@@ -206,7 +204,7 @@ def test_rows_and_table(tmp_path):
     rows = engine.samples.rows
     done = [row for row in rows if row["kind"] == "shares"]
     failed = {(row["contender"], row["mode"]) for row in rows if row["kind"] == "failed"}
-    assert {("timm, eager", "inference"), ("timm, eager", "training")} == failed and len(done) == 4
+    assert {("timm, eager", "inference"), ("timm, eager", "training")} == failed and len(done) == 3
     assert {len(times) for row in done for times in (*row["ms"].values(), row["not_profiled_ms"])} == {2}
     write(share_page, "Where the time goes", rows, tmp_path)
     text = (tmp_path / "table.md").read_text()

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
+from vitrel.common.modules import evaluating
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import evaluating
 from vitrel.inspect.plot.common import head_name, line_style, sheet, source_name
 from vitrel.inspect.plot.offsets import zero_query_bias
 from vitrel.position import PositionEncoding, create_position, key_of

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
+from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import evaluating
 from vitrel.inspect.attention import NEGLIGIBLE, Layer, offset_mean
 from vitrel.inspect.plot.common import (
     DX,

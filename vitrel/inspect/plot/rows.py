@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
+from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import evaluating
 from vitrel.inspect.plot.common import (
     DX,
     DY,

@@ -17,61 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gather_bias, has_content_terms, query_logits, rotated, with_query_bias
-from vitrel.ops.sdpa import KEY_ROTARY, computed_in, fused
+from vitrel.ops.reference import Call, gather_bias, query_logits, rotated, with_query_bias
+from vitrel.ops.sdpa import computed_in, fused
 from vitrel.position.terms import Table, Terms
 
 _WIDEST = 256  # largest head width of flash attention on a GPU; on a CPU there is none
 
 
-def refuses(call: Call) -> str:
-    terms, grid = call.terms, call.grid
-    if call.entry == "window_attention":
-        return "shifted and padded windows need a mask, which flash attention does not take"
-    if any(table.axis == "hw" for table in terms.tables):
-        return "a table over 'hw' cannot be written as columns: it is in general not a sum of tables over 'h' and 'w'"
-    if not terms.tables:
-        return "there is no table to write as columns: plain scaled_dot_product_attention computes these terms"
-    if terms.key_rotary is not None:
-        return KEY_ROTARY
-    if call.mask is not None:
-        return "flash attention takes no mask"
-    if call.dropout_p and call.device.type == "cpu":
-        return "flash attention has no dropout on a CPU"
-    if call.dtype == torch.float64 and call.device.type != "cpu":
-        return f"flash attention has no float64 on {call.device.type}"
-    gated = any(table.gated is not None for table in terms.tables)
-    if gated and computed_in(call) in (torch.float16, torch.bfloat16):
-        return "gated tables of several axes can cancel, so columns in half precision would be too coarse"
-    extra = _columns(terms, grid)
-    if call.width + extra > _WIDEST and call.device.type != "cpu":
-        return (
-            f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns besides the head width of "
-            f"{call.width}, and flash attention takes {_WIDEST} in all"
-        )
-    return ""
-
-
-def pays(call: Call) -> bool:
-    """True on a CPU for grids on which it was measured to be faster than every other backend.
-
-    Speed relative to sdpa with one image and one thread of an EPYC: content tables forward 0.96 at 28x28 and 2.75 at 64x64, in
-    training 0.81 and 1.46 (results/benchmark/amd-epyc/ops). False in graphs that serve several sizes: under torch.compile the
-    choice would need another graph, and torch.export refuses it.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or call.device.type != "cpu":
-        return False
-    tables, tokens = call.terms.tables, call.grid.tokens
-    # Only the reference also serves values; for gated tables of three axes sdpa gathers three [N, N] (pape with 12 heads, over
-    # sdpa: 14x14 1.2 forward and 1.5 in training, 24x24 1.5 and 1.5, 64x64 2.2 and 1.4).
-    if any(table.value is not None or table.gated is not None for table in tables):
-        return tokens >= 196
-    # A mask of biases is computed once for all images, but extra columns are multiplied for each image. ("auto" tries
-    # bias_by_row first, which is faster; only calls with biases that it refuses come here.)
-    shared = not has_content_terms(tables)
-    if shared and 10 * call.batch * _columns(call.terms, call.grid) > tokens:
-        return False
-    return tokens >= ((4096 if shared else 2304) if call.grad else 1024)
+def limits(call: Call) -> str:
+    """Return the reason if the extra columns of a call are too many, or ""."""
+    if call.device.type == "cpu":
+        return ""
+    grid, extra = call.grid, columns(call.terms, call.grid)
+    if call.width + extra <= _WIDEST:
+        return ""
+    return (
+        f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens needs {extra} columns besides the head width of "
+        f"{call.width}, and flash attention takes {_WIDEST} in all"
+    )
 
 
 def attention(
@@ -116,7 +79,7 @@ def _axes(terms: Terms) -> list[str]:
     return [axis for axis in ("h", "w", "h+w") if any(table.axis == axis for table in terms.tables)]
 
 
-def _columns(terms: Terms, grid: Grid) -> int:
+def columns(terms: Terms, grid: Grid) -> int:
     """Number of extra columns: of q and k or of v, whichever has more."""
     logits = values = 0
     for axis in _axes(terms):

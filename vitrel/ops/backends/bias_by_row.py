@@ -14,56 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, has_content_terms, in_forward_mode, lattice_bias
-from vitrel.ops.sdpa import KEY_ROTARY, prepare
+from vitrel.ops.reference import lattice_bias
+from vitrel.ops.sdpa import prepare
 from vitrel.position.terms import Terms, no_autocast, upcast
 
 QUERIES = 256  # maximum in a block, of which the backward pass stores all scores
 _NUMBERS = 1 << 23  # maximum biases of a block (32 MB); larger arrays are slow to allocate, page by page
-
-
-def refuses(call: Call) -> str:
-    if call.entry == "window_attention":
-        return "biases of windows are small, so there is nothing to save"
-    if reason := refuses_all_but_biases(call):
-        return reason
-    if all(table.bias is None for table in call.terms.tables):
-        return "there is no bias table, so there is nothing to save"
-    if call.device.type != "cpu":
-        return f"it is slow on {call.device.type}: every block of image rows needs its own kernel launch"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return "a graph would contain every block of image rows, and serve a single grid"
-    if torch._C._are_functorch_transforms_active() or in_forward_mode():
-        return "its backward pass supports backward() only, no transforms of torch.func and no forward mode"
-    return ""
-
-
-def refuses_all_but_biases(call: Call) -> str:
-    """Why code for bias tables alone does not serve a call of `attention`, "" if it does."""
-    if has_content_terms(call.terms.tables):
-        return "it serves bias tables only, no query, key, value or gated tables"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
-    if call.mask is not None or call.dropout_p:
-        return "it has no mask and no dropout of attention weights"
-    if call.queries != call.grid.tokens:
-        return "it needs the queries of the whole grid, not of its last rows"
-    return ""
-
-
-def pays(call: Call) -> bool:
-    """True where it was measured to be faster than a mask [H, N, N]; it always needs far less memory.
-
-    Speed relative to sdpa on one thread of an EPYC (results/benchmark/amd-epyc/ops): forward 0.98 at 14x14, 1.21 at 28x28, 2.6
-    at 64x64; in training 0.97 at 28x28 with one table and 1.05 with two, 1.68 at 64x64. With biases that need no gradient SDPA
-    also has a flash kernel for the backward pass, which is faster until masks are large.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False  # a branch on the size would need another compiled graph
-    biases = [table.bias for table in call.terms.tables if table.bias is not None]
-    if call.grad and not any(bias.requires_grad for bias in biases):
-        return call.grid.tokens >= 4096
-    return call.grid.tokens >= (784 if len(biases) > 1 or not call.grad else 1024)
 
 
 def attention(

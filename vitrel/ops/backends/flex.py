@@ -14,41 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.constants import is_known
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, gated_scores, rotated, with_query_bias
-from vitrel.ops.sdpa import KEY_ROTARY
+from vitrel.ops.reference import gated_scores, rotated, with_query_bias
 from vitrel.position.terms import Table, Terms
 
 _compiled = functools.cache(torch.compile)
-
-
-def refuses(call: Call) -> str:
-    cpu = call.device.type == "cpu"
-    if call.entry == "window_attention":
-        return "flex_attention computes blocks of 128 tokens, of which a window fills a part only (7x7: 49)"
-    if any(table.value is not None for table in call.terms.tables):
-        return "flex_attention cannot add position-dependent values (Table.value) to its output"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
-    if is_known(call.batch) and call.batch == 0:
-        return "flex_attention has no batches of 0 images"
-    if call.dropout_p:
-        return "flex_attention has no dropout of attention weights"
-    if call.grad and cpu:
-        return "flex_attention has no backward on a CPU"
-    if call.grad and torch.are_deterministic_algorithms_enabled():
-        return "flex_attention adds gradients of tables in no fixed order, but torch.use_deterministic_algorithms is on"
-    if cpu and torch.compiler.is_compiling():
-        return "compiled for a CPU, flex_attention cannot use an index that is itself looked up"
-    if call.dtype == torch.float64 and not cpu:
-        return "compiled flex_attention has no float64"
-    return ""
-
-
-def pays(call: Call) -> bool:
-    """False: not yet measured on a GPU, and on a CPU slower than the other backends."""
-    return False
 
 
 def attention(

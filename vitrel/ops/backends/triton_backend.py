@@ -2,58 +2,15 @@
 
 Position terms are converted for the kernels: bias tables of all axes become one table over both axes; query tables of one axis
 become scores of every query with every row or column of the grid (N times h or w numbers); rotations are applied before global
-attention, or in the window kernel. `refuses` lists the calls that are not served. "auto" does not use this backend until
-measurements on a GPU show that it should.
+attention, or in the window kernel. "auto" does not use this backend until measurements on a GPU show that it should.
 """
-
-import importlib.util
-import os
 
 import torch
 from torch import Tensor
 
-from vitrel.constants import is_exporting
 from vitrel.grid import Grid
-from vitrel.ops.reference import Call, in_forward_mode, lattice_bias, needs_gradient, rotated, with_query_bias
-from vitrel.ops.sdpa import KEY_ROTARY
+from vitrel.ops.reference import lattice_bias, needs_gradient, rotated, with_query_bias
 from vitrel.position.terms import Terms
-
-_INSTALLED = importlib.util.find_spec("triton") is not None  # torch 2.11 cannot compile a call of find_spec
-
-
-def refuses(call: Call) -> str:
-    if not _INSTALLED:
-        return "Triton is not installed"
-    if call.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"its kernels run on a GPU, not on {call.device.type} (except in Triton's interpreter, TRITON_INTERPRET=1)"
-    if is_exporting():
-        return "an exported program may contain PyTorch's operators only, so that it runs wherever it is loaded"
-    if in_forward_mode() or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
-        return "its kernels support first derivatives by backward() only, no transforms of torch.func"  # jvp would give zeros
-    if call.mask is not None:
-        return "its kernels have no mask"
-    if call.dropout_p:
-        return "its kernels have no dropout of attention weights; use attn_drop_rate=0"
-    if call.terms.key_rotary is not None:
-        return KEY_ROTARY
-    windowed = call.entry == "window_attention"
-    for table in call.terms.tables:
-        if table.key is not None or table.value is not None or table.gated is not None:
-            return "its kernels serve bias and query tables only, no key, value or gated tables"
-        if table.query is not None and (windowed or table.axis not in ("h", "w")):
-            return "its kernels serve query tables of one axis only, and only in global attention"
-    if windowed:
-        from vitrel.ops.backends.triton_window import window_refuses
-
-        return window_refuses(call.dtype, call.width, call.window)
-    from vitrel.ops.backends.triton_global import biased_refuses
-
-    return biased_refuses(call.dtype, call.width, call.grid, call.queries, any(t.query is not None for t in call.terms.tables))
-
-
-def pays(call: Call) -> bool:
-    """False until a GPU has been measured (python -m tools.benchmark --suite kernels)."""
-    return False
 
 
 def attention(

@@ -9,30 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrel.constants import constant, is_traced
+from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.ops import sdpa
-from vitrel.ops.reference import Call
 from vitrel.ops.sdpa import four_dimensional, fused, prepare
 from vitrel.ops.window import windows
 from vitrel.position.terms import Terms
-
-
-def refuses(call: Call) -> str:
-    if call.entry == "attention":
-        return "it groups windows, and global attention has none"
-    if reason := sdpa.refuses(call):
-        return reason
-    if call.device.type != "cpu":
-        return f"it is slow on {call.device.type}: every kind of window needs its own kernel launches"
-    if torch.compiler.is_compiling() or is_traced(call.device):
-        return "it reads the number of windows of each kind from a tensor, which a graph cannot do"
-    return ""
-
-
-def pays(call: Call) -> bool:
-    """True without gradients: Swin models were 1.01 to 1.12 times as fast as with sdpa; no gain in training (1.01)."""
-    return not call.grad
 
 
 def window_attention(
