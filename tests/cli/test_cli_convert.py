@@ -86,7 +86,7 @@ def test_refusals_write_nothing(torchvision_swin, tmp_path, capsys):
     assert "holds bare weights of a ViT of width 32" in error(bare_vit(tmp_path / "vit.pth"), "--out", out)
     assert "--weights and --pretrained are for a model given by name" in error(path, "--weights", path, "--out", out)
     assert "vitrel_swin_t has no weights: give a file" in error("vitrel_swin_t", "--out", out)
-    assert "--images needs an encoding to add" in error("vitrel_swin_t", "--weights", path, "--images", tmp_path, "--out", out)
+    assert "--data needs an encoding to add" in error("vitrel_swin_t", "--weights", path, "--data", tmp_path, "--out", out)
     assert "no checkpoint at" in error("vitrel_swin_t", "--weights", tmp_path / "none.pth", "--out", out)
     assert "not in the file: layers.0.blocks.0.position" in error(
         "vitrel_swin_t_rope_mixed", "--weights", path, "--model-args", ARGS, "--out", out
@@ -130,9 +130,9 @@ def test_bare_weights_and_relative_position(tmp_path, capsys):
     assert relative.arguments["position"] == "rope_mixed+table" and relative(torch.randn(1, 3, 24, 56)).shape == (1, 3)
     write_classes(tmp_path / "flat", ["deep"], [f"{i}.png" for i in range(5)])
     write_classes(tmp_path / "flat", [".thumbs", "deep/@eaDir"], ["0.png"])  # hidden
-    tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--n", 4, "--size", "32x40", "--out", fitted])
+    tool.main([same, "--position", "table", "--data", tmp_path / "flat", "--n", 4, "--size", "32x40", "--out", fitted])
     printed = capsys.readouterr().out
     assert "table fitted to 4 images of 4x5 patches" in printed and "trained at 4x5 tokens" in printed
     assert vitrel.load(fitted).pos_embed is None and (vitrel.load(fitted)(image) - model(image)).abs().max() > 0
-    with pytest.raises(SystemExit, match="holds 5 images, fewer than --n 64"):
-        tool.main([same, "--position", "table", "--images", tmp_path / "flat", "--out", tmp_path / "d.safetensors"])
+    with pytest.raises(SystemExit, match="holds 5 images, and --n is 64"):
+        tool.main([same, "--position", "table", "--data", tmp_path / "flat", "--n", 64, "--out", tmp_path / "d.safetensors"])

@@ -237,7 +237,7 @@ def test_a_loss_that_is_not_finite_exits_non_zero(tmp_path, capfd):
         ({"model": {"optim": {"lr": "fast"}}}, "model.optim.lr must be float, not 'fast'"),
         ({"model": {"model": "vitrel_vit_n8_none", "optim": 3}}, "model.optim takes keys, not 3"),
         ({"model": {"model": "vitrel_vit_n8_none", "optim": None}}, "model.optim takes keys, not null"),
-        ({"model": {"tuning": {"absolute": "gone"}}}, "must be one of 'keep', 'drop', 'fade', not 'gone'"),
+        ({"model": {"tuning": {"absolute": "gone"}}}, "must be one of 'keep', 'drop', 'fade', null, not 'gone'"),
         ({"run": {"save_every": 0.5}}, "run.save_every must be int, not '0.5'"),
         ({"data": {"seed": 3}}, "leave out data.seed: it is set from seed_everything"),
         ({"model": {"num_classes": 3}}, "leave out model.num_classes: it is set from data.data"),

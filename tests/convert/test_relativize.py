@@ -268,7 +268,7 @@ REFUSED = [
     (lambda: build("vit"), dict(fade_steps=9), "fade_steps=9 needs absolute='fade', not 'keep'"),
     (lambda: build("dinov3"), dict(absolute="fade", fade_steps=9), "needs an absolute embedding, and the model has none"),
     (lambda: build("vit", num_heads=16), dict(position="rope_mixed"), "head width divisible by 4"),
-    (lambda: timm.create_model("vitrel_swin_n"), {}, "Swin attends in windows"),
+    (lambda: timm.create_model("vitrel_swin_n"), {}, "has 'table' in its windows already"),
     (lambda: timm.create_model("beit_base_patch16_224", depth=1), {}, "has 'table' in attention already"),
     (lambda: timm.create_model("vitrel_vit_n8_table", share_position=True), {}, "has 'table' in attention already"),
 ]

@@ -231,6 +231,42 @@ def test_without_a_teacher_the_student_learns_what_it_did_before_its_encoding_ch
         Distillation(checkpoint="x")
 
 
+@pytest.mark.slow(seconds=4)
+def test_pretrained_weights_are_fitted_by_default(tmp_path, capsys):
+    """The embedding is dropped, the table has values from the start, and some updates move it by a logit's tenths."""
+    torch.manual_seed(4)
+    model = timm.create_model("vitrel_vit_n8_absolute", num_classes=4, img_size=32, **SMALL)
+    torch.nn.init.normal_(model.pos_embed.pos_embed, std=0.5)
+    save(model.eval(), tmp_path / "start.safetensors")
+    settings = Optimisation(lr=5e-4, layer_decay=0.5, warmup_epochs=0)
+    data, tables = Tensors(), {}
+    for epochs, rate in ((1, 1e-12), (2, 5e-4)):
+        tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="table")
+        settings = Optimisation(lr=rate, layer_decay=0.5, warmup_epochs=0)
+        recipe = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=tuning, optim=settings)
+        fit(recipe, data, max_epochs=epochs)
+        tables[rate] = [block.position.relative_position_bias_table.detach().clone() for block in recipe.model.blocks]
+    assert "the absolute embedding: drop" in (printed := capsys.readouterr().out) and "table fitted to 24 images" in printed
+    assert recipe.model.pos_embed is None and min(table.std() for table in tables[1e-12]) > 0.01
+    moved = [(a - b).abs().max() for a, b in zip(*tables.values(), strict=True)]
+    assert min(moved) > 0.02  # 12 updates; with layer decay and a factor of 1 at most 0.003
+    for how, said in (({"fit": 0}, "is not fitted to the weights:"), ({"absolute": "keep"}, "is not fitted to the weights:")):
+        tuning = Tuning(init_from=str(tmp_path / "start.safetensors"), position="table", **how)
+        kept = Classifier("vitrel_vit_n8_absolute", 4, (32, 32), tuning=tuning, optim=settings)
+        assert said in capsys.readouterr().out and kept.model.pos_embed is not None
+
+
+def test_weights_whose_position_cannot_be_fitted_are_said(tmp_path, capsys):
+    model = timm.create_model("vitrel_vit_n8_none", num_classes=4, img_size=32, **SMALL)
+    save(model.eval(), tmp_path / "start.safetensors")
+    tuning = {"init_from": str(tmp_path / "start.safetensors"), "position": "table"}
+    fit(Classifier("vitrel_vit_n8_none", 4, (32, 32), tuning=Tuning(**tuning)), Tensors(), max_epochs=1)
+    printed = capsys.readouterr().out
+    assert "not fitted to the weights, since the model has no absolute embedding to convert: it is learned" in printed
+    with pytest.raises(ValueError, match="no absolute embedding to convert"):
+        fit(Classifier("vitrel_vit_n8_none", 4, (32, 32), tuning=Tuning(**tuning, fit=8)), Tensors(), max_epochs=1)
+
+
 @pytest.mark.parametrize("absolute", ["drop", "fade"])
 def test_an_encoding_is_fitted_before_training(tmp_path, capsys, absolute):
     torch.manual_seed(4)

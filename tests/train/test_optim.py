@@ -122,6 +122,22 @@ def test_layer_decay_and_position_rate_multiply():
     assert optimizer.param_groups[0]["name"] == "decayed.5"  # whose rate is logged
 
 
+def test_encodings_have_their_own_rate_in_fine_tuning():
+    """Without layer decay of their own, each part of a composition by its kind; an absolute embedding stays in its layer."""
+    net = model("vitrel_vit_n8_absolute", position="absolute+rope_mixed+table")
+    optimizer = create_optimizer(net, Optimisation(lr=1e-3, layer_decay=0.5))
+    rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for block in net.blocks:
+        parts = block.position.parts
+        assert rate[id(parts["table"].relative_position_bias_table)] == pytest.approx(10e-3)
+        assert rate[id(parts["rope_mixed"].freqs)] == pytest.approx(2e-3)
+    assert rate[id(net.pos_embed.pos_embed)] == rate[id(net.patch_embed.proj.weight)] == pytest.approx(1e-3 * 0.5**5)
+    assert {group["weight_decay"] for group in optimizer.param_groups if group["name"].startswith("position")} == {0.0}
+    for settings in (Optimisation(lr=1e-3), Optimisation(lr=1e-3, layer_decay=0.5, position_lr_scale=1.0)):
+        groups = {g["name"]: g["lr"] for g in create_optimizer(net, settings).param_groups}
+        assert not any(".x" in name for name in groups) and max(groups.values()) == pytest.approx(1e-3)
+
+
 def test_layer_decay_needs_layers():
     with pytest.raises(ValueError, match=r"optim.layer_decay: Linear has no group_matcher"):
         parameter_groups(torch.nn.Linear(2, 2), 1e-3, 0.05, layer_decay=0.5)
@@ -139,7 +155,7 @@ def test_other_optimisers_by_name(name):
         torch.nn.functional.cross_entropy(net(torch.randn(2, 3, 64, 64)), torch.tensor([0, 1])).backward()
         optimizer.step()
     assert not torch.equal(before, net.head.weight) and net.head.weight.isfinite().all()
-    assert next(g["lr"] for g in optimizer.param_groups if g["name"] == "position.1") == pytest.approx(0.9e-3)
+    assert next(g["lr"] for g in optimizer.param_groups if g["name"] == "position.x10") == pytest.approx(1e-2)
 
 
 def test_what_the_optimiser_is_given():

@@ -150,7 +150,7 @@ def _built(comparison: "Comparison", entry: "Entry", source: Path | None = None)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             start = f", starting from {entry.tuned_from}" if entry.tuned_from else ""
             raise ValueError(f"{entry.label} cannot be built{start}: {error}") from error
-    scale, trainable = (model.get("optim") or {}).get("position_lr_scale", 1), tuning.trainable
+    scale, trainable = (model.get("optim") or {}).get("position_lr_scale") or 1, tuning.trainable
     position = built.position_parameters() if hasattr(built, "position_parameters") else set()
     if scale != 1 and not [name for name in position if trainable is None or within(name, trainable)]:
         raise ValueError(

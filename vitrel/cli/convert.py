@@ -1,16 +1,16 @@
 """Convert a timm model or a file of weights to a vitrel model in one file, optionally with relative position.
 
     vitrel convert vit_tiny_patch16_224 --pretrained --out vit_tiny.safetensors
-    vitrel convert model.pth --like vit_tiny_patch16_224 --position table --images flowers --out relative.safetensors
+    vitrel convert model.pth --like vit_tiny_patch16_224 --position table --data flowers --out relative.safetensors
     vitrel convert vitrel_swin_t --weights swin_t.pth --out swin_t.safetensors --report swin_t.csv
 
 MODEL is a timm name, with weights from --weights or --pretrained; or a file of weights, with --like where the file does not
 contain its model's name; or a vitrel name with --weights, for which a report lists every tensor. Tensors that stay unused or
 unset are an error unless --allow-unused or --allow-unset names them.
 
---position adds a relative encoding in attention. With --images it is fitted to the effect of the absolute embedding, which is
-then removed (or with --absolute fade fades out in the first half of a training). Without --images it starts at zero,
-beside the absolute embedding.
+--position gives the model another encoding in attention. With --data it is fitted to the attention of the model on photographs
+of a folder (of its train/, if it has one), without labels, and the absolute embedding is removed (or with --absolute fade fades
+out in training). Without --data it starts at zero, beside the absolute embedding, and has to be learned in training.
 """
 
 import argparse
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--position", metavar="KEY", help="an encoding to add in attention, e.g. table, rope_mixed+table")
     group.add_argument("--position-args", type=mapping, metavar="YAML", help="options of the encoding")
     group.add_argument("--absolute", choices=("keep", "drop", "fade"),
-                       help="what to do with the absolute embedding; default drop with --images, else keep")  # fmt: skip
+                       help="what to do with the absolute embedding; default drop with --data, else keep")  # fmt: skip
     group.add_argument("--fade-steps", type=int, metavar="N", help="training steps over which the embedding fades out")
-    group.add_argument("--images", metavar="FOLDER", help="images for fitting the encoding, in any subfolders, without labels")
-    group.add_argument("--n", type=int, default=64, metavar="N", help="number of these images; default %(default)s")
+    group.add_argument("--data", metavar="FOLDER", help="images to fit the encoding to, in any subfolders, without labels")
+    group.add_argument("--n", type=int, metavar="N", help="number of these images; default 256, or all if there are fewer")
     group.add_argument("--size", type=size, metavar="SIZE", help="image size for fitting or training; default the model's")
     group = parser.add_argument_group("weights of a vitrel name")
     group.add_argument("--source-grid", type=grid, metavar="GRID",
@@ -94,11 +94,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--weights and --pretrained exclude each other: give one of the two")
     if named and not (args.weights or args.pretrained):
         raise ValueError(f"{args.model} has no weights: give a file (--weights), or --pretrained for timm's weights")
-    for value, option in ((args.images, "--images"), (args.absolute, "--absolute"), (args.position_args, "--position-args")):
+    for value, option in ((args.data, "--data"), (args.absolute, "--absolute"), (args.position_args, "--position-args")):
         if value and args.position is None:
             raise ValueError(f"{option} needs an encoding to add: give --position")
-    if args.images and not Path(args.images).is_dir():
-        raise FileNotFoundError(f"no folder {args.images}")
+    if args.data and not Path(args.data).is_dir():
+        raise FileNotFoundError(f"no folder {args.data}")
 
 
 def _open(args: argparse.Namespace) -> tuple["Backbone", str]:
@@ -136,11 +136,12 @@ def _by_tensors(args: argparse.Namespace) -> tuple["Backbone", str]:
 
 
 def _relative(model: "Backbone", args: argparse.Namespace) -> "Backbone":
-    """The model with the encoding of --position, fitted to --images if given."""
+    """The model with the encoding of --position, fitted to --data if given."""
     from vitrel.convert import absolute_to_relative, relativize
 
     options = dict(position_args=args.position_args, fade_steps=args.fade_steps)
-    if args.images is None:
+    if args.data is None:
+        print(f"position {args.position} is not fitted, since there is no --data: it has to be learned in training")
         return relativize(model, args.position, absolute=args.absolute or "keep", img_size=args.size, **options)
     images = _images(model, args)
     result = absolute_to_relative(model, images, args.position, absolute=args.absolute or "drop", **options)
@@ -153,19 +154,21 @@ def _images(model: "Backbone", args: argparse.Namespace) -> "Tensor":
     import numpy as np
     import torch
 
+    from vitrel.convert.absolute_to_relative import IMAGES
     from vitrel.data import Prepare
     from vitrel.data.decode import SUFFIXES, decode
     from vitrel.data.folder import hidden
     from vitrel.models.config import preprocessing_of
 
-    paths = sorted(path for path in Path(args.images).rglob("*") if path.suffix.lower() in SUFFIXES)
-    found = [path for path in paths if not any(map(hidden, path.relative_to(args.images).parts))]
-    if len(found) < args.n:
-        raise ValueError(
-            f"{args.images} holds {len(found)} images, fewer than --n {args.n}: give another folder or a lower --n"
-        )
+    folder = Path(args.data)
+    folder = folder / "train" if (folder / "train").is_dir() else folder
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    found = [path for path in paths if not any(map(hidden, path.relative_to(folder).parts))]
+    n = min(IMAGES, len(found)) if args.n is None else args.n
+    if not 0 < n <= len(found):
+        raise ValueError(f"{folder} holds {len(found)} images, and --n is {n}: give another folder or number")
     prepare = Prepare(args.size or model.img_size, **preprocessing_of(model))
-    chosen = np.random.default_rng(0).choice(len(found), args.n, replace=False)
+    chosen = np.random.default_rng(0).choice(len(found), n, replace=False)
     return torch.stack([prepare(decode(found[i])) for i in chosen])
 
 

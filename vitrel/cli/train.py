@@ -1,8 +1,8 @@
 """Train or fine-tune a model on an image folder.
 
     vitrel train --model vit_tiny_patch16_224 --pretrained --data flowers
-    vitrel train --model vit_tiny_patch16_224 --weights vit_tiny.pth --position table --absolute fade --data flowers
-    vitrel train --model vit_tiny_patch16_224 --pretrained --position table --absolute drop --fit 64 --distill --data photos
+    vitrel train --model vit_tiny_patch16_224 --weights vit_tiny.pth --position table --data flowers
+    vitrel train --model vit_tiny_patch16_224 --pretrained --position table --distill --data photos
     vitrel train --config my_run.yaml
     vitrel train --config my_run.yaml --data.data flowers --trainer.max_epochs 20 --ckpt_path auto
 
@@ -54,8 +54,9 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --data FOLDER                   folder with train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
-  --position KEY                  add an encoding in attention, e.g. table; --absolute keep|drop|fade: the absolute embedding
-  --fit N                         fit that encoding to N images first, so that it does what the embedding did
+  --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's
+                                  attention on training images, and the absolute embedding is dropped
+  --fit N                         the number of these images (256; 0: do not fit); --absolute keep|drop|fade: the embedding
   --distill                       without labels: the model learns to answer as it did before --position and --absolute
   --size N|HxW, --epochs N        image size in pixels, and number of epochs
   --shape native, --tokens N      every image at its own aspect ratio, with at most N tokens (default those of --size)

@@ -1,57 +1,75 @@
-"""absolute_to_relative: convert a trained ViT with an absolute embedding to relative position, from unlabelled images.
+"""absolute_to_relative: convert a trained ViT or Swin to another position encoding, from unlabelled images.
 
 The original and the converted model run on the same images, and the blocks are fitted one after the other, each on the output
-of the blocks converted before. The encoding of a block is the least-squares fit to the original's attention logits minus those
-of the converted block without its encoding (vitrel.convert.fit). The embedding contributes to more than the logits: its mean
-over the patches is added to the bias of the patch embedding and its rows of class and register tokens to these tokens, both
-exactly; and the last linear layers of both residual branches are refitted by ridge regression to the original block's output.
+of the blocks converted before (vitrel.convert.fit): the encoding to the original's attention, then the last linear layers of
+both residual branches, by ridge regression, to its output. An absolute embedding contributes more than attention logits: its
+mean over the patches is added to the bias of the patch embedding and its rows of class and register tokens to these tokens,
+both exactly. At the end the whole model is trained for a few steps, without labels, on the original's last features.
 """
 
 import copy
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vitrel.convert.fit import ROTATIONS, TABLES, explained, fit_rotation, fit_tables, parts, refit_linear
-from vitrel.convert.observe import Observed, before_blocks, observe
+from vitrel.convert.fit import PREFIX_SHARE, Agreement, attended, distil, fit_attention, refit_linear
+from vitrel.convert.observe import layers, observe
 from vitrel.convert.recognise import as_vitrel
 from vitrel.convert.relativize import relativize
 from vitrel.grid import Grid
+from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
+from vitrel.models.swin import Swin
 from vitrel.models.vit import ViT
+from vitrel.position import POSITIONS
 from vitrel.position.absolute import Absolute
 from vitrel.position.terms import check_choice
 
-# Share of the weight of class and register tokens in refitting: they are few, but the class token feeds the head.
-_PREFIX_SHARE = 0.1
+IMAGES = 256  # by default; with 64 the fit takes a third of the time and keeps clearly less accuracy
+STEPS = 32  # of distillation
+_CHUNK = 16  # images that run through a block at a time
+_LOGITS = 2**24  # attention logits to which an encoding is fitted, at most (64 MiB in float32), and at most 16 images
 
 
 @dataclass(frozen=True)
 class ConversionReport:
     """How closely a converted model follows the original, by block, on the images it was fitted to.
 
-    position: the encoding's key. images: number of images. grid: theirs in patches, (h, w). One value per block:
-    logits: share of variance within rows (R^2) that the fitted encoding explains of the gap in logits, which is the mean over
-    images of the original's logits minus those of the converted block without the encoding: 1 is all.
-    prefix, patches: mean squared distance of the block's output from the original's, divided by the variance of each of the
-    original's tokens, over class and register tokens (nan where there are none) and over patches.
+    position: the encoding's key. images: number of images. grid: theirs in patches, (h, w). seconds: duration of the fit.
+    fitted: whether the encoding has parameters. One value per block:
+    before, after: agreement of attention with the original's (vitrel.convert.fit.Agreement: share of the variance of its
+    weights that is explained, and divergence), on at most 16 images, before and after the fit of the encoding.
+    prefix, patches: mean squared distance of the block's output from the original's after refitting, divided by the variance of
+    each of the original's tokens, over class and register tokens (nan where there are none) and over patches.
     """
 
     position: str
     images: int
     grid: tuple[int, int]
-    logits: tuple[float, ...]
+    seconds: float
+    fitted: bool
+    before: tuple[Agreement, ...]
+    after: tuple[Agreement, ...]
     prefix: tuple[float, ...]
     patches: tuple[float, ...]
 
     def __str__(self) -> str:
-        head = f"{self.position} fitted to {self.images} images of {self.grid[0]}x{self.grid[1]} patches"
-        lines = [f"{head}\nblock  logits explained  error of prefix tokens  of patches"]
-        rows = zip(self.logits, self.prefix, self.patches, strict=True)
-        lines += [f"{i:5d} {a:17.3f} {b:23.3f} {c:11.3f}" for i, (a, b, c) in enumerate(rows)]
+        lines = [self.head(), "block  attention explained     divergence            error of prefix tokens  of patches"]
+        rows = zip(self.before, self.after, self.prefix, self.patches, strict=True)
+        lines += [
+            f"{i:5d}  {a.explained:8.3f} -> {b.explained:6.3f}   {a.divergence:7.3f} -> {b.divergence:7.3f} {c:23.3f} {d:11.3f}"
+            for i, (a, b, c, d) in enumerate(rows)
+        ]
         return "\n".join(lines)
+
+    def head(self) -> str:
+        """The report in one line."""
+        what = f"{self.position} fitted" if self.fitted else f"{self.position} has no parameters, linear layers fitted"
+        return f"{what} to {self.images} images of {self.grid[0]}x{self.grid[1]} patches in {self.seconds:.0f} s"
 
 
 @torch.no_grad()
@@ -65,111 +83,143 @@ def absolute_to_relative(
     fade_steps: int | None = None,
     refit: bool = True,
     ridge: float = 1.0,
-) -> ViT:
-    """Return a vitrel ViT with relative position, fitted to `images`; its attribute `conversion` is the ConversionReport.
+    steps: int = STEPS,
+) -> Backbone:
+    """Return a vitrel model with another position encoding, fitted to `images`; its attribute `conversion` is the
+    ConversionReport.
 
-    model: a model that `relativize` takes, with a trained absolute embedding; it is not changed.
-    images: [B, C, height, width], prepared as in training, without labels: about 100, as varied as the images the model will
-    see. Their grid becomes the training grid of the new encoding.
-    position: table, factorised, rope_mixed, or several encodings joined by '+' with at least one of these; only these three are
-    fitted. position_args: their options.
-    absolute: "drop" removes the embedding. "fade" scales it to 0 over the first `fade_steps` steps of fine-tuning: the tables
-    are fitted as for "drop" and are added to the full embedding at first; no linear layer is refitted.
-    refit: refit the last linear layers of attention and MLP; needs pre-norm blocks. ridge: strength of the ridge penalty, in
+    model: a model that `relativize` takes, not changed: a ViT with a trained absolute embedding, or a Swin, in which `position`
+    replaces the encoding in its windows.
+    images: [B, C, height, width], prepared as in training, without labels: a few hundred, as varied as the images the model
+    will see. Their grid becomes the training grid of the new encoding.
+    position, position_args: as in `relativize`. An encoding without parameters stays as it is, and only the rest is fitted.
+    absolute: "drop" removes the embedding. "fade" scales it to 0 over the first `fade_steps` steps of fine-tuning: encodings
+    are fitted as for "drop" and act beside the full embedding at first; nothing else is fitted. A Swin keeps its own.
+    refit: refit the last linear layers of attention and MLP, in pre-norm blocks. ridge: strength of the ridge penalty, in
     units of the mean power of a layer's input channels; a lower one follows the original more closely on these images, and less
-    closely on others. The initial directions of a rotation are random: set a seed to reproduce the result.
-    Raises ValueError for a model without an absolute embedding, an encoding that cannot be fitted, images of another shape or
-    not finite, and wherever `relativize` does.
+    closely on others. steps: updates at the end, of 32 images each, in which all weights learn to give the original's last
+    features; 0 for none.
+    Raises ValueError for a model without a position that can be fitted, images of another shape or not finite, and wherever
+    `relativize` does.
     """
     if absolute == "keep":
         raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")
     check_choice("absolute_to_relative", "absolute", absolute, ("drop", "fade"))
+    start = time.perf_counter()
     original = copy.deepcopy(model) if isinstance(model, Backbone) else as_vitrel(model)
-    _check(original, images, position)
+    if reason := cannot_fit(original):
+        raise ValueError(reason)
+    _check(original, images)
     original.eval()
-    grid = original.token_grid(tuple(images.shape[2:]))
-    inputs: list[tuple[tuple, dict]] = []  # of the original's blocks
-    options = dict(position_args=position_args, img_size=tuple(images.shape[2:]))
-    result = relativize(original, position, absolute=absolute, fade_steps=fade_steps, **options)
-    dropped = result
-    if absolute == "fade":  # the tables are for the model once the embedding is gone
-        dropped = relativize(original, position, absolute="drop", **options)
-        refit = False
-    added = original.pos_embed(grid).tokens  # type: ignore[misc]  # [N, C]; `_check` refuses a model without
-    _fold(dropped, added, grid)
-    with before_blocks(original.blocks, lambda i, block, args, kwargs: inputs.append((args, kwargs))):
-        original(images)
-    steps: list[_Step] = []
-
-    def convert(i: int, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        target, inputs[i] = observe(original.blocks[i], *inputs[i]), ((), {})  # the input is freed
-        steps.append(_convert_block(block, args, kwargs, target, grid, ridge if refit else None))
-        return args, kwargs
-
-    with before_blocks(dropped.eval().blocks, convert):
-        dropped(images)
+    size = (images.shape[2], images.shape[3])
+    options = dict(position_args=position_args, img_size=size)
+    result = relativize(original, position, absolute=absolute, fade_steps=fade_steps, **options).eval()
+    fitted = result
+    if absolute == "fade":  # the encodings are for the model once the embedding is gone
+        fitted = relativize(original, position, absolute="drop", **options).eval()
+        refit, steps = False, 0
+    grid = original.token_grid(size)
+    added = original.pos_embed(grid).tokens if isinstance(original, ViT) else None  # type: ignore[misc]  # see `cannot_fit`
+    if added is not None:
+        _fold(fitted, added, grid)
+    new_rotation = any(POSITIONS[key].rotates for key in position.split("+"))
+    fits = _convert(fitted, original, images, new_rotation, ridge if refit else None)
     if absolute == "fade":
         _fold(result, added, grid)
         _unfold(result, added, grid)
-        for block, fitted in zip(result.blocks, dropped.blocks, strict=True):
-            block.position.load_state_dict(fitted.position.state_dict())
-    report = ConversionReport(position, len(images), (grid.h, grid.w), *zip(*steps, strict=True))
+        for block, source in zip(result.blocks, fitted.blocks, strict=True):
+            for part in ("position", "attn.qkv"):  # q and k have another basis for a rotation
+                block.get_submodule(part).load_state_dict(source.get_submodule(part).state_dict())
+    if steps:
+        distil(result, original, images, steps)
+    has_parameters = any(True for _, block in layers(result) for _ in block.position.parameters())
+    seconds = time.perf_counter() - start
+    report = ConversionReport(position, len(images), grid[:2], seconds, has_parameters, *zip(*fits, strict=True))
     result.conversion = report  # type: ignore[assignment]
     return result.train(model.training)
 
 
-class _Step(NamedTuple):
+def cannot_fit(model: Backbone) -> str:
+    """Return why `absolute_to_relative` cannot fit an encoding to this model, "" if it can."""
+    if isinstance(model, Swin):
+        return ""
+    if model.pos_embed is None:
+        return "the model has no absolute embedding to convert: use relativize to add an encoding"
+    if not isinstance(model.pos_embed, Absolute):
+        return f"the embedding is {type(model.pos_embed).__name__}, not one learned embedding: use relativize"
+    if model.shared_position is not None:
+        return "the blocks share one encoding: build the model without share_position"
+    return ""
+
+
+class _Fit(NamedTuple):
     """One block's values in the ConversionReport."""
 
-    logits: float
+    before: Agreement
+    after: Agreement
     prefix: float
     patches: float
 
 
-def _convert_block(block: nn.Module, args: tuple, kwargs: dict, target: Observed, grid: Grid, ridge: float | None) -> _Step:
-    """Fit a block in place to what the original's block computed (`target`) and return its values for the report.
+def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, ridge: float | None) -> list[_Fit]:
+    """Fit the blocks of a model in place, one after the other, to those of the original. ridge None: encodings alone."""
+    device = model.patch_embed.proj.weight.device
 
-    Its encoding is fitted, whose tables must be 0 before, then its last linear layers unless ridge is None. args, kwargs: the
-    block's inputs.
+    def tokens(of: Backbone) -> Tensor:
+        embedded = (of.embed(part.to(device)) for part in images.split(_CHUNK))
+        return torch.cat([part[0] if isinstance(part, tuple) else part for part in embedded])
+
+    x, goal, fits = tokens(model), tokens(original), []
+    for (down, block), (down_original, block_original) in zip(layers(model), layers(original), strict=True):
+        x, goal = _chunked(down, x), _chunked(down_original, goal)
+        grid = model.token_grid(images.shape[2:]) if x.dim() == 3 else Grid(x.shape[1], x.shape[2])
+        few = _few(block, grid, len(x))
+        wanted = attended(block_original, goal[:few], grid)
+        logits = wanted.logits(block_original.position(wanted.grid))
+        before, after = fit_attention(block, x[:few], grid, logits, new_rotation)
+        between, goal = _chunked(lambda part, b=block_original, g=grid: observe(b, part, g)[1::2], goal)
+        if ridge is not None and not block.post_norm:
+            _refit(block, x, between, goal, grid, ridge)
+        x = _chunked(lambda part, b=block, g=grid: b(part, g), x)
+        error = ((x - goal).square().mean(-1) / goal.var(-1)).flatten(1)
+        fits.append(_Fit(before, after, error[:, : grid.prefix].mean().item(), error[:, grid.prefix :].mean().item()))
+    return fits
+
+
+def _few(block: Block, grid: Grid, images: int) -> int:
+    """Number of images to whose attention logits the encoding is fitted."""
+    keys = grid.tokens if block.window is None else block.window.tokens
+    return max(1, min(images, 16, _LOGITS // (block.attn.num_heads * grid.tokens * keys)))
+
+
+def _chunked(function: Callable, x: Tensor):
+    """Apply a function to x in chunks of images, and concatenate what it returns: a tensor, or a tuple of tensors."""
+    parts = [function(part) for part in x.split(_CHUNK)]
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid, ridge: float) -> None:
+    """Refit the last linear layers of attention and MLP of a block with input x in place to the original's tokens.
+
+    between, out: the original's tokens after attention and after the MLP.
     """
-    encoding = block.position
-    rotations = parts(encoding, ROTATIONS)
-    initial = [part.freqs.clone() for part in rotations]
-    for part in rotations:
-        part.freqs.zero_()
-    bare = seen = observe(block, args, kwargs)
-    gap = target.logits() - bare.logits()
-    for part, freqs in zip(rotations, initial, strict=True):
-        part.freqs.copy_(freqs)
-        fit_rotation(part, bare.q, bare.k, gap, bare.scale, grid)
-        seen = observe(block, args, kwargs)
-    for part in parts(encoding, TABLES):
-        fit_tables(part, target.logits() - seen.logits(), grid)
-        seen = observe(block, args, kwargs)
-    logits = explained(gap, seen.logits() - bare.logits())
-    if ridge is not None:
-        seen = _refit_block(block, args, kwargs, target, seen, grid, ridge)
-    error = (seen.out - target.out).square().mean(-1) / target.out.var(-1)  # [B, N]
-    return _Step(logits, error[:, : grid.prefix].mean().item(), error[:, grid.prefix :].mean().item())
-
-
-def _refit_block(
-    block: nn.Module, args: tuple, kwargs: dict, target: Observed, seen: Observed, grid: Grid, ridge: float
-) -> Observed:
-    """Refit the last linear layers of attention and MLP in place to `target`, and return what the block computes then.
-
-    seen: what the block computes before. ValueError for post-norm blocks.
-    """
-    if seen.between is None or target.between is None:
-        raise ValueError("refitting needs pre-norm blocks: pass refit=False")
-    share = torch.full_like(target.out[0, :, 0], 1 / (grid.h * grid.w))  # [N]
-    share[: grid.prefix] = _PREFIX_SHARE / max(grid.prefix, 1)
+    share = torch.full_like(out[0, ..., 0], 1 / (grid.h * grid.w))  # [N] or [h, w]
+    if grid.prefix:
+        share[: grid.prefix] = PREFIX_SHARE / grid.prefix
     # Some tokens have 10 to 100 times the norm of the rest; the next LayerNorm removes that, so the weight is 1 / variance.
-    weight = share / target.between.var(-1)
-    refit_linear(block.attn.proj, seen.attended, (target.between - args[0]) / _gain(block, 1), weight, ridge)
-    seen = observe(block, args, kwargs)
-    refit_linear(block.mlp.fc2, seen.hidden, (target.out - seen.between) / _gain(block, 2), share / target.out.var(-1), ridge)
-    return observe(block, args, kwargs)
+    parts = [*zip(*(tensor.split(_CHUNK) for tensor in (x, between, out)), strict=True)]
+
+    def attention():
+        for tokens, goal, _ in parts:
+            yield observe(block, tokens, grid).attended, (goal - tokens) / _gain(block, 1), share / goal.var(-1)
+
+    def mlp():
+        for tokens, _, goal in parts:
+            seen = observe(block, tokens, grid)
+            yield seen.hidden, (goal - seen.between) / _gain(block, 2), share / goal.var(-1)
+
+    refit_linear(block.attn.proj, attention(), ridge)
+    refit_linear(block.mlp.fc2, mlp(), ridge)
 
 
 def _gain(block: nn.Module, branch: int) -> Tensor | float:
@@ -199,18 +249,7 @@ def _unfold(model: ViT, added: Tensor, grid: Grid) -> None:
     rows[:, grid.prefix :] -= added[grid.prefix :].mean(0)
 
 
-def _check(model: nn.Module, images: Tensor, position: str) -> None:
-    if not isinstance(model, ViT):
-        raise ValueError(f"{type(model).__name__} attends in windows: its position is relative already")
-    if model.pos_embed is None:
-        raise ValueError("the model has no absolute embedding to convert: use relativize to add an encoding")
-    if not isinstance(model.pos_embed, Absolute):
-        raise ValueError(f"the embedding is {type(model.pos_embed).__name__}, not one learned embedding: use relativize")
-    if set(position.split("+")).isdisjoint(TABLES + ROTATIONS):
-        raise ValueError(
-            f"position {position!r} cannot be fitted; choose {', '.join(TABLES + ROTATIONS)}, or join one of them to other "
-            "encodings by '+'"
-        )
+def _check(model: Backbone, images: Tensor) -> None:
     channels, patch = model.patch_embed.proj.in_channels, model.patch_embed.patch_size
     shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
     if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] != channels or not len(images):

@@ -1,117 +1,280 @@
-"""Least-squares fits of `absolute_to_relative`: encodings to attention logits, linear layers to outputs.
+"""Fits of `absolute_to_relative`: an encoding to attention maps, linear layers to the outputs of a block, a model to features.
 
-Softmax ignores a constant per query, so logits are fitted up to one. With D[i, j] the gap (the mean over images of the target
-logits minus the current ones) and r(i, j) the offset class, a table B minimises sum_ij (D[i, j] - B[r(i, j)] - c[i])^2 over B
-and c, prefix rows included: a linear problem, solved exactly, whose cost does not depend on the number of images. The
-frequencies of a rotation have no closed form: Adam runs from several multiples of their initial values.
+An encoding of any kind is fitted to the attention of the original block on several images: its parameters minimise the
+Kullback-Leibler divergence KL(original || converted), mean over images, heads and queries, by L-BFGS. Before that, those that
+add a bias are fitted by least squares to the mean gap in logits, which costs as much as one image and is a good start.
+
+A rotation acts on pairs of channels of q and k, which were not trained for it. So the basis of q and k is changed first, per
+head, in a way that leaves q . k as it is: afterwards the channels of q and k have equal power, the strongest come first, and
+those rotate slowly. Its frequencies, and a bias of q and k that gives it a kernel without content, are then fitted from several
+starts.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrel.grid import Grid
-from vitrel.ops.reference import rotate
-from vitrel.position import POSITIONS, PositionEncoding
+from vitrel.layers import Attention, Block
+from vitrel.models.backbone import Backbone
+from vitrel.ops.reference import masked_logits
+from vitrel.ops.window import windows
+from vitrel.position import PositionEncoding, Terms
+from vitrel.position.rope import RopeMixed
+from vitrel.position.terms import parts_of
 
-TABLES = ("table", "factorised")
-ROTATIONS = ("rope_mixed",)
-_STEPS, _RATE, _SCALES, _IMAGES = 100, 0.02, (0.03, 0.1, 0.3, 1.0), 8  # of Adam, for a rotation
+PREFIX_SHARE = 0.1  # weight of class and register tokens in the fits: they are few, but the class token feeds the head
+_ITERATIONS, _START_ITERATIONS, _BIAS_ITERATIONS = 60, 25, 200
+_STARTS = ((0.5, 1.0), (0.75, 1.0), (0.5, 0.3), (0.75, 0.1))  # (share of the channel pairs at rest, factor on the others)
+_SLOWEST, _FASTEST = 0.15, 1.5  # radians per patch of the pairs that rotate at the start
+_HIDDEN = -1e4  # added to the logits of keys that a query does not see; with -inf the divergence would be 0 * inf
+_RATE, _BATCH, _PART, _WARMUP = 2e-4, 32, 8, 0.1  # of distillation: learning rate, images per update and at a time, warm-up
 
 
-def parts(encoding: PositionEncoding, keys: Sequence[str]) -> list[PositionEncoding]:
-    """Return the encodings in `encoding` (itself, or parts of a composition) whose key is one of `keys`."""
-    kinds = tuple(POSITIONS[key] for key in keys)
-    return [part for part in encoding.modules() if isinstance(part, kinds)]
+class Attended(NamedTuple):
+    """Queries and keys of a block before position acts on them, for images or for windows of images, which come one by one."""
+
+    q: Tensor  # [B, H, N, D]
+    k: Tensor
+    grid: Grid  # of the N tokens
+    mask: Tensor | None  # added to the logits, [B, 1, N, N]
+    weight: Tensor  # of each query, [B, N], with sum 1
+
+    def logits(self, terms: Terms) -> Tensor:
+        """Logits before the softmax, [B, H, N, N]."""
+        return masked_logits(self.q, self.k, terms, self.grid, self.mask)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Weighted mean over queries of `values` [B, H, N], and mean over heads."""
+        return (values.mean(1) * self.weight).sum()
 
 
-def explained(target: Tensor, fitted: Tensor) -> float:
-    """R^2 of `fitted` as a prediction of `target`, both [H, N, N], each row minus its mean: 1 is exact, below 0 is harmful.
+class Agreement(NamedTuple):
+    """How closely attention follows another.
 
-    1.0 if every row of `target` is constant, whatever is fitted.
+    explained: share of the variance of its weights within rows that is explained, 1 is all. divergence: KL, in nats.
     """
-    total = _centred(target).square().sum().item()
-    return 1 - _centred(target - fitted).square().sum().item() / total if total else 1.0
+
+    explained: float
+    divergence: float
 
 
-def fit_tables(part: PositionEncoding, gap: Tensor, grid: Grid, ridge: float = 1e-3) -> None:
-    """Set a table, or the two of `factorised`, on its own grid to the least-squares fit of `gap` [H, N, N].
+def attended(block: Block, x: Tensor, grid: Grid) -> Attended:
+    """Return the queries and keys of a block for its input x, [B, N, C] or [B, h, w, C] on `grid`, in float32."""
+    attn = block.attn
+    qkv = attn.project(x if block.post_norm else block.norm1(x)).float()
+    share = torch.full((grid.tokens,), (1 - PREFIX_SHARE if grid.prefix else 1) / (grid.h * grid.w), device=x.device)
+    share[: grid.prefix] = PREFIX_SHARE / max(grid.prefix, 1)
+    share, mask = share / len(x), None
+    if attn.window is None:
+        q, k, _ = attn.heads(qkv)
+        return Attended(q, k, grid, mask, share.expand(len(x), -1))
+    window = Grid(*attn.window)
+    layout = windows(grid.h, grid.w, attn.window, attn.shift, x.device)
+    qkv = qkv.view(len(x), grid.tokens, -1)[:, layout.source].unflatten(1, (-1, window.tokens)).flatten(0, 1)
+    q, k, _ = attn.heads(qkv)
+    seen = layout.visible.view(-1, 1, window.tokens, window.tokens)
+    mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, _HIDDEN).repeat(len(x), 1, 1, 1)
+    weight = torch.zeros_like(layout.source, dtype=q.dtype).index_copy_(0, layout.inverse, share)  # 0 for padding
+    return Attended(q, k, window, mask, weight.view(-1, window.tokens).repeat(len(x), 1))
 
-    Their values are overwritten, not added to. gap: target logits minus those without these tables. grid: the part's own, with
-    prefix tokens. ridge: penalty, as a share of the number of pairs that read each row. It makes the solution unique (a
-    constant per kind of query does not change the attention) and has hardly any other effect.
+
+@torch.no_grad()
+def fit_attention(block: Block, x: Tensor, grid: Grid, target: Tensor, new_rotation: bool) -> tuple[Agreement, Agreement]:
+    """Fit the encoding of a block in place to attention logits, and return the agreement with them before and after.
+
+    x: the block's input. target: [B, H, N, N], as of `Attended.logits`. new_rotation: the encoding holds a rotation that was
+    not trained with these q and k; their weights then change too (see the module), unless they are normalised. Without
+    parameters nothing is fitted.
     """
-    tables = [*part.parameters(recurse=False)]  # [R, H] each
-    unknowns = _unknowns(grid, [len(table) for table in tables], gap.device)  # [T, N, N]
-    k, n = sum(map(len, tables)), grid.tokens
-    rows = gap.new_zeros(n, k + 1, dtype=torch.float64)  # number of keys with which query i reads each unknown
-    target_sums = gap.new_zeros(len(gap), k + 1, dtype=torch.float64)
-    normal = rows.new_zeros((k + 1) ** 2)
-    for index in unknowns:
-        rows.scatter_add_(1, index, torch.ones_like(index, dtype=rows.dtype))
-        target_sums.index_add_(1, index.flatten(), _centred(gap.double()).flatten(1))
-        for other in unknowns:
-            normal += torch.bincount((index * (k + 1) + other).flatten(), minlength=len(normal))
-    normal = (normal.view(k + 1, k + 1) - rows.mT @ rows / n)[:k, :k]
-    normal.diagonal().add_(ridge * rows[:, :k].sum(0))
-    solution = torch.linalg.solve(normal, target_sums[:, :k].mT)  # [K, H]
-    for table, fitted in zip(tables, solution.split([len(table) for table in tables]), strict=True):
-        table.copy_(fitted)
+    encoding, here = block.position, attended(block, x, grid)
+    before = agreement(here, target, here.logits(encoding(here.grid)))
+    if not any(True for _ in encoding.parameters()):
+        return before, before
+    rotations = [part for part in parts_of(encoding) if isinstance(part, RopeMixed)] if new_rotation else []
+    linear = not block.attn.cosine and isinstance(block.attn.q_norm, nn.Identity)  # q and k are linear in the tokens
+    scale = encoding(here.grid).scale
+    if linear and scale != 1:  # of DeBERTa, which would otherwise flatten the attention that is there
+        block.attn.qkv.weight[: x.shape[-1]] /= scale
+        if block.attn.qkv.bias is not None:
+            block.attn.qkv.bias[: x.shape[-1]] /= scale
+    if linear and rotations:
+        change_basis(block.attn, here)
+    here = attended(block, x, grid)
+    shift = None
+    if linear and rotations and block.attn.qkv.bias is not None:
+        generator = torch.Generator().manual_seed(0)
+        heads, width = here.q.shape[1], here.q.shape[-1]
+        # both at 0 would be a saddle point
+        shift = torch.stack((0.1 * torch.randn(heads, width, generator=generator), torch.zeros(heads, width))).to(x.device)
+    fit_encoding(encoding, here, target, shift, rotations)
+    if shift is not None:
+        block.attn.qkv.bias[: 2 * x.shape[-1]] += shift.flatten()
+    here = attended(block, x, grid)
+    return before, agreement(here, target, here.logits(encoding(here.grid)))
 
 
-def fit_rotation(part: PositionEncoding, q: Tensor, k: Tensor, gap: Tensor, scale: float, grid: Grid) -> None:
-    """Set the frequencies of a rotation so that it changes the mean logits of q and k [B, H, N, D] by `gap` [H, N, N].
+def fit_encoding(
+    encoding: PositionEncoding,
+    here: Attended,
+    target: Tensor,
+    shift: Tensor | None = None,
+    rotations: Iterable[RopeMixed] = (),
+) -> None:
+    """Fit the parameters of an encoding, from their current values, so that attention of `here` follows logits `target`.
 
-    q, k: before this rotation. Only patches (not prefix tokens) of the first 8 images are fitted, and constants per row of
-    `gap` are ignored. Adam runs from the part's current frequencies times several factors; the result with the lowest loss is
-    used, frequencies of 0 if that is better.
+    shift: [2, H, D], added to q and to k and fitted too, in place. rotations: parts of the encoding whose frequencies are
+    fitted from several starts instead.
     """
-    q, k = (t[:_IMAGES, :, grid.prefix :].float() for t in (q, k))
-    gap = gap[:, grid.prefix :, grid.prefix :].float()
-    patches, initial = Grid(grid.h, grid.w), part.freqs.detach().clone()
-    unrotated = mean_logits(q, k, scale)
+    fitted = [*encoding.parameters(), *([] if shift is None else [shift])]
+    log_p = target.log_softmax(-1)
+    p = log_p.exp()
 
-    def loss() -> Tensor:
-        cos, sin = part(patches).rotary
-        return _centred(gap + unrotated - mean_logits(rotate(q, cos, sin), rotate(k, cos, sin), scale)).square().mean()
+    def divergence() -> Tensor:
+        moved = here if shift is None else here._replace(q=here.q + shift[0, :, None], k=here.k + shift[1, :, None])
+        return here.mean((p * (log_p - moved.logits(encoding(here.grid)).log_softmax(-1))).sum(-1))
 
-    best, freqs = _centred(gap).square().mean(), torch.zeros_like(initial)
-    for factor in _SCALES:
-        part.freqs.copy_(initial * factor)
-        with torch.enable_grad():
-            adam = torch.optim.Adam([part.freqs], lr=_RATE * factor)
-            for _ in range(_STEPS):
-                adam.zero_grad()
-                loss().backward()
-                adam.step()
-        if (end := loss()) < best:
-            best, freqs = end, part.freqs.detach().clone()
-    part.freqs.grad = None
-    part.freqs.copy_(freqs)
+    _fit_bias(encoding, here, target)
+    ends = []
+    initial = [parameter.detach().clone() for parameter in fitted]
+    for start in _STARTS if rotations else ():
+        _restore(fitted, initial)
+        for part in rotations:
+            set_frequencies(part, *start)
+        ends.append((minimise(fitted, divergence, _START_ITERATIONS), [parameter.detach().clone() for parameter in fitted]))
+    if ends:
+        _restore(fitted, min(ends, key=lambda end: end[0])[1])
+    minimise(fitted, divergence, _ITERATIONS)
 
 
-def mean_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Mean over images of scale * q . k, [B, H, N, D] -> [H, N, N]; the logits of single images are never computed."""
-    images = len(q)
-    q, k = (t.permute(1, 2, 0, 3).flatten(2) for t in (q, k))  # [H, N, B*D]
-    return q @ k.mT * (scale / images)
+def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> None:
+    """Fit the parameters that a bias depends on by least squares to the mean gap in logits; others are left as they are."""
+    with torch.no_grad():
+        terms = encoding(here.grid)
+        seen = torch.ones_like(target[:, :1]) if here.mask is None else (here.mask == 0).to(target.dtype)
+        gap = ((target - here.logits(terms)) * seen).sum(0) / seen.sum(0).clamp(min=1)  # [H, N, N]
+        nothing = Attended(torch.zeros_like(here.q[:1]), torch.zeros_like(here.k[:1]), here.grid, None, here.weight[:1])
+        gap = gap + nothing.logits(terms)[0]
+    weight = here.weight.sum(0)[:, None] * (seen.sum(0) > 0)  # a constant per query does not change its attention
+
+    def distance() -> Tensor:
+        left = gap - nothing.logits(encoding(here.grid))[0]
+        left = left - (left * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-12)
+        return (left.square() * weight).sum((-2, -1)).mean()
+
+    minimise([*encoding.parameters()], distance, _BIAS_ITERATIONS)
 
 
-def refit_linear(layer: nn.Linear, x: Tensor, target: Tensor, weight: Tensor, ridge: float) -> None:
-    """Update a linear layer in place by weighted ridge regression from its input x [B, N, I] to `target` [B, N, O].
+def minimise(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
+    """Minimise `loss` over the parameters in place by L-BFGS, and return the least value, whose parameters are kept.
 
-    weight: [B, N], of each token. ridge: penalty on the change of the weights (not of the bias), in units of the mean weighted
-    power of an input channel.
+    Parameters that the loss does not depend on, and others that the fit makes worse, keep their values.
     """
-    inputs, biased = layer.in_features, layer.bias is not None
-    normal = x.new_zeros(inputs + 1, inputs + 1, dtype=torch.float64)
-    target_sums = x.new_zeros(inputs + 1, layer.out_features, dtype=torch.float64)
-    for tokens, goal, share in zip(x, target, weight[..., None], strict=True):  # image by image, summed in double precision
-        gap = goal - layer(tokens)
-        tokens = nn.functional.pad(tokens, (0, 1), value=float(biased))  # a last channel for the bias
-        normal += tokens.mT @ (tokens * share)
-        target_sums += tokens.mT @ (gap * share)
+    needed = [parameter.requires_grad for parameter in parameters]
+    best, kept = math.inf, [parameter.detach().clone() for parameter in parameters]
+
+    def closure() -> Tensor:
+        nonlocal best, kept
+        optimizer.zero_grad()
+        value = loss()
+        if value.requires_grad:
+            value.backward()
+        if value.item() < best:  # False for NaN
+            best, kept = value.item(), [parameter.detach().clone() for parameter in parameters]
+        return value
+
+    with torch.enable_grad():
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        options = dict(history_size=20, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-12)
+        optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, max_eval=iterations * 5 // 4, **options)
+        optimizer.step(closure)
+    for parameter, needs in zip(parameters, needed, strict=True):
+        parameter.grad = None
+        parameter.requires_grad_(needs)
+    _restore(parameters, kept)
+    return best
+
+
+@torch.no_grad()
+def _restore(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def change_basis(attn: Attention, here: Attended) -> None:
+    """Change the basis of q and k of each head in place, leaving q . k as it is, for a rotation that comes after it.
+
+    Then the channels of q are uncorrelated, those of k too, both have the same power in a channel, and the strongest channels
+    make the first pairs (p, p + D/2).
+    """
+    heads, width = here.q.shape[1], here.q.shape[-1]
+    order = torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))  # channel 2p to p, 2p + 1 to p + D/2
+    # [H, 3 * D]: rows of the weight that make q and k of a head
+    q_rows, k_rows = torch.arange(2 * heads * width, device=here.q.device).view(2, heads, width)
+    for head in range(heads):
+        q, k = (_covariance(t[:, head, here.grid.prefix :].flatten(0, 1).double()) for t in (here.q, here.k))
+        root = torch.linalg.cholesky(q)
+        power, axes = torch.linalg.eigh(root.mT @ k @ root)  # in ascending order
+        power, axes = power.flip(0).clamp(min=1e-12).sqrt(), axes.flip(1)
+        change = (power.sqrt()[:, None] * (axes.mT @ torch.linalg.inv(root)))[order]
+        for rows, matrix in ((q_rows[head], change), (k_rows[head], torch.linalg.inv(change).mT)):
+            for parameter in (attn.qkv.weight, attn.qkv.bias):
+                if parameter is not None:
+                    parameter[rows] = (matrix @ parameter[rows].double()).to(parameter.dtype)
+
+
+def _covariance(tokens: Tensor) -> Tensor:
+    centred = tokens - tokens.mean(0)
+    covariance = centred.mT @ centred / len(tokens)
+    covariance.diagonal().add_(1e-4 * covariance.diagonal().mean())  # channels may be constant
+    return covariance
+
+
+@torch.no_grad()
+def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
+    """Set the frequencies of all heads: a share `still` of the pairs at rest, the others slow to fast in all directions."""
+    pairs = part.freqs.shape[-1]
+    at_rest = int(pairs * still)
+    magnitude = torch.zeros(pairs)
+    magnitude[at_rest:] = factor * torch.linspace(math.log(_SLOWEST), math.log(_FASTEST), pairs - at_rest).exp()
+    angle = torch.arange(pairs) * math.pi * (3 - 5**0.5)  # the golden angle, so that neighbours in speed differ in direction
+    part.freqs.copy_(torch.stack((angle.sin() * magnitude, angle.cos() * magnitude))[:, None])
+
+
+@torch.no_grad()
+def agreement(here: Attended, target: Tensor, logits: Tensor) -> Agreement:
+    """Return how closely attention with `logits` follows attention with the logits `target`, [B, H, N, N] both."""
+    log_p, log_q = target.log_softmax(-1), logits.log_softmax(-1)
+    p = log_p.exp()
+    seen = torch.ones_like(target[:, :1]) if here.mask is None else (here.mask == 0).to(target.dtype)
+    total = here.mean((p - seen / seen.sum(-1, keepdim=True)).square().sum(-1))
+    left = here.mean((p - log_q.exp()).square().sum(-1))
+    explained = 1 - (left / total).item() if total > 0 else float(left == 0)
+    return Agreement(explained, here.mean((p * (log_p - log_q)).sum(-1)).item())
+
+
+@torch.no_grad()
+def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tensor]], ridge: float) -> None:
+    """Update a linear layer in place by weighted ridge regression from its inputs to targets.
+
+    batches: (input [..., I], target [..., O], weight [...] of each token). ridge: penalty on the change of the weights (not of
+    the bias), in units of the mean weighted power of an input channel.
+    """
+    inputs, biased, device = layer.in_features, layer.bias is not None, layer.weight.device
+    normal = torch.zeros(inputs + 1, inputs + 1, dtype=torch.float64, device=device)
+    target_sums = torch.zeros(inputs + 1, layer.out_features, dtype=torch.float64, device=device)
+    for x, target, weight in batches:
+        root = weight.flatten()[:, None].sqrt()
+        gap = (target - layer(x)).flatten(0, -2) * root
+        tokens = F.pad(x, (0, 1), value=float(biased)).flatten(0, -2) * root  # a last channel for the bias
+        normal += tokens.mT @ tokens
+        target_sums += tokens.mT @ gap
     normal.diagonal()[:-1] += ridge * normal.diagonal()[:-1].mean()
     normal.diagonal()[-1] += not biased  # else the matrix is singular
     change = torch.linalg.solve(normal, target_sums).mT  # [O, I + 1]
@@ -120,15 +283,42 @@ def refit_linear(layer: nn.Linear, x: Tensor, target: Tensor, weight: Tensor, ri
         layer.bias.add_(change[:, -1].to(layer.bias.dtype))
 
 
-def _centred(logits: Tensor) -> Tensor:
-    """Subtract the mean of each row."""
-    return logits - logits.mean(-1, keepdim=True)
+def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> None:
+    """Train a model in place, without labels, until its last features on images and their mirror images are the original's.
+
+    The loss is the squared distance of each token, divided by the variance of the original's; class and register tokens
+    together count as much as all patches. steps: number of updates, of 32 images each. Both models are in evaluation mode.
+    """
+    scales = model.position_lr_scales()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [{"params": [p for name, p in named.items() if scales.get(name, 1.0) == scale], "lr": _RATE * scale}
+              for scale in sorted({scales.get(name, 1.0) for name in named})]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    warmup = max(1, round(_WARMUP * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, i - warmup) / max(1, steps - warmup)))
+    )
+    generator = torch.Generator().manual_seed(0)
+    drawn, size = _draw(len(images), steps * _BATCH, generator), min(_PART, _BATCH)
+    for _ in range(steps):
+        mirrored = torch.rand((), generator=generator) < 0.5
+        for _ in range(_BATCH // size):  # in parts, for memory
+            image = images[[next(drawn) for _ in range(size)]].to(next(iter(named.values())).device)
+            image = image.flip(-1) if mirrored else image
+            with torch.no_grad():
+                wanted = original.forward_features(image)
+            with torch.enable_grad():
+                left = ((model.forward_features(image) - wanted).square() / wanted.var(-1, keepdim=True)).mean(-1).flatten(1)
+                prefix, patches = left[:, : model.num_prefix_tokens], left[:, model.num_prefix_tokens :]
+                loss = patches.mean() + (prefix.mean() if prefix.numel() else 0)
+                (loss * size / _BATCH).backward()
+        nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
 
 
-def _unknowns(grid: Grid, lengths: list[int], device: torch.device) -> Tensor:
-    """Index [T, N, N] of each table's row for a pair, in the concatenated tables; the index after their end means no row."""
-    if len(lengths) == 1:
-        return grid.index("hw", device)[None]
-    rows, columns = grid.index("h", device), grid.index("w", device)
-    none = columns >= lengths[1]  # pairs with prefix tokens have rows in the first table alone
-    return torch.stack((rows, torch.where(none, sum(lengths), columns + lengths[0])))
+def _draw(n: int, count: int, generator: torch.Generator) -> Iterator[int]:
+    """Yield at least `count` indices below n: permutations, one after another."""
+    for _ in range(-(-count // n)):
+        yield from torch.randperm(n, generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""relativize: add an encoding in attention to a ViT and keep all its other weights."""
+"""relativize: give a ViT or Swin another encoding in attention and keep all its other weights."""
 
 import inspect
 from typing import Any
@@ -8,6 +8,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from vitrel.convert.recognise import as_vitrel
+from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
 from vitrel.models.vit import ViT
@@ -25,10 +26,11 @@ def relativize(
     rope: str = "keep",
     img_size: int | tuple[int, int] | None = None,
     zero_init: bool = True,
-) -> ViT:
-    """Return a new vitrel ViT with the weights of `model` and a new encoding `position` in every block.
+) -> Backbone:
+    """Return a new vitrel model with the weights of `model` and a new encoding `position` in every block.
 
-    model: a vitrel ViT whose attention has no position or a rotation, or a timm model that `from_timm` supports; not changed.
+    model: a vitrel ViT whose attention has no position or a rotation, a vitrel Swin, whose encoding in the windows is replaced
+    unless it is a rotation that `rope` keeps, or a timm model that `from_timm` supports; not changed.
     position: a key of POSITIONS that acts in attention, or several joined by '+'; position_args: their options.
     absolute: "keep" the embedding, "drop" it, or "fade" it out over the first `fade_steps` training steps (vitrel.layers.Fade).
     rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
@@ -36,15 +38,15 @@ def relativize(
     to it, as forward at that size would do.
     zero_init: learned rows (of encodings with the option `init_std`) start at 0, so they do not change the logits before
     training; DeBERTa still scales content by 3**-0.5, and encodings without learned rows act from the start.
-    Raises ValueError for unknown or conflicting arguments, and for a model that attends in windows, has a bias in attention
-    already, or shares one rotation among its blocks.
+    Raises ValueError for unknown or conflicting arguments, for a ViT that has a bias in attention already or shares one
+    rotation among its blocks, and for a Swin that has `position` already.
     """
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)
     options = dict(position_args or {})
     _check_position(position, options, zero_init)
     model = as_vitrel(model)
-    tokens, rotation = _own_keys(model)
+    tokens, rotation = _own_keys(model, position)
     if absolute == "fade" and not tokens:
         raise ValueError("absolute='fade' needs an absolute embedding, and the model has none; use absolute='keep'")
     if absolute != "fade" and fade_steps is not None:
@@ -54,14 +56,17 @@ def relativize(
     replaced = rope == "drop" or any(POSITIONS[key].rotates for key in position.split("+"))
     kept = [key for key in (tokens if absolute != "drop" else "", "" if replaced else rotation) if key]
     added = [key for key in position.split("+") if key != "none"]
+    if absolute == "fade" and not isinstance(model, ViT):
+        raise ValueError("absolute='fade' is for a ViT: use absolute='keep' or 'drop'")
     config = config_of(model)
     weight = model.patch_embed.proj.weight
+    fading = {"absolute_fade": fade_steps if absolute == "fade" else None} if isinstance(model, ViT) else {}
     result: Any = config.build(
         weight.device,
         weight.dtype,
         position="+".join(kept + added) or "none",
         position_args=options_of(kept, config.arguments["position_args"] or {}) | options or None,
-        absolute_fade=fade_steps if absolute == "fade" else None,
+        **fading,
         img_size=config.arguments["img_size"] if img_size is None else to_2tuple(img_size),
     )
     _copy(model, result)
@@ -107,15 +112,17 @@ def _check_position(position: str, args: dict, zero_init: bool) -> None:
         raise ValueError(f"init_std={args['init_std']} has no effect because learned rows start at 0: pass zero_init=False too")
 
 
-def _own_keys(model: Backbone) -> tuple[str, str]:
+def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
     """Return (keys that add to the tokens, joined by '+'; the key that rotates q and k), each "" if there is none.
 
     ValueError for a model that cannot be relativized.
     """
-    if not isinstance(model, ViT):
-        raise ValueError(f"{type(model).__name__} attends in windows: its position is relative already")
     tokens, attention = split_position(model.current_arguments()["position"])
     keys = [key for key in attention.split("+") if key and key != "none"]
+    if not isinstance(model, ViT):
+        if attention == position:
+            raise ValueError(f"the model has {position!r} in its windows already: there is nothing to relativize")
+        return tokens, next((key for key in keys if POSITIONS[key].rotates), "")
     if other := [key for key in keys if not POSITIONS[key].rotates]:
         raise ValueError(
             f"the model has {other[0]!r} in attention already: there is nothing to relativize; for another encoding build the "
@@ -139,7 +146,7 @@ def _encodings(encoding: PositionEncoding | None) -> dict[str, PositionEncoding]
 
 
 @torch.no_grad()
-def _copy(model: ViT, result: ViT) -> None:
+def _copy(model: Backbone, result: Backbone) -> None:
     """Copy the weights of `model` to `result`, in place; encodings are matched by key, and new ones keep their values.
 
     An absolute embedding is resampled to the grid of `result`. The step count of a fade is not copied: it starts again.
@@ -149,9 +156,8 @@ def _copy(model: ViT, result: ViT) -> None:
     state.pop("absolute_fade.steps", None)
     missing, unexpected = result.load_state_dict(state, strict=False)
     assert not unexpected and {*missing} <= {*positions, "absolute_fade.steps"}, (missing, unexpected)
-    pairs = [(model.pos_embed, result.pos_embed), *zip(
-        [block.position for block in model.blocks], [block.position for block in result.blocks], strict=True
-    )]  # fmt: skip
+    positions_of = [[block.position for block in of.modules() if isinstance(block, Block)] for of in (model, result)]
+    pairs = [(model.pos_embed, result.pos_embed), *zip(*positions_of, strict=True)]
     for old, new in pairs:
         old_parts, new_parts = _encodings(old), _encodings(new)
         for key in old_parts.keys() & new_parts.keys():
@@ -163,9 +169,9 @@ def _copy(model: ViT, result: ViT) -> None:
 
 
 @torch.no_grad()
-def _zero(result: ViT, added: list[str]) -> None:
+def _zero(result: Backbone, added: list[str]) -> None:
     """Set the learned rows of the encodings with a key in `added` to 0 in all blocks, in place."""
-    for block in result.blocks:
+    for block in (module for module in result.modules() if isinstance(module, Block)):
         for key, part in _encodings(block.position).items():
             if key in added and _learns_rows(type(part)):
                 for parameter in part.parameters(recurse=False):

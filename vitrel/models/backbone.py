@@ -171,6 +171,14 @@ class Backbone(nn.Module, abc.ABC):
         encodings = [name for name, module in self.named_modules() if isinstance(module, PositionEncoding)]
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
+    def position_lr_scales(self) -> dict[str, float]:
+        """Return {name: factor on the learning rate in fine-tuning, `lr_scale`} of the parameters of encodings in attention."""
+        scales: dict[str, float] = {}
+        for name, module in self.named_modules():  # a composition comes before its parts
+            if isinstance(module, PositionEncoding) and module.site == "attention":
+                scales |= {f"{name}.{parameter}": module.lr_scale for parameter, _ in module.named_parameters()}
+        return scales
+
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention.
 

@@ -26,6 +26,7 @@ class Alibi(PositionEncoding):
 
     behaviour = "nothing changes"
     policies = POLICIES
+    lr_scale = 10.0  # one number per head, which has to move by tenths in some hundred updates
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ class Clipped(PositionEncoding):
     """
 
     behaviour = "nothing changes"
+    lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(
         self,

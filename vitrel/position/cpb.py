@@ -27,6 +27,7 @@ class CPB(PositionEncoding):
     """
 
     policies = POLICIES
+    lr_scale = 2.0  # an MLP, many of whose weights move every row: faster than that, rows jump
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class DeBERTa(PositionEncoding):
     """
 
     behaviour = "nothing changes"
+    lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 
     def __init__(
         self,

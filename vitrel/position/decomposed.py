@@ -26,6 +26,7 @@ class Decomposed(PositionEncoding):
 
     behaviour = "resized"
     policies = ("linear", "clip", "geometric", "bicubic")
+    lr_scale = 5.0  # a logit is a sum over D channels of a row, so a channel has to move less than the row of a table
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
         super().__init__()

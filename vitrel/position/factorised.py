@@ -22,6 +22,7 @@ class Factorised(PositionEncoding):
 
     behaviour = "resized"
     policies = POLICIES
+    lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, init_std: float = 0.02, **factory: Unpack[Factory]):
         super().__init__()

@@ -25,6 +25,7 @@ class LogDecay(PositionEncoding):
 
     behaviour = "nothing changes"
     policies = POLICIES
+    lr_scale = 10.0  # one number per head, a logarithm, which has to move by tenths in some hundred updates
 
     def __init__(
         self,

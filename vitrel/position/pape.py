@@ -27,6 +27,8 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 class PaPE(PositionEncoding):
     """Sum of M parabolas per head. Parameters: `position` [H, M, 2] (w, per patch of y and x), `a` and `b` [H, M, D]."""
 
+    lr_scale = 2.0  # the logits grow with the square of the offset: faster than that, far ones jump
+
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, parabolas: int = 50, **factory: Unpack[Factory]):
         """parabolas: number M of parabolas per head."""
         super().__init__()

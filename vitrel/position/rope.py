@@ -130,6 +130,7 @@ class RopeMixed(PositionEncoding):
     rotates = True
     perturbable = True
     scaling: Scaling
+    lr_scale = 2.0  # radians per patch: an error of a tenth is half a turn over 30 patches
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ class T5(PositionEncoding):
     """
 
     behaviour = "nothing changes"
+    lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(
         self,

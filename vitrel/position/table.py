@@ -24,6 +24,7 @@ class OffsetTable(PositionEncoding):
 
     behaviour = "resized"
     policies = POLICIES
+    lr_scale = 10.0  # rows are logits, which have to move by tenths in some hundred updates
 
     def __init__(
         self,

@@ -86,6 +86,8 @@ class PositionEncoding(nn.Module, abc.ABC):
     - behaviour: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows only, or the
       same function continues), "evaluated" (a function at arguments beyond those of training), "resized" (parameters are
       resampled by a policy) or "nothing" (there is no position).
+    - lr_scale: factor on the learning rate of its parameters in fine-tuning, where that of other weights is small: AdamW moves
+      a parameter by about the learning rate per update, whatever its units are. Encodings in attention only.
     - policies: names of the rules for another grid, the default first; empty if there is no choice.
 
     Attributes of an instance:
@@ -102,6 +104,7 @@ class PositionEncoding(nn.Module, abc.ABC):
     rotates: ClassVar[bool] = False
     perturbable: ClassVar[bool] = False
     behaviour: ClassVar[str] = "evaluated"
+    lr_scale: ClassVar[float] = 1.0
     policies: ClassVar[tuple[str, ...]] = ()
     grid: Grid | None = None
     resize: str = ""

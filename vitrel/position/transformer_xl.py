@@ -25,6 +25,8 @@ class TransformerXL(PositionEncoding):
     on a training grid of one row or column).
     """
 
+    lr_scale = 2.0  # a weight of a projection, many of which move every row: faster than that, rows jump
+
     def __init__(
         self,
         grid: Grid,

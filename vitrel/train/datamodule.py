@@ -151,8 +151,9 @@ class ImageData(LightningDataModule):
         return create_shapes("train", self.n_train, self.seed, size=self.size, mean=mean, std=std, region=self.region)
 
     def unaugmented(self, n: int) -> Tensor:
-        """Return n training images at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which."""
+        """Return n training images, or all, at `size`, prepared as for evaluation, [n, 3, H, W]; `seed` chooses which."""
         preprocessing = self.trainer.lightning_module.preprocessing
+        n = min(n, len(self.train_set))
         chosen = create_dataset(self.data, "train", self.size, **preprocessing, n=n, seed=self.seed, reading=self.reading)
         return torch.stack([chosen[i][0] for i in range(len(chosen))])
 

@@ -210,13 +210,13 @@ class Classifier(LightningModule):
 
     def on_fit_start(self) -> None:
         """Fit the position encoding where `tuning.fit` asks for it; a resumed run has its weights already."""
-        if self.tuning.fit and not self.resumed:
+        if self.tuning.position is not None and self.tuning.fit != 0 and not self.resumed:
             if isinstance(self.trainer.strategy, ModelParallelStrategy):
                 raise ValueError(
                     "model.tuning.fit needs all weights on one device, and this strategy shards them: fit with vitrel convert, "
-                    "and start from its file"
+                    "and start from its file, or set model.tuning.fit to 0"
                 )
-            self.tuning.fit_position(self.model, self.name, self.trainer.datamodule.unaugmented(self.tuning.fit))
+            self.tuning.fit_position(self.model, self.name, self.trainer.datamodule.unaugmented)
 
     def updates_per_epoch(self) -> int:
         """Number of optimiser updates in an epoch, an incomplete last accumulation included; does not build the loaders.

@@ -125,7 +125,9 @@ class Optimisation:
         betas: the optimiser's betas, if it has them; null is the optimiser's default.
         eps: the optimiser's epsilon, if it has one; null is the optimiser's default.
         momentum: the optimiser's momentum, if it has one; null is 0.9.
-        position_lr_scale: factor on the learning rate of position parameters.
+        position_lr_scale: factor on the learning rate of position parameters. Null: with `layer_decay`, which is for
+            fine-tuning, encodings in attention have their own factor (their `lr_scale`) on `lr`, without layer decay, since
+            most of their parameters are logits, which have to move further than weights; without `layer_decay` it is 1.
         warmup_epochs: length of the linear warm-up in epochs, fractions allowed; the rate rises at every update. Null: 5, or a
             tenth of a run of less than 50.
         final_lr: learning rate at the end of a cosine, linear or poly schedule, as a share of `lr`.
@@ -145,7 +147,7 @@ class Optimisation:
     lr: float = 1e-3
     weight_decay: float = 0.05
     betas: tuple[float, ...] | None = None
-    position_lr_scale: float = 1.0
+    position_lr_scale: float | None = None
     warmup_epochs: float | None = None
     final_lr: float = 0.0
     eps: float | None = None
@@ -158,7 +160,7 @@ class Optimisation:
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
-        if not self.lr > 0 or not self.position_lr_scale > 0:
+        if not self.lr > 0 or not (self.position_lr_scale is None or self.position_lr_scale > 0):
             raise ValueError(
                 f"model.optim.lr ({self.lr}) and model.optim.position_lr_scale ({self.position_lr_scale}) must be positive"
             )
@@ -221,12 +223,18 @@ def check_clipping(settings: Optimisation, value: float | None, algorithm: Enum 
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float, position_lr_scale: float = 1.0, layer_decay: float | None = None
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    position_lr_scale: float | None = None,
+    layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return the optimiser's parameter groups, as dictionaries of name, params, names, lr and weight_decay.
 
     The groups are "decayed", "undecayed" (biases, all parameters of at most one dimension, and those that a name or pattern of
     `no_weight_decay()` matches) and "position" (`position_parameters()`: undecayed, learning rate times `position_lr_scale`).
+    With `layer_decay` and no `position_lr_scale`, encodings in attention are in groups of their own ("position.x10"), with the
+    factors of the model's `position_lr_scales()` and no layer decay.
     With `layer_decay`, each is split by layer ("decayed.0", ..., 0 at the input), and the `lr` of a group includes its layer's
     factor, layer_decay ** (last layer - layer), because only timm's schedulers read timm's `lr_scale`. Frozen parameters
     are in no group.
@@ -237,30 +245,34 @@ def parameter_groups(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     position = set(model.position_parameters()) if hasattr(model, "position_parameters") else set()
-    if position_lr_scale != 1 and not position & named.keys():
+    if position_lr_scale not in (None, 1) and not position & named.keys():
         raise ValueError(
             f"model.optim.position_lr_scale is {position_lr_scale}, but the model has no position parameters to apply it to: "
             "set it to 1"
         )
     excluded = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     layers = None if layer_decay is None else layer_of(model)
-    members: dict[tuple[str, int], list[str]] = defaultdict(list)
+    own = model.position_lr_scales() if position_lr_scale is None and layers and hasattr(model, "position_lr_scales") else {}
+    members: dict[tuple[str, int, float | None], list[str]] = defaultdict(list)
     for name, parameter in named.items():
         undecayed = parameter.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in excluded)
         kind = "position" if name in position else "undecayed" if undecayed else "decayed"
-        members[kind, 0 if layers is None else layers[name]].append(name)
+        members[kind, 0 if layers is None or name in own else layers[name], own.get(name)].append(name)
     top = 0 if layers is None else max(layers.values())
-    return [
-        {
-            "name": kind if layers is None else f"{kind}.{layer}",
-            "params": [named[n] for n in names],
-            "names": names,
-            "lr": lr * (position_lr_scale if kind == "position" else 1) * (layer_decay or 1) ** (top - layer),
-            "weight_decay": weight_decay if kind == "decayed" else 0.0,
-        }
-        # the head's group comes first: the logs show the learning rate of the first group
-        for (kind, layer), names in sorted(members.items(), key=lambda item: (KINDS.index(item[0][0]), -item[0][1]))
-    ]
+    groups = []
+    # the head's group comes first: the logs show the learning rate of the first group
+    for (kind, layer, scale), names in sorted(members.items(), key=lambda item: (KINDS.index(item[0][0]), -item[0][1])):
+        factor = scale or ((position_lr_scale or 1) if kind == "position" else 1) * (layer_decay or 1) ** (top - layer)
+        groups.append(
+            {
+                "name": f"{kind}.x{scale:g}" if scale else kind if layers is None else f"{kind}.{layer}",
+                "params": [named[n] for n in names],
+                "names": names,
+                "lr": lr * factor,
+                "weight_decay": weight_decay if kind == "decayed" else 0.0,
+            }
+        )
+    return groups
 
 
 def layer_of(model: nn.Module) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Fine-tuning: initial weights, an added position encoding, and the choice of trainable parameters."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.common.names import nearest
 from vitrel.convert import absolute_to_relative, from_timm, load, relativize
+from vitrel.convert.absolute_to_relative import IMAGES, cannot_fit
 from vitrel.convert.relativize import options_of
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
@@ -39,10 +40,11 @@ class Tuning:
             initial weights it may also replace one, in a Swin too.
         position_args: options of `position`.
         absolute: what happens to the absolute embedding when `position` is added: "keep" it, "drop" it, or "fade" it out over
-            the first half of the run.
-        fit: number of training images, without augmentation, to which `position` is fitted before the first update, together
-            with two linear layers per block (`vitrel.convert.absolute_to_relative`; with absolute "drop" or "fade", and a
-            table or rotation); about 100 are enough. 0: the encoding starts at zero.
+            the first half of the run. Null: "drop" where `position` is fitted, otherwise "keep".
+        fit: number of training images, without augmentation, to which `position` is fitted before the first update, and the
+            other weights are adapted (`vitrel.convert.absolute_to_relative`); fewer where there are fewer. Null: 256, if
+            training starts from weights whose position can be fitted and `absolute` is not "keep". 0: not fitted, learned
+            rows start at zero.
         reset_head: true: start with a new classifier; false: never; null: only if the classes of the data differ from those
             of the weights.
         trainable: names of modules and parameters to train, including everything below them, e.g. [norm, fc_norm, head]; all
@@ -53,8 +55,8 @@ class Tuning:
     pretrained: bool = False
     position: str | None = None
     position_args: dict[str, Any] | None = None
-    absolute: Literal["keep", "drop", "fade"] = "keep"
-    fit: int = 0
+    absolute: Literal["keep", "drop", "fade"] | None = None
+    fit: int | None = None
     reset_head: bool | None = None
     trainable: list[str] | None = None
 
@@ -65,10 +67,9 @@ class Tuning:
             )
         if self.pretrained and self.init_from is not None:
             raise ValueError("model.tuning.pretrained and model.tuning.init_from exclude each other: set only one of them")
-        if self.position is None and (self.absolute != "keep" or self.position_args):
+        if self.position is None and (self.absolute not in (None, "keep") or self.position_args):
             raise ValueError("model.tuning.absolute and position_args need model.tuning.position: name the encoding to add")
-
-        if self.fit < 0 or (self.fit and (self.position is None or self.absolute == "keep")):
+        if self.fit is not None and (self.fit < 0 or (self.fit and (self.position is None or self.absolute == "keep"))):
             raise ValueError(
                 f"model.tuning.fit ({self.fit}) is a number of images, and needs a position with absolute: drop or fade"
             )
@@ -93,7 +94,7 @@ class Tuning:
         if self._rebuilds(name):
             base, classes = self.initial(name)
             try:
-                return self._changed(base, self.has_weights(name), num_classes, img_size, model_args), classes
+                return self._changed(base, name, num_classes, img_size, model_args), classes
             except (RuntimeError, TypeError) as error:
                 raise ValueError(f"{name} cannot have model.model_args {model_args}: {error}") from error
         check_registered(name)
@@ -142,25 +143,44 @@ class Tuning:
         model.absolute_fade.fade_steps = max(passes // 2, 1)
         return {"absolute_fade": model.absolute_fade.fade_steps}
 
-    def fit_position(self, model: nn.Module, name: str, images: Tensor) -> None:
-        """Fit the added encoding, in place, to what the absolute embedding does; `absolute_to_relative` says how.
+    def images_to_fit(self, name: str, base: Backbone) -> int:
+        """Return the number of images to which the added encoding is fitted, 0 for none.
+
+        Args:
+            name: as for `build`.
+            base: the model before the encoding is added, as `initial` returns it.
+        """
+        if self.fit is not None or self.position is None:
+            return self.fit or 0
+        return IMAGES if self.has_weights(name) and self.absolute != "keep" and not cannot_fit(base) else 0
+
+    def fit_position(self, model: nn.Module, name: str, images_of: Callable[[int], Tensor]) -> None:
+        """Fit the added encoding, in place, to the attention of the initial model; `absolute_to_relative` says how.
 
         Args:
             model: the model that `build` returned for `name`; its classifier is left as it is.
-            images: normalised images [n, 3, H, W] of the model's size, without labels.
+            images_of: function of a number of images that returns that many or fewer, normalised [n, 3, H, W] of the model's
+                size, without labels.
 
         Raises:
-            ValueError: an encoding that cannot be fitted, or a model without an absolute embedding.
+            ValueError: a model whose position cannot be fitted, if `fit` is set.
         """
-        assert self.position is not None
-        original = rebuilt(self.initial(name)[0], img_size=tuple(images.shape[2:]))
+        if self.position is None or self.fit == 0 or not (self.fit or self.has_weights(name)):
+            return
+        base = self.initial(name)[0]
+        if not (n := self.images_to_fit(name, base)):
+            return
+        images = images_of(n)
+        original = rebuilt(base, img_size=tuple(images.shape[2:])).to(next(model.parameters()).device)
         fade = {"fade_steps": 1} if self.absolute == "fade" else {}
-        fitted = absolute_to_relative(original, images, self.position, self.position_args, absolute=self.absolute, **fade)
+        absolute = self.absolute or "drop"
+        fitted = absolute_to_relative(original, images, self.position, self.position_args, absolute=absolute, **fade)
         head = {name: value for name, value in model.state_dict().items() if name.startswith("head.")}
         model.load_state_dict(fitted.state_dict() | head)
-        explained = ", ".join(f"{share:.2f}" for share in fitted.conversion.logits)
+        report = fitted.conversion
+        explained = [" ".join(f"{step.explained:.2f}" for step in steps) for steps in (report.before, report.after)]
         rank_zero_only(print)(
-            f"position: {self.position} fitted to {len(images)} images; share of the logits explained: {explained}"
+            f"position: {report.head()}; share of each block's attention explained: {explained[1]} (before: {explained[0]})"
         )
 
     def stored(self, model: nn.Module, name: str, model_args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -248,12 +268,14 @@ class Tuning:
         return model, _label_names(model)
 
     def _changed(
-        self, base: Backbone, has_weights: bool, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]
+        self, base: Backbone, name: str, num_classes: int, img_size: tuple[int, int], model_args: dict[str, Any]
     ) -> Backbone:
         """The model `base` rebuilt for this image size and these classes, with the encoding `position` added.
 
-        has_weights: the rebuilt model gets the weights of `base`, and for other classes a new head; otherwise see `_new`.
+        name: of the model. The rebuilt model gets the weights of `base` if there are any, and for other classes a new head;
+        otherwise see `_new`.
         """
+        has_weights = self.has_weights(name)
         changes = {"img_size": img_size, **{name: value for name, value in model_args.items() if name != "pretrained"}}
         if not has_weights:
             return self._new(base, **changes, num_classes=num_classes)
@@ -262,8 +284,16 @@ class Tuning:
             rank_zero_only(print)(f"weights: resampled to {img_size[0]}x{img_size[1]} pixels: {', '.join(resized)}")
         if self.position is not None:
             fade = dict(fade_steps=1) if self.absolute == "fade" else {}  # `fade_over` sets the length when it is known
-            model = relativize(model, self.position, self.position_args, absolute=self.absolute, **fade)
-            rank_zero_only(print)(f"position: {self.position} is added in attention; the absolute embedding: {self.absolute}")
+            n = self.images_to_fit(name, base)
+            absolute = self.absolute or ("drop" if n else "keep")
+            model = relativize(model, self.position, self.position_args, absolute=absolute, **fade)
+            rank_zero_only(print)(f"position: {self.position} is added in attention; the absolute embedding: {absolute}")
+            if not n:
+                why = "" if self.fit == 0 or self.absolute == "keep" else f", since {cannot_fit(base).partition(': use')[0]}"
+                rank_zero_only(print)(
+                    f"position: {self.position} is not fitted to the weights{why}: it is learned in training alone, which "
+                    "takes many epochs"
+                )
         if self.reset_head or model.num_classes != num_classes:
             self.reset(model, num_classes, f"weights of {base.num_classes} classes, data of {num_classes}")
         return model.train()
