@@ -34,8 +34,8 @@ import vitrel.evaluate.settings
 print("settings", seen())
 import vitrel.data as d
 how = (32, 32), (0.5,) * 3, (0.5,) * 3
-d.Augmenter(d.Augmentation(library="torchvision", policy="3a"), *how)(d.decode(sys.argv[1]), 0, 0)
-print("torchvision", seen())
+d.Prepare(*how)(d.decode(sys.argv[1]))
+print("evaluation", seen())
 import socket
 asked = []
 socket.getaddrinfo = socket.socket.connect = socket.socket.connect_ex = lambda *args, **how: asked.append(args)
@@ -47,7 +47,7 @@ print("evaluations", "pandas" in seen())
     assert printed(code, str(tmp_path / "0.png")) == [
         "models []",
         "settings []",
-        "torchvision []",
+        "evaluation []",
         "albumentations ['albumentations', 'cv2'] []",
         "evaluations True",
     ]

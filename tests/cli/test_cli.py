@@ -92,7 +92,6 @@ def test_help_and_mistakes_answer_at_once(arguments, status):
         ("matplotlib", ["plot", "--gallery"]),
         ("matplotlib", ["diagnose", "test_vit", "--size", "96", "--plot", "a.png"]),
         ("onnx", ["export", "a", "--format", "onnx"]),
-        ("webdataset", ["pack", "nowhere", "out"]),
         ("lightning", ["train", "--data", "shapes"]),
         ("shtab", ["completion", "bash"]),
     ],
@@ -165,7 +164,7 @@ def test_what_is_a_name_and_what_a_path(model, named):
 
 
 def test_data_that_needs_no_folder(tmp_path):
-    for place in ("shapes", "shapes-place", "food101:/nowhere", str(tmp_path)):
+    for place in ("shapes", "shapes-place", "torch/cifar10:/nowhere", "s3://bucket/images", str(tmp_path)):
         check_data(place)
     with pytest.raises(FileNotFoundError, match="no folder nowhere: give"):
         check_data("nowhere")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from helpers import command
 from helpers.pictures import write_classes
+from helpers.tars import write_tars
 from vitrel.data import class_names
 from vitrel.evaluate import run
 from vitrel.evaluate.metrics import read_predictions
@@ -45,7 +46,7 @@ def test_links_to_folders_are_followed_where_asked(checkpoint, tmp_path, capsys)
     model, out = checkpoint("vitrel_vit_n8_none", "a.ckpt", ("cat", "dog")), tmp_path / "out"
     arguments = [model, "--data", str(tmp_path / "data"), "--size", "64", "--protocols", "scale", "--device", "cpu"]
     arguments += ["--attention-n", "0", "--no-report", "--out", str(out)]
-    with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate and vitrel pack --follow-links"):
+    with pytest.warns(UserWarning, match="1 folder link .*vitrel evaluate --follow-links"):
         tool.main(arguments)
     assert pd.read_csv(out / "results.csv")["n"].tolist() == [2]
     with pytest.raises(SystemExit, match=r"may not share a table .*links: none there, followed now"):
@@ -269,15 +270,15 @@ def test_what_is_stopped_says_what_is_saved_and_how_to_go_on(checkpoint, tmp_pat
 
 
 @pytest.mark.slow
-def test_shards_are_evaluated_as_the_folder_they_were_packed_from(tmp_path, capsys):
+def test_tars_are_evaluated_as_the_folder_they_were_made_of(tmp_path):
     for part in ("train", "val"):
         write_classes(tmp_path / "data" / part, ["above", "left", "right"], ["0.png", "1.png", "2.png"])
-    command("pack").main([str(tmp_path / "data"), str(tmp_path / "shards")])
+    write_tars(tmp_path / "data", tmp_path / "tars")
     model = timm.create_model("vitrel_vit_n8_table", num_classes=3, img_size=32)
     torch.save(model.state_dict(), tmp_path / "w.pth")
     named = ["vitrel_vit_n8_table", "--weights", str(tmp_path / "w.pth"), "--model-args", "{img_size: 32}"]
     frames = []
-    for data in ("data", "shards"):
+    for data in ("data", "tars"):
         out = tmp_path / f"out-{data}"
         requested = ["--data", str(tmp_path / data), "--size", "48x40", "--device", "cpu", "--out", str(out), "--no-report"]
         tool.main([*named, *requested, "--attention-n", "0", "--protocols", "scale", "--policies", "clip"])

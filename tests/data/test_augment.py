@@ -15,14 +15,8 @@ from vitrel.data.augmentation import Augmentation
 from vitrel.data.prepare import Prepare
 
 HALF = (0.5, 0.5, 0.5)
-LIBRARIES = ("albumentations", "torchvision", "timm")
 PLAIN = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "jitter": 0.0}
 EVERYTHING = {"policy": "rand-m9-mstd0.5-inc1", "jitter": 0.3, "erase": 0.5, "gray_prob": 0.2, "blur_prob": 0.2}
-
-
-@pytest.fixture(params=LIBRARIES)
-def library(request):
-    return request.param
 
 
 def augmenter(size=(32, 32), seed=0, crop_pct=1.0, **settings):
@@ -59,39 +53,39 @@ def batches(augment, workers):
     return list(DataLoader(Views(augment), 4, sampler=order, num_workers=workers))
 
 
-def test_sixteen_of_sixteen_draws_are_distinct(library):
-    augment = augmenter(size=(24, 40), library=library)
+def test_sixteen_of_sixteen_draws_are_distinct():
+    augment = augmenter(size=(24, 40))
     image = noise()
     draws = {augment(image, 0, index).numpy().tobytes() for index in range(16)}
     draws |= {augment(image, epoch, 0).numpy().tobytes() for epoch in range(1, 16)}
     draws |= {augment(image, 0, 0, repeat).numpy().tobytes() for repeat in range(1, 16)}
     assert len(draws) == 46
     assert augment(image, 0, 0).shape == (3, 24, 40) and augment(image, 0, 0).dtype == torch.float32
-    assert torch.equal(augment(image, 3, 5, 2), augmenter(size=(24, 40), library=library)(image, 3, 5, 2))
-    assert not torch.equal(augment(image, 3, 5), augmenter(size=(24, 40), library=library, seed=1)(image, 3, 5))
+    assert torch.equal(augment(image, 3, 5, 2), augmenter(size=(24, 40))(image, 3, 5, 2))
+    assert not torch.equal(augment(image, 3, 5), augmenter(size=(24, 40), seed=1)(image, 3, 5))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_batches_are_the_same_for_any_number_of_workers(library):
-    augment = augmenter(library=library, **EVERYTHING)
+def test_batches_are_the_same_for_any_number_of_workers():
+    augment = augmenter(**EVERYTHING)
     alone = batches(augment, 0)
     assert len({view.numpy().tobytes() for batch in alone for view in batch}) == 32  # no view twice over two epochs
     assert all(map(torch.equal, batches(augment, 3), alone))
 
 
 @pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "augmix-m3-w3", "3a"])
-def test_a_pickled_augmenter_draws_the_same(library, policy):
+def test_a_pickled_augmenter_draws_the_same(policy):
     """Loader processes that are spawned get it by pickle."""
-    augment = augmenter(library=library, policy=policy, erase=0.5)
+    augment = augmenter(policy=policy, erase=0.5)
     again = pickle.loads(pickle.dumps(augment))
     assert all(torch.equal(augment(noise(), 0, i), again(noise(), 0, i)) for i in range(4))
 
 
-def test_a_view_is_independent_of_the_global_state_and_leaves_it_alone(library):
+def test_a_view_is_independent_of_the_global_state_and_leaves_it_alone():
     def streams():
         return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()  # noqa: NPY002
 
-    augment = augmenter(library=library, **EVERYTHING)
+    augment = augmenter(**EVERYTHING)
     seen, views = [], []
     for between in (0, 3):
         random.seed(1)
@@ -104,18 +98,18 @@ def test_a_view_is_independent_of_the_global_state_and_leaves_it_alone(library):
     assert all(torch.equal(view, augment(noise(), 0, index)) for index, view in enumerate(views[1]))
 
 
-def test_the_global_state_is_put_back_after_an_error(library):
+def test_the_global_state_is_put_back_after_an_error():
     before = random.getstate()
     with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):
-        augmenter(library=library)(torch.zeros(5, dtype=torch.uint8), 0, 0)
+        augmenter()(torch.zeros(5, dtype=torch.uint8), 0, 0)
     assert random.getstate() == before
 
 
-def test_transforms_draw_independently(library):
+def test_transforms_draw_independently():
     """albumentations hands one seed to every transform: mirroring, greying and crop would then move together."""
     image = ramp().clone()
     image[2] //= 2
-    augment = augmenter(library=library, **PLAIN | {"flip": True}, gray_prob=0.5, erase=0.5)
+    augment = augmenter(**PLAIN | {"flip": True}, gray_prob=0.5, erase=0.5)
     counts = Counter()
     for index in range(200):
         out = augment(image, 0, index)
@@ -125,31 +119,31 @@ def test_transforms_draw_independently(library):
     assert len(counts) == 8 and min(counts.values()) > 10
 
 
-def test_labels_of_direction_survive_without_flip(library):
-    augment = augmenter(library=library, flip=False)
+def test_labels_of_direction_survive_without_flip():
+    augment = augmenter(flip=False)
     assert all(augment(ramp(), 0, index)[0].diff(dim=1).mean() > 0 for index in range(50))
 
 
-def test_vertical_mirroring(library):
-    augment = augmenter(library=library, **PLAIN | {"vflip": True})
+def test_vertical_mirroring():
+    augment = augmenter(**PLAIN | {"vflip": True})
     down = sum(bool(augment(ramp().mT, 0, index)[0].diff(dim=0).mean() > 0) for index in range(100))
     assert 25 < down < 75
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_shrinking_is_antialiased(library, interpolation):
+def test_shrinking_is_antialiased(interpolation):
     """16 pixels make one: black and white noise turns grey, where sampling 2 by 2 of them would keep half its deviation."""
     image = (noise(128, 128) > 127).to(torch.uint8) * 255
     for crop in ("random_resized", "simple", "center"):
-        out = augmenter(library=library, **PLAIN | {"crop": crop, "interpolation": interpolation})(image, 0, 0)
+        out = augmenter(**PLAIN | {"crop": crop, "interpolation": interpolation})(image, 0, 0)
         assert 0.15 < out.std() < 0.36, crop
 
 
 @pytest.mark.parametrize("size", [None, (40, 20), (20, 60)])
-def test_crops_keep_the_shape_of_the_target(library, size):
+def test_crops_keep_the_shape_of_the_target(size):
     """Red grows with x and green with y: what a crop spans of both is its width and height."""
     image = torch.stack([ramp(256, 256)[0], ramp(256, 256)[0].T, ramp(256, 256)[0]])
-    augment = augmenter(size=(32, 64), library=library, **PLAIN | {"scale": (0.1, 0.3)})
+    augment = augmenter(size=(32, 64), **PLAIN | {"scale": (0.1, 0.3)})
     h, w = size or (32, 64)
     for index in range(10):
         out = levels(augment(image, 0, index, size=size))
@@ -160,32 +154,32 @@ def test_crops_keep_the_shape_of_the_target(library, size):
         assert 0.08 < wide * tall / 255**2 < 0.32  # the share of the area
 
 
-def test_ratio_is_relative_to_the_target(library):
+def test_ratio_is_relative_to_the_target():
     image = torch.stack([ramp(256, 256)[0], ramp(256, 256)[0].T, ramp(256, 256)[0]])
     settings = PLAIN | {"scale": (0.1, 0.1), "ratio": (2.0, 2.0)}
-    out = levels(augmenter(size=(64, 32), library=library, **settings)(image, 0, 0))  # 2 times 32 / 64: square in the image
+    out = levels(augmenter(size=(64, 32), **settings)(image, 0, 0))  # 2 times 32 / 64: square in the image
     assert float((out[0, :, -1] - out[0, :, 0]).mean() / (out[1, -1] - out[1, 0]).mean()) == pytest.approx(1, rel=0.1)
 
 
-def test_a_size_for_one_image_does_not_change_the_next(library):
-    augment, other = (augmenter(library=library) for _ in range(2))
+def test_a_size_for_one_image_does_not_change_the_next():
+    augment, other = (augmenter() for _ in range(2))
     assert augment(noise(), 0, 0, size=(16, 48)).shape == (3, 16, 48)
     assert torch.equal(augment(noise(), 0, 1), other(noise(), 0, 1))
     assert torch.equal(augment(noise(), 0, 1, size=(32, 32)), other(noise(), 0, 1))
 
 
-def test_center_is_the_view_of_evaluation(library):
+def test_center_is_the_view_of_evaluation():
     image = noise(90, 70)
-    augment = augmenter((32, 48), crop_pct=0.875, library=library, **PLAIN | {"crop": "center"})
+    augment = augmenter((32, 48), crop_pct=0.875, **PLAIN | {"crop": "center"})
     assert torch.equal(augment(image, 0, 0), Prepare((32, 48), HALF, HALF, 0.875)(image))
 
 
-def test_simple_crops_lie_within_the_padded_image(library):
+def test_simple_crops_lie_within_the_padded_image():
     """The image covers 32×48 as it is, so every crop is a window of it after reflecting 4 pixels."""
     image = noise(40, 48)
     padded = torch.nn.functional.pad(image[None].float(), (4, 4, 4, 4), mode="reflect")[0]
     windows = padded.unfold(1, 32, 1).unfold(2, 48, 1)  # [3, 17, 9, 32, 48]
-    augment = augmenter((32, 48), library=library, **PLAIN | {"crop": "simple"})
+    augment = augmenter((32, 48), **PLAIN | {"crop": "simple"})
     places = set()
     for index in range(40):
         out = levels(augment(image, 0, index)).round()
@@ -196,8 +190,8 @@ def test_simple_crops_lie_within_the_padded_image(library):
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_erasing(library, mode):
-    augment = augmenter(library=library, **PLAIN, erase=1.0, erase_mode=mode)
+def test_erasing(mode):
+    augment = augmenter(**PLAIN, erase=1.0, erase_mode=mode)
     white = torch.full((3, 32, 32), 255, dtype=torch.uint8)
     shares = []
     for index in range(20):
@@ -221,28 +215,28 @@ def test_several_rectangles_are_erased():
     assert min(colours) == 1 and max(colours) == 3
 
 
-def test_probabilities_are_kept(library):
+def test_probabilities_are_kept():
     image = noise()
     share = {
         "gray_prob": lambda out: (out == out[:1]).all(),
         "blur_prob": lambda out: out.diff(dim=2).abs().mean() < 0.6,
-        "jitter_prob": lambda out: not torch.equal(out, augmenter((48, 48), library=library, **PLAIN)(image, 0, 0)),
+        "jitter_prob": lambda out: not torch.equal(out, augmenter((48, 48), **PLAIN)(image, 0, 0)),
     }
     for name, holds in share.items():
         settings = PLAIN | {name: 0.3} | ({"jitter": 0.9} if name == "jitter_prob" else {})
-        augment = augmenter((48, 48), library=library, **settings)
+        augment = augmenter((48, 48), **settings)
         assert 30 - 18 <= sum(bool(holds(augment(image, 0, index))) for index in range(100)) <= 30 + 18, name
 
 
-def test_jitter_of_each_kind(library):
+def test_jitter_of_each_kind():
     grey = torch.full((3, 32, 32), 100, dtype=torch.uint8)
-    brightness = augmenter(library=library, **PLAIN | {"jitter": (0.5, 0.0, 0.0)})
+    brightness = augmenter(**PLAIN | {"jitter": (0.5, 0.0, 0.0)})
     seen = [float(levels(brightness(grey, 0, index)).mean()) for index in range(50)]
     assert 49 <= min(seen) < 60 and 140 < max(seen) <= 151
-    others = levels(augmenter(library=library, **PLAIN | {"jitter": (0.0, 0.5, 0.5)})(grey, 0, 0))
+    others = levels(augmenter(**PLAIN | {"jitter": (0.0, 0.5, 0.5)})(grey, 0, 0))
     assert (others - 100).abs().max() < 1.01  # contrast and saturation leave a grey area as it is
     red = torch.tensor([200, 50, 50], dtype=torch.uint8)[:, None, None].expand(3, 32, 32)
-    hues = [levels(augmenter(library=library, **PLAIN | {"jitter": (0, 0, 0, 0.5)})(red, 0, i))[:, 0, 0] for i in range(20)]
+    hues = [levels(augmenter(**PLAIN | {"jitter": (0, 0, 0, 0.5)})(red, 0, i))[:, 0, 0] for i in range(20)]
     assert {int(hue.argmax()) for hue in hues} == {0, 1, 2}
 
 
@@ -254,19 +248,19 @@ def test_jitter_gives_way_to_a_policy_as_in_timm():
     assert Augmentation(jitter=(0.1, 0.2, 0.3)).jitter_ranges == (0.1, 0.2, 0.3, 0)
 
 
-def test_jitter_asked_for_beside_a_policy_is_drawn(library):
-    augment = augmenter((48, 48), library=library, **PLAIN | {"jitter": 0.5}, policy="rand-p0-inc1")
-    assert (augment(noise(), 0, 0) - augmenter((48, 48), library=library, **PLAIN)(noise(), 0, 0)).abs().mean() > 0.05
+def test_jitter_asked_for_beside_a_policy_is_drawn():
+    augment = augmenter((48, 48), **PLAIN | {"jitter": 0.5}, policy="rand-p0-inc1")
+    assert (augment(noise(), 0, 0) - augmenter((48, 48), **PLAIN)(noise(), 0, 0)).abs().mean() > 0.05
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "random"])
-def test_interpolation(library, interpolation):
+def test_interpolation(interpolation):
     """Enlarging a step overshoots with bicubic weights only."""
     step = torch.zeros(3, 8, 8, dtype=torch.uint8)
     step[..., :4], step[..., 4:] = 50, 200
     kinds = set()
     for crop in ("random_resized", "simple"):
-        augment = augmenter((64, 64), library=library, **PLAIN | {"interpolation": interpolation, "crop": crop})
+        augment = augmenter((64, 64), **PLAIN | {"interpolation": interpolation, "crop": crop})
         kinds |= {bool(levels(augment(step, 0, index)).max() > 201) for index in range(12)}
     assert kinds == {"bicubic": {True}, "bilinear": {False}, "random": {True, False}}[interpolation]
 
@@ -283,8 +277,6 @@ def test_interpolation(library, interpolation):
         ({"jitter": (0.1, 0.1, 0.1, 0.6)}, "its hue between 0 and 0.5"),
         ({"jitter": (0.1, 0.1)}, r"a number or \[brightness, contrast, saturation"),
         ({"erase_count": 0}, "augment.erase_count must be at least 1"),
-        ({"library": "albumentation"}, "unknown augment.library 'albumentation'; nearest: albumentations"),
-        ({"library": "kornia"}, "unknown augment.library 'kornia'"),
         ({"crop": "centre"}, "unknown augment.crop 'centre'; nearest: center"),
         ({"erase_mode": "random"}, "unknown augment.erase_mode 'random'; nearest: rand"),
         ({"interpolation": "lanczos"}, "unknown augment.interpolation 'lanczos'"),
@@ -299,12 +291,12 @@ def test_settings_are_read_from_a_config():
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--augment", type=Augmentation | None)
     for text, jitter in (("0.3", 0.3), ("[0.4, 0.4, 0.4]", (0.4, 0.4, 0.4)), ("null", None)):
-        read = parser.parse_args([f"--augment={{library: timm, policy: 3a, jitter: {text}, scale: [0.1, 1.0]}}"])
+        read = parser.parse_args([f"--augment={{policy: 3a, jitter: {text}, scale: [0.1, 1.0]}}"])
         settings = parser.instantiate_classes(read).augment
-        assert (settings.library, settings.policy, settings.scale) == ("timm", "3a", (0.1, 1.0))
+        assert (settings.policy, settings.scale) == ("3a", (0.1, 1.0))
         assert settings.jitter == jitter
-    with pytest.raises(jsonargparse.ArgumentError, match="libary"):
-        parser.parse_args(["--augment={libary: timm}"])
+    with pytest.raises(jsonargparse.ArgumentError, match="polcy"):
+        parser.parse_args(["--augment={polcy: 3a}"])
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from torchvision.datasets import ImageFolder
 
 from helpers.pictures import identity, picture, tensor
 from vitrel.common.resources import out_of_memory
-from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, Shards, class_names, create_dataset, folder_classes
+from vitrel.data import BadImage, Draw, Folder, Prepare, Reading, class_names, create_dataset, folder_classes
 from vitrel.data.decode import SUFFIXES
-from vitrel.data.shards import pack
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -367,8 +366,6 @@ def test_hidden_files_and_folders_are_no_classes_and_no_images_and_are_counted(r
     with pytest.warns(UserWarning, match=r"train: hidden files and folders: 8 \(.*train/.DS_Store, .*train/.gone, "):
         data = Folder(root, "train", identity)
     assert names(data) == ORDINARY
-    pack(root, root / "shards")
-    assert Shards(root / "shards", "train", identity).class_counts() == [3, 3]
 
 
 def test_a_class_of_hidden_images_alone_is_refused(root):

@@ -110,7 +110,7 @@ def test_native_shows_the_whole_image_in_every_crop_mode(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_center_crop_of_training_is_the_view_of_evaluation(mode):
-    image, plain = tensor(picture(60, 100)), Augmentation(crop="center", flip=False, jitter=0.0, library="torchvision")
+    image, plain = tensor(picture(60, 100)), Augmentation(crop="center", flip=False, jitter=0.0)
     half = (0.5,) * 3
     augmented = Augmenter(plain, (32, 48), half, half, crop_pct=0.875, crop_mode=mode)(image, 0, 0)
     assert torch.equal(augmented, Prepare((32, 48), half, half, 0.875, crop_mode=mode)(image))

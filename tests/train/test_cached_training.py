@@ -9,7 +9,6 @@ from PIL import Image
 
 from helpers.runs import read
 from vitrel.data import Augmentation, Folder, Reading
-from vitrel.data.shards import pack
 from vitrel.train import ImageData, run
 
 HOW = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9, "interpolation": "bicubic"}
@@ -115,13 +114,6 @@ def test_evaluation_images_are_those_without(photos):
     assert blurred.shape == (4, 3, 24, 32)
     plain = [Data(photos, side, augment=None).data.train_set[0][0] for side in (8, None)]
     assert not torch.equal(*plain)  # while training images are reduced, without augmentation too
-
-
-def test_streamed_shards_cache_nothing(photos, tmp_path):
-    pack(photos, tmp_path / "shards")
-    assert len(Data(tmp_path / "shards", None).train(1)) == 3
-    with pytest.raises(ValueError, match="cached_side does not work with shards"):
-        Data(tmp_path / "shards", 24)
 
 
 @pytest.mark.slow

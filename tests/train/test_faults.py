@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 from helpers.runs import assert_same_run, at, in_child, read, resumed, rows, status
+from helpers.tars import write_tars
 from vitrel.common import lock
 from vitrel.common.exits import reported
-from vitrel.data.shards import Shards, pack
+from vitrel.data import Tars
 from vitrel.train import Classifier, datamodule, run
 from vitrel.train.faults import FiniteLoss, RunFolder
 
@@ -34,15 +35,15 @@ def last_step(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [False, True])
-def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, shards):
+@pytest.mark.parametrize("tars", [False, True])
+def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, tars):
     """One white image makes the loss NaN: it is among the images named, and the checkpoint before is kept."""
     Image.new("RGB", (32, 32), "white").save(own / "train" / "red" / "white.png")
     data, name = own, str(own / "train" / "red" / "white.png")
-    if shards:
-        data = tmp_path / "shards"
-        pack(own, data, images_per_shard=30)
-        split = Shards(data, "train", None)
+    if tars:
+        data = tmp_path / "tars"
+        write_tars(own, data, 30)
+        split = Tars(str(data), "train", None)
         name = next(split.name(i) for i in range(len(split)) if split.read(i)[0].min() == 255)
 
     def spoil():

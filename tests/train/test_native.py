@@ -13,7 +13,6 @@ from helpers import shared
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, resumed, rows, status
 from vitrel.common.sizes import native_size
 from vitrel.data import Augmentation, BadImage, create_dataset
-from vitrel.data.shards import pack
 from vitrel.train import run
 from vitrel.train.datamodule import ImageData
 from vitrel.train.order import Filled, NativeOrder, evaluation_batches
@@ -181,10 +180,7 @@ def test_settings_without_a_native_shape_are_refused(native_folder):
         ImageData("shapes", 32, shape="native")
 
 
-def test_shards_and_models_of_one_size_are_refused(command, native, native_folder, tmp_path):
-    pack(native_folder, tmp_path / "shards")
-    with pytest.raises(ValueError, match=r"native does not work with shards"):
-        run(command("run", *native, f"--data.data={tmp_path / 'shards'}"))
+def test_models_of_one_size_are_refused(command, native):
     fixed = "--model.model_args={embed_dim: 32, depth: 1, num_heads: 2}"
     with pytest.raises(ValueError, match="any image size, which this VisionTransformer has not"):
         run(command("run", *native, "--model.model=vit_tiny_patch16_224", fixed))

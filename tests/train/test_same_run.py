@@ -11,7 +11,7 @@ import timm
 import torch
 
 from helpers.runs import EVERYTHING, assert_same_run, at, in_child, read, resumed, status
-from vitrel.data.shards import pack
+from helpers.tars import write_tars
 from vitrel.train import run
 from vitrel.train.several import begin
 
@@ -42,7 +42,6 @@ def refused(args, folder):
 
 CHANGES = {
     "--data.augment.erase=0.3": "data.augment.erase: 0.2, now 0.3",
-    "--data.augment.library=torchvision": "data.augment.library: albumentations, now torchvision",
     "--data.reading.cached_side=30": "data.reading.cached_side: None, now 30",
     "--data.train_sizes=[32, 24]": "train_sizes: [], now [[32, 32], [24, 24]]",
     "--data.repeats=2": "repeats: 1, now 2",
@@ -189,16 +188,15 @@ def test_a_comparison_may_declare_copies_too(whole, tmp_path):
     assert "--ckpt_path" in begin(config | {"data": {"data": "x", "check_times": False}}, tmp_path / "run")
 
 
-def test_other_shards_are_named(command, folder, data, tmp_path):
-    pack(folder, tmp_path / "shards", images_per_shard=32)
-    args = [*command("run", epochs=1), f"--data.data={tmp_path}/shards"]
+def test_other_tars_are_named(command, folder, data, tmp_path):
+    write_tars(folder, tmp_path / "tars", 32)
+    args = [*command("run", epochs=1), f"--data.data={tmp_path}/tars"]
     run(args)
-    shutil.rmtree(tmp_path / "shards")
     shutil.copy(data / "train" / "red" / "3.png", data / "train" / "red" / "4.png")
-    pack(data, tmp_path / "shards", images_per_shard=32)
-    assert re.search(r"training files: [12] changed \('0000\d.tar'", refused(args, tmp_path / "run"))
+    write_tars(data, tmp_path / "tars", 32)
+    assert re.search(r"training files: \d+ changed \('train/0000\d.tar: ", refused(args, tmp_path / "run"))
     said = refused([*args, f"--data.data={folder}"], tmp_path / "run")
-    assert "training files: 3 gone ('00000.tar', '00001.tar', '00002.tar'), 96 new ('blue/0.png', " in said
+    assert "training files: 96 gone ('train/00000.tar: 000000.png', " in said and "96 new ('blue/0.png', " in said
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ COMMANDS = {  # {name: help}, in the order of a project
     "convert": "convert a timm model or a file of weights to a vitrel model, optionally with relative position",
     "tune": "measure which attention backend is fastest on this device; attention uses it from then on",
     "export": "export a trained model as a torch.export program, an ONNX graph, or a folder for timm",
-    "pack": "pack an image folder into tar shards, which are read sequentially",
     "completion": "print the completion script for a shell",
 }
 QUICK = ("doctor", "list", "explain", "report")  # commands that take little more time than imports

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 GO_ON = "the same command resumes from here"
 OF_SWEEP = (  # options that are arguments of `Sweep` as they are
-    "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "crop_pct", "translations",
-    "attention_n", "border_leak", "compile", "optimize",
+    "n", "data_seed", "batch_size", "workers", "device", "dtype", "on_bad_image", "follow_links", "val_fraction",
+    "crop_pct", "translations", "attention_n", "border_leak", "compile", "optimize",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser, many=True)
     add_sizes(parser, "the sizes to evaluate at", required=True, budgets=True)
     add = parser.add_argument
-    add("--data", required=True, help='"shapes", a folder with val/<class>/, a folder of shards, or <set>:<root>')
+    add("--data", required=True, help='"shapes", a folder with val/<class>/, a CSV, tar files, hfds/<name>, ...')
     kept = "output folder; default %(default)s; existing rows are kept"
     add("--out", "-o", type=Path, default=Path("runs/evaluate"), help=kept)
     add("--protocols", nargs="+",
@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimize", action="store_true", help="run the models through vitrel.optimize, which is faster on many CPUs")
     add("--on-bad-image", choices=("raise", "count"), default="raise",
         help="raise: an unreadable image ends the evaluation; count: it is left out; default %(default)s")  # fmt: skip
+    add("--val-fraction", type=float, help="share of the images to evaluate, where the data has no evaluation split")
     add("--follow-links", action="store_true", help="also search folders that are linked inside class folders")
     add("--replace", action="store_true",
         help="if --out has rows of other evaluations, first move its files into a folder replaced-N in it")  # fmt: skip

@@ -178,12 +178,13 @@ def packaged(folder: str = "") -> dict[str, Path]:
 def check_data(place: str) -> None:
     """Raise FileNotFoundError where --data should be a folder and is none; runs before slow imports.
 
-    "shapes..." and "<set>:<folder>" pass unchecked.
+    "shapes...", addresses, patterns and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
     """
-    if not (place.startswith("shapes") or ":" in place or Path(place).is_dir()):
+    specs = ("shapes", "hfds/", "hfids/", "tfds/", "wds/", "torch/")
+    if not (place.startswith(specs) or ":" in place or "*" in place or Path(place).exists()):
         raise FileNotFoundError(
-            f'no folder {place}: give "shapes", a folder with train/<class>/ and val/<class>/, a folder of shards, or '
-            "<set>:<folder>"
+            f'no folder {place}: give "shapes", a folder with train/<class>/ and val/<class>/, a CSV, tar files, hfds/<name> '
+            "or torch/<set>:<folder>"
         )
 
 

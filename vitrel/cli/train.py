@@ -37,6 +37,7 @@ SHORT = {  # {short option, as in other subcommands: key of a configuration}
     "--absolute": "--model.tuning.absolute",
     "--fit": "--model.tuning.fit",
     "--data": "--data.data",
+    "--val-fraction": "--data.reading.val_fraction",
     "--size": "--data.size",
     "--shape": "--data.shape",
     "--tokens": "--data.tokens",
@@ -51,7 +52,7 @@ HELP = """usage: vitrel train --data FOLDER [--model NAME|FILE] [--pretrained | 
 Train or fine-tune a model on an image folder. Every KEY may also be set in the file, as sections of YAML; later files and
 options override earlier ones. Default of --config: a recipe for distillation, fine-tuning or training from scratch.
 
-  --data FOLDER                   folder with train/<class>/ and val/<class>/; or "shapes", shards, <set>:<folder>
+  --data FOLDER                   folder with train/<class>/ and val/<class>/; or "shapes", a CSV, tars, hfds/<name>, ...
   --model NAME|FILE               a name of timm or vitrel (vitrel list), or a file for vitrel.load
   --pretrained, --weights FILE    start from timm's weights for the name, or from a file
   --position KEY                  give pretrained weights another encoding in attention, e.g. table: it is fitted to the model's

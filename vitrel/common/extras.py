@@ -10,11 +10,13 @@ from vitrel.common.files import CHECKOUT
 
 EXTRAS = {  # extra: its modules, in addition to torch, torchvision, timm, numpy and their dependencies
     "train": (
-        "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2", "webdataset", "matplotlib",
+        "lightning", "jsonargparse", "rich", "tensorboard", "torchmetrics", "albumentations", "cv2", "matplotlib",
     ),
-    "evaluate": ("pandas", "scipy", "matplotlib", "plotly", "webdataset"),
+    "evaluate": ("pandas", "scipy", "matplotlib", "plotly"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "completion": ("shtab",),
+    "datasets": ("datasets",),
+    "s3": ("s3fs",),
 }  # fmt: skip
 
 

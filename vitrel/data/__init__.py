@@ -1,41 +1,43 @@
-"""Data sets: `shapes` (synthetic images), folders of images, tar shards, and torchvision's sets.
+"""Data sets: `shapes` (synthetic images), folders of images, CSVs, tar files, Hugging Face's and torchvision's sets.
 
-`create_dataset` builds any of them by name or path. Augmentation, decoding and packing into shards are here too.
+`create_dataset` builds any of them by name, path or address. Augmentation and decoding are here too.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
+import fsspec
 from torch.utils.data import Dataset
 
 from vitrel.common.files import shown
-from vitrel.common.names import nearest
+from vitrel.data.addresses import is_address, list_files
 from vitrel.data.augment import Augmenter
 from vitrel.data.augmentation import Augmentation
 from vitrel.data.base import Draw, ImageSet, Split
 from vitrel.data.decode import BadImage, Reading, decode
+from vitrel.data.files import Files, csv_files, files_at
 from vitrel.data.folder import Folder, folder_classes
+from vitrel.data.hub import SAVED, HuggingFace, columns, load
 from vitrel.data.prepare import Prepare, normalise
-from vitrel.data.sets import SETS, TorchvisionSet, set_classes
+from vitrel.data.sets import TorchvisionSet, torchvision_set
 from vitrel.data.shapes import Shapes
-from vitrel.data.shards import INDEX, Shards, shard_index
-from vitrel.data.stream import Batch, ShardBatches
+from vitrel.data.tars import Tars, tar_files, tar_members
 
 __all__ = [
     "SHAPES",
     "Augmentation",
     "Augmenter",
     "BadImage",
-    "Batch",
     "Draw",
+    "Files",
     "Folder",
+    "HuggingFace",
     "ImageSet",
     "Prepare",
     "Reading",
     "Shapes",
-    "ShardBatches",
-    "Shards",
+    "Tars",
     "TorchvisionSet",
     "class_names",
     "create_dataset",
@@ -72,15 +74,17 @@ def create_dataset(
     Args:
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
             objects stay in the upper left three quarters of each axis, in training and evaluation); a folder that holds
-            `train/<class>/` and `val/<class>/`; a folder of shards (with `index.json`); or a torchvision set and its root,
-            "food101:/path" (`vitrel.data.sets.SETS`).
+            `train/<class>/` and `val/<class>/` (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar
+            files (`vitrel.data.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>"
+            (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars and Parquet may
+            lie at addresses that fsspec reads, as "s3://bucket/images".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalisation, from the model's `pretrained_cfg`.
         augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
-        reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
+        reading: decoder, pixel limit, handling of unreadable images, links to folders, and the share to evaluate.
         download: let torchvision download a set that is not at its root; nothing else uses the network.
         view: further arguments of `Prepare`: `crop_pct`, `crop_mode` and `interpolation` from the model's `pretrained_cfg`;
             `protocol`, "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native"
@@ -98,17 +102,65 @@ def create_dataset(
     if data in SHAPES:
         if augment is not None:
             raise ValueError("shapes are not augmented, since mirroring would change their labels: leave out augment")
-        options = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
-        options["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # for square images, native equals scale
-        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **options)
+        drawn = SHAPES[data] | ({} if prepare.base_size is None else {"base": prepare.base_size})
+        drawn["protocol"] = "canvas" if prepare.protocol == "canvas" else "scale"  # for square images, native equals scale
+        return create_shapes(split, n, seed, size=size, mean=mean, std=std, **drawn)
     if augment is not None and split == "val":
         raise ValueError("evaluation images are not augmented: give augment with split='train' only")
     augmenter = None if augment is None else Augmenter(augment, size, mean, std, seed, prepare.crop_pct, prepare.crop_mode)
-    name_and_root = _torchvision_set(data)
-    if name_and_root:
-        return TorchvisionSet(*name_and_root, split, prepare, augmenter, n, seed, reading, download)
-    kind = Shards if (Path(data) / INDEX).is_file() else Folder
-    return kind(data, split, prepare, augmenter, n, seed, reading)
+    kind, place = kind_of(data)
+    options: dict[str, Any] = {"prepare": prepare, "augment": augmenter, "n": n, "seed": seed, "reading": reading}
+    if kind == "torch":
+        name, _, root = place.partition(":")
+        return TorchvisionSet(name, root, split, download=download, **options)
+    if kind in ("csv", "address"):
+        listed = (csv_files if kind == "csv" else files_at)(place, split, reading.val_fraction)
+        folder = place.rpartition("/")[0] if kind == "csv" else place
+        return Files(listed[0], folder, listed[1], **options)
+    if kind == "tar":
+        return Tars(place, split, **options)
+    return (HuggingFace if kind == "hfds" else Folder)(place, split, **options)
+
+
+def kind_of(data: str) -> tuple[str, str]:
+    """Return (kind, place) of data: "torch", "csv", "address", "tar", "hfds" or "folder", and the path or name of its reader.
+
+    A folder, or what lies at an address, is looked at. ValueError for an address or a set that is not known.
+    """
+    prefix, slash, rest = data.partition("/")
+    if slash and not Path(data).exists():
+        if prefix == "torch" and ":" in rest:
+            return "torch", rest
+        if prefix in ("hfds", "wds"):
+            return {"hfds": "hfds", "wds": "tar"}[prefix], rest
+        if prefix in ("hfids", "tfds", "torch"):
+            instead = {"torch": f"torch/{rest}:<folder of its files>"}.get(prefix, f"hfds/{rest}, which reads images by index")
+            raise ValueError(f"data {data!r} cannot be read in an order that a resumed run repeats: give {instead}")
+    if re.match(r"[\w+.-]{2,}:(?!//)", data) and not Path(data).exists():
+        raise ValueError(
+            f"data {data!r} is neither a folder nor a known set: torchvision's are torch/<set>:<folder>, and addresses have "
+            "//, as s3://bucket/images"
+        )
+    if data.endswith(".csv"):
+        return "csv", data
+    if data.endswith(".tar") or "*" in data:
+        return "tar", data
+    if is_address(data):
+        _check_protocol(data)
+        found = {file.rpartition(".")[2] for file in list_files(data)}
+        return ("tar" if "tar" in found else "hfds" if "parquet" in found else "address"), data
+    folder = Path(data)
+    if any((folder / name).is_file() for name in SAVED) or any(
+        any(folder.glob(pattern)) for pattern in ("*.parquet", "*/*.parquet", "*.arrow", "*/*.arrow")
+    ):
+        return "hfds", data
+    return ("tar" if folder.is_dir() and tar_files(data) else "folder"), data
+
+
+def _check_protocol(data: str) -> None:
+    protocol = data.partition("://")[0]
+    if protocol not in fsspec.available_protocols():
+        raise ValueError(f"data {data!r} has an unknown protocol {protocol}://: fsspec reads s3://, gs:// and others")
 
 
 def class_names(data: str, download: bool = False) -> list[str]:
@@ -119,31 +171,20 @@ def class_names(data: str, download: bool = False) -> list[str]:
     _check_text(data)
     if data in SHAPES:
         return list(Shapes(1, label=SHAPES[data].get("label", "relation")).classes)
-    name_and_root = _torchvision_set(data)
-    if name_and_root:
-        return set_classes(*name_and_root, download)
-    return shard_index(data)["classes"] if (Path(data) / INDEX).is_file() else folder_classes(data)
+    kind, place = kind_of(data)
+    if kind == "torch":
+        name, _, root = place.partition(":")
+        return list(torchvision_set(name, root, "val", download).classes)
+    if kind in ("csv", "address"):
+        return (csv_files if kind == "csv" else files_at)(place, "val", 0.5)[1]
+    if kind == "tar":
+        return tar_members(place)[1]
+    return columns(place, load(place))[2] if kind == "hfds" else folder_classes(place)
 
 
 def _check_text(data: str) -> None:
     if shown(data) != str(data):
         raise ValueError(f"the path of the data is not valid UTF-8: {shown(data)}; results contain it, so rename the folder")
-
-
-def _torchvision_set(data: str) -> tuple[str, str] | None:
-    """(name, root) of the text "name:root", None for a path; ValueError for an unknown set or an address."""
-    name, colon, root = data.partition(":")
-    if name in SETS and root:
-        return name, root
-    if not colon or Path(data).exists() or not re.fullmatch(r"[\w+.-]{2,}", name):
-        return None
-    near = nearest(name, SETS, 1)
-    hint = f"did you mean {near[0]}:{root}? " if near else ""
-    raise ValueError(
-        f"data {data!r} is neither a folder nor a known set: {hint}The sets are {', '.join(SETS)}, as <set>:<root>. "
-        "Addresses such as pipe:, http: or s3: are not read, because they run commands or use the network: copy "
-        "the data to a disk first"
-    )
 
 
 def create_shapes(split: Split, n: int | None = None, seed: int = 0, **options: Any) -> Shapes:

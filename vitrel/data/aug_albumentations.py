@@ -32,7 +32,16 @@ SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's S
 
 
 class AlbumentationsPipeline:
-    """The albumentations pipeline; its arguments, and what it leaves to the caller, are those of `augment.TimmPipeline`."""
+    """Augments uint8 [3, h, w] to uint8 [3, H, W].
+
+    The steps are random-resized crop, flips, policy, colour jitter, grey and blur. The other crops and erasing are left to
+    `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
+
+    Args:
+        settings: the augmentation.
+        size: (H, W) of the result, pixels.
+        mean: colour of pixels that the policy's geometric operations leave without content, 0 to 1 per channel.
+    """
 
     def __init__(self, settings: Augmentation, size: tuple[int, int], mean: tuple[float, ...]) -> None:
         fill = tuple(round(255 * m) for m in mean)
@@ -84,7 +93,7 @@ def _policy_step(policy: Policy, fill: tuple[int, ...], flags: tuple[int, ...]) 
     if policy.kind == "3a":
         solarize = A.Solarize(threshold_range=(128 / 255, 128 / 255), p=1.0)
         return _one_of([A.ToGray(p=1.0), solarize, A.GaussianBlur(sigma_limit=(0.1, 2.0), p=1.0)])
-    return (_RandAugment if policy.kind == "rand" else _AugMix)(policy, fill, flags)
+    return (_AugMix if policy.kind == "augmix" else _RandAugment)(policy, fill, flags)
 
 
 class _RandomOperations(A.ImageOnlyTransform):
@@ -123,11 +132,13 @@ class _AugMix(_RandomOperations):
 
 
 def levels_of(policy: Policy) -> dict[str, Level]:
-    """Return the operations of a "rand" or "augmix" policy: {name: function from (magnitude / 10, sign) to its argument}.
+    """Return the operations of a "rand", "augmix" or "trivial" policy: {name: function to the operation's argument}.
 
-    sign: -1 or 1.
+    The function takes (magnitude / 10, sign), with a sign of -1 or 1.
     """
-    return AUGMIX if policy.kind == "augmix" else RAND_INCREASING if policy.increasing else RAND
+    if policy.kind == "rand":
+        return RAND_INCREASING if policy.increasing else RAND
+    return {"augmix": AUGMIX, "trivial": TRIVIAL}[policy.kind]
 
 
 def operate(
@@ -236,6 +247,7 @@ IMAGES = {
     "Color": _color,
     "Contrast": _contrast,
     "Sharpness": _sharpness,
+    "Identity": lambda image, _: image,
 }
 
 
@@ -279,4 +291,16 @@ AUGMIX: dict[str, Level] = {
     **{name: level for name, level in RAND_INCREASING.items() if name not in ("Invert", "SolarizeAdd")},
     "TranslateX": lambda x, sign: sign * 0.3 * x,
     "TranslateY": lambda x, sign: sign * 0.3 * x,
+}
+# the wide ranges of TrivialAugment, as in torchvision; its translations by up to 32 pixels are those of an image of 224
+TRIVIAL: dict[str, Level] = {
+    "Identity": _no_argument,
+    "AutoContrast": _no_argument,
+    "Equalize": _no_argument,
+    "Rotate": lambda x, sign: sign * 135 * x,
+    "Posterize": lambda x, sign: 8 - round(6 * x),
+    "Solarize": lambda x, sign: 255 * (1 - x),
+    **dict.fromkeys(("Color", "Contrast", "Brightness", "Sharpness"), lambda x, sign: 1 + sign * 0.99 * x),
+    **dict.fromkeys(("ShearX", "ShearY"), lambda x, sign: sign * 0.99 * x),
+    **dict.fromkeys(("TranslateX", "TranslateY"), lambda x, sign: sign * 32 / 224 * x),
 }

@@ -13,7 +13,6 @@ from typing import Literal, get_args
 
 from vitrel.common.names import nearest
 
-Library = Literal["albumentations", "torchvision", "timm"]
 Crop = Literal["random_resized", "simple", "center"]
 Interpolation = Literal["bicubic", "bilinear", "random"]
 EraseMode = Literal["const", "rand", "pixel"]
@@ -25,6 +24,7 @@ FIELDS = {
     "3a": {},
     "trivial": {},
 }
+DEFAULTS = {"augmix": {"magnitude": 3, "std": math.inf}, "trivial": {"std": math.inf, "layers": 1, "prob": 1.0}}
 WHOLE = ("magnitude", "layers", "maximum", "width", "depth", "increasing")
 
 
@@ -41,16 +41,14 @@ class Augmentation:
             [brightness, contrast, saturation] or [brightness, contrast, saturation, hue], hue at most 0.5. null: 0.3, but 0
             with a policy other than "3a", as in timm.
         erase: probability of random erasing (timm's, after normalisation) of rectangles with 2-33 % of the area in total.
-        library: library that computes the augmentation: "albumentations", "torchvision" or "timm". The settings have the same
-            meaning in all three; the pixels differ slightly.
         policy: "rand-m9-mstd0.5-inc1" (RandAugment) or "augmix-m3-w3" (AugMix), both in timm's notation, "3a" (3-Augment: grey,
-            solarised or blurred), "trivial" (TrivialAugment, torchvision only) or null.
+            solarised or blurred), "trivial" (TrivialAugment) or null.
         vflip: mirror top and bottom with probability one half.
         crop: "random_resized"; "simple" (DeiT III: resize the image to just cover the target size, pad by 4 reflected pixels,
             crop at a random position); "center" (resize and crop as in evaluation, with the model's crop_pct and crop_mode, for
             fine-tuning at the test size).
-        interpolation: interpolation of resizing, and of the policy's geometric operations if the library supports it:
-            "bicubic", "bilinear", or "random" to choose one at random.
+        interpolation: interpolation of resizing and of the policy's geometric operations: "bicubic", "bilinear", or "random"
+            to choose one at random.
         jitter_prob, gray_prob, blur_prob: probabilities of colour jitter, conversion to grey, and Gaussian blur (standard
             deviation 0.1 to 2 pixels).
         erase_mode: fill erased rectangles with the mean colour ("const"), one random colour ("rand") or random pixels
@@ -58,7 +56,7 @@ class Augmentation:
         erase_count: maximum number of erased rectangles.
 
     Raises:
-        ValueError: values out of range, an unknown policy, or a policy that the library does not have.
+        ValueError: values out of range, or an unknown policy.
     """
 
     scale: tuple[float, float] = (0.35, 1.0)
@@ -66,7 +64,6 @@ class Augmentation:
     flip: bool = True
     jitter: float | tuple[float, ...] | None = None
     erase: float = 0.0
-    library: Library = "albumentations"
     policy: str | None = None
     vflip: bool = False
     crop: Crop = "random_resized"
@@ -83,7 +80,7 @@ class Augmentation:
             raise ValueError(f"augment.scale must be a range of area shares, 0 < low <= high <= 1, not {self.scale}")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"augment.ratio must be a range of width / height, 0 < low <= high, not {self.ratio}")
-        choices = (("library", Library), ("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode))
+        choices = (("crop", Crop), ("interpolation", Interpolation), ("erase_mode", EraseMode))
         for name, values in choices:
             _check_choice(name, getattr(self, name), get_args(values))
         for name in ("erase", "jitter_prob", "gray_prob", "blur_prob"):
@@ -97,7 +94,7 @@ class Augmentation:
         if not all(0 <= span <= 1 for span in spans) or not 0 <= hue <= 0.5:
             raise ValueError(f"augment.jitter must be between 0 and 1, its hue between 0 and 0.5, not {self.jitter}")
         if self.policy is not None:
-            _check_policy(self.policy, parse_policy(self.policy), self.library)
+            parse_policy(self.policy)
 
     @property
     def jitter_ranges(self) -> tuple[float, float, float, float]:
@@ -138,8 +135,8 @@ class Policy:
         magnitude: mean magnitude of the operations, 0 to `maximum`.
         std: standard deviation of a normally distributed magnitude; infinity means uniform from 0 to `magnitude`.
         maximum: maximum magnitude.
-        layers: number of operations in sequence (rand).
-        prob: probability of each operation (rand).
+        layers: number of operations in sequence (rand, trivial).
+        prob: probability of each operation (rand, trivial).
         increasing: use operations that all become stronger with the magnitude (rand).
         width, depth: number of chains, and operations per chain, -1 for a random number from 1 to 3 (augmix).
         alpha: parameter of the Dirichlet and Beta distributions of the mixing weights (augmix).
@@ -176,7 +173,7 @@ def parse_policy(text: str) -> Policy:
     if kind not in EXAMPLES:
         near = nearest(kind, EXAMPLES, 2, 0.3) or EXAMPLES
         raise ValueError(f"unknown augment.policy {text!r}; nearest: {', '.join(EXAMPLES[name] for name in near)}")
-    policy = Policy(kind, magnitude=3, std=math.inf) if kind == "augmix" else Policy(kind)
+    policy = Policy(kind, **DEFAULTS.get(kind, {}))
     values = dict(_value(text, kind, part) for part in parts)
     if kind == "rand" and values.get("std", 0) > 100:
         values["std"] = math.inf
@@ -206,20 +203,3 @@ def _value(text: str, kind: str, part: str) -> tuple[str, float]:
     if "." in match[2]:
         raise ValueError(f"augment.policy {text!r}: {match[1]} must be a whole number, not {match[2]}")
     return field, bool(int(match[2])) if field == "increasing" else int(match[2])
-
-
-def _check_policy(text: str, policy: Policy, library: str) -> None:
-    if policy.kind == "trivial" and library != "torchvision":
-        raise ValueError(f"{library} has no TrivialAugment: set augment.library to torchvision or use 'rand-m9-mstd0.5-inc1'")
-    if library != "torchvision":
-        return
-    if policy.kind == "rand" and not policy.increasing:
-        raise ValueError(
-            f"augment.policy {text!r}: torchvision's operations all become stronger with the magnitude: add '-inc1', or set "
-            "augment.library to albumentations or timm"
-        )
-    if policy.maximum > 10 or (policy.kind == "augmix" and policy.std != float("inf")):
-        part = "mmax above 10" if policy.maximum > 10 else "mstd in AugMix"
-        raise ValueError(f"augment.policy {text!r}: torchvision has no {part}: leave it out, or use albumentations or timm")
-    if policy.kind == "augmix" and not 1 <= policy.magnitude <= 10:
-        raise ValueError(f"augment.policy {text!r}: torchvision's AugMix takes m1 to m10, or use albumentations or timm")

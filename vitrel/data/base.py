@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
+from vitrel.data.addresses import file_state, is_address, read_bytes
 from vitrel.data.decode import BadImage, Reading, decode, image_size, names_image
+from vitrel.data.splits import Split as Split
 
-Split = Literal["train", "val"]
 READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
 FILES_AT_ONCE = 1000  # for one thread: a local file takes less time than a task for a thread
 SHOWN = 3  # messages in one
@@ -91,7 +92,7 @@ class ImageSet(Dataset, ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return the location of an image (path, or shard and key), for messages."""
+        """Return the location of an image (path, or tar and member), for messages."""
 
     def read(self, index: int) -> tuple[Tensor, int]:
         """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
@@ -184,7 +185,7 @@ class ImageSet(Dataset, ABC):
     def contents(self) -> list[str]:
         """Return one line per image, in order: its name relative to the set's folder, a tab, its label.
 
-        `Shards` returns one line per shard instead. A subclass whose `name` depends on the folder has to override it.
+        A subclass whose `name` depends on the folder has to override it.
         """
         return [f"{self.name(i)}\t{self.label(i)}" for i in range(len(self))]
 
@@ -206,7 +207,7 @@ class ImageSet(Dataset, ABC):
     def digest(self) -> str:
         """Return a SHA-256 of the classes, `contents` and `checksums`, independent of the set's folder.
 
-        It reads every image file or shard.
+        It reads every image.
         """
         digest = hashlib.sha256(json.dumps([self.classes, len(self), self.contents()]).encode())
         for checksum in self.checksums():
@@ -270,6 +271,8 @@ class ImageSet(Dataset, ABC):
 
 def sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
+    if is_address(path):
+        return hashlib.sha256(read_bytes(str(path))).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -299,6 +302,8 @@ def file_versions(paths: Sequence[str | Path]) -> list[str]:
 
 def _file_version(path: str | Path) -> str:
     try:
+        if is_address(path):
+            return file_state(str(path))
         state = os.stat(path)
     except OSError:
         return ""

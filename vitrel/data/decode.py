@@ -31,6 +31,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 from vitrel.common.files import shown
+from vitrel.data.addresses import is_address, read_bytes
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp")  # suffixes of image files
@@ -71,6 +72,8 @@ class Reading:
             shorter side in pixels (antialiased bicubic); for small data sets. Null: no cache.
         follow_links: also read folders that symbolic links inside class folders point to (image folders only). Class folders
             and image files may always be links, and a file that several links point to counts once.
+        val_fraction: share of the images of every class that is used for evaluation, where the data has no evaluation split,
+            as a folder with one level of classes; the others are for training.
 
     Raises:
         ValueError: an unknown decoder or on_bad, or a limit out of range.
@@ -83,6 +86,7 @@ class Reading:
     bad_share: float = 0.01
     cached_side: int | None = None
     follow_links: bool = False
+    val_fraction: float | None = None
 
     def __post_init__(self) -> None:
         _check_decoder(self.decoder)
@@ -94,6 +98,8 @@ class Reading:
             raise ValueError(f"bad_limit must be at least 1, not {self.bad_limit}")
         if not 0 <= self.bad_share <= 1:
             raise ValueError(f"bad_share must be between 0 and 1, not {self.bad_share}")
+        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction must be a share of the images, above 0 and below 1, not {self.val_fraction}")
         if self.cached_side is not None and self.cached_side < 1:
             raise ValueError(f"cached_side must be at least 1 pixel (shorter side of cached images), not {self.cached_side}")
 
@@ -150,6 +156,8 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
     if isinstance(source, bytes):
         return BytesIO(source)
     try:
+        if is_address(source):
+            return BytesIO(read_bytes(str(source)))
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             return open(source, "rb")

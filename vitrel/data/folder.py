@@ -1,6 +1,8 @@
 """Image folders as a data set, with rules for symbolic links, and a summary of the files left out.
 
-Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names.
+Layout: `root/train/<class>/*` and `root/val/<class>/*`; the classes are the sorted folder names. The evaluation split may also
+be called `validation`, `valid` or `test`. Without it, or with `root/<class>/*` alone, `Reading.val_fraction` divides the
+images.
 
 Class folders and image files may be symbolic links. A link to a folder inside a class folder is followed only with
 `follow_links`. A file that several paths lead to is used once, under the path with the fewest links, and among these the first
@@ -20,28 +22,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrel.common.files import shown
-from vitrel.data.base import ImageSet, Split, file_checksums, file_versions, subset
 from vitrel.data.decode import SUFFIXES, Reading
+from vitrel.data.files import Files
+from vitrel.data.splits import Split, divided, split_of
 
 SHOWN = 3  # paths in a message
 SYSTEM = ("__macosx", "@eadir", "thumbs.db", "desktop.ini")  # of macOS, Synology and Windows, in lower case
 _warnings: set[str] = set()  # given by this process
 
 
-class Folder(ImageSet):
+class Folder(Files):
     """One split of an image folder, as a data set of (normalised float32 [3, H, W], class index).
 
     A warning, once per process, names files, folders and links that are left out.
 
     Args:
-        root: folder that holds `train/` and `val/`.
+        root: folder of one of the layouts above.
         split: "train" or "val".
         prepare, augment: as in `ImageSet`.
         n, seed: number of randomly chosen images, by default all, and seed of this choice.
         reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
-        ValueError: folders are missing, empty or unreadable, or `val/` and `train/` have different classes.
+        ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
     """
 
     def __init__(
@@ -55,42 +58,29 @@ class Folder(ImageSet):
         reading: Reading = Reading(),
     ) -> None:
         classes = folder_classes(root, split)
-        folder = Path(root) / split
-        scan = Scan(folder, classes, reading.follow_links)
+        own, whole = split_folder(root, split, reading.val_fraction)
+        scan = Scan(own, classes, reading.follow_links)
         if scan.left_out:
             warn_once(scan.left_out)
-        self.samples = [scan.samples[i] for i in subset(len(scan.samples), n, seed, str(folder))]
-        super().__init__(classes, len(self.samples), prepare, augment, reading)
-        self.folder = folder
-
-    def encoded(self, index: int) -> tuple[str, int, str]:
-        """Return (path, label, path for messages) of an image."""
-        return *self.samples[index], self.name(index)
-
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
-        return self.samples[index][1]
-
-    def name(self, index: int) -> str:
-        """Return the path of an image as printable text, with bytes that are not UTF-8 escaped."""
-        return shown(self.samples[index][0])
-
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its path relative to the folder of the split, a tab, its class index."""
-        return [f"{below(path, self.folder)}\t{label}" for path, label in self.samples]
-
-    def versions(self) -> list[str]:
-        """Return size and time of modification of each file, in order (`file_versions`)."""
-        return file_versions([path for path, _ in self.samples])
-
-    def checksums(self) -> Iterator[str]:
-        """Yield the SHA-256 of each file, in order, "" for a file that cannot be opened."""
-        return file_checksums(path for path, _ in self.samples)
+        samples = scan.samples
+        if whole:
+            samples = divided(samples, [label for _, label in samples], split, reading.val_fraction, shown(own))
+        super().__init__(samples, own, classes, prepare, augment, n, seed, reading)
 
 
-def below(path: str | Path, folder: str | Path) -> str:
-    """Return `path` relative to `folder`, or unchanged if it is not inside."""
-    return str(path).removeprefix(f"{folder}{os.sep}")  # os.path.relpath would take seconds for a million paths
+def split_folder(root: str | Path, split: Split, val_fraction: float | None = None) -> tuple[Path, bool]:
+    """Return (folder of a split's classes, whether it holds the images of both splits and has to be divided)."""
+    root = Path(root)
+    present = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    train, val = split_of("train", present), split_of("val", present)
+    own = train if split == "train" else val
+    if own is not None:
+        return root / own, split == "train" and val is None and val_fraction is not None
+    if train is not None and val_fraction is not None:
+        return root / train, True
+    if train is None and val is None and any(not hidden(name) for name in present):
+        return root, True
+    return root / split, False
 
 
 def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
@@ -100,22 +90,32 @@ def folder_classes(root: str | Path, split: Split = "train") -> list[str]:
         ValueError: no class folders, different classes in `train/` and `val/`, or unreadable folders (`class_folders`).
     """
     root = Path(root)
-    names = {part: class_folders(root / part) for part in ("train", "val") if (root / part).is_dir()}
+    folders = {part: split_folder(root, part, 0.5)[0] for part in ("train", "val")}  # divided or not, the classes are the same
+    names = {part: class_folders(folder) for part, folder in folders.items() if folder.is_dir()}
     if not names.get(split):
         raise ValueError(
-            f"no class folders in {root / split}: data must be 'shapes', a folder with the layout "
-            f"{root}/train/<class>/*.jpg and {root}/val/<class>/*.jpg, a folder of shards with index.json, or '<set>:<root>'"
+            f"no class folders in {folders[split]}{_what_is_there(root)}: data must be 'shapes', a folder with the layout "
+            f"{root}/train/<class>/*.jpg and {root}/val/<class>/*.jpg (or validation, valid, test), {root}/<class>/*.jpg "
+            "with --val-fraction, a CSV, tar files, or hfds/<name>"
         )
     if len(names) == 2 and names["train"] != names["val"]:
         missing, extra = set(names["train"]) - set(names["val"]), set(names["val"]) - set(names["train"])
-        unpaired = [*(root / "train" / name for name in missing), *(root / "val" / name for name in extra)]
+        unpaired = [*(folders["train"] / name for name in missing), *(folders["val"] / name for name in extra)]
         empty = sorted(str(path) for path in unpaired if not any(path.iterdir()))
         raise ValueError(
-            f"{root}/val has other classes than {root}/train, which would shift the labels: "
+            f"{folders['val']} has other classes than {folders['train']}, which would shift the labels: "
             f"missing {sorted(missing) or 'none'}, extra {sorted(extra) or 'none'}"
             + (f"; these folders are empty, remove them: {', '.join(empty)}" if empty else "")
         )
     return names[split]
+
+
+def _what_is_there(root: Path) -> str:
+    """The kinds of files in a folder without class folders, as " (found .npy files)"; "" where there are none."""
+    if not root.is_dir():
+        return ""
+    kinds = sorted({path.suffix.lower() for path in root.iterdir() if path.suffix and not hidden(path.name)})
+    return f" (found {', '.join(kinds[:SHOWN])} files)" if kinds else ""
 
 
 class ImageFile(NamedTuple):
@@ -252,7 +252,7 @@ class Scan:
         if self._links:
             parts.append(
                 f"{_number(len(self._links), 'folder link')} ({_first(self._links)}), which Reading(follow_links=True) follows "
-                "(in training data.reading.follow_links, in vitrel evaluate and vitrel pack --follow-links)"
+                "(in training data.reading.follow_links, in vitrel evaluate --follow-links)"
             )
         if duplicates:
             elsewhere = [pair for pair in duplicates if pair[0].label != pair[1].label]

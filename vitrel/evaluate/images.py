@@ -271,8 +271,9 @@ def source_of(data: Dataset | Callable[[Size], Dataset]) -> Source:
 
 
 def reading_of(sweep: Sweep) -> Reading:
-    """The file-reading options of an evaluation: on_bad_image and follow_links as a `Reading`."""
-    return Reading(on_bad="leave_out" if sweep.on_bad_image == "count" else "raise", follow_links=sweep.follow_links)
+    """The file-reading options of an evaluation: on_bad_image, follow_links and val_fraction as a `Reading`."""
+    on_bad = "leave_out" if sweep.on_bad_image == "count" else "raise"
+    return Reading(on_bad=on_bad, follow_links=sweep.follow_links, val_fraction=sweep.val_fraction)
 
 
 def check_data(sweep: Sweep, train_size: Size, sizes: Iterable[Size] | None = None) -> None:

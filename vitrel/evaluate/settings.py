@@ -44,7 +44,8 @@ class Sweep:
     default). n: number of images (None: all), drawn with the seed `data_seed`. batch_size: halved when memory runs out.
     workers: processes that decode images. device: "auto", "cpu", "cuda", "cuda:1". dtype: "float32" or, on a GPU, "bfloat16"
     (autocast). on_bad_image: "raise" ends the evaluation at an unreadable image, "count" leaves it out and counts it.
-    follow_links: also search folders that are linked inside class folders. crop_pct: shares of the resized image that the
+    follow_links: also search folders that are linked inside class folders. val_fraction: share of the images to evaluate where
+    the data has no evaluation split, as in `vitrel.data.Reading`. crop_pct: shares of the resized image that the
     centre crop keeps, each evaluated (None: the model's default). translations: numbers of pixels by which the content is
     translated down and right at the training size, each evaluated. attention_n: number of images for the attention statistics,
     0 for none. border_leak: test whether tokens see the opposite border (models with windows; seconds per size). skip:
@@ -64,6 +65,7 @@ class Sweep:
     dtype: str = "float32"
     on_bad_image: str = "raise"
     follow_links: bool = False
+    val_fraction: float | None = None
     crop_pct: tuple[float, ...] | None = None
     translations: tuple[int, ...] = ()
     attention_n: int = 16

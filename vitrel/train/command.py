@@ -279,7 +279,6 @@ def run(args: list[str], go_on: str = GO_ON) -> TrainCLI:
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        warnings.filterwarnings("ignore", message=".*`IterableDataset` has `__len__` defined.*")  # shards count exactly
         warnings.filterwarnings("ignore", message=".*compute.. method of metric MeanMetric was called before.*")
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # EpochLoader is, by itself
         return TrainCLI(

@@ -17,20 +17,18 @@ from torch.utils.data._utils import signal_handling
 from vitrel.common.resources import check_workers
 from vitrel.common.sizes import native_size, token_count
 from vitrel.data import SHAPES, Augmentation, ImageSet, Reading, Shapes, class_names, create_dataset, create_shapes
-from vitrel.data.shards import Shards
-from vitrel.data.stream import ShardBatches
 from vitrel.train.order import EpochLoader, EpochOrder, Filled, NativeOrder, Order, Plan, evaluation_batches
 from vitrel.train.same_run import Listing
 
 
 class ImageData(LightningDataModule):
-    """Training and evaluation batches of `shapes`, an image folder, tar shards or a torchvision set.
+    """Training and evaluation batches of `shapes`, an image folder, or another data set of `vitrel.data.create_dataset`.
 
     Mean, std, crop and interpolation are taken from the trained model's cfg. The evaluation set does not depend on the seed.
 
     Args:
         data: name or folder as `vitrel.data.create_dataset` takes it: "shapes", a folder that holds `train/<class>/` and
-            `val/<class>/`, a folder of shards, or "<set>:<folder>".
+            `val/<class>/`, a CSV, tar files, Parquet, "hfds/<name>", "torch/<set>:<folder>", or an address as s3://...
         size: image side or [H, W] in pixels; the model is built for this size.
         batch_size: images per batch and device, in training and evaluation. An incomplete last training batch is dropped at
             fixed shape; at native shape its images are kept in smaller batches. Null: 64, or less for few training images, see
@@ -46,7 +44,7 @@ class ImageData(LightningDataModule):
             number of tokens.
         shape: "fixed": every image is cropped or resized to `size`. "native": every image keeps its aspect ratio; training
             batches group images of similar aspect ratio, evaluation resizes the whole image to
-            `vitrel.common.sizes.native_size`, and nothing is padded. Native shape needs image files, not shards or `shapes`.
+            `vitrel.common.sizes.native_size`, and nothing is padded. Native shape needs image files, not `shapes`.
         tokens: maximum number of tokens of an image at native shape, for which `batch_size` is meant; null: those of `size`.
         repeats: views of each image in a batch (repeated augmentation). The number of batches per epoch stays, so an epoch
             shows fewer images.
@@ -112,21 +110,12 @@ class ImageData(LightningDataModule):
         if self.batch_size is None:
             self.batch_size = default_batch_size(n, world)
         if self.shape == "native":
-            self.order: Order | ShardBatches = self._native_order(module.model, even)
+            self.order: Order = self._native_order(module.model, even)
             return
         self.plan = Plan(n, self.batch_size, world, self.size, self.train_sizes, even, self.seed)
-        if isinstance(self.train_set, Shards):
-            if self.repeats > 1:
-                raise ValueError("data.repeats does not work with shards: leave it out, or train on a folder")
-            if self.reading.cached_side is not None:
-                raise ValueError("data.reading.cached_side does not work with shards: leave it out, or train on a folder")
-            self.order = ShardBatches(self.train_set, self.plan, rank, world, self.seed)
-        else:
-            self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
+        self.order = EpochOrder(n, self.plan, self.repeats, rank, world, self.seed)
 
     def _native_order(self, model: nn.Module, even: bool) -> NativeOrder:
-        if isinstance(self.train_set, Shards):
-            raise ValueError("data.shape native does not work with shards, whose order is fixed: train on a folder of images")
         embed = getattr(model, "patch_embed", None)
         if not hasattr(embed, "patch_size") or getattr(embed, "strict_img_size", False):
             raise ValueError(
@@ -168,13 +157,8 @@ class ImageData(LightningDataModule):
         return len(self.order)
 
     @property
-    def streamed(self) -> bool:
-        """Whether training images come from shards, which are divided between ranks and loader processes."""
-        return isinstance(self.order, ShardBatches)
-
-    @property
     def listing(self) -> Listing:
-        """Listing of the training set: names, labels, sizes and times of the images, of shards their names and SHA-256.
+        """Listing of the training set: names, labels, sizes and times of the images.
 
         It is computed once (a few seconds per million images on a local disk), and empty for `shapes`.
         """
@@ -185,20 +169,14 @@ class ImageData(LightningDataModule):
         return self._listing
 
     def names(self, epoch: int, batch: int) -> list[str]:
-        """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a shard.
+        """Return the names of the images in training batch number `batch` (from 0) of this rank: paths, or members of a tar.
 
         Unreadable images are named, not their replacements.
         """
-        if self.streamed:
-            indices = self.order.indices(epoch, self.trainer.global_rank, self.workers)[batch]
-        else:
-            indices = [draw.index for draw in self.order.batches(epoch)[batch]]
-        return [self.train_set.name(index) for index in indices]
+        return [self.train_set.name(draw.index) for draw in self.order.batches(epoch)[batch]]
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of training batches, shuffled by (seed, epoch), which starts at the trainer's current batch."""
-        if self.streamed:
-            return self._loader(EpochLoader, self.order, progress=self._progress, batch_size=None)
         return self._loader(EpochLoader, self.train_set, progress=self._progress, batch_sampler=self.order)
 
     def val_dataloader(self) -> DataLoader:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from math import log, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,18 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vitrel.common.sizes import Size, native_size
 from vitrel.data.base import Draw
-from vitrel.data.stream import Batch, ShardBatches
+
+
+class Batch(NamedTuple):
+    """Number and size of the images in a batch.
+
+    Args:
+        images: number of images on each rank; the global batch has images · world.
+        size: (H, W) of the images, pixels; None for the data set's size.
+    """
+
+    images: int
+    size: tuple[int, int] | None = None
 
 
 class Plan:
@@ -242,9 +254,9 @@ class EpochLoader(DataLoader):
     Lightning sets the epoch of a sampler only after it has created the first iterator, whose workers already read ahead.
 
     Args:
-        dataset: a data set of images with `set_epoch`, or a `ShardBatches`.
+        dataset: a data set of images with `set_epoch`.
         progress: called at the start of an iteration; returns (epoch, number of its batches that are done).
-        options: further keywords of DataLoader; `batch_sampler` is an `Order`, except with `ShardBatches`.
+        options: further keywords of DataLoader; `batch_sampler` is an `Order`.
     """
 
     def __init__(self, dataset: Dataset, progress: Callable[[], tuple[int, int]], **options) -> None:
@@ -254,10 +266,7 @@ class EpochLoader(DataLoader):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
         epoch, done = self.progress()
         self.dataset.set_epoch(epoch)
-        if isinstance(self.dataset, ShardBatches):
-            self.dataset.skip(done)
-        else:
-            self.batch_sampler.start(epoch, done)
+        self.batch_sampler.start(epoch, done)
         return super().__iter__()
 
 

@@ -65,7 +65,7 @@ class Measured:
             return f"{diagnosis}: set data.workers to {needed} (this machine has {self.cores} cores)"
         return (
             f"{diagnosis}: data.workers {needed} would be enough, but this machine has only {self.cores} cores: store smaller "
-            "images (vitrel pack with --resize), or use less of data.augment"
+            "images, or use less of data.augment"
         )
 
 
@@ -140,7 +140,7 @@ def _measure_images(dataset: Dataset, batch_size: int, seconds: float) -> tuple[
     batches = _endless(DataLoader(dataset, batch_size))
     rate = _median_rate((len(images) for images, _ in batches), seconds)
     files = [dataset.name(i) for i in range(min(len(dataset), 256))] if hasattr(dataset, "name") else []
-    files = [name for name in files if Path(name).is_file()]  # some names are no paths: members of shards, escaped paths
+    files = [name for name in files if Path(name).is_file()]  # some names are no paths: members of tars, escaped paths
     if not files:
         return rate, None
     return rate, 1 / _median_rate((len([decode(path)]) for path in itertools.cycle(files)), seconds)

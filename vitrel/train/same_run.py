@@ -20,7 +20,6 @@ from torch import Tensor
 from vitrel.data import SHAPES
 from vitrel.models.create import WEIGHT_ARGUMENTS
 
-_READERS = {"devices", "loader processes"}  # shards are divided between them, so they decide the batches of an epoch
 _FILES = "training files"
 _SHOWN = 3  # names of files in a message
 
@@ -55,6 +54,7 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         "data.size": data.size,
         "data.augment": None if data.augment is None else asdict(data.augment),
         "data.region": data.region,
+        "data.reading.val_fraction": data.reading.val_fraction,
         "data.reading.cached_side": data.reading.cached_side,
         "preprocessing": module.preprocessing,
         "images per batch of all devices": data.batch_size * trainer.world_size,
@@ -75,8 +75,6 @@ def run_settings(trainer: Trainer) -> dict[str, Any]:
         settings["objective"]["distillation"] |= no_source | {"weights": module.teacher.digest}
     # a resumed run takes the optimiser's state and rates from the checkpoint, so other settings would be ignored silently
     settings |= {f"optim.{name}": value for name, value in model["optim"].items()}
-    if data.streamed:
-        settings |= {"devices": trainer.world_size, "loader processes": data.workers}
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -88,12 +86,8 @@ def check_same_run(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if "run" not in checkpoint or not hasattr(trainer.datamodule, "listing") or trainer.state.fn != TrainerFn.FITTING:
         return
     saved, current, path = checkpoint["run"]["order"], run_settings(trainer), trainer.ckpt_path
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    inside_an_epoch = epochs["ready"] > epochs["processed"]
     differences = [
-        f"{name}: {old!s:.100}, now {new!s:.100}"
-        for name, old, new in values_that_differ(saved, current)
-        if name != _FILES and (inside_an_epoch or name not in _READERS)
+        f"{name}: {old!s:.100}, now {new!s:.100}" for name, old, new in values_that_differ(saved, current) if name != _FILES
     ]
     listings = checkpoint["run"]["files"], trainer.datamodule.listing.lines
     if saved.get(_FILES) != current[_FILES] and (files := _files_that_differ(*listings, trainer.datamodule.check_times)):
@@ -145,7 +139,7 @@ def _lines(listing: Tensor) -> list[str]:
 
 
 def _parts(line: str) -> tuple[str, str, str, str]:
-    """(name; label, or checksum of a shard; size, or checksum of an array's image; time) of a line of a `Listing`."""
+    """(name; label; size, or checksum of an array's image; time) of a line of a `Listing`."""
     name, label, version = line.rsplit("\t", 2) if line else ("", "", "")
     size, _, time = version.partition(" ")
     return name, label, size, time

@@ -1,0 +1,134 @@
+"""Data sets of Hugging Face `datasets`: of the Hub (`hfds/<name>`), and folders of Parquet or Arrow files."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vitrel.common.extras import optional_import
+from vitrel.data.addresses import is_address, storage_options
+from vitrel.data.base import ImageSet, Split, sha256, subset
+from vitrel.data.decode import Reading
+from vitrel.data.splits import divided, split_of
+
+SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` wrote
+
+
+class HuggingFace(ImageSet):
+    """One split of a Hugging Face data set, as a data set of (normalised float32 [3, H, W], class index).
+
+    The images are the first column of images, the classes the first column of class labels, or the column "label".
+
+    Args:
+        name: name on the Hub, or path or address of a folder of Parquet files, or of one that `save_to_disk` wrote.
+        split: "train" or "val"; without an evaluation split, `reading.val_fraction` divides the images.
+        prepare, augment, reading: as in `ImageSet`.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+
+    Raises:
+        ValueError: the data set cannot be loaded, or has no column of images or of labels.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: Split,
+        prepare: Callable[[Tensor], Tensor],
+        augment: Callable[..., Tensor] | None = None,
+        n: int | None = None,
+        seed: int = 0,
+        reading: Reading = Reading(),
+    ) -> None:
+        splits = load(name)
+        own = split_of(split, splits) or (None if split_of("val", splits) else next(iter(splits)))
+        if own is None:
+            raise ValueError(f"{name} has the splits {', '.join(splits)}, and none for {split!r}")
+        rows = splits[own]
+        self.image, label, classes = columns(name, splits)
+        values = rows[label]
+        numbers = {value: number for number, value in enumerate(classes)}
+        self.labels = [value if isinstance(value, int) and value not in numbers else numbers[str(value)] for value in values]
+        indices = list(range(len(rows)))
+        if split_of("val", splits) is None:
+            indices = divided(indices, self.labels, split, reading.val_fraction, name)
+        self.rows = rows.select_columns([self.image])
+        self.where = f"{name} {own}"
+        self.chosen = [indices[i] for i in subset(len(indices), n, seed, self.where)]
+        super().__init__(classes, len(self.chosen), prepare, augment, reading)
+
+    def encoded(self, index: int) -> tuple[bytes | str, int, str]:
+        """Return (encoded image or its path, label, name for messages) of an image."""
+        image = self.rows[self.chosen[index]][self.image]
+        return image["bytes"] or image["path"], self.label(index), self.name(index)
+
+    def label(self, index: int) -> int:
+        """Return the label of an image, without decoding it."""
+        return self.labels[self.chosen[index]]
+
+    def name(self, index: int) -> str:
+        """Return the split and row of an image."""
+        return f"{self.where}: {self.chosen[index]}"
+
+    def contents(self) -> list[str]:
+        """Return one line per image, in order: its row, a tab, its label."""
+        return [f"{row}\t{self.labels[row]}" for row in self.chosen]
+
+    def versions(self) -> list[str]:
+        """Return the size of each encoded image in bytes, in order; "" for images that are files of their own."""
+        import pyarrow.compute as pc
+
+        parts = (part[self.image] for part in self.rows.with_format("arrow").iter(1000))
+        sizes = [size for part in parts for size in pc.binary_length(pc.struct_field(part, "bytes")).to_pylist()]
+        return ["" if sizes[row] is None else str(sizes[row]) for row in self.chosen]
+
+    def checksums(self) -> list[str]:
+        """Return the SHA-256 of each encoded image, in order."""
+        images = (self.encoded(index)[0] for index in range(len(self)))
+        return [hashlib.sha256(image).hexdigest() if isinstance(image, bytes) else sha256(image) for image in images]
+
+
+def columns(name: str, splits: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """Return (column of images, column of labels, class names); ValueError where there is none."""
+    import datasets
+
+    first = next(iter(splits.values()))
+    features = first.features
+    image = next((key for key, kind in features.items() if isinstance(kind, datasets.Image)), None)
+    label = next((key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
+    if label is not None and image is not None:
+        return image, label, list(features[label].names)
+    label = "label" if "label" in features else None
+    if image is None or label is None:
+        missing = "images" if image is None else "labels (of class labels, or called label)"
+        raise ValueError(f"{name} has the columns {', '.join(features)}, and none of {missing}")
+    values = {value for rows in splits.values() for value in rows.unique(label)}
+    if all(isinstance(value, int) for value in values):
+        return image, label, [str(i) for i in range(max(values) + 1)]
+    return image, label, sorted(map(str, values))
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return {split: rows} of a data set with encoded images; ValueError where it cannot be loaded."""
+    with optional_import():
+        import datasets
+
+    options = {"storage_options": storage_options(name)} if is_address(name) else {}
+    saved = not is_address(name) and any((Path(name) / file).is_file() for file in SAVED)
+    try:
+        if saved:
+            found = datasets.load_from_disk(name)
+        elif is_address(name):
+            found = datasets.load_dataset("parquet", data_dir=name, **options)
+        else:
+            found = datasets.load_dataset(name)
+    except Exception as error:  # of the Hub, its client, Arrow and others
+        text = str(error).split("\n", 1)[0]
+        raise ValueError(f"{name} cannot be loaded by Hugging Face datasets: {text}") from error
+    splits = dict(found) if isinstance(found, dict) else {"train": found}
+    for split, rows in splits.items():
+        image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
+        if image is not None:
+            splits[split] = rows.cast_column(image, datasets.Image(decode=False))
+    return splits

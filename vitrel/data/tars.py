@@ -1,0 +1,193 @@
+"""Images in tar files, read by index: a WebDataset, or a tar of class folders.
+
+The headers of every tar file are read once, which gives each image's offset and size; then an image is one read, on this
+machine or at an address. In a WebDataset a sample is `<key>.jpg` (or another suffix of `SUFFIXES`) with `<key>.cls`, its label
+as a number or a name, or `<key>.json` with "label". Without such members the class is the folder of the image in the tar, or
+the name of the tar file. Nothing is extracted to disk or unpickled. Names of numbered classes are the lines of `classes.txt`
+beside the tars or above their folder.
+"""
+
+import json
+import tarfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vitrel.common.files import shown
+from vitrel.data.addresses import file_state, is_address, list_files, open_file, read_bytes, read_text
+from vitrel.data.base import HEADER_READERS, ImageSet, Split, file_checksums, file_versions, subset
+from vitrel.data.decode import SUFFIXES, BadImage, Reading
+from vitrel.data.splits import SPLITS, divided, split_of
+
+BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # errors of tarfile for damaged headers
+LABEL_BYTES = 1 << 16
+
+
+class Member(NamedTuple):
+    """One image in a tar file: the tar's path, its name there, offset and size in bytes, and its class as written."""
+
+    tar: str
+    name: str
+    offset: int
+    size: int
+    label: str
+
+
+class Tars(ImageSet):
+    """One split of images in tar files, as a data set of (normalised float32 [3, H, W], class index) with random access.
+
+    Args:
+        root: a tar file, a folder of tars, or a pattern as "images/train-*.tar"; a path or an address.
+        split: "train" or "val": by folders or names of the tars, or by the first folder inside them; otherwise the images are
+            divided by `reading.val_fraction`.
+        prepare, augment, reading: as in `ImageSet`.
+        n, seed: number of randomly chosen images, by default all, and seed of this choice.
+
+    Raises:
+        ValueError: no tar files, a damaged tar file, or no images of the split.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        split: Split,
+        prepare: Callable[[Tensor], Tensor],
+        augment: Callable[..., Tensor] | None = None,
+        n: int | None = None,
+        seed: int = 0,
+        reading: Reading = Reading(),
+    ) -> None:
+        members, classes = tar_members(root)
+        numbers = {name: number for number, name in enumerate(classes)}
+        labelled = [(member, numbers[_class(member.label, classes)]) for member in members]
+        own = _of_split(labelled, split, root)
+        if own is None:
+            own = divided(labelled, [label for _, label in labelled], split, reading.val_fraction, root)
+        if not own:
+            raise ValueError(f"found no images for {split!r} in the tars of {root}")
+        self.samples = [own[i] for i in subset(len(own), n, seed, root)]
+        self.root = root.rstrip("/")
+        super().__init__(classes, len(self.samples), prepare, augment, reading)
+
+    def encoded(self, index: int) -> tuple[bytes, int, str]:
+        """Return (encoded image, label, tar and member for messages) of an image."""
+        member, label = self.samples[index]
+        data = read_bytes(member.tar, member.offset, member.offset + member.size)
+        if len(data) < member.size:
+            raise BadImage(f"{self.name(index)} ends after {len(data):,} of {member.size:,} bytes; copy the tar file again")
+        return data, label, self.name(index)
+
+    def label(self, index: int) -> int:
+        """Return the label of an image, without decoding it."""
+        return self.samples[index][1]
+
+    def name(self, index: int) -> str:
+        """Return tar and member of an image, e.g. "train-0003.tar: 000123.jpg"."""
+        member = self.samples[index][0]
+        return shown(f"{member.tar.removeprefix(f'{self.root}/')}: {member.name}")
+
+    def versions(self) -> list[str]:
+        """Return the size of each image, and the time of modification (or version) of its tar file."""
+        tars = list(dict.fromkeys(member.tar for member, _ in self.samples))
+        states = map(file_state, tars) if is_address(self.root) else file_versions(tars)
+        times = {tar: state.partition(" ")[2] for tar, state in zip(tars, states, strict=True)}
+        return [f"{member.size} {times[member.tar]}" for member, _ in self.samples]
+
+    def checksums(self) -> list[str]:
+        """Return the SHA-256 of each tar file, in order of first use."""
+        return list(file_checksums(dict.fromkeys(member.tar for member, _ in self.samples)))
+
+
+def tar_members(root: str) -> tuple[list[Member], list[str]]:
+    """Return all images in the tar files of `root`, and the class names by label; several tars are read at once."""
+    tars = tar_files(root)
+    if not tars:
+        raise ValueError(f"found no tar files at {root}")
+    members = _scanned(tuple(tars), tuple(map(file_state, tars) if is_address(root) else file_versions(tars)))
+    labels = {member.label for member in members}
+    numbered = bool(labels) and all(label.isdecimal() for label in labels)
+    names = f"{tars[0].rpartition('/')[0]}/classes.txt"
+    if numbered and not is_address(root):
+        for place in (Path(names), Path(names).parent.parent / "classes.txt"):
+            if place.is_file():
+                classes = read_text(place).split("\n")
+                classes = [name.strip() for name in classes if name.strip()]
+                if len(classes) <= max(map(int, labels)):
+                    raise ValueError(f"{place} names {len(classes)} classes, but there is a label {max(map(int, labels))}")
+                return members, classes
+    return members, [str(i) for i in range(max(map(int, labels)) + 1)] if numbered else sorted(labels)
+
+
+@lru_cache(4)  # training, evaluation and class names need the same headers
+def _scanned(tars: tuple[str, ...], versions: tuple[str, ...]) -> list[Member]:
+    with ThreadPoolExecutor(HEADER_READERS) as readers:
+        return [member for found in readers.map(_scan, tars) for member in found]
+
+
+def tar_files(root: str) -> list[str]:
+    """Return the paths or addresses of the tar files at `root` (`Tars`), sorted; of a folder also those one level below."""
+    if root.endswith(".tar") and "*" not in root:
+        return [root] if is_address(root) or Path(root).is_file() else []
+    if "*" in root:
+        folder = root.rpartition("/")[0] if "*" not in root.rpartition("/")[0] else root.partition("*")[0].rpartition("/")[0]
+        return [path for path in tar_files(folder or ".") if fnmatch(path, root)]
+    if is_address(root):
+        return [path for path in list_files(root) if path.endswith(".tar")]
+    return sorted(str(path) for pattern in ("*.tar", "*/*.tar") for path in Path(root).glob(pattern))
+
+
+def _class(label: str, classes: list[str]) -> str:
+    return classes[int(label)] if label.isdecimal() and label not in classes else label
+
+
+def _of_split(labelled: list[tuple[Member, int]], split: Split, root: str) -> list[tuple[Member, int]] | None:
+    """The images of a split, by the tar's folder or name, or the first folder in the tar; None where these name no split."""
+    names = {word for words in SPLITS.values() for word in words}
+
+    def word(member: Member) -> str:
+        path = PurePosixPath(member.tar.removeprefix(root.rstrip("/")) if member.tar != root else PurePosixPath(root).name)
+        words = [*path.parts[:-1], *path.stem.replace("_", "-").split("-"), *PurePosixPath(member.name).parts[:1]]
+        return next((word for word in words if word in names), "")
+
+    words = [word(member) for member, _ in labelled]
+    own = split_of(split, words)
+    return None if own is None else [pair for pair, found in zip(labelled, words, strict=True) if found == own]
+
+
+def _scan(tar: str) -> list[Member]:
+    """The images of one tar file, in order; ValueError for a damaged file, or images without a label."""
+    images: list[tuple[str, int, int]] = []
+    labels: dict[str, str] = {}
+    try:
+        with open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                archive.members = []  # otherwise tarfile keeps every header in memory
+                if member.size < 0:  # the next header would be this one again, in an endless loop
+                    raise ValueError(f"{member.name} has {member.size} bytes")
+                if not member.isfile() or member.issparse():  # a sparse member can claim any size in a small file
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                key, suffix = f"{folder}/{base.partition('.')[0]}", f".{base.partition('.')[2]}".lower()
+                if PurePosixPath(base).suffix.lower() in SUFFIXES and not base.startswith("."):
+                    images.append((member.name, member.offset_data, member.size))
+                elif suffix in (".cls", ".json") and member.size <= LABEL_BYTES:
+                    text = archive.extractfile(member).read().decode(errors="replace").strip()
+                    label = str(json.loads(text).get("label", "")) if suffix == ".json" else text
+                    if label:
+                        labels.setdefault(key, label)
+    except BROKEN as error:
+        reason = str(error) or "a member of an impossible size"
+        raise ValueError(f"{tar} is not a tar file, or it is damaged or compressed ({reason}): write it again") from error
+    found = []
+    for name, offset, size in images:
+        folder, _, base = name.rpartition("/")
+        label = labels.get(f"{folder}/{base.partition('.')[0]}")
+        if label is None and labels:
+            raise ValueError(f"{tar}: {shown(name)} has no label: a sample of a WebDataset is an image and its .cls or .json")
+        found.append(Member(tar, name, offset, size, label or PurePosixPath(folder).name or PurePosixPath(tar).stem))
+    return found
