@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--out", "-o", type=Path, metavar="FILE", help="write the profile there, to be given as VITREL_PROFILE")
     add("--fresh", action="store_true", help="measure everything again")
-    add("--seconds", type=count, default=100, metavar="N", help="start no case after so many seconds; default %(default)s")
+    add("--seconds", type=count, default=75, metavar="N", help="start no case after so many seconds; default %(default)s")
     add_json(parser, "write the measured cases")
     add_weights(parser, many=True, random=True)
 

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
 from vitrel.grid import Grid
-from vitrel.inspect.resolution_report import resolution_report
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.ops.window import axis_shift
@@ -158,10 +157,6 @@ def at_size(model: nn.Module, size: int | Size, share_weights: bool = False) -> 
     must not be trained or moved.
     """
     size = to_2tuple(size)
-    if isinstance(model, Backbone):
-        lines = resolution_report(model, size).stages
-        stages = tuple(StageWindows(s.blocks, s.grid, s.window, s.shift, s.padding) for s in lines)
-        return ModelAtSize(model, model.resized(size), stages, trace(model, size))
     return changed_for_size(model, model_at_size(model, size, share_weights), size)
 
 

@@ -26,7 +26,6 @@ from vitrel.inspect.any_model import (
     reason,
     refusal,
     replaced_parameters,
-    stage_windows,
     stays_itself,
     trained_size,
 )
@@ -333,13 +332,14 @@ def _size_diagnosis(way: _Way, found: ModelAtSize, trained: Size, size: Size, po
     embed, unread = getattr(found.model, "patch_embed", None), (0, 0)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         unread = tuple(n % p for n, p in zip(size, embed.patch_size, strict=True))
-    stages, attends = tuple(_stages(found.trace.blocks)), found.trace.attends
+    stages, attends = tuple(_stages(found)), found.trace.attends
     return SizeDiagnosis(size, "", found.resized, changed, stages, unread, *positions, attends)
 
 
-def _stages(blocks: Sequence[TracedBlock]) -> Iterator[StageDiagnosis]:
+def _stages(found: ModelAtSize) -> Iterator[StageDiagnosis]:
+    blocks = found.trace.blocks
     shifts = any(any(block.shift or ()) for block in blocks)
-    for line in stage_windows(blocks):
+    for line in found.windows:
         kind = line.grid, line.window, line.strided
         alike = [block for block in blocks if (block.grid, block.window, block.strided) == kind]
         yield _stage_diagnosis(line, alike, leaks_by_block(alike), shifts)

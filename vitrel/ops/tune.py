@@ -37,7 +37,7 @@ FLOORS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-4, torch.
 CAPS = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 STD = 0.5  # of drawn tables; with values near zero, wrong indices would not show
 SLOW = 1.5  # times the fastest: not timed on
-SECONDS = 100.0  # after which `tune` starts no case, by default
+SECONDS = 75.0  # after which `tune` starts no case, by default
 _ROUND = 0.01  # seconds of a turn, if a call takes less
 _MOST = 50  # calls in a turn
 _LONG = 0.1  # seconds of a call whose first time is taken at its word
@@ -481,6 +481,8 @@ def standard_calls(device: torch.device) -> list[Call]:
             calls.append(
                 Call("attention", terms, grid, None, heads, 64, grid.tokens, torch.float32, device, False, batch=batch)
             )
+    if not gpu:
+        calls.sort(key=lambda call: call.batch * call.grid.tokens)  # a run that ends early has measured something of each kind
     kinds = [(torch.bfloat16, False, 1), (torch.bfloat16, True, 2), (torch.float16, False, 2), (torch.float32, False, 2)]
     return _with_a_choice(
         call._replace(dtype=dtype, compiled=compiled, grad=grad)
