@@ -291,7 +291,7 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
     assert flipped(torch.randn(1, 3, 40, 56)).isfinite().all()
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=35)
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("position", ["cpb", "rope_mixed", "log_decay"])
 def test_a_swin_gets_another_encoding_in_its_windows(version, position):
