@@ -95,8 +95,7 @@ run and trainer
   --run.predictions N             number of validation images with predictions in predictions.png
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
-exit status: 0 done, 1 bad settings, data or files, or a failure, 2 bad usage, 130 and 143 after ctrl-c and SIGTERM (saved)
-vitrel train --help-all lists every key with its type and default.
+--help-all lists every key; exit status: 0 done, 1 bad settings, data or files, or a failure, 2 bad usage, 130, 143 stopped
 """
 
 

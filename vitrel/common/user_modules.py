@@ -16,7 +16,6 @@ def import_modules(names: Sequence[str] = ()) -> None:
     given = dict.fromkeys([*filter(None, os.environ.get(VARIABLE, "").split(",")), *names])
     if not given:
         return
-    os.environ[VARIABLE] = ",".join(given)
     if not {"", os.getcwd()} & {*sys.path}:  # the command does not look there, as python -m does
         sys.path.append(os.getcwd())
     for name in given:
@@ -26,3 +25,4 @@ def import_modules(names: Sequence[str] = ()) -> None:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise ValueError(f"--import {name}: there is no module {error.name} in {os.getcwd()} or installed") from None
+    os.environ[VARIABLE] = ",".join(given)

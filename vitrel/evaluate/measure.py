@@ -430,7 +430,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
         for by in task.translations:
             translating = Runner(model, *options, prepare=partial(translate, by=by))
             translated[by], *_ = _count(task, images, outputs, translating, advance)
-        columns |= _attention(task, sweep, images, at) | _position(task, sweep, images, at)
+        columns |= _attention(task, sweep, images, at)
         same_objects = [*map(id, parameters)] == [*map(id, trained.model.parameters())]
     states = [*at.states, state_hash(trained.model)]
     after = next((state for state in states if state != before), before)
@@ -471,15 +471,21 @@ def _count(
 
 
 def _attention(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
-    """Attention statistics, means over the first images, computed in the last process only; NaN where unavailable."""
-    row, (rank, world) = dict.fromkeys(STATISTICS, float("nan")), rank_and_world()
+    """Attention statistics, means over the first images, and the share of position, of the first image alone.
+
+    They are computed in the last process only, and are NaN where unavailable.
+    """
+    row, (rank, world) = dict.fromkeys((*STATISTICS, "position_share"), float("nan")), rank_and_world()
     if rank < world - 1 or not sweep.attention_n:
         return row
     by_image: list[dict[str, float]] = []
     try:
         for image in images.first(task.preprocessing, sweep.attention_n):  # one at a time: attention matrices take memory
             model = at((image.shape[-2], image.shape[-1]))
-            by_image.append(attention_statistics_of(model, image[None].to(sweep.torch_device)))
+            pixels = image[None].to(sweep.torch_device)
+            if not by_image:
+                row["position_share"] = _position_share(model, pixels)
+            by_image.append(attention_statistics_of(model, pixels))
     except BadImage:
         raise
     except ValueError:
@@ -495,24 +501,16 @@ def _attention(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
     return row
 
 
-def _position(task: Task, sweep: Sweep, images: Images, at: AtSizes) -> Row:
-    """The column position_share, of the first image, computed in the last process only; NaN where it is not known."""
-    row, (rank, world) = {"position_share": float("nan")}, rank_and_world()
-    if rank < world - 1 or not sweep.attention_n:
-        return row
+def _position_share(model: nn.Module, pixels: torch.Tensor) -> float:
+    """The column position_share of an image [1, 3, h, w]; NaN where it is not known or memory does not suffice."""
     try:
-        for image in images.first(task.preprocessing, 1):
-            model = at((image.shape[-2], image.shape[-1]))
-            shares = position_shares(model, image[None].to(sweep.torch_device))
-            row["position_share"] = round(max(shares.values(), default=float("nan")), 5)
-    except BadImage:
-        raise
+        return round(max(position_shares(model, pixels).values(), default=float("nan")), 5)
     except ValueError:
-        return row
+        return float("nan")
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-    return row
+        return float("nan")
 
 
 def _added(tallies: Sequence[Tally]) -> Tally:

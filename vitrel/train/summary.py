@@ -79,15 +79,19 @@ class Summary(Callback):
         tuning = module.tuning
         if tuning.position is None or not trainer.is_global_zero or isinstance(trainer.strategy, ModelParallelStrategy):
             return
-        with torch.random.fork_rng():
-            images = trainer.datamodule.unaugmented(SHARE_IMAGES).to(module.device)
-            shares = position_shares(module.model, images)
+        try:
+            with torch.random.fork_rng():
+                images = trainer.datamodule.unaugmented(SHARE_IMAGES).to(module.device)
+                shares = position_shares(module.model, images)
+        except (ValueError, OSError, RuntimeError) as error:  # the run itself has succeeded
+            warnings.warn(f"how far {tuning.position} changes attention could not be measured: {error}", stacklevel=2)
+            return
         in_attention = [share for name, share in shares.items() if name != "tokens"]
         if not in_attention:
             return
         self.about["position_share"] = self.fixed["position_share"] = round(max(in_attention), 5)
         if max(in_attention) < NEGLIGIBLE:
-            fit = "" if tuning.fit else "fit it before training (--fit 64 with --absolute drop), or "
+            fit = "fit it before training (leave out --fit 0), or " if tuning.fit == 0 else ""
             share = f"{100 * max(in_attention):.2g} %"
             warnings.warn(
                 f"the encoding {tuning.position} does nothing: it changes attention logits by {share} of their spread at most; "
