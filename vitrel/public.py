@@ -1,4 +1,4 @@
-"""The public names of vitrel, in a module of their own: `import vitrel` imports it, the command only where it is needed."""
+"""The public names of vitrel, in a module of their own: `import vitrel` imports it, the command only where a name is used."""
 
 from vitrel import evaluate
 from vitrel.convert import from_timm, load, relativize, save
@@ -14,29 +14,3 @@ from vitrel.models.registry import register_position
 from vitrel.ops.reference import position_bias
 from vitrel.position import POSITIONS, PositionEncoding, Table, Terms, combine, create_position, pad_prefix
 from vitrel.weights.load import load_pretrained
-
-__all__ = [
-    "POSITIONS",
-    "Grid",
-    "PositionEncoding",
-    "RelativeAttention",
-    "Table",
-    "Terms",
-    "combine",
-    "create_model",
-    "create_position",
-    "diagnose",
-    "evaluate",
-    "explain",
-    "from_timm",
-    "load",
-    "load_pretrained",
-    "optimize",
-    "pad_prefix",
-    "position_bias",
-    "register_position",
-    "relativize",
-    "resolution_report",
-    "save",
-    "tiled_features",
-]

@@ -23,7 +23,7 @@ from vitrel.evaluate.metrics import Predicted, read_predictions, write_predictio
 from vitrel.evaluate.models import Trained, trained_model
 from vitrel.evaluate.report.html import contents, write_html
 from vitrel.evaluate.report.pictures import collect_pictures
-from vitrel.evaluate.results import TRANSLATION, aggregate, line_key, read_csv, read_scores
+from vitrel.evaluate.results import TRANSLATION, line_key, read_csv, read_scores
 from vitrel.evaluate.run import run_sweep
 from vitrel.evaluate.settings import Sweep
 
@@ -126,8 +126,8 @@ def page(browser, folder):
 
 
 def table_of(folder, label=None, protocol=None):
-    """The aggregated rows of a folder, or of one model in one protocol."""
-    table = aggregate(read_csv(folder / "results.csv"), read_scores(folder))
+    """The rows of a folder's page, or of one model in one protocol."""
+    table = judge(read_csv(folder / "results.csv"), read_scores(folder)).rows
     return [row for row in table if (label is None or row["label"] == label) and (protocol in (None, row["protocol"]))]
 
 
@@ -177,16 +177,17 @@ def test_curves_are_drawn_with_intervals_and_follow_the_metric(page, folder):
 
 def test_the_legend_filters_and_chooses(page):
     plot = "document.getElementById('curves-scale')"
+    curve = f"{TABLE}, geometric = clip = bicubic"  # the synthetic predictions of the three are equal
     set_value(page, "curve-filter", "table clip", "input")
     names = page("return [...document.querySelectorAll('#legend li')].map(li => li.textContent)")
-    assert len(names) == 1 and names[0].endswith(f"{TABLE}, clip")
+    assert len(names) == 1 and names[0].endswith(curve)
     page("document.querySelector('#legend input').click()")
-    assert page(f"return {plot}.data.filter(t => t.name === '{TABLE}, clip').every(t => !t.error_y)")  # grey
+    assert page(f"return {plot}.data.filter(t => t.name === '{curve}').every(t => !t.error_y)")  # grey
     page("document.getElementById('others').click()")
-    assert page(f"return {plot}.data.filter(t => t.name === '{TABLE}, clip').length") == 0
+    assert page(f"return {plot}.data.filter(t => t.name === '{curve}').length") == 0
     set_value(page, "curve-set", "unresized")
     shown = set(page(f"return {plot}.data.map(t => t.name)"))
-    assert {SWIN_CURVE, EVIL} <= shown and f"{TABLE}, bicubic" not in shown
+    assert {SWIN_CURVE, EVIL} <= shown and curve not in shown
 
 
 def test_names_are_text(page):
@@ -306,7 +307,7 @@ def test_windows_and_models_that_cannot_be_seen(page):
 def test_the_table_sorts_and_filters(page, folder):
     column = "return [...document.querySelectorAll('#table tbody tr')].map(r => Number(r.cells[arguments[0]].textContent))"
     keys = page("return [...document.querySelectorAll('#table th button')].map(b => b.dataset.key)")
-    at, rows = keys.index("top1"), len(aggregate(read_csv(folder / "results.csv")))
+    at, rows = keys.index("top1"), len(table_of(folder))
     for down in (False, True):
         page("document.querySelector('#table button[data-key=top1]').click()")
         values = page(column, at)

@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT
 from vitrel import cli
 from vitrel.cli.options import packaged
-from vitrel.cli.train import expanded
+from vitrel.cli.train import _without, expanded
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
@@ -95,7 +95,7 @@ def test_training_command_lines_parse(line, capsys, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
-        run(["fit", *expanded(COMMANDS[line][1:]), "--print_config"])
+        run(["fit", *_without("--import", expanded(COMMANDS[line][1:])), "--print_config"])
     printed = capsys.readouterr().out
     assert not ended.value.code and "data:" in printed and "trainer:" in printed
 

@@ -12,7 +12,8 @@ from helpers.variants import MODELS
 from tools.benchmark.traffic import Traffic
 from vitrel import constants
 from vitrel.ops import BACKENDS, use_backend
-from vitrel.ops.backends import flex, triton_backend
+from vitrel.ops.backends import flex
+from vitrel.ops.capability import TABLE
 
 
 def few_blocks(name):
@@ -140,8 +141,8 @@ def test_every_backend_on_a_device_that_holds_no_values():
 @pytest.mark.slow
 def test_backward_passes_on_a_device_that_holds_no_values(monkeypatch):
     """Without a GPU, autograd refuses fake tensors of one. Flex computes another gradient there than on a CPU."""
-    monkeypatch.setattr(triton_backend.os, "environ", {"TRITON_INTERPRET": "1"})
-    monkeypatch.setattr(flex, "refuses", lambda call: "not here")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(TABLE, "flex", TABLE["flex"]._replace(refuses=(("", "not here"),)))
     served = set()
     for name in KINDS:
         model = vitrel.create_model(f"vitrel_{name}", num_classes=2, device="meta", **few_blocks(f"_{name}"))

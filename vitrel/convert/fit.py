@@ -34,6 +34,8 @@ _SLOWEST, _FASTEST = 0.15, 1.5  # radians per patch of the pairs that rotate at 
 _HIDDEN = -1e4  # added to the logits of keys that a query does not see; with -inf the divergence would be 0 * inf
 _RATE, _BATCH, _PART, _WARMUP = 2e-4, 32, 8, 0.1  # of distillation: learning rate, images per update and at a time, warm-up
 
+_JUDGED = 64  # images by which it is decided whether `distil` has helped
+
 
 class Attended(NamedTuple):
     """Queries and keys of a block before position acts on them, for images or for windows of images, which come one by one."""
@@ -192,7 +194,11 @@ def minimise(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: i
             parameter.requires_grad_(True)
         options = dict(history_size=20, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-12)
         optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, max_eval=iterations * 5 // 4, **options)
-        optimizer.step(closure)
+        try:
+            optimizer.step(closure)
+        except RuntimeError as error:  # a step beyond the range of floats ends the search; the best values are kept
+            if "without overflow" not in str(error):
+                raise
     for parameter, needs in zip(parameters, needed, strict=True):
         parameter.grad = None
         parameter.requires_grad_(needs)
@@ -288,6 +294,8 @@ def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> N
 
     The loss is the squared distance of each token, divided by the variance of the original's; class and register tokens
     together count as much as all patches. steps: number of updates, of 32 images each. Both models are in evaluation mode.
+    Unless the loss of the first 64 images is smaller afterwards, the model stays as it was: updates of this size can only harm
+    a model that already follows the original closely.
     """
     scales = model.position_lr_scales()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -300,22 +308,33 @@ def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> N
     )
     generator = torch.Generator().manual_seed(0)
     drawn, size = _draw(len(images), steps * _BATCH, generator), min(_PART, _BATCH)
+
+    def loss_of(image: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = original.forward_features(image)
+        left = ((model.forward_features(image) - wanted).square() / wanted.var(-1, keepdim=True)).mean(-1).flatten(1)
+        prefix, patches = left[:, : model.num_prefix_tokens], left[:, model.num_prefix_tokens :]
+        return patches.mean() + (prefix.mean() if prefix.numel() else 0)
+
+    @torch.no_grad()
+    def loss_now() -> float:
+        parts = images[:_JUDGED].to(next(iter(named.values())).device).split(size)
+        return sum(loss_of(part).item() * len(part) for part in parts)
+
+    initial, loss_before = [parameter.detach().clone() for parameter in named.values()], loss_now()
     for _ in range(steps):
         mirrored = torch.rand((), generator=generator) < 0.5
         for _ in range(_BATCH // size):  # in parts, for memory
             image = images[[next(drawn) for _ in range(size)]].to(next(iter(named.values())).device)
             image = image.flip(-1) if mirrored else image
-            with torch.no_grad():
-                wanted = original.forward_features(image)
             with torch.enable_grad():
-                left = ((model.forward_features(image) - wanted).square() / wanted.var(-1, keepdim=True)).mean(-1).flatten(1)
-                prefix, patches = left[:, : model.num_prefix_tokens], left[:, model.num_prefix_tokens :]
-                loss = patches.mean() + (prefix.mean() if prefix.numel() else 0)
-                (loss * size / _BATCH).backward()
+                (loss_of(image) * size / _BATCH).backward()
         nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+    if not loss_now() < loss_before:
+        _restore(named.values(), initial)
 
 
 def _draw(n: int, count: int, generator: torch.Generator) -> Iterator[int]:
