@@ -1,9 +1,11 @@
 """Every kind of data that `--data` takes gives the images and labels of the folder it was made of."""
 
 import csv
+import hashlib
 import io
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +129,27 @@ def test_labels_in_json(tmp_path):
             add(archive, f"{i}.png", file.getvalue())
     assert class_names(str(tmp_path / "all.tar")) == ["cat", "dog"]
     assert len(items(tmp_path / "all.tar", "val", reading=Reading(val_fraction=0.5))) == 2
+
+
+def test_one_bit_that_flipped_in_a_tar_is_noticed_where_its_checksum_is_known(flowers, tmp_path):
+    """By a SHA256SUMS as the command writes it, in either of its forms, and without one not."""
+    write_tars(flowers, tmp_path, 20)
+    tars = sorted((tmp_path / "train").glob("*.tar"))
+    sums = [hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars]
+    (tmp_path / "train" / "SHA256SUMS").write_text(
+        f"{sums[0]}  {tars[0].name}\n{sums[1]} *{tars[1].name}\n{'0' * 64}  gone.tar\n"
+    )
+    data = create_dataset(str(tmp_path), "train", (20, 24), **HOW)
+    assert len(data) == 30
+    member = data.samples[25][0]
+    content = bytearray(Path(member.tar).read_bytes())
+    content[member.offset + member.size // 2] ^= 1
+    Path(member.tar).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{Path(member.tar).name} is damaged: it differs from its checksum in SHA256SUMS"):
+        create_dataset(str(tmp_path), "train", (20, 24), **HOW)
+    (tmp_path / "train" / "SHA256SUMS").write_text(f"{sums[0]}  {tars[0].name}\n")
+    tars[1].touch()  # the headers of files that did not change are kept
+    assert len(create_dataset(str(tmp_path), "train", (20, 24), **HOW)) == 30
 
 
 def test_damaged_tars_are_named(flowers, tmp_path):

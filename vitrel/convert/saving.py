@@ -25,7 +25,7 @@ from vitrel.position import PositionEncoding
 from vitrel.weights.draft import Draft
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import check_file, checksums, guarding, read_file
-from vitrel.weights.record import check_registered, position_record
+from vitrel.weights.record import check_encodings, position_record
 from vitrel.weights.rotate import Rotation
 from vitrel.weights.swin_names import rename_swin, swin_arguments
 from vitrel.weights.unwrap import unwrap
@@ -78,8 +78,6 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
         return _from_folder(path, changes)
     loaded = read_file(path)
     about = loaded.get("vitrel") if isinstance(loaded, dict) else None
-    if isinstance(about, dict):
-        check_registered(about.get("position"), path)
     if isinstance(about, dict) and isinstance(about.get("model"), str):
         return read_checkpoint(path, loaded, changes)[0]
     if isinstance(about, dict) and about and ("model" in about or like is None):
@@ -102,7 +100,7 @@ def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | No
         keys = ", ".join(sorted(map(str, loaded))[:6]) if isinstance(loaded, dict) else type(loaded).__name__
         raise ValueError(f"{path} is not a checkpoint of vitrel train: it needs 'vitrel' and 'state_dict', it holds {keys}")
     about = loaded["vitrel"]
-    check_registered(about.get("position"), path)
+    check_encodings(about.get("position"), path)
     for name, kind in (_SCALARS | _LISTS).items():
         value = about.get(name)
         parts = [value] if name in _SCALARS else value
@@ -149,6 +147,7 @@ def not_finite(model: nn.Module) -> str:
 
 def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], changes: dict[str, Any]) -> Backbone:
     """Return the model of a file of `save`, `about` being its metadata."""
+    check_encodings(about.get("position"), path)
     version = about.get("format", 1)
     if version == 1 or "model" not in about:
         raise ValueError(

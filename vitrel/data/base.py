@@ -277,6 +277,29 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class RowSet(ImageSet):
+    """Abstract data set whose images are chosen rows of a source.
+
+    Attributes: labels, of every row of the source; chosen, the row of every image; where, the source and split for messages.
+    """
+
+    labels: list[int]
+    chosen: list[int]
+    where: str
+
+    def label(self, index: int) -> int:
+        """Return the label of an image, without decoding it."""
+        return self.labels[self.chosen[index]]
+
+    def name(self, index: int) -> str:
+        """Return the source, split and row of an image."""
+        return f"{self.where}: {self.chosen[index]}"
+
+    def contents(self) -> list[str]:
+        """Return one line per image, in order: its row, a tab, its label."""
+        return [f"{row}\t{self.labels[row]}" for row in self.chosen]
+
+
 def file_checksums(paths: Iterable[str | Path]) -> Iterator[str]:
     """Yield the `sha256` of each file, in order, "" for a file that cannot be opened; several files are read in parallel."""
 

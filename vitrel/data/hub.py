@@ -9,14 +9,14 @@ from torch import Tensor
 
 from vitrel.common.extras import optional_import
 from vitrel.data.addresses import is_address, storage_options
-from vitrel.data.base import ImageSet, Split, sha256, subset
+from vitrel.data.base import RowSet, Split, sha256, subset
 from vitrel.data.decode import Reading
 from vitrel.data.splits import divided, split_of
 
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` wrote
 
 
-class HuggingFace(ImageSet):
+class HuggingFace(RowSet):
     """One split of a Hugging Face data set, as a data set of (normalised float32 [3, H, W], class index).
 
     The images are the first column of images, the classes the first column of class labels, or the column "label".
@@ -62,18 +62,6 @@ class HuggingFace(ImageSet):
         """Return (encoded image or its path, label, name for messages) of an image."""
         image = self.rows[self.chosen[index]][self.image]
         return image["bytes"] or image["path"], self.label(index), self.name(index)
-
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
-        return self.labels[self.chosen[index]]
-
-    def name(self, index: int) -> str:
-        """Return the split and row of an image."""
-        return f"{self.where}: {self.chosen[index]}"
-
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its row, a tab, its label."""
-        return [f"{row}\t{self.labels[row]}" for row in self.chosen]
 
     def versions(self) -> list[str]:
         """Return the size of each encoded image in bytes, in order; "" for images that are files of their own."""

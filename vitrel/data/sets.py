@@ -9,11 +9,11 @@ import timm.data
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from vitrel.data.base import ImageSet, Split, subset
+from vitrel.data.base import RowSet, Split, subset
 from vitrel.data.decode import BadImage, Reading
 
 
-class TorchvisionSet(ImageSet):
+class TorchvisionSet(RowSet):
     """One split of a torchvision set, as a data set of (normalised float32 [3, H, W], class index).
 
     Args:
@@ -62,18 +62,6 @@ class TorchvisionSet(ImageSet):
         """Return (height, width) of an image, pixels; it is decoded."""
         h, w = self.read(index)[0].shape[-2:]
         return h, w
-
-    def label(self, index: int) -> int:
-        """Return the label of an image, without decoding it."""
-        return self.labels[self.chosen[index]]
-
-    def name(self, index: int) -> str:
-        """Return the set and the number of an image in it."""
-        return f"{self.where}: {self.chosen[index]}"
-
-    def contents(self) -> list[str]:
-        """Return one line per image, in order: its number in the set, a tab, its label."""
-        return [f"{number}\t{self.labels[number]}" for number in self.chosen]
 
     def versions(self) -> list[str]:
         """Return the CRC-32 of each image's pixels, in order."""

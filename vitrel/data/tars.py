@@ -5,11 +5,14 @@ machine or at an address. In a WebDataset a sample is `<key>.jpg` (or another su
 as a number or a name, or `<key>.json` with "label". Without such members the class is the folder of the image in the tar, or
 the name of the tar file. Nothing is extracted to disk or unpickled. Names of numbered classes are the lines of `classes.txt`
 beside the tars or above their folder.
+
+The format has checksums of headers alone. Where a file SHA256SUMS is beside the tars (`sha256sum *.tar > SHA256SUMS`), every
+tar in it is compared with it before it is used, at the start of each run.
 """
 
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -125,8 +128,22 @@ def tar_members(root: str) -> tuple[list[Member], list[str]]:
 
 @lru_cache(4)  # training, evaluation and class names need the same headers
 def _scanned(tars: tuple[str, ...], versions: tuple[str, ...]) -> list[Member]:
+    _check_sums(tars)
     with ThreadPoolExecutor(HEADER_READERS) as readers:
         return [member for found in readers.map(_scan, tars) for member in found]
+
+
+def _check_sums(tars: Sequence[str]) -> None:
+    """Raise ValueError for a local tar file that differs from its line in SHA256SUMS beside it; each file is read once."""
+    expected: dict[str, str] = {}
+    for folder in dict.fromkeys(Path(tar).parent for tar in tars if not is_address(tar)):
+        if (sums := folder / "SHA256SUMS").is_file():
+            lines = [line.split(maxsplit=1) for line in sums.read_text("utf-8").splitlines() if line.strip()]
+            listed = {str(folder / line[1].removeprefix("*")): line[0].lower() for line in lines if len(line) == 2}
+            expected |= {tar: listed[tar] for tar in tars if tar in listed}
+    for (tar, checksum), found in zip(expected.items(), file_checksums(expected), strict=True):
+        if found != checksum:
+            raise ValueError(f"{tar} is damaged: it differs from its checksum in SHA256SUMS; copy it again")
 
 
 def tar_files(root: str) -> list[str]:

@@ -39,7 +39,7 @@ def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     return json.loads(json.dumps(record, default=str))
 
 
-def check_registered(record: Any, path: Path) -> None:
+def check_encodings(record: Any, path: Path) -> None:
     """Raise ValueError, with the module to import, if an encoding in the record of the file `path` is not registered."""
     for entry in record.values() if isinstance(record, dict) else ():
         module = entry.get("module") if isinstance(entry, dict) else None
