@@ -18,13 +18,16 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     for key, encoding in POSITIONS.items():
         for grid in GRIDS:
             terms = make(key, grid, 2, 16)(grid) if encoding.site == "attention" else Terms()
-            yield from _kinds(key, Call("attention", terms, grid, None, 2, 16, grid.tokens, *_F32))
+            yield from _kinds(key, Call(entry="attention", terms=terms, grid=grid, queries=grid.tokens, **_PLAIN))
         for window in WINDOWS:
             terms = make(key, Grid(*window), 2, 16)(Grid(*window)) if encoding.site == "attention" else Terms()
-            yield from _kinds(key, Call("window_attention", terms, Grid(28, 30), window, 2, 16, 840, *_F32, shift=(1, 2)))
+            windowed = Call(
+                entry="window_attention", terms=terms, grid=Grid(28, 30), window=window, shift=(1, 2), queries=840, **_PLAIN
+            )
+            yield from _kinds(key, windowed)
 
 
-_F32 = torch.float32, torch.device("cpu"), False
+_PLAIN = {"heads": 2, "width": 16, "dtype": torch.float32, "device": torch.device("cpu"), "grad": False}
 
 
 def _kinds(key: str, call: Call) -> Iterator[tuple[str, str, Call]]:

@@ -88,8 +88,8 @@ def small_model(name: str, **keywords) -> nn.Module:
 def call(terms, grid, **how) -> Call:
     """Return a call of attention with the terms on a grid: float32 on the CPU, without gradients."""
     grid = Grid(*grid)
-    plain = Call("attention", terms, grid, None, 2, 8, grid.tokens, torch.float32, torch.device("cpu"), False)
-    return plain._replace(**how)
+    plain = dict(entry="attention", terms=terms, grid=grid, heads=2, width=8, queries=grid.tokens)
+    return Call(**plain | dict(dtype=torch.float32, device=torch.device("cpu"), grad=False) | how)
 
 
 def refusal(backend: str, terms, grid, heads: int = 2, width: int = 8, **how) -> str:

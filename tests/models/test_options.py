@@ -300,7 +300,7 @@ class Shifted(PositionEncoding):
         self.register_buffer("row", torch.full((3,), 0.25), persistent=False)
         self.slope = torch.nn.Parameter(torch.ones(num_heads, **factory))
 
-    def forward(self, grid):
+    def terms(self, grid):
         return Terms()
 
 

@@ -25,8 +25,8 @@ def table_call(side=6, window=None, **how):
     size = Grid(*window) if window else grid
     terms = Terms(tables=(Table(bias=torch.randn(2, size.classes(), requires_grad=True)),))
     entry = "window_attention" if window else "attention"
-    call = Call(entry, terms, grid, window, 2, 8, grid.tokens, torch.float32, CPU, False)
-    return call._replace(**how)
+    plain = dict(entry=entry, terms=terms, grid=grid, window=window, heads=2, width=8, queries=grid.tokens)
+    return Call(**plain | dict(dtype=torch.float32, device=CPU, grad=False) | how)
 
 
 def case(call, rule="sdpa", compiled=False, **ms):

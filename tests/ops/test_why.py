@@ -25,8 +25,8 @@ def test_every_backend_has_the_same_interface():
     shape = {"heads": 2, "width": 16, "queries": 64}
     how = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": False}
     calls = {
-        attention: Call("attention", Terms(), grid, None, **shape, **how),
-        window_attention: Call("window_attention", Terms(), grid, (4, 4), **shape, **how),
+        attention: Call(entry="attention", terms=Terms(), grid=grid, **shape, **how),
+        window_attention: Call(entry="window_attention", terms=Terms(), grid=grid, window=(4, 4), **shape, **how),
     }
     for name, backend in BACKENDS.items():
         for entry, call in calls.items():

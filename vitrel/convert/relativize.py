@@ -12,7 +12,7 @@ from vitrel.layers import Block
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
 from vitrel.models.vit import ViT
-from vitrel.position import POSITIONS, PositionEncoding, key_of, split_position
+from vitrel.position import POSITIONS, PositionEncoding, key_of, select_options, split_position
 from vitrel.position.terms import check_choice, parts_of
 
 
@@ -65,7 +65,7 @@ def relativize(
         weight.device,
         weight.dtype,
         position="+".join(kept + added) or "none",
-        position_args=options_of(kept, config.arguments["position_args"] or {}) | options or None,
+        position_args=select_options("+".join(kept), config.arguments["position_args"] or {}) | options or None,
         **fading,
         img_size=config.arguments["img_size"] if img_size is None else to_2tuple(img_size),
     )
@@ -131,13 +131,6 @@ def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
     if keys and model.shared_position is not None:
         raise ValueError("the blocks share one rotation: build the model without share_position")
     return tokens, keys[0] if keys else ""
-
-
-def options_of(keys: list[str], options: dict) -> dict:
-    """Return those of `options` that an encoding of `keys` accepts, and those common to all encodings; {} without keys."""
-    accepted = {name for key in keys for name in inspect.signature(POSITIONS[key]).parameters}
-    common = {"resize", "temperature", "shift_coords", "jitter_coords", "rescale_coords"} if keys else set()
-    return {name: value for name, value in options.items() if name in accepted | common}
 
 
 def _encodings(encoding: PositionEncoding | None) -> dict[str, PositionEncoding]:

@@ -636,11 +636,14 @@ def _vitrel_backend(model: Backbone, size: Size, batch: int) -> str:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     names, weight, grid = {layer.backend for layer in layers}, layers[0].proj.weight, model.token_grid(size)
     if "auto" in names:
-        heads, entry = layers[0].num_heads, "attention" if layers[0].window is None else "window_attention"
-        layer = layers[0].window, heads, len(weight) // heads, grid.tokens, weight.dtype, weight.device
+        heads, window = layers[0].num_heads, layers[0].window
+        how: dict = dict(
+            entry="attention" if window is None else "window_attention", window=window, grid=grid, queries=grid.tokens,
+            heads=heads, width=len(weight) // heads, dtype=weight.dtype, device=weight.device, grad=False, batch=batch,
+        )  # fmt: skip
         with torch.no_grad():
             terms = [encoding(part) for encoding, part in model.encodings(size) if encoding.site == "attention"]
-            modules = [choose("auto", Call(entry, term, grid, *layer, grad=False, batch=batch)) for term in terms]
+            modules = [choose("auto", Call(terms=term, **how)) for term in terms]
         names = names - {"auto"} | {name for name, module in BACKENDS.items() if module in modules}
     return "+".join(sorted(names))
 

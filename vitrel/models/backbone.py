@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrel.grid import Grid
 from vitrel.position import PositionEncoding, split_position
-from vitrel.position.log_n import checked_power, set_temperature
+from vitrel.position.log_n import checked_power
 from vitrel.position.terms import sum_counts
 
 LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only windowed encodings have their training grid there
@@ -139,7 +139,7 @@ class Backbone(nn.Module, abc.ABC):
             part.switch(options)
         if "temperature" in options:
             for encoding, grid in self.trained_encodings():
-                set_temperature(encoding, options["temperature"], grid)
+                encoding.set_temperature(options["temperature"], grid)
         self.arguments["position_args"] = dict(self.arguments["position_args"] or {}, **options)
 
     def trained_encodings(self) -> Iterator[tuple[PositionEncoding, Grid]]:

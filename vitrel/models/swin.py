@@ -135,15 +135,16 @@ class Swin(Backbone):
 
     def forward_features(self, image: Tensor) -> Tensor:
         """Return the features after the last stage and norm, [B, in_chans, height, width] -> [B, h, w, C]."""
-        return self.norm(self.layers(self.embed(image)))
+        return self.norm(self.layers(self.embed(image)[0]))
 
-    def embed(self, image: Tensor) -> Tensor:
-        """Return the patch tokens [B, h, w, C] of an image, with the absolute embedding added."""
+    def embed(self, image: Tensor) -> tuple[Tensor, Grid]:
+        """Return the patch tokens [B, h, w, C] of an image, with the absolute embedding added, and their grid."""
         x = self.embed_patches(image)
+        grid = Grid(x.shape[1], x.shape[2])
         if self.pos_embed is not None:
-            tokens = self.pos_embed(Grid(x.shape[1], x.shape[2])).tokens
+            tokens = self.pos_embed(grid).tokens
             x = x + tokens.unflatten(0, x.shape[1:3]).to(self.patch_embed.proj.weight.dtype)  # under autocast x's dtype rounds
-        return x
+        return x, grid
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits [B, num_classes] of features [B, h, w, C]; with pre_logits the pooled features."""
@@ -168,7 +169,7 @@ class Swin(Backbone):
             raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
         take, last = feature_take_indices(len(self.layers), indices)
         features, i, final = [], 0, len(self.feature_info) - 1
-        x = self.embed(x)
+        x, _ = self.embed(x)
         for i, stage in enumerate(self.layers[: last + 1] if stop_early else self.layers):
             x = stage(x)
             if i in take:

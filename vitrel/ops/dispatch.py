@@ -63,9 +63,20 @@ def attention(
         check_terms(terms, grid, q.shape[-3], q.shape[-1])
     if mask is not None:
         mask = _check_mask(mask)
-    sizes = q.shape[-3], q.shape[-1], q.shape[-2]
-    kind = q.dtype, q.device, needs_gradient(q, k, v, mask) or needs_gradient(*terms.in_attention)
-    call = Call("attention", terms, grid, None, *sizes, *kind, mask, dropout_p, batch=q.shape[0])
+    call = Call(
+        entry="attention",
+        terms=terms,
+        grid=grid,
+        heads=q.shape[-3],
+        width=q.shape[-1],
+        queries=q.shape[-2],
+        batch=q.shape[0],
+        dtype=q.dtype,
+        device=q.device,
+        grad=needs_gradient(q, k, v, mask) or needs_gradient(*terms.in_attention),
+        mask=mask,
+        dropout_p=dropout_p,
+    )
     return choose(backend, call).attention(q, k, v, terms, grid, mask, dropout_p)
 
 
@@ -99,9 +110,21 @@ def window_attention(
             expected = f"[B, {grid.h}, {grid.w}, 3 * C] with C divisible by {num_heads} heads"
             raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected {expected}")
         check_terms(terms, Grid(*window), num_heads, qkv.shape[3] // (3 * num_heads))
-    sizes = num_heads, qkv.shape[3] // (3 * num_heads), qkv.shape[1] * qkv.shape[2]
-    kind = qkv.dtype, qkv.device, needs_gradient(qkv) or needs_gradient(*terms.in_attention)
-    call = Call("window_attention", terms, grid, window, *sizes, *kind, None, dropout_p, qkv.shape[0], shift)
+    call = Call(
+        entry="window_attention",
+        terms=terms,
+        grid=grid,
+        window=window,
+        shift=shift,
+        heads=num_heads,
+        width=qkv.shape[3] // (3 * num_heads),
+        queries=qkv.shape[1] * qkv.shape[2],
+        batch=qkv.shape[0],
+        dtype=qkv.dtype,
+        device=qkv.device,
+        grad=needs_gradient(qkv) or needs_gradient(*terms.in_attention),
+        dropout_p=dropout_p,
+    )
     return choose(backend, call).window_attention(qkv, terms, grid, window, shift, num_heads, dropout_p)
 
 

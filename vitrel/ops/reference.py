@@ -16,22 +16,25 @@ from vitrel.position.terms import PositionEncoding, Table, Terms, no_autocast
 
 
 class Call(NamedTuple):
-    """Description of one call of `attention` or `window_attention`, by which backends decide whether they serve it."""
+    """Description of one call of `attention` or `window_attention`, by which backends decide whether they serve it.
+
+    Built by keyword.
+    """
 
     entry: str  # "attention" | "window_attention"
     terms: Terms
     grid: Grid  # of the keys; for window_attention, of the image
-    window: tuple[int, int] | None
     heads: int
     width: int  # D
     queries: int  # M
     dtype: torch.dtype
     device: torch.device
     grad: bool  # True if q, k, v, the mask or a tensor of the terms needs a derivative
+    window: tuple[int, int] | None = None
+    shift: tuple[int, int] = (0, 0)  # of windows
     mask: Tensor | None = None
     dropout_p: float = 0.0
     batch: int = 1
-    shift: tuple[int, int] = (0, 0)  # of windows
     compiled: bool = False  # True: to be chosen for as in a graph of torch.compile; inside one it need not be set
 
 

@@ -468,19 +468,19 @@ def standard_calls(device: torch.device) -> list[Call]:
     """Return the usual calls of vision transformers: those of a CPU take less than two minutes."""
     gpu = device.type == "cuda"
     windows, grids = (_GPU_WINDOWS, _GPU_GLOBAL) if gpu else (_CPU_WINDOWS, _CPU_GLOBAL)
-    calls = []
+    calls, plain = [], {"dtype": torch.float32, "device": device, "grad": False}
     for side, batch, heads, width, shift in windows:
         window = Grid(width, width)
-        call = Call("window_attention", create_position("table", window, heads, 32)(window), Grid(side, side), (width, width),
-                    heads, 32, side * side, torch.float32, device, False, batch=batch, shift=(shift, shift))  # fmt: skip
-        calls.append(call)
+        terms = create_position("table", window, heads, 32)(window)
+        size: dict = dict(heads=heads, width=32, queries=side * side, batch=batch)
+        of_window: dict = dict(grid=Grid(side, side), window=(width, width), shift=(shift, shift))
+        calls.append(Call(entry="window_attention", terms=terms, **of_window, **size, **plain))
     for key, shapes in grids.items():
         for side, batch, prefix in shapes:
             grid, heads = Grid(side, side, prefix), 12 if gpu else 6
             terms = create_position(key, grid, heads, 64)(grid)
-            calls.append(
-                Call("attention", terms, grid, None, heads, 64, grid.tokens, torch.float32, device, False, batch=batch)
-            )
+            size = dict(heads=heads, width=64, queries=grid.tokens, batch=batch)
+            calls.append(Call(entry="attention", terms=terms, grid=grid, **size, **plain))
     if not gpu:
         calls.sort(key=lambda call: call.batch * call.grid.tokens)  # a run that ends early has measured something of each kind
     kinds = [(torch.bfloat16, False, 1), (torch.bfloat16, True, 2), (torch.float16, False, 2), (torch.float32, False, 2)]

@@ -19,7 +19,6 @@ from vitrel.position.decomposed import Decomposed
 from vitrel.position.factorised import Factorised
 from vitrel.position.fire import FIRE
 from vitrel.position.log_decay import LogDecay
-from vitrel.position.log_n import set_temperature
 from vitrel.position.lookhere import LookHere
 from vitrel.position.none import NoPosition
 from vitrel.position.pape import PaPE
@@ -120,15 +119,13 @@ def create_position(
         )
     for key in _keys(position):
         arguments = select_options(key, options)
-        common = {name: arguments.pop(name) for name in ("resize", *STRENGTHS) if name in arguments}  # set as attributes
+        resize = arguments.pop("resize", "")
         build: Callable[..., PositionEncoding] = POSITIONS[key]
         built[key] = build(grid, num_heads, head_dim, device=device, dtype=dtype, **arguments)
-        for policy in supported_policies(built[key], common.pop("resize", "")):  # others belong to other parts
+        for policy in supported_policies(built[key], resize):  # others belong to other parts
             built[key].resize = policy
-        for name, value in common.items():
-            setattr(built[key], name, value)
     encoding = next(iter(built.values())) if len(built) == 1 else Composition(built)
-    set_temperature(encoding, temperature, grid)
+    encoding.set_temperature(temperature, grid)
     return encoding
 
 
@@ -138,8 +135,8 @@ def key_of(encoding: PositionEncoding) -> str:
 
 
 def select_options(position: str, options: dict) -> dict:
-    """Return those of `options` that some part of `position` has."""
-    taken = _options(position) | _UNIVERSAL
+    """Return those of `options` that some part of `position` has; none for ""."""
+    taken = _options(position) | _UNIVERSAL if position else ()
     return {name: value for name, value in options.items() if name in taken}
 
 
@@ -180,5 +177,4 @@ def _options(position: str) -> set[str]:
     keys = _keys(position)
     parameters = [p for key in keys for p in inspect.signature(POSITIONS[key]).parameters.values()]
     common = {"resize"} if any(len(POSITIONS[key].policies) > 1 for key in keys) else set()
-    common |= STRENGTHS.keys() if any(POSITIONS[key].perturbable for key in keys) else set()
     return common | {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device", "dtype"}

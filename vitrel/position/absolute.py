@@ -23,17 +23,27 @@ class Absolute(PositionEncoding):
     """Learned absolute embedding, `pos_embed` [1, P + h*w, C] as in timm: P prefix tokens, C = num_heads * head_dim."""
 
     site = "tokens"
-    perturbable = True
     behaviour = "resized"
     policies = ("bicubic",)
 
-    def __init__(self, grid: Grid, num_heads: int, head_dim: int, **factory: Unpack[Factory]):
-        super().__init__()
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        shift_coords: float | None = None,
+        jitter_coords: float | None = None,
+        rescale_coords: float | None = None,
+        **factory: Unpack[Factory],
+    ):
+        """shift_coords, jitter_coords, rescale_coords: perturbation in training (vitrel.position.perturb)."""
+        super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid = grid
         self.pos_embed = nn.Parameter(torch.empty(1, grid.tokens, num_heads * head_dim, **factory))
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         if grid.prefix != self.grid.prefix:
             raise ValueError(f"absolute was built for {self.grid.prefix} prefix tokens, but the grid has {grid.prefix}")
         rows = self.pos_embed[0]  # [P + h*w, C]

@@ -57,7 +57,7 @@ class Alibi(PositionEncoding):
         if self.direction is not None:
             self.direction.zero_()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         device = self.device_marker.device
         slopes = alibi_slopes(self.num_heads, device=device) if self.slopes is None else upcast(self.slopes)
         tables = []

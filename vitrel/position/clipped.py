@@ -46,7 +46,7 @@ class Clipped(PositionEncoding):
         self.relative_position_bias_table = nn.Parameter(table)
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         check_prefix("clipped", self.grid, grid)
         rows = resize_table(self.relative_position_bias_table, self.reach, grid, "clip")  # [R, H|1]
         return Terms(tables=(Table("hw", bias=rows.mT.expand(self.num_heads, -1)),))

@@ -62,7 +62,7 @@ class CPB(PositionEncoding):
         if self.prefix_bias is not None:
             nn.init.trunc_normal_(self.prefix_bias, mean=8.0, std=0.02, a=7.0, b=9.0)  # 16 sigmoid(0) = 8
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         check_prefix("cpb", self.grid, grid)
         weight = self.cpb_mlp[2].weight
         side = grid[:2] if self.resize == "renormalise" else self.pretrained_window

@@ -35,7 +35,7 @@ class Decomposed(PositionEncoding):
         self.rel_pos_w = nn.Parameter(torch.empty(grid.offset_classes("w"), head_dim, **factory))
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         tables = []
         for axis, table in (("h", self.rel_pos_h), ("w", self.rel_pos_w)):
             rows = resize_axis(upcast(table), getattr(self.grid, axis), getattr(grid, axis), self.resize)

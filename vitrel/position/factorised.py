@@ -31,7 +31,7 @@ class Factorised(PositionEncoding):
         self.table_w = nn.Parameter(torch.empty(grid.offset_classes("w"), num_heads, **factory))
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         check_prefix("factorised", self.grid, grid)
         n = self.grid.offset_classes("h")
         rows = resize_axis(self.table_h[:n], self.grid.h, grid.h, self.resize)

@@ -24,7 +24,6 @@ class FIRE(PositionEncoding):
     `prefix_bias` [3, H] with prefix tokens.
     """
 
-    refers_to_grid = True
     lr_scale = 2.0  # an MLP, many of whose weights move every row: faster than that, rows jump
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, hidden: int = 32, **factory: Unpack[Factory]):
@@ -44,7 +43,11 @@ class FIRE(PositionEncoding):
         if self.prefix_bias is not None:
             nn.init.trunc_normal_(self.prefix_bias, std=0.02)
 
-    def forward(self, grid: Grid) -> Terms:
+    @property
+    def refers_to_grid(self) -> bool:
+        return True  # `threshold` counts in sides of the training grid
+
+    def terms(self, grid: Grid) -> Terms:
         check_prefix("fire", self.grid, grid)
         c, threshold = upcast(self.c).abs(), upcast(self.L).abs() * max(self.grid.h, self.grid.w)
         distance = scaled_distances(grid, grid, "keep", "euclidean", c.device)

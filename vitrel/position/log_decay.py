@@ -69,7 +69,7 @@ class LogDecay(PositionEncoding):
             distance = upcast(self.log_b).exp()[:, None] * distance
         return torch.log1p(distance).expand(self.num_heads, -1)
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         factor = upcast(self.log_a).exp()[:, None] if self.decay is None else self.decay
         bias = -factor * self.log_distances(grid)  # [H, R]
         bias = bias.to(next(self.parameters(), bias).dtype)  # float32 where nothing is learned

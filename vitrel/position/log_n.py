@@ -7,29 +7,12 @@ window, whose N is fixed, it has no effect.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrel.constants import constant
 from vitrel.grid import Grid
-from vitrel.position.terms import PositionEncoding, Terms, check_choice, combine
 
 POWERS = {"none": 0.0, "log_n": 0.5}
-
-
-def set_temperature(encoding: PositionEncoding, rule: str | float, grid: Grid) -> None:
-    """Set the temperature rule of `encoding`, trained on `grid`: "none", "log_n" or a power; replaces an earlier one.
-
-    Works by a forward hook, so parameters keep their names and a trained encoding can be changed. ValueError for any other
-    value.
-    """
-    checked_power(rule)
-    for key, hook in [*encoding._forward_hooks.items()]:
-        if isinstance(hook, LogN):
-            del encoding._forward_hooks[key], encoding._forward_hooks_with_kwargs[key]
-    vars(encoding).pop("temperature", None)  # uncovers the class attribute, "none"
-    if rule != "none":
-        encoding.temperature = rule
-        encoding.register_forward_hook(LogN(grid, rule), with_kwargs=True)
 
 
 def checked_power(rule: str | float) -> float:
@@ -38,19 +21,9 @@ def checked_power(rule: str | float) -> float:
         if not 0 < rule < float("inf"):
             raise ValueError(f"position option temperature={rule!r} must be a finite number greater than 0, or 'none'")
         return float(rule)
-    return POWERS[check_choice("position", "temperature", rule, tuple(POWERS))]
-
-
-class LogN:
-    """Forward hook of an encoding that multiplies Terms.temperature by (log N / log N_train)^p (see `temperature`)."""
-
-    def __init__(self, grid: Grid, rule: str | float = "log_n"):
-        self.trained, self.rule = grid, rule
-
-    def __call__(self, encoding: nn.Module, args: tuple, kwargs: dict, terms: Terms) -> Terms:
-        device = next((t.device for t in (*encoding.parameters(), *encoding.buffers())), None)
-        grid = args[0] if args else kwargs["grid"]
-        return combine(terms, Terms(temperature=temperature(self.trained, grid, self.rule, device)))
+    if rule not in POWERS:
+        raise ValueError(f"position option temperature={rule!r} is unknown; choose one of {', '.join(POWERS)}")
+    return POWERS[rule]
 
 
 def temperature(trained: Grid, grid: Grid, rule: str | float = "log_n", device: torch.device | None = None) -> torch.Tensor:

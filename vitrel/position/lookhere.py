@@ -52,7 +52,7 @@ class LookHere(PositionEncoding):
         self.grid, self.num_heads, self.fov, self.slope = grid, num_heads, fov, slope
         self.mark_device(factory.get("device"))
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         bias = _bias(*grid, self.num_heads, self.fov, float(self.slope), device=self.device_marker.device)
         return Terms(tables=(Table("hw", bias=bias),))
 

@@ -18,5 +18,5 @@ class NoPosition(PositionEncoding):
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, **factory: Unpack[Factory]):
         super().__init__()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         return Terms()

@@ -44,7 +44,7 @@ class PaPE(PositionEncoding):
             reach = 1 / math.sqrt(parameter.shape[-1])
             nn.init.uniform_(parameter, -reach, reach)
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         position = upcast(self.position)
         w_y, w_x = position.unbind(-1)  # [H, M] each
         with no_autocast(position.device):

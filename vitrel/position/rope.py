@@ -32,7 +32,6 @@ class RopeAxial(PositionEncoding):
     """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads."""
 
     rotates = True
-    perturbable = True
     scaling: Scaling
 
     def __init__(
@@ -46,16 +45,20 @@ class RopeAxial(PositionEncoding):
         scaling_strength: float = 1.0,
         yarn_turns: tuple[float, float] = (1.0, 32.0),
         reference: int | tuple[int, int] | None = None,
+        shift_coords: float | None = None,
+        jitter_coords: float | None = None,
+        rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
         """base: of the fixed frequencies. scaling, scaling_strength, yarn_turns: rule that lowers the frequencies on grids
         larger than the training grid (vitrel.position.rope_scaling). reference: side or (h, w) of a fixed grid on which
-        positions are counted; it excludes `scaling`.
+        positions are counted; it excludes `scaling`. shift_coords, jitter_coords, rescale_coords: perturbation in training
+        (vitrel.position.perturb).
 
         Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), for `reference`
         together with `scaling`, and for an unknown or impossible value of an option.
         """
-        super().__init__()
+        super().__init__(shift_coords, jitter_coords, rescale_coords)
         if reference is not None and scaling != "none":
             raise ValueError(f"rope_axial takes a reference grid or scaling={scaling!r}, not both: leave one out")
         self.grid, self.base = grid, base
@@ -64,7 +67,7 @@ class RopeAxial(PositionEncoding):
         self.axes, self.bands = split_axes("rope_axial", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         options = (self.bands, float(self.base), *self.scaling.constant_key, self.reference or (0, 0))
         device = self.device_marker.device
         if self.perturbs:
@@ -128,7 +131,6 @@ class RopeMixed(PositionEncoding):
     """Rotation by frequencies learned per head: `freqs` [2, H, D/2], radians per patch; freqs[0] along y, freqs[1] along x."""
 
     rotates = True
-    perturbable = True
     scaling: Scaling
     lr_scale = 2.0  # radians per patch: an error of a tenth is half a turn over 30 patches
 
@@ -142,15 +144,19 @@ class RopeMixed(PositionEncoding):
         scaling: str = "none",
         scaling_strength: float = 1.0,
         yarn_turns: tuple[float, float] = (1.0, 32.0),
+        shift_coords: float | None = None,
+        jitter_coords: float | None = None,
+        rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
         """base: of the magnitudes at which the learned frequencies start (`reset_parameters`). scaling, scaling_strength,
         yarn_turns: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
+        shift_coords, jitter_coords, rescale_coords: perturbation in training (vitrel.position.perturb).
 
         Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), for an unknown
         `scaling`, or for impossible numbers of a rule.
         """
-        super().__init__()
+        super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
         split_axes("rope_mixed", "head width", head_dim, grid)
@@ -169,7 +175,7 @@ class RopeMixed(PositionEncoding):
         direction = torch.cat((angle.expand(heads, n), angle.expand(heads, n) + math.pi / 2), 1)[:, :pairs]  # [H, D/2]
         self.freqs.copy_(torch.stack((direction.sin(), direction.cos())) * magnitude.repeat(2)[:pairs])
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         freqs = upcast(self.freqs)
         freqs = self.scaling.frequencies(freqs, math.ceil(freqs.shape[-1] / 2), grid)
         at = _positions(*grid, device=freqs.device).to(freqs.dtype)  # [N, 2]

@@ -23,19 +23,29 @@ class RopeNormalised(PositionEncoding):
     """Rotation by normalised coordinates; no parameters, the same for all heads."""
 
     rotates = True
-    perturbable = True
 
-    def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, base: float = 100.0, **factory: Unpack[Factory]):
-        """base: of the periods.
+    def __init__(
+        self,
+        grid: Grid,
+        num_heads: int,
+        head_dim: int,
+        *,
+        base: float = 100.0,
+        shift_coords: float | None = None,
+        jitter_coords: float | None = None,
+        rescale_coords: float | None = None,
+        **factory: Unpack[Factory],
+    ):
+        """base: of the periods. shift_coords, jitter_coords, rescale_coords: as in rope_axial.
 
         Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
         """
-        super().__init__()
+        super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid, self.base = grid, base
         self.axes, self.bands = split_axes("rope_normalised", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         device, options = self.device_marker.device, (self.axes, self.bands, float(self.base))
         if not self.perturbs:
             return Terms(rotary=tuple(_rotation(*grid, *options, device=device)))

@@ -52,7 +52,7 @@ class Shaw(PositionEncoding):
                 self.register_parameter(f"{name}_{axis}", nn.Parameter(table))
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         tables = []
         for axis, r in zip("hw", self.radius, strict=True):
             key = clip_table(getattr(self, f"key_{axis}"), r, axis, grid)

@@ -30,7 +30,7 @@ class SinCos(PositionEncoding):
         self.axes, self.bands = split_axes("sincos", "width", num_heads * head_dim, grid)
         self.mark_device(factory.get("device"))
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         return Terms(tokens=_rows(*grid, self.axes, self.bands, float(self.base), device=self.device_marker.device))
 
 

@@ -63,7 +63,7 @@ class T5(PositionEncoding):
             self.register_parameter(name, nn.Parameter(torch.empty(rows, num_heads, **factory)))
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         check_prefix("t5", self.grid, grid)
         (h, w), n_h, n_w = self.rules, *(rule.count for rule in self.rules)
         if self.mode == "sum":

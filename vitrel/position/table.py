@@ -42,7 +42,7 @@ class OffsetTable(PositionEncoding):
         self.relative_position_bias_table = nn.Parameter(table)
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         check_prefix("table", self.grid, grid)
         table = resize_table(self.relative_position_bias_table, self.grid, grid, self.resize)
         return Terms(tables=(Table("hw", bias=table.mT.expand(self.num_heads, -1)),))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrel.grid import Grid, clip_saturated, unseen_share
+from vitrel.position.log_n import checked_power, temperature
 from vitrel.position.perturb import perturb
 from vitrel.position.rope_scaling import OPTIONS, Scaling
 
@@ -82,7 +83,6 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     - site: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
     - rotates: True if the terms hold a rotation; a model can have only one.
-    - perturbable: True if training may perturb its coordinates (vitrel.position.perturb).
     - behaviour: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows only, or the
       same function continues), "evaluated" (a function at arguments beyond those of training), "resized" (parameters are
       resampled by a policy) or "nothing" (there is no position).
@@ -95,14 +95,13 @@ class PositionEncoding(nn.Module, abc.ABC):
     - grid: the training grid, if the encoding depends on it.
     - resize: the policy in use. scaling: the rule for rotary frequencies (vitrel.position.rope_scaling), or None.
     - radius: (rows, columns) to which offsets are clipped, or None. init_std: standard deviation of initial values.
-    - temperature: its rule for other grids (vitrel.position.log_n).
+    - temperature: its rule for other grids (vitrel.position.log_n), and temperature_grid, the grid on which it is 1.
     - shift_coords, jitter_coords, rescale_coords: strengths by which coordinates are perturbed in training, or None
       (vitrel.position.perturb).
     """
 
     site: ClassVar[str] = "attention"
     rotates: ClassVar[bool] = False
-    perturbable: ClassVar[bool] = False
     behaviour: ClassVar[str] = "evaluated"
     lr_scale: ClassVar[float] = 1.0
     policies: ClassVar[tuple[str, ...]] = ()
@@ -112,12 +111,13 @@ class PositionEncoding(nn.Module, abc.ABC):
     radius: tuple[int, int] | None = None  # (rows, columns) in patches to which offsets are clipped
     init_std: float = 0.02
     temperature: str | float = "none"
-    shift_coords: float | None = None
-    jitter_coords: float | None = None
-    rescale_coords: float | None = None
+    temperature_grid: Grid | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self, shift_coords: float | None = None, jitter_coords: float | None = None, rescale_coords: float | None = None
+    ) -> None:
         super().__init__()
+        self.shift_coords, self.jitter_coords, self.rescale_coords = shift_coords, jitter_coords, rescale_coords
         self.resize = next(iter(self.policies), "")
 
     @property
@@ -137,8 +137,27 @@ class PositionEncoding(nn.Module, abc.ABC):
         return self.training and strengths != (None, None, None)
 
     @abc.abstractmethod
+    def terms(self, grid: Grid) -> Terms:
+        """Return the terms on `grid` before its temperature, computed from the trained parameters; the module does not change.
+
+        Every encoding defines this method.
+        """
+
     def forward(self, grid: Grid) -> Terms:
-        """Return the terms on `grid`, computed from the trained parameters; the module itself does not change."""
+        """Return the terms on `grid`, with its temperature if there is a rule for it."""
+        terms = self.terms(grid)
+        if self.temperature_grid is None:
+            return terms
+        device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
+        return combine(terms, Terms(temperature=temperature(self.temperature_grid, grid, self.temperature, device)))
+
+    def set_temperature(self, rule: str | float, trained: Grid) -> None:
+        """Set the temperature of grids other than `trained`: "none", "log_n" or a power (vitrel.position.log_n).
+
+        Raises ValueError for any other value.
+        """
+        checked_power(rule)
+        self.temperature, self.temperature_grid = rule, None if rule == "none" else trained
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
         """Change the options that act only on grids other than the training grid: `resize` and those of rotary scaling.
@@ -203,7 +222,7 @@ class Composition(PositionEncoding):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         return combine(*(part(grid) for part in self.parts.values()))
 
     def resized(self, grid: Grid) -> dict[str, int]:

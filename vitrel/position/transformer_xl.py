@@ -47,7 +47,7 @@ class TransformerXL(PositionEncoding):
         self.w_r = nn.Parameter(torch.empty(num_heads, head_dim, width, **factory))
         self.reset_parameters()
 
-    def forward(self, grid: Grid) -> Terms:
+    def terms(self, grid: Grid) -> Terms:
         dtype, tables = self.w_r.dtype, []
         for axis, weight in zip(self.axes, upcast(self.w_r).split(2 * self.bands, -1), strict=True):
             r = _sinusoid(*grid[:2], axis, self.bands, float(self.base), device=weight.device).to(weight.dtype)  # [R, C/2]

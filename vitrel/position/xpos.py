@@ -26,7 +26,6 @@ class XPos(PositionEncoding):
     """Rotation with decay, without parameters. A bias of 0 and -inf masks the keys that a head does not see."""
 
     rotates = True
-    refers_to_grid = True
 
     def __init__(
         self,
@@ -56,7 +55,11 @@ class XPos(PositionEncoding):
         self.axes, self.bands = split_axes("xpos", "head width", head_dim, grid)
         self.mark_device(factory.get("device"))
 
-    def forward(self, grid: Grid) -> Terms:
+    @property
+    def refers_to_grid(self) -> bool:
+        return True  # the default `scale_base` is half of the longer training side
+
+    def terms(self, grid: Grid) -> Terms:
         heads, device = self.num_heads, self.device_marker.device
         options = (heads, self.axes, self.bands, float(self.base), float(self.gamma), float(self.scale_base))
         rotations = _rotations(*grid, self.grid[:2], *options, device=device)

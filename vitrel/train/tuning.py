@@ -13,13 +13,12 @@ import vitrel.models  # noqa: F401  registers our names with timm
 from vitrel.common.names import nearest
 from vitrel.convert import absolute_to_relative, from_timm, load, relativize
 from vitrel.convert.absolute_to_relative import IMAGES, cannot_fit
-from vitrel.convert.relativize import options_of
 from vitrel.convert.saving import rebuilt
 from vitrel.models.backbone import Backbone
 from vitrel.models.config import config_of
 from vitrel.models.create import WEIGHT_ARGUMENTS, check_model_name, create_sized
 from vitrel.models.vit import ViT
-from vitrel.position import POSITIONS, split_position
+from vitrel.position import POSITIONS, select_options, split_position
 from vitrel.weights.load import apply_plan, plan_weights
 from vitrel.weights.read import guarding, read_file
 
@@ -318,7 +317,7 @@ class Tuning:
         kept = tokens.split("+") if tokens and self.absolute != "drop" else []
         kept += [key for key in attention.split("+") if key and POSITIONS[key].rotates and not rotates and key not in new]
         position = "+".join(key for key in dict.fromkeys(kept + new) if key != "none") or "none"
-        options = options_of(kept, config.arguments["position_args"] or {}) | (self.position_args or {})
+        options = select_options("+".join(kept), config.arguments["position_args"] or {}) | (self.position_args or {})
         model = config.build(position=position, position_args=options or None, **fades, **changes)
         rank_zero_only(print)(f"position: {position}, with new weights")
         return model.train()
