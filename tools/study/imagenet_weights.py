@@ -14,7 +14,7 @@ kept apart for the pilot (photographs/val), and no student is trained on them.
 (logistic regression on the training flowers, which every student has seen without labels), evaluated at other sizes and at
 native shape as `vitrel evaluate` does. It writes results.csv, predictions.npz and tables into runs/study_imagenet_flowers.
 
-`pages` writes the tables and pictures of docs/studies/imagenet_weights.md and README.md from folders of results/study: imagenet
+`pages` writes the tables and pictures of docs/studies/imagenet_weights.md from folders of results/study: imagenet
 and imagenet_flowers, which hold these files of both folders, and imagenet_untrained, an evaluation of the initial weights (its
 command is in results/README.md). All tables are on the page that mkdocs generates (tools/docs/studies.py).
 """
@@ -77,7 +77,6 @@ UNTRAINED = {  # the model as it was, and with the table that a student starts w
     ("vitrel_vit_ti16_absolute", "bicubic"): "as it was, not trained",
     ("vitrel_vit_ti16_table", "geometric"): "table fitted, not trained",
 }
-SHORT = ("96x96", "224x224", "384x384")  # of README's table
 FOLDERS = ("imagenet", "imagenet_untrained", "imagenet_flowers")
 PAGE = "docs/studies/imagenet_weights.md"
 ON_PAGE = ("scale", "scale_among", "several", "several_among", "flowers_scale")  # the other tables are on the generated page
@@ -302,22 +301,10 @@ def study_tables(results: Path) -> dict[str, str]:
     return found | {"claims": (results / "imagenet" / "claims.md").read_text("utf-8").rstrip()}
 
 
-def summary(results: Path) -> str:
-    """Return README's table: top-1 of 1,000 classes and among the ten, for both recipes at the sizes of SHORT (scale)."""
-    imagenet = Evaluated(results / "imagenet")
-    head = ["", *(f"{recipe}: {side_of(size)} px" for recipe in ("trained at 224 px", "at 128 to 288 px") for size in SHORT)]
-    lines = []
-    for (label, policy), name in FIXED.items():
-        places = [((one, policy), size) for one in (label, f"{label}-sizes") for size in SHORT]
-        both = [[imagenet.mean(curve, size, "scale", column) for column in ("top1", "top1_among")] for curve, size in places]
-        lines.append([name, *(" / ".join(f"{value:.1f}" for value in cell) for cell in both)])
-    return markdown(head, lines).rstrip()
-
-
 def write_pages(results: Path, root: Path, check: bool = False) -> None:
     """Fill the tables of the pages, and draw the pictures; with `check`, only exit with a message if a page is out of date."""
     tables = study_tables(results)
-    pages = {PAGE: [(name, tables[name]) for name in ON_PAGE], "README.md": [("study", summary(results))]}
+    pages = {PAGE: [(name, tables[name]) for name in ON_PAGE]}
     fill_pages(root, pages, "python -m tools.study.imagenet_weights pages", check)
     if check:
         return

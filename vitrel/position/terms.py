@@ -34,6 +34,9 @@ class Table(NamedTuple):
     An encoding may return several tables, whose contributions are summed. Below, `scale` is Terms.content_scale(D); q and k are
     before rotation, and q includes Terms.query_bias. The query's content weights the `gated` rows: logit[i, j] += scale * sum_g
     softplus(q[i] . a[g]) * rows[r, g].
+
+    Two parts serve one encoding each, since attention is the only place that has queries and keys of a pair: `gated` and the
+    axis "h+w" are read by pape, which no bias or query table can express (a softplus stands between query and row).
     """
 
     axis: str = "hw"  # "hw" | "h" | "w" | "h+w" (diagonals: offset dy + dx)
@@ -54,7 +57,7 @@ class Terms(NamedTuple):
 
     tokens: Tensor | None = None  # [N, C]  added once, after patch embedding
     rotary: tuple[Tensor, Tensor] | None = None  # (cos, sin), each [H|1, N, D/2]; 1 and 0 on prefix rows
-    key_rotary: tuple[Tensor, Tensor] | None = None  # of the keys, if different from that of the queries (xPos)
+    key_rotary: tuple[Tensor, Tensor] | None = None  # of the keys, where they decay as 1 / that of queries (xpos alone)
     query_bias: Tensor | None = None  # [H, D]
     scale: float = 1.0  # factor that is the same on every grid
     temperature: Tensor | None = None  # 0-d factor that depends on the grid; a float would need a graph per size
