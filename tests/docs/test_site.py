@@ -92,7 +92,7 @@ def test_relative_links_of_a_page_reach_files_of_the_checkout(page):
 
 
 def test_pages_are_as_short_as_promised():
-    assert len(README.splitlines()) <= 170 and len(README.split()) <= 1500
+    assert len(README.splitlines()) <= 110 and len(README.split()) <= 900
     assert len((ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()) <= 150
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
     written = [
