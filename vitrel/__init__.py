@@ -37,8 +37,9 @@ __all__ = [
 
 
 def _is_command() -> bool:
-    """True if this process is the `vitrel` command or `python -m vitrel`, for which sys.argv[0] is -m while Python finds the
-    module.
+    """Return whether this process is the `vitrel` command or `python -m vitrel`.
+
+    For the latter sys.argv[0] is -m while Python finds the module.
     """
     program = (sys.argv or [""])[0]
     by_module = program == "-m" and ("-m", "vitrel") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
@@ -53,7 +54,7 @@ if not _COMMAND:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name in the process of the command, where a module of the user's own imports vitrel."""
+    """Return a public name in the process of the command, where a module of the user's own imports vitrel."""
     if name not in __all__:
         raise AttributeError(f"module 'vitrel' has no attribute {name!r}")
     return getattr(importlib.import_module("vitrel.public"), name)

@@ -37,7 +37,7 @@ _DISTINGUISHES_EXPORT = torch.__version__ >= (2, 14)
 
 
 class _Graphs:
-    """Object whose attributes are the constants that compiled graphs read."""
+    """Holds, as its attributes, the constants that compiled graphs read."""
 
 
 _graphs = _Graphs()
@@ -46,10 +46,13 @@ _numbers = itertools.count()  # of attributes, never reused, since a graph may s
 
 
 def constant(function: F) -> F:
-    """Decorator that caches a function(*key, device) -> Tensor, or a NamedTuple of tensors, of integers and a device only.
+    """Cache the results of the decorated function, (*key, device) -> Tensor or a NamedTuple of tensors.
 
-    key: integers, tuples of integers, strings, floats and booleans. The function must also run with symbolic integers, so it
-    may not branch on them. Its results are shared: callers must not change them in place.
+    The results are shared: callers must not change them in place.
+
+    Args:
+        function: depends on its key and the device alone. Its key is integers, tuples of integers, strings, floats and booleans. It must also run with
+            symbolic integers, so it may not branch on them.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     result_type = function.__annotations__["return"]
@@ -94,24 +97,24 @@ def clear() -> None:
 
 
 def is_exporting() -> bool:
-    """As torch.compiler.is_exporting(), which before torch 2.14 is also True under torch.compile (pytorch issue 176347)."""
+    """Return torch.compiler.is_exporting(), which before torch 2.14 is also True under torch.compile (pytorch issue 176347)."""
     return torch.compiler.is_exporting() if _DISTINGUISHES_EXPORT else torch.compiler._is_exporting_flag
 
 
 def is_known(*sizes: int) -> bool:
-    """True if these sizes are plain numbers, on which code may branch, and not symbols of a graph that serves any size."""
+    """Return whether these sizes are plain numbers, on which code may branch, and not symbols of a graph that serves any size."""
     if torch.compiler.is_dynamo_compiling():
         return all([has_static_value(size) for size in sizes])
     return all([not isinstance(size, torch.SymInt) or has_static_value(size) for size in sizes])
 
 
 def is_traced(device: torch.device | str | None) -> bool:
-    """True if tensors created now (outside torch.compile) are recorded, transformed, fake or without values."""
+    """Return whether tensors created now (outside torch.compile) are recorded, transformed, fake or without values."""
     return _device(device).type == "meta" or _is_recorded()
 
 
 def _is_recorded() -> bool:
-    """True if tensors created now (outside torch.compile) are recorded, transformed or fake, and so must not be cached."""
+    """Return whether tensors created now (outside torch.compile) are recorded, transformed or fake, and so must not be cached."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.jit.is_tracing()
@@ -194,7 +197,7 @@ def _integers(key: tuple) -> list[int]:
 
 @torch._dynamo.assume_constant_result
 def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -> str:
-    """Names of the attributes of `_graphs` with a constant, joined by spaces, since torch.compile handles strings."""
+    """Return the names of the attributes of `_graphs` with a constant, joined by spaces, since torch.compile handles strings."""
     device = _device(device)
     with _lock:
         entry = (name, key, device)
@@ -230,7 +233,7 @@ def _flat(key: tuple) -> tuple[str, list[int], list[float]]:
 
 
 def _key(layout: str, integers: Sequence[int], floats: Sequence[float]) -> tuple:
-    """Inverse of `_flat`."""
+    """Join again what `_flat` has split."""
     whole, real, key = iter(integers), iter(floats), []
     for part in layout.split("|"):
         if part[0] == "=":

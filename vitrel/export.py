@@ -35,15 +35,11 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Check(NamedTuple):
-    """One comparison of an exported file with the eager model: batch size, image size (h, w) in pixels, and the largest
-    difference of logits.
+    """One comparison of an exported file with the eager model."""
 
-    The difference is relative to the largest logit if that is above 1.
-    """
-
-    batch: int
-    size: tuple[int, int]
-    error: float
+    batch: int  # number of images
+    size: tuple[int, int]  # (h, w) of the images in pixels
+    error: float  # largest difference of logits, relative to the largest logit if that is above 1
 
 
 @use_backend("auto")  # a backend set by the user would be required wherever the file is loaded
@@ -58,16 +54,24 @@ def export_model(
 ) -> list[Check]:
     """Export a vitrel model in evaluation mode, in float32 on the CPU, and return the checks of the file.
 
-    format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), checked in onnxruntime;
-    "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size.
-    size: an int or (h, w) in pixels of the images of a program or ONNX file, by default img_size; any batch size. dynamic_size:
-    any height and width that leave two tokens or more.
-    about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
-    config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. By default the model's
-    preprocessing is stored.
+    Args:
+        model: a ViT or Swin of vitrel, built by timm.create_model.
+        path: the file to write, or for "safetensors" the folder.
+        format: "exported", a torch.export program (.pt2); "onnx", by the dynamo exporter (.onnx), checked in onnxruntime;
+            "safetensors", a folder for `timm.create_model("local-dir:...", pretrained=True)` or a hub, which serves every size.
+        size: an int or (h, w) in pixels of the images of a program or ONNX file; default: the model's img_size. The batch size
+            is free.
+        dynamic_size: the file takes any height and width that leave two tokens or more.
+        about: plain values to store: in the extra file "vitrel.json", as entries of metadata_props (both as JSON), or in
+            config.json, which has only classes, img_size, mean, std, crop_pct, crop_mode and interpolation. The model's
+            preprocessing is stored in any case, where `about` does not replace it.
+        overwrite: replace an existing file or folder.
 
-    Raises ValueError for impossible arguments, FileExistsError for an existing path without `overwrite`, MissingExtra without
-    onnx, onnxscript and onnxruntime, RuntimeError if tracing or a check fails; nothing is written then.
+    Raises:
+        ValueError: an argument is impossible.
+        FileExistsError: the path exists and `overwrite` is False.
+        MissingExtra: onnx, onnxscript or onnxruntime is not installed.
+        RuntimeError: tracing or a check fails. No file is written in any of these cases.
     """
     _check_model(model)
     path, size = Path(path), to_2tuple(model.img_size if size is None else size)
@@ -85,8 +89,9 @@ def export_model(
 
 
 def check_sizes(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield batch sizes and (h, w) in pixels at which an export is checked: `size` with three batch sizes; if dynamic, also
-    other shapes.
+    """Yield batch size and image size (h, w) in pixels of every check of an export.
+
+    These are `size` with three batch sizes and, if dynamic_size, other shapes too.
     """
     h, w = size
     yield from ((1, size), (2, size), (3, size))
@@ -144,7 +149,7 @@ def _check_size(model: Backbone, size: tuple[int, int], dynamic_size: bool) -> N
 
 
 def _reduction(model: Backbone) -> int:
-    """Pixels per token along a side after the last stage; the larger side if they differ."""
+    """Return the pixels per token along a side after the last stage; the larger side if they differ."""
     return max(info["reduction"] for info in model.feature_info)
 
 

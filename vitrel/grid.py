@@ -15,7 +15,7 @@ AXES = ("hw", "h", "w", "h+w")
 
 
 class Grid(NamedTuple):
-    """h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
+    """A grid of h x w tokens in row-major order, after `prefix` class or register tokens. A window is a Grid too.
 
     An offset class numbers one offset between a query and a key. Axis "hw" has (2h-1)(2w-1) classes, offset (dy, dx) being
     class (dy + h-1)(2w-1) + dx + w-1; axes "h" and "w" have 2h-1 and 2w-1, and diagonals "h+w", offset dy + dx, 2(h+w)-3. With
@@ -23,9 +23,9 @@ class Grid(NamedTuple):
     key, prefix to prefix.
     """
 
-    h: int
-    w: int
-    prefix: int = 0
+    h: int  # rows of patches
+    w: int  # columns of patches
+    prefix: int = 0  # class and register tokens, before the patches
 
     @property
     def tokens(self) -> int:
@@ -33,32 +33,35 @@ class Grid(NamedTuple):
         return self.prefix + self.h * self.w
 
     def places(self, axis: str) -> int:
-        """Number of places of the tokens along "h" (rows), "w" (columns) or "h+w" (diagonals, on which y + x is equal)."""
+        """Return the number of places of the tokens along "h" (rows), "w" (columns) or "h+w" (diagonals, on which y + x is
+        equal).
+        """
         return self.h if axis == "h" else self.w if axis == "w" else self.h + self.w - 1
 
     def offset_classes(self, axis: str = "hw") -> int:
-        """Number of offset classes, without the three prefix classes."""
+        """Return the number of offset classes, without the three prefix classes."""
         if _checked(axis) == "hw":
             return (2 * self.h - 1) * (2 * self.w - 1)
         return 2 * self.places(axis) - 1
 
     def classes(self, axis: str = "hw") -> int:
-        """Number of offset classes R, with the three prefix classes if there are prefix tokens."""
+        """Return the number of offset classes R, with the three prefix classes if there are prefix tokens."""
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
-        """Offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for other axes.
+        """Return the offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for other
+        axes.
 
         The tensor is shared, so do not change it in place.
         """
         return _offsets(self.h, self.w, _checked(axis), device=device)
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
-        """Row and column (y, x) of every token but the prefix tokens, [h*w, 2]; shared, so do not change it in place."""
+        """Return row and column (y, x) of every token but the prefix tokens, [h*w, 2]; shared, so do not change it in place."""
         return _coordinates(self.h, self.w, device=device)
 
     def index(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:  # type: ignore[override]
-        """Offset class of every pair (query i, key j), [N, N] int64; shared, so do not change it in place."""
+        """Return the offset class of every pair (query i, key j), [N, N] int64; shared, so do not change it in place."""
         return _index(self.h, self.w, self.prefix, _checked(axis), device=device)
 
 
@@ -96,20 +99,26 @@ def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tens
 
 
 def same_size(a: Grid, b: Grid) -> bool:
-    """True if both grids have the same h and w; always False in a graph compiled for any size, which may not branch on it."""
+    """Return whether both grids have the same h and w; always False in a graph compiled for any size, which may not branch on
+    it.
+    """
     return is_known(*a[:2], *b[:2]) and a[:2] == b[:2]
 
 
 def unseen_share(source: Grid, target: Grid) -> float:
-    """Share of the (2h-1)(2w-1) offsets of `target`, 0 to 1, that no pair of patches of `source` has."""
+    """Return the share of the (2h-1)(2w-1) offsets of `target`, 0 to 1, that no pair of patches of `source` has."""
     common = (2 * min(source.h, target.h) - 1) * (2 * min(source.w, target.w) - 1)
     return 1 - common / target.offset_classes()
 
 
 def clip_saturated(trained: Grid, grid: Grid, radius: tuple[int, int]) -> float:
-    """Share of the offsets of `grid`, 0 to 1, that no pair of `trained` has but whose clipped row some pair of `trained` reads.
+    """Return the share of the offsets of `grid`, 0 to 1, that `trained` lacks but whose clipped row some pair of `trained`
+    reads.
 
-    radius: (rows, columns) to which offsets are clipped.
+    Args:
+        trained: the training grid.
+        grid: the grid whose offsets are counted.
+        radius: (rows, columns) in patches to which offsets are clipped.
     """
     trained_rows = 1
     for n, source, r in zip(grid[:2], trained[:2], radius, strict=True):

@@ -82,7 +82,8 @@ def split_position(position: str) -> tuple[str, str]:
     >>> split_position("absolute+rope_mixed+table")
     ('absolute', 'rope_mixed+table')
 
-    Raises ValueError for a key that is unknown (the message suggests the nearest) or given twice.
+    Raises:
+        ValueError: a key is unknown (the message suggests the nearest) or given twice.
     """
     keys = _keys(position)
     tokens, attention = ("+".join(k for k in keys if POSITIONS[k].site == site) for site in ("tokens", "attention"))
@@ -100,15 +101,23 @@ def create_position(
     dtype: torch.dtype | None = None,
     **options,
 ) -> PositionEncoding:
-    """Build the encoding `position`, a key of POSITIONS or several joined by '+', for training on `grid`.
+    """Build a position encoding from its key, or several joined by '+', for training on `grid`.
 
-    num_heads, head_dim: of the attention layer; token embeddings are num_heads * head_dim wide.
-    options: each goes to every part of a composition that has it. `resize` is one policy or several joined by '+', each for the
-    parts that have it. `shift_coords`, `jitter_coords`, `rescale_coords` perturb coordinates in training, for absolute and the
-    rope_* keys (vitrel.position.perturb).
-    temperature: the rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
+    Args:
+        position: a key of POSITIONS, or several joined by '+'.
+        grid: the training grid, (h, w) in tokens, or Grid(h, w, prefix) with class and register tokens.
+        num_heads: number of heads H of the attention layer.
+        head_dim: width D of a head; token embeddings are num_heads * head_dim wide.
+        temperature: the rule for other grids, "none", "log_n" or a power (vitrel.position.log_n), for any encoding.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
+        options: each goes to every part of a composition that has it. `resize` is one policy or several joined by '+', each for
+            the parts that have it. `shift_coords`, `jitter_coords`, `rescale_coords` perturb coordinates in training, for
+            absolute and the rope_* keys (vitrel.position.perturb).
 
-    Raises TypeError for an option that no part has, ValueError for an unknown key, size or value.
+    Raises:
+        TypeError: no part has the option.
+        ValueError: a key, size or value is unknown or impossible.
     """
     check_options(position, options)
     grid, built = Grid(*grid), {}
@@ -141,7 +150,12 @@ def select_options(position: str, options: dict) -> dict:
 
 
 def check_options(position: str, options: dict) -> None:
-    """Raise TypeError for an option that no part of `position` has, ValueError for an impossible value or unknown policy."""
+    """Check that some part of `position` has each option, and that its value is possible.
+
+    Raises:
+        TypeError: no part of `position` has the option.
+        ValueError: a value is impossible, or a policy unknown.
+    """
     taken, policies = _options(position) | _UNIVERSAL, [p for key in _keys(position) for p in POSITIONS[key].policies]
     for name, value in options.items():
         if name not in taken:
@@ -155,7 +169,7 @@ def check_options(position: str, options: dict) -> None:
 
 
 def _numbers(value: object) -> list:
-    """The numbers in nested tuples and lists, for example the windows of several stages."""
+    """Return the numbers in nested tuples and lists, for example the windows of several stages."""
     return [n for part in value for n in _numbers(part)] if isinstance(value, tuple | list) else [value]
 
 

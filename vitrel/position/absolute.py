@@ -20,7 +20,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class Absolute(PositionEncoding):
-    """Learned absolute embedding, `pos_embed` [1, P + h*w, C] as in timm: P prefix tokens, C = num_heads * head_dim."""
+    """Learned absolute embedding, `pos_embed` as in timm.
+
+    Args:
+        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
+        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
+        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+
+    Attributes:
+        pos_embed: learned rows [1, P + h*w, C] of P prefix tokens and all patches, C = num_heads * head_dim.
+    """
 
     site = "tokens"
     behaviour = "resized"
@@ -37,7 +46,6 @@ class Absolute(PositionEncoding):
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
-        """shift_coords, jitter_coords, rescale_coords: perturbation in training (vitrel.position.perturb)."""
         super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid = grid
         self.pos_embed = nn.Parameter(torch.empty(1, grid.tokens, num_heads * head_dim, **factory))

@@ -20,8 +20,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class Alibi(PositionEncoding):
     """Linear distance bias. Without options it has no parameters.
 
-    Parameters: `slopes` [H] if learnable; `direction` [4, H] if directional, the logarithms of the factors for keys above,
-    below, to the left and to the right.
+    Args:
+        distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.
+        learnable: learn one slope per head.
+        directional: learn four factors per head, one for each direction.
+
+    Attributes:
+        slopes: learned slopes [H], if learnable.
+        direction: learned logarithms [4, H] of the factors for keys above, below, to the left and to the right, if directional.
     """
 
     behaviour = "nothing changes"
@@ -39,9 +45,6 @@ class Alibi(PositionEncoding):
         directional: bool = False,
         **factory: Unpack[Factory],
     ):
-        """distance: "euclidean", "l1", or "squared" (the sum of the squared components), in patches.
-        learnable: learn one slope per head. directional: learn four factors per head, one for each direction.
-        """
         super().__init__()
         self.grid, self.distance = grid, check_choice("alibi", "distance", distance, DISTANCES)
         self.num_heads = num_heads

@@ -16,9 +16,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Clipped(PositionEncoding):
-    """Bias table over clipped offsets, `relative_position_bias_table` [(2R_h+1)(2R_w+1) (+3), H].
+    """Bias table over clipped offsets.
 
-    Offset (dy, dx) reads row (dy + R_h)(2R_w+1) + dx + R_w; the 3 last rows exist if there are prefix tokens.
+    Args:
+        radius: R in patches, one number or (rows, columns); None: half of the training grid.
+        per_head: False for one bias for all heads, a table of one column.
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        relative_position_bias_table: learned biases [(2R_h+1)(2R_w+1) (+3), H]. Offset (dy, dx) reads row (dy + R_h)(2R_w+1) +
+            dx + R_w; the 3 last rows exist if there are prefix tokens.
     """
 
     behaviour = "nothing changes"
@@ -35,9 +42,6 @@ class Clipped(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: R in patches, one number or (rows, columns); None: half of the training grid. per_head: False for one bias
-        for all heads, a table of one column. init_std: of the initial values.
-        """
         super().__init__()
         self.grid, self.radius, self.init_std = grid, clip_radius("clipped", radius, grid), init_std
         self.reach = Grid(self.radius[0] + 1, self.radius[1] + 1, grid.prefix)  # a grid with exactly the offsets of the table

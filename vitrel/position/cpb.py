@@ -22,8 +22,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class CPB(PositionEncoding):
     """Bias from a small MLP of the log-spaced offset.
 
-    Parameters: `cpb_mlp` is Linear(2, hidden), ReLU, Linear(hidden, H) without bias, as in Swin V2; `prefix_bias` [3, H] if
-    there are prefix tokens.
+    Args:
+        hidden: width of the MLP.
+        pretrained_window: M0 in patches, one side or (h, w), for weights trained in a window that is not `grid`; None: the
+            sides of `grid`.
+
+    Attributes:
+        cpb_mlp: Linear(2, hidden), ReLU, Linear(hidden, H) without bias, as in Swin V2.
+        prefix_bias: learned biases [3, H] of the prefix classes, if there are prefix tokens.
     """
 
     policies = POLICIES
@@ -39,9 +45,6 @@ class CPB(PositionEncoding):
         pretrained_window: int | tuple[int, int] | None = None,
         **factory: Unpack[Factory],
     ):
-        """hidden: width of the MLP. pretrained_window: M0 in patches, one side or (h, w), for weights trained in a window that
-        is not `grid`; None: the sides of `grid`.
-        """
         super().__init__()
         self.grid = grid
         m0 = grid[:2] if pretrained_window is None else pretrained_window

@@ -18,11 +18,20 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_
 
 
 class DeBERTa(PositionEncoding):
-    """Adds content-to-position and position-to-content terms to the logits, by clipped offset along each axis.
+    """Content-to-position and position-to-content terms of the logits, by clipped offset along each axis.
 
-    Parameters: `key_h`, `query_h` [H, 2R_h+1, D] and `key_w`, `query_w` [H, 2R_w+1, D]. At offset d (query minus key), the
-    query is multiplied by row clip(d) + R of `key_*` (K), and the key by row clip(-d) + R of `query_*` (Q). The content term
-    and these terms are divided by sqrt(3 D).
+    At offset d (query minus key), the query is multiplied by row clip(d) + R of `key_*` (K), and the key by row clip(-d) + R of
+    `query_*` (Q). The content term and these terms are divided by sqrt(3 D).
+
+    Args:
+        radius: R in patches, one number or (rows, columns); None: half of the training grid.
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        key_h: learned rows [H, 2R_h+1, D] by which queries are multiplied, along y.
+        query_h: learned rows [H, 2R_h+1, D] by which keys are multiplied, along y.
+        key_w: as key_h, [H, 2R_w+1, D], along x.
+        query_w: as query_h, [H, 2R_w+1, D], along x.
     """
 
     behaviour = "nothing changes"
@@ -38,9 +47,6 @@ class DeBERTa(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: R in patches, one number or (rows, columns); None: half of the training grid. init_std: of the initial
-        values.
-        """
         super().__init__()
         self.grid, self.radius, self.init_std = grid, clip_radius("deberta", radius, grid), init_std
         for name in ("key", "query"):

@@ -19,9 +19,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_p
 
 
 class Decomposed(PositionEncoding):
-    """Query-dependent bias per row offset and per column offset: `rel_pos_h` [2h-1, D] and `rel_pos_w` [2w-1, D] as in SAM.
+    """Query-dependent bias per row offset and per column offset, with parameters named as in SAM.
 
     The products q . row are added to the logits without the factor D^-1/2.
+
+    Args:
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        rel_pos_h: learned rows [2h-1, D] by row offset.
+        rel_pos_w: learned rows [2w-1, D] by column offset.
     """
 
     behaviour = "resized"

@@ -21,11 +21,18 @@ def scaled_distances(
     axis: str = "hw",
     direction: Tensor | None = None,
 ) -> Tensor:
-    """Length of the offset of every class but the prefix classes, [R] float32, or [H, R] with `direction`.
+    """Return the length of the offset of every class but the prefix classes, [R] float32, or [H, R] with `direction`.
 
-    Offsets are in patches with resize "keep", and multiplied by trained / current side with "renormalise". axis "h" or "w":
-    only the classes of that axis. kind, direction: see `distances`. Without direction the result is a shared constant: do not
-    change it in place.
+    Without direction the result is a shared constant: do not change it in place.
+
+    Args:
+        trained: the training grid.
+        grid: the grid whose offsets are measured.
+        resize: "keep", offsets in patches, or "renormalise", offsets multiplied by trained side / current side.
+        kind: see `distances`.
+        device: of the result.
+        axis: "hw", or "h" or "w" for the classes of that axis alone.
+        direction: see `distances`.
     """
     key = (*grid[:2], trained[:2], resize, axis)
     if direction is None:
@@ -35,7 +42,7 @@ def scaled_distances(
 
 @constant
 def _scaled_offsets(h: int, w: int, trained: tuple[int, int], resize: str, axis: str, device: torch.device) -> Tensor:
-    """Offsets (dy, dx), [R, 2]; of an axis "h" or "w" with 0 as the other component."""
+    """Return offsets (dy, dx), [R, 2]; of an axis "h" or "w" with 0 as the other component."""
     offsets = Grid(h, w).offsets(axis, device).float()
     if axis != "hw":
         offsets = F.pad(offsets[:, None], (0, 1) if axis == "h" else (1, 0))
@@ -52,10 +59,13 @@ def _scaled_distances(
 
 
 def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Tensor:
-    """Length of offsets [R, 2] -> [R], or [H, R] with `direction` [4, H]; kind: "euclidean", "l1" or "squared".
+    """Return the length of offsets, [R, 2] -> [R], or [H, R] with `direction`.
 
-    direction: logarithms of the factors per head on a component with dy > 0 (key above), dy < 0 (below), dx > 0 (left), dx < 0
-    (right).
+    Args:
+        offsets: (dy, dx), query minus key, [R, 2].
+        kind: "euclidean", "l1" or "squared".
+        direction: [4, H], logarithms of the factors per head on a component with dy > 0 (key above), dy < 0 (below), dx > 0
+            (left), dx < 0 (right).
     """
     if direction is not None:
         up, down, left, right = upcast(direction).exp()[..., None]  # [H, 1] each
@@ -68,5 +78,5 @@ def distances(offsets: Tensor, kind: str, direction: Tensor | None = None) -> Te
 
 @constant
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """ALiBi's slopes 2^(-8 n / H) for heads n = 1..H, [H]; the same formula where H is not a power of two."""
+    """Return ALiBi's slopes 2^(-8 n / H) for heads n = 1..H, [H]; the same formula where H is not a power of two."""
     return 2.0 ** (-8.0 * (torch.arange(num_heads, device=device) + 1).float() / num_heads)

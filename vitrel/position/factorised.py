@@ -18,7 +18,15 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class Factorised(PositionEncoding):
-    """Bias per row offset plus bias per column offset: `table_h` [2h-1 (+3 with prefix tokens), H] and `table_w` [2w-1, H]."""
+    """Bias per row offset plus bias per column offset.
+
+    Args:
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        table_h: learned biases [2h-1 (+3 with prefix tokens), H] by row offset.
+        table_w: learned biases [2w-1, H] by column offset.
+    """
 
     behaviour = "resized"
     policies = POLICIES

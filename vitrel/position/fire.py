@@ -20,8 +20,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class FIRE(PositionEncoding):
     """Bias from an MLP of the distance relative to the longer side of the grid.
 
-    Parameters: `c` [1] and `L` [1], whose absolute values act, `mlp` (Linear(1, hidden), ReLU, Linear(hidden, H)), and
-    `prefix_bias` [3, H] with prefix tokens.
+    Args:
+        hidden: width of the MLP.
+
+    Attributes:
+        c: learned [1]; its absolute value acts.
+        L: learned [1]; its absolute value acts.
+        mlp: Linear(1, hidden), ReLU, Linear(hidden, H).
+        prefix_bias: learned biases [3, H] of the prefix classes, if there are prefix tokens.
     """
 
     lr_scale = 2.0  # an MLP, many of whose weights move every row: faster than that, rows jump

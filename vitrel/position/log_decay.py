@@ -19,8 +19,16 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class LogDecay(PositionEncoding):
     """Logarithmic distance bias.
 
-    Parameters: `log_a` and `log_b` [H], unless `decay` is fixed; `direction` [4, H] if directional, the logarithms of the
-    factors on the offset component of keys above, below, to the left and to the right.
+    Args:
+        decay: a fixed lambda of 0 or more for all heads; None: a and b are learned.
+        distance: "euclidean" or "l1", in patches.
+        directional: learn four factors per head, one for each direction.
+
+    Attributes:
+        log_a: learned logarithms of a, [H], unless `decay` is fixed.
+        log_b: learned logarithms of b, [H], unless `decay` is fixed.
+        direction: learned logarithms [4, H] of the factors on the offset component of keys above, below, to the left and to the
+            right, if directional.
     """
 
     behaviour = "nothing changes"
@@ -38,9 +46,6 @@ class LogDecay(PositionEncoding):
         directional: bool = False,
         **factory: Unpack[Factory],
     ):
-        """decay: a fixed lambda of 0 or more for all heads, instead of learned a and b. distance: "euclidean" or "l1", in
-        patches. directional: learn four factors per head, one for each direction.
-        """
         super().__init__()
         if decay is not None and not decay >= 0:
             raise ValueError(f"log_decay option decay={decay!r} must be 0 or more: a negative decay rewards distance")
@@ -62,7 +67,7 @@ class LogDecay(PositionEncoding):
             self.direction.zero_()
 
     def log_distances(self, grid: Grid) -> Tensor:
-        """log(1 + b distance) of every offset class of `grid` but the prefix classes, b = 1 with a fixed decay, [H, R]."""
+        """Return log(1 + b distance) of every offset class of `grid` but the prefix classes, b = 1 with a fixed decay, [H, R]."""
         grids, device = (self.grid, grid, self.resize), self.device_marker.device
         distance = scaled_distances(*grids, self.distance, device, direction=self.direction)  # [R] or [H, R]
         if self.decay is None:

@@ -29,8 +29,11 @@ def checked_power(rule: str | float) -> float:
 def temperature(trained: Grid, grid: Grid, rule: str | float = "log_n", device: torch.device | None = None) -> torch.Tensor:
     """Return the attention temperature (log N / log N_train)^p on `grid`, 0-d float32.
 
-    N = grid.tokens, counted as at least 2 since log 1 = 0. trained: the training grid. rule: "none" (p = 0), "log_n"
-    (1/2) or p.
+    Args:
+        trained: the training grid.
+        grid: the current grid; N = grid.tokens, counted as at least 2 since log 1 = 0.
+        rule: "none" (p = 0), "log_n" (p = 1/2) or p.
+        device: of the result.
     """
     return _temperature(*grid, *trained, checked_power(rule), device=device)
 

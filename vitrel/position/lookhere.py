@@ -27,17 +27,20 @@ FIELDS_OF_VIEW = (180, 90, 45)
 
 
 class LookHere(PositionEncoding):
-    """Masked distance bias without parameters. Directed heads come first, undirected heads last."""
+    """Masked distance bias without parameters. Directed heads come first, undirected heads last.
+
+    It warns if there are too few heads for any direction.
+
+    Args:
+        fov: field of view of the directed heads in degrees, 180, 90 or 45.
+        slope: factor of the penalties of all heads.
+    """
 
     behaviour = "nothing changes"
 
     def __init__(
         self, grid: Grid, num_heads: int, head_dim: int, *, fov: int = 90, slope: float = 1.0, **factory: Unpack[Factory]
     ):
-        """fov: field of view of the directed heads in degrees, 180, 90 or 45. slope: factor of the penalties of all heads.
-
-        Warns if there are too few heads for any direction.
-        """
         super().__init__()
         if fov not in FIELDS_OF_VIEW:
             raise ValueError(f"lookhere has fields of view of {', '.join(map(str, FIELDS_OF_VIEW))} degrees, not {fov}")
@@ -75,7 +78,7 @@ def _directed(num_heads: int) -> int:
 
 
 def _views(offsets: Tensor, fov: int) -> Tensor:
-    """Offsets (query minus key) that each view sees, [V, R] bool."""
+    """Return whether each view sees each offset (query minus key), [V, R] bool."""
     y, x = offsets.unbind(-1)
     halves = up, down, left, right = y >= 0, y <= 0, x >= 0, x <= 0  # "up": keys above the query
     if fov == 180:

@@ -11,7 +11,7 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms
 
 
 class NoPosition(PositionEncoding):
-    """Encoding that adds nothing, on any grid."""
+    """An encoding that adds nothing, on any grid."""
 
     behaviour = "nothing"
 

@@ -25,12 +25,20 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 
 
 class PaPE(PositionEncoding):
-    """Sum of M parabolas per head. Parameters: `position` [H, M, 2] (w, per patch of y and x), `a` and `b` [H, M, D]."""
+    """Sum of M parabolas per head.
+
+    Args:
+        parabolas: number M of parabolas per head.
+
+    Attributes:
+        position: learned directions w [H, M, 2], per patch of y and x.
+        a: learned [H, M, D]; with the query it gives the curvature of each parabola.
+        b: learned [H, M, D]; with the query it gives the slope of each parabola.
+    """
 
     lr_scale = 2.0  # the logits grow with the square of the offset: faster than that, far ones jump
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, *, parabolas: int = 50, **factory: Unpack[Factory]):
-        """parabolas: number M of parabolas per head."""
         super().__init__()
         self.grid = grid
         self.position = nn.Parameter(torch.empty(num_heads, parabolas, 2, **factory))

@@ -23,10 +23,13 @@ def perturb(
     jitter_coords: float | None = None,
     rescale_coords: float | None = None,
 ) -> Tensor:
-    """Return coordinates (y, x) [n, 2] shifted, then stretched per axis, then rescaled; one draw for all n, in float32.
+    """Return coordinates shifted, then stretched per axis, then rescaled; one draw for all n, in float32.
 
-    shift_coords: both axes move by a uniform value in +-shift_coords. jitter_coords, s: each axis is multiplied by a
-    log-uniform factor in 1/s..s. rescale_coords, s: both axes are multiplied by one such factor. None: skip the step.
+    Args:
+        coordinates: (y, x) [n, 2].
+        shift_coords: both axes move by a uniform value in +-shift_coords; None: skip this step.
+        jitter_coords: a number s; each axis is multiplied by a log-uniform factor in 1/s..s; None: skip this step.
+        rescale_coords: a number s; both axes are multiplied by one log-uniform factor in 1/s..s; None: skip this step.
     """
 
     def uniform(count: int, reach: float) -> Tensor:

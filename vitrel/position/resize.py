@@ -30,14 +30,16 @@ class Taps(NamedTuple):
 def resize_axis(rows: Tensor, source: int, target: int, policy: str) -> Tensor:
     """Resample a table over one axis of offsets, [2*source-1, X] -> [2*target-1, X].
 
-    `source`, `target`: length of the axis in patches. With target <= source each remaining offset keeps its row, whatever the
-    policy. Policies for target > source:
+    With target <= source each remaining offset keeps its row, whatever the policy.
 
-    - clip: an offset outside the table reads the edge row.
-    - geometric: trained rows are placed at geometrically growing distances, 0 and +-1 staying exact, and interpolated linearly
-      (BEiT; timm's resize_rel_pos_bias_table).
-    - bicubic: the table is stretched to the new length, as torch's interpolate without aligned corners (Microsoft Swin).
-    - linear: the same with linear interpolation (MViTv2, SAM).
+    Args:
+        rows: the table, [2*source-1, X].
+        source: length of the table's axis in patches.
+        target: length of the new axis in patches.
+        policy: how rows are found where target > source. "clip": an offset outside the table reads the edge row. "geometric":
+            trained rows are placed at geometrically growing distances, 0 and +-1 staying exact, and interpolated linearly
+            (BEiT; timm's resize_rel_pos_bias_table). "bicubic": the table is stretched to the new length, as torch's
+            interpolate without aligned corners (Microsoft Swin). "linear": the same with linear interpolation (MViTv2, SAM).
     """
     if is_known(source, target) and source == target:
         return rows
@@ -50,6 +52,12 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
     """Resample a table over offsets (dy, dx), [(2h-1)(2w-1), H] -> [(2h'-1)(2w'-1), H], by `resize_axis` along both axes.
 
     All rows after those of the source's offsets belong to prefix tokens and are kept unchanged.
+
+    Args:
+        table: [(2h-1)(2w-1) (+3), H].
+        source: grid h x w of the table.
+        target: grid h' x w' of the result.
+        policy: of `resize_axis`.
     """
     if same_size(source, target):
         return table
@@ -61,7 +69,9 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 
 @constant
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """Taps of a table over one axis of offsets, T = 2*target-1; arguments as in `resize_axis`, but not policy "clip"."""
+    """Return the taps of a table over one axis of offsets, T = 2*target-1; arguments as in `resize_axis`, but not policy
+    "clip".
+    """
     return _padded(_line_taps(source, target, policy, device))
 
 
@@ -75,9 +85,14 @@ def _line_taps(source: int, target: int, policy: str, device: torch.device) -> T
 
 @constant
 def table_taps(source: tuple[int, int], target: tuple[int, int], prefix: int, policy: str, device: torch.device) -> Taps:
-    """Taps of a table over both axes, all products of a tap of each axis, followed by `prefix` rows that are copied.
+    """Return the taps of a table over both axes, all products of a tap of each axis.
 
-    source, target: (h, w) in patches. policy: of `resize_axis`, but not "clip".
+    Args:
+        source: (h, w) of the table in patches.
+        target: (h, w) of the result in patches.
+        prefix: number of rows that follow and are copied.
+        policy: of `resize_axis`, but not "clip".
+        device: of the result.
     """
     y, x = (_line_taps(n, m, policy, device) for n, m in zip(source, target, strict=True))
     index = y.index[:, None, :, None] * (2 * source[1] - 1) + x.index[:, None]  # [2h'-1, 2w'-1, K, K]
@@ -101,10 +116,14 @@ def _padded(taps: Taps) -> Taps:
 
 
 def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool = False) -> Tensor:
-    """Rows of `table` [(H,) 2*radius+1, D] for every offset class of `grid` along "h" or "w", [H|1, R, D]; zero for prefix
-    classes.
+    """Return the rows of a table for every offset class of `grid` along one axis, [H|1, R, D]; zero for prefix classes.
 
-    mirrored: read the row of the opposite offset.
+    Args:
+        table: [2*radius+1, D], or [H, 2*radius+1, D].
+        radius: R in patches, to which offsets are clipped.
+        axis: "h" or "w".
+        grid: the grid whose offset classes are read.
+        mirrored: read the row of the opposite offset.
     """
     index = clipped_rows(getattr(grid, axis), radius, device=table.device)
     rows = pad_prefix(table.index_select(-2, index.flip(0) if mirrored else index), grid, -2)
@@ -113,7 +132,7 @@ def clip_table(table: Tensor, radius: int, axis: str, grid: Grid, mirrored: bool
 
 @constant
 def clipped_rows(length: int, radius: int, device: torch.device) -> Tensor:
-    """Row of every offset of an axis of `length` patches in a table of 2*radius+1 rows, [2*length-1] int64."""
+    """Return the row of every offset of an axis of `length` patches in a table of 2*radius+1 rows, [2*length-1] int64."""
     return torch.arange(1 - length, length, device=device).clamp(-radius, radius) + radius
 
 
@@ -136,9 +155,16 @@ def _weighted_sum(rows: Tensor, taps: Taps) -> Tensor:
 
 
 def resized_axes(key: str, policy: str, trained: Grid, grid: Grid, width: int) -> dict[str, int]:
-    """{"key policy": number of values resampled} on `grid`, for an encoding with one table per axis and rows of `width` values.
+    """Return {"key policy": number of values resampled} on `grid`, for an encoding with one table per axis.
 
     Only the tables of axes that grow are resampled: empty if no axis grows, 0 for "clip".
+
+    Args:
+        key: name of the encoding.
+        policy: of `resize_axis`.
+        trained: the training grid.
+        grid: the current grid.
+        width: number of values in a row of the tables.
     """
     grown = [axis for axis in "hw" if getattr(grid, axis) > getattr(trained, axis)]
     count = sum(trained.offset_classes(axis) for axis in grown) * width
@@ -153,8 +179,11 @@ def resize_embedding(embedding: Tensor, target: Grid) -> Tensor:
 
 
 def sample_embedding(embedding: Tensor, at: Tensor) -> Tensor:
-    """Read an absolute embedding [h, w, C] at positions (y, x) [n, 2] in patches -> [n, C], bilinearly; positions outside read
-    the border.
+    """Read an absolute embedding at any positions, [h, w, C] -> [n, C], bilinearly.
+
+    Args:
+        embedding: [h, w, C].
+        at: positions (y, x) in patches, [n, 2]; those outside read the border.
     """
     (h, w, _), rows, out = embedding.shape, upcast(embedding).flatten(0, 1), 0
     for y, down in zip(*_between(at[:, 0], h), strict=True):

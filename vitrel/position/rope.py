@@ -29,7 +29,23 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, check_sides,
 
 
 class RopeAxial(PositionEncoding):
-    """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads."""
+    """Rotation by fixed frequencies, half of the channel pairs for each axis; no parameters, the same for all heads.
+
+    Args:
+        base: of the fixed frequencies.
+        scaling: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
+        scaling_strength: power of the rule's factor s (vitrel.position.rope_scaling).
+        yarn_turns: numbers of turns over the training grid between which the rule yarn changes bands gradually.
+        reference: side or (h, w) in patches of a fixed grid on which positions are counted; it excludes `scaling`. None:
+            positions are counted on the grid itself.
+        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
+        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
+        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+
+    Raises:
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), `reference` is given together
+            with `scaling`, or an option has an unknown or impossible value.
+    """
 
     rotates = True
     scaling: Scaling
@@ -50,14 +66,6 @@ class RopeAxial(PositionEncoding):
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
-        """base: of the fixed frequencies. scaling, scaling_strength, yarn_turns: rule that lowers the frequencies on grids
-        larger than the training grid (vitrel.position.rope_scaling). reference: side or (h, w) of a fixed grid on which
-        positions are counted; it excludes `scaling`. shift_coords, jitter_coords, rescale_coords: perturbation in training
-        (vitrel.position.perturb).
-
-        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), for `reference`
-        together with `scaling`, and for an unknown or impossible value of an option.
-        """
         super().__init__(shift_coords, jitter_coords, rescale_coords)
         if reference is not None and scaling != "none":
             raise ValueError(f"rope_axial takes a reference grid or scaling={scaling!r}, not both: leave one out")
@@ -78,7 +86,7 @@ class RopeAxial(PositionEncoding):
         return Terms(rotary=tuple(rotary), temperature=self.scaling.temperature(grid, device))
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """As PositionEncoding.switch; with a reference grid it changes nothing and returns an empty set."""
+        """Change options, as PositionEncoding.switch; with a reference grid it changes nothing and returns an empty set."""
         return set() if self.reference is not None else super().switch(options)
 
     def resized(self, grid: Grid) -> dict[str, int]:
@@ -91,10 +99,10 @@ class RopeAxial(PositionEncoding):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of all angles, [H|1, N, D/2] each; 1 and 0 on prefix rows."""
+    """Cosines and sines of all angles."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [H|1, N, D/2]; 1 on prefix rows
+    sin: Tensor  # [H|1, N, D/2]; 0 on prefix rows
 
 
 @constant
@@ -102,7 +110,7 @@ def _frequencies(
     h: int, w: int, bands: int, base: float, rule: str, trained: tuple[int, int], slow: float, fast: float,
     strength: float, reference: tuple[int, int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
+    """Return the radians per patch along y and x on an h x w grid, [2, bands]; reference (0, 0) means no reference grid."""
     band = torch.arange(bands, device=device)
     scaling = Scaling("rope_axial", rule, Grid(*trained), (slow, fast), strength)
     theta = scaling.frequencies(axial_frequencies(band, base).expand(2, -1), bands, Grid(h, w))
@@ -123,12 +131,29 @@ def _axial_rotation(
 
 @constant
 def _positions(h: int, w: int, prefix: int, device: torch.device) -> Tensor:
-    """Row and column (y, x) of every token, [N, 2] float32; 0 for prefix tokens."""
+    """Return row and column (y, x) of every token, [N, 2] float32; 0 for prefix tokens."""
     return F.pad(Grid(h, w).coordinates(device).float(), (0, 0, prefix, 0))
 
 
 class RopeMixed(PositionEncoding):
-    """Rotation by frequencies learned per head: `freqs` [2, H, D/2], radians per patch; freqs[0] along y, freqs[1] along x."""
+    """Rotation by frequencies learned per head.
+
+    Args:
+        base: of the magnitudes at which the learned frequencies start (`reset_parameters`).
+        scaling: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
+        scaling_strength: power of the rule's factor s (vitrel.position.rope_scaling).
+        yarn_turns: numbers of turns over the training grid between which the rule yarn changes bands gradually.
+        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
+        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
+        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+
+    Attributes:
+        freqs: learned frequencies [2, H, D/2] in radians per patch; freqs[0] along y, freqs[1] along x.
+
+    Raises:
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), `scaling` is unknown, or a
+            number of a rule is impossible.
+    """
 
     rotates = True
     scaling: Scaling
@@ -149,13 +174,6 @@ class RopeMixed(PositionEncoding):
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
-        """base: of the magnitudes at which the learned frequencies start (`reset_parameters`). scaling, scaling_strength,
-        yarn_turns: rule that lowers the frequencies on grids larger than the training grid (vitrel.position.rope_scaling).
-        shift_coords, jitter_coords, rescale_coords: perturbation in training (vitrel.position.perturb).
-
-        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), for an unknown
-        `scaling`, or for impossible numbers of a rule.
-        """
         super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid, self.base = grid, base
         self.scaling = Scaling("rope_mixed", scaling, grid, yarn_turns, scaling_strength).checked()
@@ -165,8 +183,9 @@ class RopeMixed(PositionEncoding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the frequencies of each head with magnitudes base^(-4t/D), first half along a random direction, second
-        half at right angles.
+        """Initialise the frequencies of each head with magnitudes base^(-4t/D).
+
+        The first half of them lies along a random direction, the second half at right angles.
         """
         _, heads, pairs = self.freqs.shape
         n = math.ceil(pairs / 2)
@@ -188,9 +207,15 @@ class RopeMixed(PositionEncoding):
 
 
 def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
-    """Cosines and sines, [1, N, D/2] each, of angles [h*w, 2, T] of the patches along y and x, of which `axes` take part.
+    """Return the cosines and sines of the patches' angles, with rows of prefix tokens, which are not rotated, before them.
 
-    The rows of prefix tokens come first and are not rotated.
+    Args:
+        angle: [h*w, 2, T], angles along y and x.
+        axes: "hw", "h" or "w", the axes that take part.
+        grid: of the tokens.
+
+    Returns:
+        Cosines and sines, [1, N, D/2] each.
     """
     angle = F.pad(of_axes(axes, angle, 1).flatten(1)[None], (0, 0, grid.prefix, 0))  # prefix rows: angle 0
     return Rotary(angle.cos(), angle.sin())

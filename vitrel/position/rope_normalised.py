@@ -20,7 +20,17 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, split_axes
 
 
 class RopeNormalised(PositionEncoding):
-    """Rotation by normalised coordinates; no parameters, the same for all heads."""
+    """Rotation by normalised coordinates; no parameters, the same for all heads.
+
+    Args:
+        base: of the periods.
+        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
+        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
+        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
+
+    Raises:
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
+    """
 
     rotates = True
 
@@ -36,10 +46,6 @@ class RopeNormalised(PositionEncoding):
         rescale_coords: float | None = None,
         **factory: Unpack[Factory],
     ):
-        """base: of the periods. shift_coords, jitter_coords, rescale_coords: as in rope_axial.
-
-        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
-        """
         super().__init__(shift_coords, jitter_coords, rescale_coords)
         self.grid, self.base = grid, base
         self.axes, self.bands = split_axes("rope_normalised", "head width", head_dim, grid)

@@ -34,19 +34,16 @@ OPTIONS = {
 
 
 class Scaling(NamedTuple):
-    """Rule for rotary frequencies on larger grids: one of SCALINGS, for the encoding `key` trained on the grid `trained`.
+    """A rule for rotary frequencies on larger grids."""
 
-    turns: yarn divides bands below the first number of turns and keeps those above the second. strength: the power of s.
-    """
-
-    key: str
-    rule: str
-    trained: Grid
-    turns: tuple[float, float]
-    strength: float = 1.0
+    key: str  # of the encoding, for errors
+    rule: str  # one of SCALINGS
+    trained: Grid  # the training grid
+    turns: tuple[float, float]  # yarn divides bands below the first number of turns and keeps those above the second
+    strength: float = 1.0  # the power of s
 
     def checked(self) -> "Scaling":
-        """Return self; ValueError for an unknown rule or an impossible number."""
+        """Return self; raise ValueError for an unknown rule or an impossible number."""
         if self.rule not in SCALINGS:
             raise ValueError(f"{self.key} scaling {self.rule!r} is unknown; choose one of {', '.join(SCALINGS)}")
         if len(self.turns) != 2 or not self.turns[0] < self.turns[1]:
@@ -56,16 +53,22 @@ class Scaling(NamedTuple):
         return self
 
     def switched(self, options: Mapping[str, Any]) -> "Scaling":
-        """Return a copy with the values of `options` whose names are in OPTIONS; ValueError for an impossible value."""
+        """Return a copy with the values of `options` whose names are in OPTIONS; raise ValueError for an impossible value."""
         return self._replace(**{field: options[name] for name, field in OPTIONS.items() if name in options}).checked()
 
     @property
     def constant_key(self) -> tuple[str, tuple[int, int], float, float, float]:
-        """Rule, training grid, turns and strength as hashable arguments for functions with @constant."""
+        """Return rule, training grid, turns and strength as hashable arguments for functions with @constant."""
         return self.rule, self.trained[:2], float(self.turns[0]), float(self.turns[1]), float(self.strength)
 
     def frequencies(self, freqs: Tensor, bands: int, grid: Grid) -> Tensor:
-        """Return freqs [2, .., P], radians per patch along y and x, changed for `grid`; P repeats the bands 0..bands-1."""
+        """Return frequencies changed for `grid`, of the shape of `freqs`.
+
+        Args:
+            freqs: [2, .., P], radians per patch along y and x; P repeats the bands 0..bands-1.
+            bands: number of different bands.
+            grid: the current grid.
+        """
         if self.rule == "none":
             return freqs
         growth = _growth(*grid[:2], self.trained[:2], float(self.strength), device=freqs.device).to(freqs.dtype)
@@ -80,11 +83,11 @@ class Scaling(NamedTuple):
         return freqs * (1 - divided * (1 - 1 / growth))
 
     def temperature(self, grid: Grid, device: torch.device) -> Tensor | None:
-        """Terms.temperature on `grid`, 0-d: a factor of all logits but biases; None unless the rule is yarn."""
+        """Return Terms.temperature on `grid`, 0-d: a factor of all logits but biases; None unless the rule is yarn."""
         return _temperature(*grid[:2], self.trained[:2], float(self.strength), device=device) if self.rule == "yarn" else None
 
     def resized(self, grid: Grid) -> dict[str, int]:
-        """As PositionEncoding.resized: the rule in use on a larger grid, with 0 since no parameter is resampled."""
+        """Return the rule in use on a larger grid, as PositionEncoding.resized, with 0 since no parameter is resampled."""
         grows = grid.h > self.trained.h or grid.w > self.trained.w
         strength = "" if self.strength == 1 else f" {self.strength:g}"
         return {f"{self.key} {self.rule}{strength}": 0} if grows and self.rule != "none" else {}

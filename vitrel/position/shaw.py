@@ -20,8 +20,19 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, clip_
 class Shaw(PositionEncoding):
     """Key and value vectors per clipped offset and axis.
 
-    Parameters: `key_h`, `value_h` [2R_h+1, D] and `key_w`, `value_w` [2R_w+1, D], with per_head [H, 2R+1, D]; row clip(offset)
-    + R.
+    Each vector is row clip(offset) + R of a learned table: [2R+1, D], or [H, 2R+1, D] with per_head.
+
+    Args:
+        radius: R in patches, one number or (rows, columns); None: half of the training grid.
+        per_head: separate vectors for each head.
+        values: add the value vectors a^V.
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        key_h: vectors a^K added to keys, by row offset, 2R_h+1 rows.
+        key_w: vectors a^K' added to keys, by column offset, 2R_w+1 rows.
+        value_h: vectors a^V added to values, by row offset, 2R_h+1 rows.
+        value_w: vectors a^V' added to values, by column offset, 2R_w+1 rows.
     """
 
     behaviour = "nothing changes"
@@ -39,10 +50,6 @@ class Shaw(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """radius: R in patches, one number or (rows, columns); None: half of the training grid. per_head: separate vectors for
-        each head.
-        values: add the value vectors a^V. init_std: of the initial values.
-        """
         super().__init__()
         self.grid, self.radius, self.values, self.init_std = grid, clip_radius("shaw", radius, grid), values, init_std
         heads = (num_heads,) if per_head else ()

@@ -19,7 +19,11 @@ from vitrel.position.terms import Factory, PositionEncoding, Terms, of_axes, spl
 class SinCos(PositionEncoding):
     """Fixed embedding without parameters.
 
-    Raises ValueError if C = num_heads * head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
+    Args:
+        base: of the frequencies f_t = base^(-t / (C/4)).
+
+    Raises:
+        ValueError: C = num_heads * head_dim is not divisible by 4 (by 2 on a training grid of one row or column).
     """
 
     site = "tokens"

@@ -22,8 +22,20 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 class T5(PositionEncoding):
     """Bias per bucket of offsets, with n_h and n_w buckets along the axes.
 
-    Parameters: `relative_attention_bias` [n_h n_w (+3), H] with mode="product", `table_h` [n_h (+3), H] and `table_w` [n_w, H]
-    with mode="sum"; +3 with prefix tokens.
+    Args:
+        num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch has
+            one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows. None: chosen for each
+            axis of the training grid.
+        max_distance: in patches, one number or (rows, columns), the end of the logarithmic range; all larger distances share
+            the last bucket. None: chosen for each axis of the training grid.
+        mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
+        bidirectional: False puts all offsets below 0 into bucket 0, for causal attention.
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        relative_attention_bias: learned biases [n_h n_w (+3), H] with mode="product"; +3 with prefix tokens.
+        table_h: learned biases [n_h (+3), H] with mode="sum"; +3 with prefix tokens.
+        table_w: learned biases [n_w, H] with mode="sum".
     """
 
     behaviour = "nothing changes"
@@ -42,13 +54,6 @@ class T5(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """num_buckets: buckets per axis, both signs together, as in T5; one number, or (rows, columns). An axis of one patch
-        has one bucket unless a pair is given, so a sequence, a grid of one row, has num_buckets rows.
-        max_distance: in patches, one number or (rows, columns), the end of the logarithmic range; all larger distances share
-        the last bucket. None: chosen for each axis of the training grid.
-        mode: "product", a table of all pairs of buckets, or "sum", one table per axis.
-        bidirectional: False puts all offsets below 0 into bucket 0, for causal attention. init_std: of the initial values.
-        """
         super().__init__()
         self.grid, self.init_std = grid, init_std
         self.mode = check_choice("t5", "mode", mode, ("product", "sum"))
@@ -77,7 +82,7 @@ class T5(PositionEncoding):
         return Terms(tables=(Table("hw", bias=torch.cat((table.index_select(0, index), table[n_h * n_w :])).mT),))
 
     def bucket(self, axis: str, grid: Grid) -> Tensor:
-        """Bucket of every offset of `grid` along "h" or "w", [2n-1] int64 for n patches, from offset 1-n to n-1."""
+        """Return the bucket of every offset of `grid` along "h" or "w", [2n-1] int64 for n patches, from offset 1-n to n-1."""
         return buckets(getattr(grid, axis), *self.rules["hw".index(axis)], device=next(self.parameters()).device)
 
     def saturated(self, grid: Grid) -> float:
@@ -103,9 +108,14 @@ class Rule(NamedTuple):
 
 @constant
 def buckets(length: int, first: tuple[int, ...], bidirectional: bool, signed: bool, device: torch.device) -> Tensor:
-    """Bucket of every offset along an axis of `length` patches, [2*length-1] int64; the other arguments are those of Rule.
+    """Return the bucket of every offset along an axis of `length` patches, [2*length-1] int64.
 
-    If signed, negative offsets have the buckets from len(first) on.
+    Args:
+        length: of the axis, in patches.
+        first: as in Rule.
+        bidirectional: as in Rule.
+        signed: as in Rule; negative offsets then have the buckets from len(first) on.
+        device: of the result.
     """
     offset = torch.arange(1 - length, length, device=device)
     distance = offset.abs() if bidirectional else offset.clamp(min=0)
@@ -120,14 +130,14 @@ def _pairs(
     h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
     w_signed: bool, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Row of the table of bucket pairs for every offset of an h x w grid, [(2h-1)(2w-1)] int64, without prefix classes."""
+    """Return the row of the table of bucket pairs for every offset of an h x w grid, [(2h-1)(2w-1)] int64, no prefix classes."""
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()
 
 
 def _pair(name: str, value: int | Sequence[int | None] | None) -> Sequence[int | None]:
-    """(rows, columns) of an option given as one number or two; ValueError naming the option for anything else."""
+    """Return (rows, columns) of an option given as one number or two; raise ValueError naming the option for anything else."""
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2 or not all(n is None or isinstance(n, int) for n in pair):
         raise ValueError(f"t5 option {name} is one whole number or (rows, columns), not {value!r}")
@@ -135,16 +145,17 @@ def _pair(name: str, value: int | Sequence[int | None] | None) -> Sequence[int |
 
 
 def _rule(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> Rule:
-    """The buckets of a training axis of `length` patches."""
+    """Return the buckets of a training axis of `length` patches."""
     if num_buckets == 1:
         return Rule((0,), bidirectional, False)
     return Rule(tuple(_first(length, num_buckets, max_distance, bidirectional)), bidirectional, bidirectional)
 
 
 def _first(length: int, num_buckets: int | None, max_distance: int | None, bidirectional: bool) -> list[int]:
-    """First distance of every bucket of one sign, for a training axis of `length` patches.
+    """Return the first distance of every bucket of one sign, for a training axis of `length` patches.
 
-    ValueError for an odd number of buckets in two directions, or a max_distance below the exact buckets.
+    Raises:
+        ValueError: an odd number of buckets in two directions, or a max_distance below the exact buckets.
     """
     reach = max_distance if max_distance is not None else length - 1
     if num_buckets is None:

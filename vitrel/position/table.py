@@ -17,9 +17,14 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, check
 
 
 class OffsetTable(PositionEncoding):
-    """Bias table over all offsets, `relative_position_bias_table` [R, H], for the R offset classes of the training grid.
+    """Bias table over all offsets.
 
-    per_head: False for one bias for all heads, a table [R, 1].
+    Args:
+        per_head: False for one bias for all heads, a table [R, 1].
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        relative_position_bias_table: learned biases [R, H] of the R offset classes of the training grid.
     """
 
     behaviour = "resized"
@@ -49,10 +54,16 @@ class OffsetTable(PositionEncoding):
 
     @torch.no_grad()
     def set_biases(self, biases: Mapping[tuple[int, int], float], offset: str = "query-key") -> Self:
-        """Set the bias of the listed offsets (dy, dx) in place, the same in all heads, and 0 elsewhere; return the encoding.
+        """Set the bias of the listed offsets in place, the same in all heads, and 0 elsewhere; return the encoding.
 
-        The rows of prefix tokens become 0 too. offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT
-        count. Raises ValueError for an offset that the training grid does not have.
+        The rows of prefix tokens become 0 too.
+
+        Args:
+            biases: {(dy, dx) in patches: bias}.
+            offset: "query-key", as everywhere in vitrel, or "key-query", as T5 and MaxViT count.
+
+        Raises:
+            ValueError: the training grid does not have an offset.
         """
         sign = 1 if check_choice("table", "offset", offset, ("query-key", "key-query")) == "query-key" else -1
         h, w = self.grid.h, self.grid.w  # type: ignore[union-attr]

@@ -24,8 +24,8 @@ from vitrel.position.rope_scaling import OPTIONS, Scaling
 class Factory(TypedDict, total=False):
     """Keyword arguments `device` and `dtype` of the tensors that an encoding creates, as for torch's modules."""
 
-    device: torch.device | str | None
-    dtype: torch.dtype | None
+    device: torch.device | str | None  # None: torch's default device
+    dtype: torch.dtype | None  # None: torch's default dtype
 
 
 class Table(NamedTuple):
@@ -58,13 +58,15 @@ class Terms(NamedTuple):
     tokens: Tensor | None = None  # [N, C]  added once, after patch embedding
     rotary: tuple[Tensor, Tensor] | None = None  # (cos, sin), each [H|1, N, D/2]; 1 and 0 on prefix rows
     key_rotary: tuple[Tensor, Tensor] | None = None  # of the keys, where they decay as 1 / that of queries (xpos alone)
-    query_bias: Tensor | None = None  # [H, D]
+    query_bias: Tensor | None = None  # [H, D]  added to every query, before rotation
     scale: float = 1.0  # factor that is the same on every grid
     temperature: Tensor | None = None  # 0-d factor that depends on the grid; a float would need a graph per size
-    tables: tuple[Table, ...] = ()
+    tables: tuple[Table, ...] = ()  # rows looked up by offset class, summed
 
     def content_scale(self, width: int) -> float | Tensor:
-        """Factor of content, query, key and gated terms for heads of width D = `width`: scale * temperature * D**-0.5."""
+        """Return the factor of content, query, key and gated terms for heads of width D = `width`: scale * temperature *
+        D**-0.5.
+        """
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
 
@@ -82,25 +84,28 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     Subclasses are final and are built as (grid, num_heads, head_dim, **options), with the training grid.
 
-    Class attributes:
+    Args:
+        shift_coords: shift of coordinates in training (vitrel.position.perturb); None: no shift.
+        jitter_coords: stretch of each axis in training (vitrel.position.perturb); None: no stretch.
+        rescale_coords: scale of both axes in training (vitrel.position.perturb); None: no scale.
 
-    - site: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
-    - rotates: True if the terms hold a rotation; a model can have only one.
-    - behaviour: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows only, or the
-      same function continues), "evaluated" (a function at arguments beyond those of training), "resized" (parameters are
-      resampled by a policy) or "nothing" (there is no position).
-    - lr_scale: factor on the learning rate of its parameters in fine-tuning, where that of other weights is small: AdamW moves
-      a parameter by about the learning rate per update, whatever its units are. Encodings in attention only.
-    - policies: names of the rules for another grid, the default first; empty if there is no choice.
-
-    Attributes of an instance:
-
-    - grid: the training grid, if the encoding depends on it.
-    - resize: the policy in use. scaling: the rule for rotary frequencies (vitrel.position.rope_scaling), or None.
-    - radius: (rows, columns) to which offsets are clipped, or None. init_std: standard deviation of initial values.
-    - temperature: its rule for other grids (vitrel.position.log_n), and temperature_grid, the grid on which it is 1.
-    - shift_coords, jitter_coords, rescale_coords: strengths by which coordinates are perturbed in training, or None
-      (vitrel.position.perturb).
+    Attributes:
+        site: of the class: "attention" (rotary, query_bias, tables) or "tokens" (rows added to the embedded patches).
+        rotates: of the class: True if the terms hold a rotation; a model can have only one.
+        behaviour: of the class: what happens at a grid larger than the training grid: "nothing changes" (it reads trained rows
+            only, or the same function continues), "evaluated" (a function at arguments beyond those of training), "resized"
+            (parameters are resampled by a policy) or "nothing" (there is no position).
+        lr_scale: of the class: factor on the learning rate of its parameters in fine-tuning, where that of other weights is
+            small: AdamW moves a parameter by about the learning rate per update, whatever its units are. Encodings in attention
+            only.
+        policies: of the class: names of the rules for another grid, the default first; empty if there is no choice.
+        grid: the training grid, if the encoding depends on it.
+        resize: the policy in use.
+        scaling: the rule for rotary frequencies (vitrel.position.rope_scaling), or None.
+        radius: (rows, columns) in patches to which offsets are clipped, or None.
+        init_std: standard deviation of initial values.
+        temperature: its rule for other grids (vitrel.position.log_n).
+        temperature_grid: the grid on which the temperature is 1.
     """
 
     site: ClassVar[str] = "attention"
@@ -125,7 +130,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def refers_to_grid(self) -> bool:
-        """True if an encoding with the same parameters and options, built for another training grid, returns other values.
+        """Whether an encoding with the same parameters and options, built for another training grid, returns other values.
 
         Weights trained on one grid then do not fit an encoding built for another. False if only the shapes of parameters, or
         values of options (radius, pretrained_window), depend on the training grid.
@@ -135,7 +140,7 @@ class PositionEncoding(nn.Module, abc.ABC):
 
     @property
     def perturbs(self) -> bool:
-        """True if forward draws random numbers: in training mode with a strength of perturbation set."""
+        """Whether forward draws random numbers: in training mode with a strength of perturbation set."""
         strengths = self.shift_coords, self.jitter_coords, self.rescale_coords
         return self.training and strengths != (None, None, None)
 
@@ -155,18 +160,29 @@ class PositionEncoding(nn.Module, abc.ABC):
         return combine(terms, Terms(temperature=temperature(self.temperature_grid, grid, self.temperature, device)))
 
     def set_temperature(self, rule: str | float, trained: Grid) -> None:
-        """Set the temperature of grids other than `trained`: "none", "log_n" or a power (vitrel.position.log_n).
+        """Set the rule by which the temperature changes on grids other than the training grid.
 
-        Raises ValueError for any other value.
+        Args:
+            rule: "none", "log_n" or a power (vitrel.position.log_n).
+            trained: the training grid, on which the temperature is 1.
+
+        Raises:
+            ValueError: the rule has any other value.
         """
         checked_power(rule)
         self.temperature, self.temperature_grid = rule, None if rule == "none" else trained
 
     def switch(self, options: Mapping[str, Any]) -> set[str]:
-        """Change the options that act only on grids other than the training grid: `resize` and those of rotary scaling.
+        """Change the options that act only on grids other than the training grid, and return the names of those applied.
 
-        Ignores options and policies that this encoding does not have; returns the names of the options applied. A Composition
-        has none: switch its parts (`parts_of`). Raises ValueError for an impossible scaling.
+        A Composition has none: switch its parts (`parts_of`).
+
+        Args:
+            options: {name: value} of `resize` and the options of rotary scaling. Options and policies that this encoding does
+                not have are ignored.
+
+        Raises:
+            ValueError: the scaling is impossible.
         """
         applied = set()
         for policy in supported_policies(self, options.get("resize", "")):
@@ -178,7 +194,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return applied
 
     def resized(self, grid: Grid) -> dict[str, int]:
-        """Rules by which forward(grid) departs from the trained values: {rule: number of parameter values that are
+        """Return the rules by which forward(grid) departs from the trained values: {rule: number of values that are
         interpolated}.
 
         Empty if every value is read as trained; 0 for a rule that interpolates no parameter (clip, a scaling).
@@ -189,7 +205,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return {f"{key} renormalise": 0} if self.resize == "renormalise" and grid[:2] != self.grid[:2] else {}
 
     def unseen(self, grid: Grid) -> float:
-        """Share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
+        """Return the share of the (2h-1)(2w-1) offsets of `grid`, 0 to 1, that no pair of tokens of the training grid has.
 
         0 for absolute and rope_normalised, without a training grid, and with resize="renormalise", scaling="linear" or a
         reference grid (rope_axial).
@@ -198,7 +214,9 @@ class PositionEncoding(nn.Module, abc.ABC):
         return 0.0 if self.grid is None or rescaled else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
-        """Share of the offsets of `grid`, 0 to 1, outside the training grid whose edge row or far bucket was trained."""
+        """Return the share of the offsets of `grid`, 0 to 1, outside the training grid whose edge row or far bucket was
+        trained.
+        """
         if self.radius is not None:
             return clip_saturated(self.grid, grid, self.radius)
         return self.unseen(grid) if self.resize == "clip" else 0.0
@@ -251,7 +269,8 @@ def parts_of(encoding: PositionEncoding) -> tuple[PositionEncoding, ...]:
 def combine(*terms: Terms) -> Terms:
     """Combine the terms of several encodings: tokens, query biases and tables add up, scales and temperatures multiply.
 
-    Raises ValueError for two rotary terms, since a rotation of a rotation has no agreed meaning.
+    Raises:
+        ValueError: two terms are rotary, since a rotation of a rotation has no agreed meaning.
     """
     rotary = [t for t in terms if t.rotary is not None]
     if len(rotary) > 1:
@@ -273,14 +292,14 @@ def combine(*terms: Terms) -> Terms:
 
 
 def check_choice(key: str, name: str, value: str, known: tuple[str, ...]) -> str:
-    """Return `value` if it is in `known`; otherwise ValueError with the option's name and the known values."""
+    """Return `value` if it is in `known`; otherwise raise ValueError with the option's name and the known values."""
     if value not in known:
         raise ValueError(f"{key} option {name}={value!r} is unknown; choose one of {', '.join(known)}")
     return value
 
 
 def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (h, w) from one side or a pair; ValueError with the option's name for anything but positive whole numbers."""
+    """Return (h, w) from one side or a pair; raise ValueError with the option's name for anything but positive whole numbers."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
         raise ValueError(f"{key} option {name} must be one side or (h, w), in whole patches, not {value!r}")
@@ -288,10 +307,15 @@ def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int,
 
 
 def clip_radius(key: str, radius: int | tuple[int, int] | None, grid: Grid) -> tuple[int, int]:
-    """Return the radius (rows, columns) in patches from `radius`: one number for both axes, a pair, or None for half of `grid`,
-    so that many training pairs train the edge row.
+    """Return the radius (rows, columns) in patches.
 
-    Raises ValueError, naming the encoding `key`, for anything but whole numbers of 0 or more.
+    Args:
+        key: name of the encoding, for errors.
+        radius: one number for both axes, a pair, or None for half of `grid`, so that many training pairs train the edge row.
+        grid: the training grid.
+
+    Raises:
+        ValueError: the radius is anything but whole numbers of 0 or more.
     """
     if radius is None:
         return grid.h // 2, grid.w // 2
@@ -305,7 +329,16 @@ def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, 
     """Return the axes to which an encoding gives pairs of channels, and the bands per axis: ("hw", width / 4).
 
     Where 4 does not divide the width, but 2 does, all pairs belong to the one axis of a training grid of one row or column:
-    ("w" or "h", width / 2). ValueError, naming the encoding `key` and `width_name`, for any other width.
+    ("w" or "h", width / 2).
+
+    Args:
+        key: name of the encoding, for errors.
+        width_name: what the width is called in errors.
+        width: number of channels.
+        grid: the training grid.
+
+    Raises:
+        ValueError: the width is any other.
     """
     if width % 4 == 0:
         return "hw", width // 4
@@ -318,18 +351,30 @@ def split_axes(key: str, width_name: str, width: int, grid: Grid) -> tuple[str, 
 
 
 def of_axes(axes: str, values: Tensor, dim: int) -> Tensor:
-    """Return the part of `axes`, "hw", "h" or "w", of a tensor whose dimension `dim` has y and x."""
+    """Return the part of a tensor that belongs to some axes.
+
+    Args:
+        axes: "hw", "h" or "w".
+        values: a tensor.
+        dim: the dimension of `values` that has y and x.
+    """
     return values.narrow(dim, "hw".index(axes[0]), len(axes))
 
 
 def check_prefix(key: str, trained: Grid, grid: Grid) -> None:
-    """ValueError unless both grids have prefix tokens or both have none; for encodings with learned prefix rows."""
+    """Raise ValueError unless both grids have prefix tokens or both have none; for encodings with learned prefix rows."""
     if bool(grid.prefix) != bool(trained.prefix):
         raise ValueError(f"{key} was built for {trained.prefix} prefix tokens, but the grid has {grid.prefix}")
 
 
 def pad_prefix(rows: Tensor, grid: Grid, dim: int = -1) -> Tensor:
-    """Append zero rows along `dim` for the three prefix classes, if `grid` has prefix tokens."""
+    """Append zero rows for the three prefix classes, if `grid` has prefix tokens.
+
+    Args:
+        rows: a tensor with one row per offset, for example [H, R - 3].
+        grid: the grid of the offsets.
+        dim: the dimension of `rows` that counts the rows.
+    """
     dims = rows.dim() - dim % rows.dim() - 1
     return F.pad(rows, (0, 0) * dims + (0, grid.classes() - grid.offset_classes()))
 
@@ -349,7 +394,7 @@ def run_upcast(mlp: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Context in which autocast is off, so that it does not round an encoding's matrix products."""
+    """Return a context in which autocast is off, so that it does not round an encoding's matrix products."""
     # The meta device has no autocast. torch.amp.is_autocast_available would tell, but torch 2.11 cannot compile it.
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 

@@ -20,9 +20,17 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, no_au
 class TransformerXL(PositionEncoding):
     """Query-dependent bias from a projected sinusoid of the offset.
 
-    Parameters: `u` and `v_bias` [H, D], added to q in the content and in the position term; `w_r` [H, D, C], C = H D: its first
-    C/2 columns multiply the sines and cosines of dy, the others those of dx. Raises ValueError if C is not divisible by 4 (by 2
-    on a training grid of one row or column).
+    Args:
+        base: of the sinusoid's frequencies base^(-t / (C/4)).
+        init_std: standard deviation of the initial values.
+
+    Attributes:
+        u: learned [H, D], added to q in the content term.
+        v_bias: learned [H, D], added to q in the position term.
+        w_r: learned [H, D, C], C = H D: its first C/2 columns multiply the sines and cosines of dy, the others those of dx.
+
+    Raises:
+        ValueError: C is not divisible by 4 (by 2 on a training grid of one row or column).
     """
 
     lr_scale = 2.0  # a weight of a projection, many of which move every row: faster than that, rows jump
@@ -37,7 +45,6 @@ class TransformerXL(PositionEncoding):
         init_std: float = 0.02,
         **factory: Unpack[Factory],
     ):
-        """base: of the sinusoid's frequencies base^(-t / (C/4)). init_std: of the initial values."""
         super().__init__()
         width = num_heads * head_dim
         self.grid, self.base, self.init_std = grid, base, init_std

@@ -23,7 +23,17 @@ from vitrel.position.terms import Factory, PositionEncoding, Table, Terms, pad_p
 
 
 class XPos(PositionEncoding):
-    """Rotation with decay, without parameters. A bias of 0 and -inf masks the keys that a head does not see."""
+    """Rotation with decay, without parameters. A bias of 0 and -inf masks the keys that a head does not see.
+
+    Args:
+        base: of the frequencies, as in rope_axial.
+        scale_base: patches over which band t decays by zeta_t; None: half of the longer training side.
+        gamma: the larger, the slower the decay.
+        one_sided: must be True.
+
+    Raises:
+        ValueError: head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or one_sided is False.
+    """
 
     rotates = True
 
@@ -39,12 +49,6 @@ class XPos(PositionEncoding):
         one_sided: bool = True,
         **factory: Unpack[Factory],
     ):
-        """base: of the frequencies, as in rope_axial. scale_base: patches over which band t decays by zeta_t; None: half of the
-        longer training side. gamma: the larger, the slower the decay. one_sided: must be True.
-
-        Raises ValueError if head_dim is not divisible by 4 (by 2 on a training grid of one row or column), or for one_sided
-        False.
-        """
         super().__init__()
         if not one_sided:
             reason = "its scale zeta^(d/scale_base) grows without bound for offsets d < 0"
@@ -68,12 +72,12 @@ class XPos(PositionEncoding):
 
 
 class _Rotations(NamedTuple):
-    """Cosines and sines of the angles, multiplied by the scales of queries and of keys, [H, N, D/2] each."""
+    """Cosines and sines of the angles, multiplied by the scales of queries and of keys."""
 
-    query_cos: Tensor
-    query_sin: Tensor
-    key_cos: Tensor
-    key_sin: Tensor
+    query_cos: Tensor  # [H, N, D/2]
+    query_sin: Tensor  # [H, N, D/2]
+    key_cos: Tensor  # [H, N, D/2]
+    key_sin: Tensor  # [H, N, D/2]
 
 
 @constant
@@ -100,6 +104,8 @@ def _one_sided(h: int, w: int, prefix: int, num_heads: int, device: torch.device
 
 
 def _along(at: Tensor, num_heads: int) -> Tensor:
-    """Positions or offsets (y, x) [.., 2] along each head's direction, larger the farther from the keys it sees, [H, ..]."""
+    """Return positions or offsets (y, x) [.., 2] along each head's direction, larger the farther from the keys it sees, [H,
+    ..].
+    """
     y, x = at.unbind(-1)
     return torch.stack((y, -y, x, -x)).index_select(0, torch.arange(num_heads, device=at.device) % 4)
