@@ -51,8 +51,8 @@ def constant(function: F) -> F:
     The results are shared: callers must not change them in place.
 
     Args:
-        function: depends on its key and the device alone. Its key is integers, tuples of integers, strings, floats and booleans. It must also run with
-            symbolic integers, so it may not branch on them.
+        function: depends on its key and the device alone; a key is integers, tuples of integers, strings, floats and booleans.
+            It must also run with symbolic integers, so it may not branch on them.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     result_type = function.__annotations__["return"]

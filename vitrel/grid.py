@@ -33,9 +33,7 @@ class Grid(NamedTuple):
         return self.prefix + self.h * self.w
 
     def places(self, axis: str) -> int:
-        """Return the number of places of the tokens along "h" (rows), "w" (columns) or "h+w" (diagonals, on which y + x is
-        equal).
-        """
+        """Return the number of places of the tokens along "h" (rows), "w" (columns) or "h+w" (diagonals, of equal y + x)."""
         return self.h if axis == "h" else self.w if axis == "w" else self.h + self.w - 1
 
     def offset_classes(self, axis: str = "hw") -> int:
@@ -49,10 +47,9 @@ class Grid(NamedTuple):
         return self.offset_classes(axis) + (3 if self.prefix else 0)
 
     def offsets(self, axis: str = "hw", device: torch.device | str | None = None) -> Tensor:
-        """Return the offset (query minus key, in patches) of every class but the prefix classes, [R, 2] for "hw", [R] for other
-        axes.
+        """Return the offset (query minus key, in patches) of every class but the prefix classes.
 
-        The tensor is shared, so do not change it in place.
+        The tensor, [R, 2] for "hw" and [R] for other axes, is shared, so do not change it in place.
         """
         return _offsets(self.h, self.w, _checked(axis), device=device)
 
@@ -99,8 +96,9 @@ def _index(h: int, w: int, prefix: int, axis: str, device: torch.device) -> Tens
 
 
 def same_size(a: Grid, b: Grid) -> bool:
-    """Return whether both grids have the same h and w; always False in a graph compiled for any size, which may not branch on
-    it.
+    """Return whether both grids have the same h and w.
+
+    Always False in a graph compiled for any size, which may not branch on it.
     """
     return is_known(*a[:2], *b[:2]) and a[:2] == b[:2]
 
@@ -112,8 +110,9 @@ def unseen_share(source: Grid, target: Grid) -> float:
 
 
 def clip_saturated(trained: Grid, grid: Grid, radius: tuple[int, int]) -> float:
-    """Return the share of the offsets of `grid`, 0 to 1, that `trained` lacks but whose clipped row some pair of `trained`
-    reads.
+    """Return the share of the offsets of `grid`, 0 to 1, that are unseen but whose clipped row was trained.
+
+    An offset is unseen if no pair of `trained` has it; a row was trained if some pair of `trained` reads it.
 
     Args:
         trained: the training grid.

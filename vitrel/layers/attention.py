@@ -21,13 +21,28 @@ class Attention(nn.Module):
     """Self-attention over tokens, global or in windows: (x, terms, grid) -> x.
 
     Global (`window` None): x [B, N, C], terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on Grid(*window).
+    Norms that are not asked for are identities, as in timm.
 
-    cosine (Swin V2, arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head, at most 100, and
-    keys have no bias. Rotation, query and key tables and query_bias then apply to k of unit length and q of length scale *
-    sqrt(D).
-    qk_norm: `q_norm` and `k_norm` normalise q and k of every head before position acts on them (arXiv 2302.05442, sec. 2).
-    attn_norm: `norm` normalises the output of attention before `proj` (EVA-02's CLIP, BEiT-3). Without these options the norms
-    are identities, as in timm.
+    Args:
+        dim: width C of the tokens.
+        num_heads: number of heads H; head width D = C / H.
+        window: (h, w) in tokens; None: global attention.
+        shift: (h, w) in tokens by which windows are shifted.
+        qkv_bias: the projection to q, k and v has a bias.
+        attn_drop: probability of dropping an attention weight in training.
+        proj_drop: dropout of the output in training.
+        backend: a key of vitrel.ops.BACKENDS or "auto".
+        cosine: attention of Swin V2 (arXiv 2111.09883, eq. 2): the content logit is cos(q, k) times a learned scale per head,
+            at most 100, and keys have no bias. Rotation, query and key tables and query_bias then apply to k of unit length and
+            q of length scale * sqrt(D).
+        qk_norm: `q_norm` and `k_norm` normalise q and k of every head before position acts on them (arXiv 2302.05442, sec. 2).
+        attn_norm: `norm` normalises the output of attention before `proj` (EVA-02's CLIP, BEiT-3).
+        norm_eps: epsilon of the norms of qk_norm and attn_norm.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
+
+    Raises:
+        ValueError: num_heads does not divide dim, the window is impossible, or qk_norm is combined with cosine.
     """
 
     def __init__(
@@ -47,11 +62,6 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """window, shift: (h, w) in tokens. backend: a key of vitrel.ops.BACKENDS or "auto". norm_eps: of the norms of qk_norm,
-        attn_norm.
-
-        Raises ValueError if num_heads does not divide dim, the window is impossible, or qk_norm is combined with cosine.
-        """
         super().__init__()
         if cosine and qk_norm:
             raise ValueError("cosine attention already normalises q and k: leave out qk_norm")
@@ -78,9 +88,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters of cosine attention (scale 10 per head, zero biases); linear layers
-        have their own method.
-        """
+        """Initialise cosine attention: scale 10 per head, zero biases. Linear layers have their own method."""
         if self.cosine:
             nn.init.constant_(self.logit_scale, math.log(10.0))
             for bias in (self.q_bias, self.v_bias):
@@ -88,8 +96,13 @@ class Attention(nn.Module):
                     nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
-        """Return the layer's output, of the shape of x. mask (global attention only): broadcastable to [B, H, N, N]; bool with
-        True = attend, or additive.
+        """Return the layer's output, of the shape of x.
+
+        Args:
+            x: tokens; [B, N, C], or in windows also [B, h, w, C].
+            terms: what an encoding returns for `grid`, or in windows for Grid(*window).
+            grid: of the tokens.
+            mask: for global attention only: broadcastable to [B, H, N, N]; bool with True = attend, or additive.
         """
         if mask is not None and self.window is not None:
             raise ValueError("a windowed layer computes its own mask; pass mask=None, or build it with window=None")
@@ -107,8 +120,9 @@ class Attention(nn.Module):
         return out.flatten(1, 2) if qkv.dim() == 3 else out
 
     def project(self, x: Tensor) -> Tensor:
-        """Return q, k and v of all heads, [..., C] -> [..., 3C], before position acts on them; normalised
-        by qk_norm or cosine.
+        """Return q, k and v of all heads before position acts on them, [..., C] -> [..., 3C].
+
+        They are normalised by qk_norm or cosine.
         """
         return self.normalized(self.qkv(x))
 
@@ -135,8 +149,9 @@ class Attention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
     def _cosine(self, qkv: Tensor) -> Tensor:
-        """Add the biases and normalise, [..., 3C] -> [..., 3C]: k to length 1, q to length scale * sqrt(D), which cancels the
-        logits' D**-0.5.
+        """Add the biases and normalise, [..., 3C] -> [..., 3C].
+
+        k gets length 1, and q length scale * sqrt(D), which cancels the logits' D**-0.5.
         """
         x = upcast(qkv).unflatten(-1, (3, self.num_heads, -1))  # lengths and scales up to 100 need float32
         if self.q_bias is not None:
@@ -155,6 +170,26 @@ class RelativeAttention(nn.Module):
     torch.Size([2, 196, 96])
     >>> layer(torch.randn(2, 10 * 24, 96), (10, 24)).shape  # any other grid
     torch.Size([2, 240, 96])
+
+    Args:
+        dim: width C of the tokens.
+        num_heads: number of heads.
+        position: a key of POSITIONS that acts in attention, or several joined by '+'.
+        grid: the training grid of the encoding, (h, w) or (h, w, prefix), in tokens; with a window, the window is the training
+            grid instead.
+        window: an int or (h, w) in tokens; None: global attention.
+        shift: an int or (h, w) in tokens by which windows are shifted.
+        qkv_bias: the projection to q, k and v has a bias.
+        attn_drop: probability of dropping an attention weight in training.
+        proj_drop: dropout of the output in training.
+        position_args: options of the encodings, as in `create_position`.
+        backend: a key of vitrel.ops.BACKENDS or "auto".
+        cosine: Swin V2's attention with a learned scale, see `Attention`.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
+
+    Raises:
+        ValueError: the position is unknown, or adds to tokens (add its rows to x instead).
     """
 
     def __init__(
@@ -174,13 +209,6 @@ class RelativeAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """position: a key of POSITIONS that acts in attention, or several joined by '+'. position_args: their options.
-        grid: the training grid of the encoding, (h, w) or (h, w, prefix); with a window, the window is the training grid
-        instead.
-        window, shift: an int or (h, w) in tokens. cosine: Swin V2's attention with a learned scale, see `Attention`.
-
-        Raises ValueError for an unknown position, or one that adds to tokens (add its rows to x instead).
-        """
         super().__init__()
         tokens, _ = split_position(position)
         if tokens:
@@ -194,9 +222,15 @@ class RelativeAttention(nn.Module):
         self.position = create_position(position, trained, num_heads, dim // num_heads, **factory, **(position_args or {}))
 
     def forward(self, x: Tensor, grid: tuple[int, int] | Grid, mask: Tensor | None = None) -> Tensor:
-        """Return attention of x. grid: (h, w) or Grid(h, w, prefix) of its tokens, in row-major order after the prefix tokens;
-        windowed layers take no prefix tokens. mask: as in `Attention.forward`. Raises ValueError if x does not have the tokens
-        of the grid.
+        """Return attention of x, [B, N, C] -> [B, N, C].
+
+        Args:
+            x: tokens [B, N, C], in row-major order after the prefix tokens.
+            grid: (h, w) or Grid(h, w, prefix) of the tokens; windowed layers take no prefix tokens.
+            mask: as in `Attention.forward`.
+
+        Raises:
+            ValueError: x does not have the tokens of the grid.
         """
         grid = Grid(*grid)
         if x.dim() != 3:

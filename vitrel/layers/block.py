@@ -21,14 +21,28 @@ MLPS = (*ACTIVATIONS, "swiglu")
 class Block(nn.Module):
     """Pre-norm transformer block with stochastic depth: x + attn(norm1(x)), then x + mlp(norm2(x)).
 
-    post_norm (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x + norm2(mlp(x)); the norms' weights start at
-    zero, so a new block is the identity.
-    init_values: layer scale (CaiT, arXiv 2103.17239), a learned vector, with this initial value, that multiplies each branch.
-    mlp: "gelu", "gelu_tanh" (SigLIP), "quick_gelu" (CLIP) or "swiglu" (EVA-02, arXiv 2303.11331, sec. 2.1). mlp_norm: a norm of
-    its hidden layer. mlp_drop: dropout in and after the MLP (`attn` has its dropout).
+    The block itself calls its encoding in `forward`, so that sharding, activation checkpointing, pruning, layer-wise decay and
+    checkpoint keys work per block.
 
-    `position` is the block's encoding; the block itself calls it in `forward`, so that sharding, activation checkpointing,
-    pruning, layer-wise decay and checkpoint keys work per block.
+    Args:
+        dim: width C of the tokens.
+        attn: the attention layer, with its own dropout.
+        position: the block's encoding.
+        mlp_ratio: width of the MLP's hidden layer divided by dim.
+        drop_path: rate of stochastic depth.
+        norm_eps: epsilon of the norms.
+        post_norm: norms at the end of the branches (Swin V2, arXiv 2111.09883, sec. 3.2): x + norm1(attn(x)), then x +
+            norm2(mlp(x)). The norms' weights start at zero, so a new block is the identity.
+        init_values: layer scale (CaiT, arXiv 2103.17239): initial value of a learned vector that multiplies each branch; None:
+            no vector.
+        mlp: "gelu", "gelu_tanh" (SigLIP), "quick_gelu" (CLIP) or "swiglu" (EVA-02, arXiv 2303.11331, sec. 2.1).
+        mlp_norm: a norm of the MLP's hidden layer.
+        mlp_drop: dropout in and after the MLP.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
+
+    Raises:
+        ValueError: `mlp` is unknown, or layer scale is combined with `post_norm`, whose norms scale the branches.
     """
 
     def __init__(
@@ -47,9 +61,6 @@ class Block(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Raises ValueError for an unknown `mlp`, and for layer scale together with `post_norm`, whose norms scale the
-        branches.
-        """
         super().__init__()
         check_choice("Block", "mlp", mlp, MLPS)
         if post_norm and init_values is not None:
@@ -79,15 +90,24 @@ class Block(nn.Module):
         return None if self.attn.window is None else Grid(*self.attn.window)
 
     def forward(self, x: Tensor, grid: Grid, terms: Terms | None = None, mask: Tensor | None = None) -> Tensor:
-        """Apply the block to x [B, N, C] on `grid`, or, if windowed, [B, h, w, C]. mask: see `Attention.forward`.
+        """Apply the block and return tokens of the shape of x.
 
-        terms: position terms used instead of those of the block's encoding, where several blocks share one.
+        Args:
+            x: [B, N, C], or, if windowed, [B, h, w, C].
+            grid: of the tokens.
+            terms: position terms used instead of those of the block's encoding, where several blocks share one.
+            mask: as in `Attention.forward`.
         """
         terms = self.position(self.window or grid) if terms is None else terms
         return self.residuals(x, lambda tokens: self.attn(tokens, terms, grid, mask))
 
     def residuals(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply the block with `attend` as its attention, a function of tokens [...] -> the same shape."""
+        """Apply the block with another function as its attention.
+
+        Args:
+            x: tokens.
+            attend: a function of tokens [...] -> the same shape.
+        """
         if self.post_norm:
             x = x + self.drop_path1(self.norm1(attend(x)))
             return x + self.drop_path2(self.norm2(self.mlp(x)))
@@ -106,8 +126,15 @@ class ResidualNorm(nn.LayerNorm):
 class PatchMerging(nn.Module):
     """Swin's downsampling (arXiv 2103.14030, sec. 3.1): merge each 2x2 neighbourhood into one token.
 
-    [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']; an odd side is padded with zeros at the bottom or on the right. The norm acts
-    on the 4C channels before the reduction, or with post_norm (Swin V2) on the C' channels after it.
+    [B, h, w, C] -> [B, ceil(h/2), ceil(w/2), C']; an odd side is padded with zeros at the bottom or on the right.
+
+    Args:
+        dim: width C of the input.
+        out_dim: width C' of the output.
+        norm_eps: epsilon of the norm.
+        post_norm: the norm acts on the C' channels after the reduction (Swin V2), not on the 4C channels before it.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
     """
 
     def __init__(

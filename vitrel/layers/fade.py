@@ -9,9 +9,18 @@ from torch import Tensor, nn
 class Fade(nn.Module):
     """Multiply x by max(0, 1 - steps / fade_steps), where `steps` counts the forward passes in training mode so far.
 
-    `steps` is an integer buffer in the state dict, so a resumed run continues where it stopped. Forward passes without
-    gradients are not counted; with gradient accumulation every micro-batch is. Evaluation uses the scale that training has
-    reached. Raises ValueError unless fade_steps is a whole number of 1 or more.
+    Forward passes without gradients are not counted; with gradient accumulation every micro-batch is. Evaluation uses the scale
+    that training has reached.
+
+    Args:
+        fade_steps: number of forward passes until the scale is 0, a whole number of 1 or more.
+        device: of the buffer.
+
+    Attributes:
+        steps: integer buffer in the state dict, so a resumed run continues where it stopped.
+
+    Raises:
+        ValueError: fade_steps is anything else.
     """
 
     steps: Tensor

@@ -84,7 +84,7 @@ WORDS: dict[str, Callable[[Call], bool]] = {
 class Row(NamedTuple):
     """What a backend serves. Reasons may contain {device}."""
 
-    refuses: tuple[tuple[str, str], ...] = ()
+    refuses: tuple[tuple[str, str], ...] = ()  # (words, reason) of the calls that it does not serve
     limits: Callable[[Call], str] | None = None  # why the sizes of a call are out of the backend's range, "" if they are not
     # (words, number of tokens from which "auto" takes the backend): the first whose words a call has counts; none: never
     auto: tuple[tuple[str, int], ...] = ()
@@ -228,7 +228,7 @@ def refusal(name: str, call: Call) -> str:
 
 
 def preferred(name: str, call: Call) -> bool:
-    """True where "auto" takes a backend, if it serves the call and no earlier one is taken."""
+    """Return whether "auto" takes a backend, if it serves the call and no earlier one is taken."""
     for words, tokens in TABLE[name].auto:
         if has(call, words):
             return tokens == 0 or (tokens != NEVER and call.grid.tokens >= tokens)
@@ -236,7 +236,7 @@ def preferred(name: str, call: Call) -> bool:
 
 
 def has(call: Call, words: str) -> bool:
-    """True if a call has all of the words, for example "gradients not cpu"; True for ""."""
+    """Return whether a call has all of the words, for example "gradients not cpu"; True for ""."""
     wanted = True
     for word in words.split():
         if word == "not":

@@ -47,16 +47,21 @@ def attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention with position terms: q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D].
+    """Compute softmax attention with position terms: q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D].
 
-    terms: what an encoding returns for `grid`. grid: of the keys, N = grid.tokens; queries are its last M tokens, so cached
-    keys of earlier rows come first.
-    mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A fully masked query returns 0, with finite
-    gradients.
-    dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
-    backend: a key of BACKENDS, or "auto".
+    Args:
+        q: queries [B, H, M, D], the last M tokens of the key grid, so cached keys of earlier rows come first.
+        k: keys [B, H, N, D].
+        v: values [B, H, N, D].
+        terms: what an encoding returns for `grid`.
+        grid: of the keys, N = grid.tokens.
+        mask: broadcastable to [B, H, M, N]; bool with True = attend, or additive. A fully masked query returns 0, with finite
+            gradients.
+        dropout_p: probability of dropping an attention weight, also in evaluation mode: pass 0 there.
+        backend: a key of BACKENDS, or "auto".
 
-    Raises ValueError for shapes that do not fit the grid, an unknown backend, or a backend given by name that refuses the call.
+    Raises:
+        ValueError: shapes do not fit the grid, the backend is unknown, or one given by name refuses the call.
     """
     if not torch.compiler.is_compiling():
         _check_tokens(q, k, v, grid)
@@ -90,16 +95,20 @@ def window_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention within (shifted) windows of an image in raster order: [B, h, w, 3C] -> [B, h, w, C].
+    """Compute attention within (shifted) windows of an image in raster order: [B, h, w, 3C] -> [B, h, w, C].
 
-    qkv: q, k and v along the last dimension, each split into heads. terms: on the window's grid, Grid(*window). grid: of the
-    image.
-    window, shift: (h, w) in tokens. The window has this size on every grid; a grid that it does not divide is padded and
-    masked.
-    dropout_p, backend: as in `attention`.
+    Args:
+        qkv: q, k and v along the last dimension, each split into heads, [B, h, w, 3C].
+        terms: on the window's grid, Grid(*window).
+        grid: of the image.
+        window: (h, w) in tokens, of this size on every grid; a grid that it does not divide is padded and masked.
+        shift: (h, w) in tokens.
+        num_heads: number of heads H.
+        dropout_p: as in `attention`.
+        backend: as in `attention`.
 
-    Raises ValueError for shapes that do not fit, an impossible window, an unknown backend, or a backend given by name that
-    refuses.
+    Raises:
+        ValueError: shapes do not fit, the window is impossible, the backend is unknown, or one given by name refuses the call.
     """
     window, shift = (window[0], window[1]), (shift[0], shift[1])
     check_window(window, shift)
@@ -131,8 +140,13 @@ def window_attention(
 def choose(backend: str, call: Call) -> ModuleType:
     """Return the backend module for a call: the one named, or for "auto" the fastest by the profile, or else `by_rule`.
 
-    "auto" first stands for the backend set by `use_backend` or VITREL_BACKEND, if there is one. Raises ValueError for an
-    unknown name, and for a backend given by name (or set so) that does not serve the call.
+    Args:
+        backend: a key of BACKENDS, or "auto", which first stands for the backend set by `use_backend` or VITREL_BACKEND, if
+            there is one.
+        call: what is to be computed.
+
+    Raises:
+        ValueError: the name is unknown, or a backend given by name (or set so) does not serve the call.
     """
     given = chosen["auto"] if backend == "auto" else backend
     if given == "auto":
@@ -156,7 +170,11 @@ def by_rule(call: Call) -> str:
 
 @contextlib.contextmanager
 def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
-    """Context with record(backend, call, name) at every choice: the backend given, the call, and the backend chosen."""
+    """Return a context that calls `record` at every choice of a backend.
+
+    Args:
+        record: called with the backend given, the call, and the backend chosen.
+    """
     _records.append(record)
     try:
         yield
@@ -165,10 +183,18 @@ def recording(record: Callable[[str, Call, str], object]) -> Iterator[None]:
 
 
 def check_terms(terms: Terms, grid: Grid, heads: int, width: int) -> None:
-    """ValueError unless tables and rotary terms have the rows of `grid`, `heads` heads and head width `width`.
+    """Check that tables and rotary terms have the rows of a grid, since lookups with other shapes can be wrong silently.
 
-    All but a bias may have one head that all heads share. Lookups with other shapes can be wrong silently. Terms.tokens and
-    Terms.query_bias are not checked.
+    All but a bias may have one head that all heads share. Terms.tokens and Terms.query_bias are not checked.
+
+    Args:
+        terms: what an encoding returns for `grid`.
+        grid: of the keys, or of the window.
+        heads: number of heads H.
+        width: width D of a head.
+
+    Raises:
+        ValueError: a tensor has another shape.
     """
     on_grid = f"the {grid.h}x{grid.w} grid with {grid.prefix} prefix tokens"
     advice = "compute the terms on this grid (in windows, on Grid(*window))"

@@ -18,30 +18,31 @@ from vitrel.position.terms import PositionEncoding, Table, Terms, no_autocast
 class Call(NamedTuple):
     """Description of one call of `attention` or `window_attention`, by which backends decide whether they serve it.
 
-    Built by keyword.
+    It is built by keyword.
     """
 
     entry: str  # "attention" | "window_attention"
-    terms: Terms
+    terms: Terms  # on `grid`; for window_attention, on the window's grid
     grid: Grid  # of the keys; for window_attention, of the image
-    heads: int
+    heads: int  # H
     width: int  # D
     queries: int  # M
-    dtype: torch.dtype
-    device: torch.device
+    dtype: torch.dtype  # of q, k and v
+    device: torch.device  # of q, k and v
     grad: bool  # True if q, k, v, the mask or a tensor of the terms needs a derivative
-    window: tuple[int, int] | None = None
-    shift: tuple[int, int] = (0, 0)  # of windows
-    mask: Tensor | None = None
-    dropout_p: float = 0.0
-    batch: int = 1
+    window: tuple[int, int] | None = None  # (h, w) in tokens; None for attention
+    shift: tuple[int, int] = (0, 0)  # of windows, (h, w) in tokens
+    mask: Tensor | None = None  # as given to attention
+    dropout_p: float = 0.0  # probability of dropping an attention weight
+    batch: int = 1  # B
     compiled: bool = False  # True: to be chosen for as in a graph of torch.compile; inside one it need not be set
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """True if one of the tensors needs a derivative: it requires a gradient, and gradients are enabled, or in forward mode.
+    """Return whether one of the tensors needs a derivative.
 
-    Transforms of torch.func are looked through, since vmap hides that a tensor requires a gradient.
+    It does if it requires a gradient and gradients are enabled, or in forward mode. Transforms of torch.func are looked
+    through, since vmap hides that a tensor requires a gradient.
     """
     if in_forward_mode():
         return True
@@ -53,7 +54,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level and torch.func.jvp, where tensors may carry tangents."""
+    """Return whether this runs in torch.autograd.forward_ad.dual_level or torch.func.jvp, where tensors may carry tangents."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -67,9 +68,7 @@ def _requires_grad(x: Tensor) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute attention with position terms, as vitrel.ops.attention; q, k and v may have any number of dimensions before [H,
-    N, D].
-    """
+    """Compute attention with position terms, as vitrel.ops.attention; q, k, v may have any dimensions before [H, N, D]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device):
         out = _attention(q.to(dtype), k.to(dtype), v.to(dtype), terms, grid, mask, dropout_p)
@@ -94,8 +93,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms, grid: Grid, mask: 
 def masked_logits(q: Tensor, k: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
     """Return the logits before the softmax with all position terms and the mask, [..., H, M, N].
 
-    q [..., H, M, D] and k [..., H, N, D] come without rotation, query_bias and scale, which are applied here; queries are the
-    last M tokens of the key grid. A bool mask gives -inf where it is False; any other mask is added.
+    Args:
+        q: [..., H, M, D], without rotation, query_bias and scale, which are applied here; the last M tokens of the key grid.
+        k: [..., H, N, D], without rotation.
+        terms: what an encoding returns for `grid`.
+        grid: of the keys, N = grid.tokens.
+        mask: broadcastable to the logits; a bool mask gives -inf where it is False, any other mask is added.
     """
     scale = terms.content_scale(q.shape[-1])
     q = with_query_bias(q, terms)
@@ -155,8 +158,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def table_logits(q: Tensor, k: Tensor, tables: Sequence[Table], grid: Grid, scale: float | Tensor) -> Tensor | None:
     """Return the sum of the tables' bias, query, gated and key logits, broadcastable to [..., H, M, N]; None if there are none.
 
-    q and k: before rotation, q with its query_bias. scale: Terms.content_scale(D), a factor of all but the biases. Value tables
-    are ignored.
+    Value tables are ignored.
+
+    Args:
+        q: [..., H, M, D], before rotation, with its query_bias.
+        k: [..., H, N, D], before rotation.
+        tables: on `grid`.
+        grid: of the keys.
+        scale: Terms.content_scale(D), a factor of all but the biases.
     """
     total = None
     for table in tables:
@@ -183,7 +192,11 @@ def gather_bias(bias: Tensor, index: Tensor) -> Tensor:
 def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) -> list[Tensor]:
     """Return [the sum of the logits of a table's query and gated rows, [..., H, M, N]], or [] if the table has neither.
 
-    q: before rotation, with its query_bias. index [M, N]: offset class of each pair. scale: factor of these logits.
+    Args:
+        q: [..., H, M, D], before rotation, with its query_bias.
+        table: whose rows are read.
+        index: offset class of each pair, [M, N].
+        scale: factor of these logits.
     """
     scores = []
     if table.query is not None:
@@ -194,9 +207,10 @@ def query_logits(q: Tensor, table: Table, index: Tensor, scale: float | Tensor) 
 
 
 def gated_scores(q: Tensor, gated: tuple[Tensor, Tensor], scale: float | Tensor) -> Tensor:
-    """Logits that gated rows (Table.gated) add for every query and offset class, [..., H, M, R], in at least float32.
+    """Return the logits that gated rows (Table.gated) add for every query and offset class, [..., H, M, R].
 
-    Tables of several axes can cancel (vitrel.position.pape), so they are rounded after they are summed, if at all.
+    They are in at least float32: tables of several axes can cancel (vitrel.position.pape), so they are rounded after they are
+    summed, if at all.
     """
     gates, rows = (t.to(torch.promote_types(q.dtype, torch.float32)) for t in gated)
     with no_autocast(q.device):
@@ -217,10 +231,15 @@ def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def lattice_bias(terms: Terms, grid: Grid, dtype: torch.dtype) -> Tensor | None:
-    """Sum of all bias tables as one table over the offsets (dy, dx), [H, R] with the prefix classes last; None if there is no
-    bias.
+    """Return the sum of all bias tables as one table over the offsets (dy, dx); None if there is no bias.
 
-    dtype: in which the bias will be added to logits, see `in_range`; the table is not rounded to it.
+    Args:
+        terms: whose tables are summed.
+        grid: of the tables.
+        dtype: in which the bias will be added to logits, see `in_range`; the table is not rounded to it.
+
+    Returns:
+        [H, R], with the prefix classes last.
     """
     tables = [table for table in terms.tables if table.bias is not None]
     if not tables:
@@ -262,9 +281,14 @@ def _on_lattice(table: Table, grid: Grid) -> Tensor:
 
 
 def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
-    """Arrange the rows [H, R, D] of a table by offset: [H, 2h-1, 2w-1, D], with length 1 for "h" or "w" if not in `axis`.
+    """Arrange the rows of a table by offset: [H, R, D] -> [H, 2h-1, 2w-1, D], with length 1 for "h" or "w" if not in `axis`.
 
-    axis: as of Table. Rows after those of the offsets (of prefix tokens) are dropped.
+    Rows after those of the offsets (of prefix tokens) are dropped.
+
+    Args:
+        rows: [H, R, D].
+        axis: as of Table.
+        grid: of the table.
     """
     rows = rows[:, : grid.offset_classes(axis)]
     if axis == "h+w":
@@ -273,5 +297,5 @@ def rows_by_offset(rows: Tensor, axis: str, grid: Grid) -> Tensor:
 
 
 def has_content_terms(tables: Sequence[Table]) -> bool:
-    """True if a table has rows for queries, keys, values or gates, and so is more than a bias."""
+    """Return whether a table has rows for queries, keys, values or gates, and so is more than a bias."""
     return any(part is not None for table in tables for part in (table.query, table.key, table.value, table.gated))

@@ -75,7 +75,10 @@ def window_attention(
 
 
 def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N]; n = N, slots = L*N."""
+    """Return the sum of a bias [H, N, N], the same in every window, and the mask [L*N, N] -> [1, H*L, N, N].
+
+    n is N, and slots is L*N.
+    """
     if bias is None and mask is None:
         return None
     bias = None if bias is None else bias.to(dtype).unsqueeze(1)  # [H, 1, N, N]
@@ -85,7 +88,10 @@ def _repeated(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slot
 
 
 def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots: int, dtype: torch.dtype) -> Tensor | None:
-    """Sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N]; n = N; `slots` is not used."""
+    """Return the sum of a bias per window [(B,) H, L*N, N] and the mask [L*N, N] -> [1 or B, H*L, N, N].
+
+    n is N, and `slots` is not used.
+    """
     if bias is None and mask is None:
         return None
     both = bias if mask is None else mask if bias is None else bias + mask
@@ -94,7 +100,7 @@ def _folded(bias: Tensor | None, mask: Tensor | None, heads: int, n: int, slots:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float) -> Tensor:
-    """F.scaled_dot_product_attention on a device of any kind, without the kernels whose faults concern the call.
+    """Call F.scaled_dot_product_attention on a device of any kind, without the kernels whose faults concern the call.
 
     The bias also gets a gradient, zero, from a batch of 0 images.
     """
@@ -113,13 +119,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
-    """Names of the kernels among which SDPA may choose, joined by spaces, "" if all.
+    """Return the names of the kernels among which SDPA may choose, joined by spaces, "" if all.
 
-    The math kernel, which consists of PyTorch's other operators, in two cases. First, in torch.export, where the runtime may
-    replace it: while torch.export traces, the choice among several kernels compares the batch sizes of images and mask (1), and
-    torch 2.14 records the outcome as a guard, so that the program refuses a batch of one image. Second, in forward mode and for
-    gradients inside torch.func.vmap: a CPU's other kernels have no rules for them, and PyTorch does not see there that a mask
-    requires a gradient. A GPU's other kernels reject masks under vmap in general (pytorch issues 151558, 161310).
+    The math kernel, which consists of PyTorch's other operators, is returned in two cases. First, in torch.export, where the
+    runtime may replace it: while torch.export traces, the choice among several kernels compares the batch sizes of images and
+    mask (1), and torch 2.14 records the outcome as a guard, so that the program refuses a batch of one image. Second, in
+    forward mode and for gradients inside torch.func.vmap: a CPU's other kernels have no rules for them, and PyTorch does not
+    see there that a mask requires a gradient. A GPU's other kernels reject masks under vmap in general (pytorch issues 151558,
+    161310).
     """
     if is_exporting():
         return "MATH"
@@ -137,13 +144,13 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
 
 @torch._dynamo.assume_constant_result
 def _is_mapped() -> bool:
-    """True in forward mode and inside torch.func.vmap."""
+    """Return whether this runs in forward mode or inside torch.func.vmap."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return in_forward_mode() or any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def computed_in(q: Tensor | Call) -> torch.dtype:
-    """Dtype in which SDPA computes with q, or the queries of a call, given that autocast may round them."""
+    """Return the dtype in which SDPA computes with q, or the queries of a call, given that autocast may round them."""
     device = q.device.type
     if device == "meta":  # it has no autocast
         return q.dtype
@@ -159,13 +166,19 @@ def four_dimensional(bias: Tensor) -> Tensor:
 def prepare(
     q: Tensor, k: Tensor, terms: Terms, grid: Grid, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Return SDPA's arguments: q (plus query_bias, rotated, times the temperature), k (rotated), additive bias or None, scale.
+    """Return SDPA's arguments: queries, keys, additive bias and scale.
 
-    The bias is the sum of bias, query, gated and key tables, [.., H, M, N], within the range of the dtype in which SDPA
-    computes (`reference.in_range`), but not yet rounded to it. The scale is a number without the temperature.
+    Args:
+        q: [B, H, M, D], before rotation; with `slot` [B, H, L*N, D].
+        k: [B, H, N, D], before rotation; with `slot` [B, H, L*N, D].
+        terms: what an encoding returns for `grid`; with `slot` the caller has gathered terms.rotary by it, [H|1, L*N, D/2].
+        grid: of the keys; with `slot` the window.
+        slot: None, or [L*N], the place of each row in its window, where q and k hold L windows.
 
-    slot: if given, q and k [B, H, L*N, D] hold L windows, slot [L*N] is the place of each row in its window, and the returned
-    bias is [.., H, L*N, N]. `grid` is then the window, and the caller has gathered terms.rotary by slot, [H|1, L*N, D/2].
+    Returns:
+        q plus query_bias, rotated, times the temperature; k rotated; the bias or None; the scale, a number without the
+            temperature. The bias is the sum of bias, query, gated and key tables, [.., H, M, N], with `slot` [.., H, L*N, N].
+            It lies within the range of the dtype in which SDPA computes (`reference.in_range`), but is not yet rounded to it.
     """
     q = with_query_bias(q, terms)
     scale = terms.content_scale(q.shape[-1])

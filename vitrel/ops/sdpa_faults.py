@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 class Stack(NamedTuple):
     """A GPU and the libraries on it."""
 
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # compute capability, (9, 0) for sm_90
     cudnn: int  # 92600 is 9.26.0; 0 if there is none
     torch: TorchVersion  # compares with tuples
 
@@ -25,14 +25,14 @@ class Case(NamedTuple):
     """What decides whether a fault concerns a call of SDPA. Lengths are None in a graph that serves several."""
 
     half: bool  # computed in float16 or bfloat16
-    queries: int | None
-    keys: int | None
+    queries: int | None  # M
+    keys: int | None  # N
     grad: bool  # q, k or v need a gradient
     mask_grad: bool  # the mask needs a gradient, as a learned bias does
 
 
 def excluded(stack: Stack, case: Case) -> set[str]:
-    """Names of the kernels (SDPBackend) that SDPA must not choose."""
+    """Return the names of the kernels (SDPBackend) that SDPA must not choose."""
     found = set()
     # PyTorch may give the call to cuDNN, which serves half precision and masks that need no gradient.
     if stack.cudnn > 0 and case.half and not case.mask_grad:
@@ -58,10 +58,14 @@ def excluded(stack: Stack, case: Case) -> set[str]:
 
 @torch._dynamo.assume_constant_result
 def kernels(index: int | None, *case: bool | int | None) -> str:
-    """Names of the kernels left for a Case on a CUDA device, joined by spaces; "" if SDPA's choice needs no restriction.
+    """Return the names of the kernels left for a call on a CUDA device, joined by spaces; "" if SDPA's choice is free.
 
     Kernels that are disabled already, as by torch.nn.attention.sdpa_kernel, stay so. If no other kernel is enabled, the choice
     is left as it is. The result is a string, since torch.compile handles strings.
+
+    Args:
+        index: of the CUDA device; None: the current one.
+        case: the fields of a Case.
     """
     found = stack(torch.cuda.current_device() if index is None else index)
     out = excluded(found, Case(*case)) if found else set()
@@ -79,7 +83,10 @@ def kernels(index: int | None, *case: bool | int | None) -> str:
 
 @functools.cache
 def stack(index: int) -> Stack | None:
-    """The GPU with this index; None where there is none, as under fake tensors, and for AMD's, which no fault concerns."""
+    """Return the GPU with this index; None where there is none, as under fake tensors, and for AMD's.
+
+    No known fault concerns AMD's.
+    """
     if torch.version.hip or not torch.cuda.is_available():
         return None
     return Stack(torch.cuda.get_device_capability(index), torch.backends.cudnn.version() or 0, torch.__version__)

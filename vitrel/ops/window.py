@@ -29,7 +29,7 @@ class Windows(NamedTuple):
 
 
 def check_window(window: tuple[int, int], shift: tuple[int, int]) -> None:
-    """ValueError unless 0 < window and 0 <= shift < window along both axes."""
+    """Raise ValueError unless 0 < window and 0 <= shift < window along both axes."""
     for axis, m, s in zip(("height", "width"), window, shift, strict=True):
         if m < 1:
             raise ValueError(f"window {axis} must be at least 1 token, not {m}")
@@ -40,10 +40,16 @@ def check_window(window: tuple[int, int], shift: tuple[int, int]) -> None:
 def windows(
     h: int, w: int, window: tuple[int, int], shift: tuple[int, int], device: torch.device | str | None = None
 ) -> Windows:
-    """Layout of (shifted) windows over an h x w grid; all sizes in tokens.
+    """Return the layout of (shifted) windows over an h x w grid.
 
-    With shift (sy, sx) the borders of windows lie sy rows below and sx columns right of those without shift. An axis that fits
-    into one window is not shifted. The tensors are cached and shared: do not change them in place.
+    An axis that fits into one window is not shifted. The tensors are cached and shared: do not change them in place.
+
+    Args:
+        h: rows of the grid, in tokens.
+        w: columns of the grid, in tokens.
+        window: (h, w) in tokens.
+        shift: (sy, sx) in tokens: the borders of windows lie sy rows below and sx columns right of those without shift.
+        device: of the result.
     """
     return _windows(h, w, tuple(window), tuple(shift), device=device)
 
@@ -51,10 +57,10 @@ def windows(
 def window_mask(
     h: int, w: int, window: tuple[int, int], shift: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf; None if every slot is known to see all keys.
+    """Return the additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf.
 
-    -inf cannot make a row fully masked, since padding sees padding. Swin's -100 would be too small for logits of that size. The
-    mask is cached and shared: do not change it in place.
+    None if every slot is known to see all keys. -inf cannot make a row fully masked, since padding sees padding. Swin's -100
+    would be too small for logits of that size. The mask is cached and shared: do not change it in place.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None
@@ -62,12 +68,12 @@ def window_mask(
 
 
 def hides_pairs(h: int, w: int, window: tuple[int, int], shift: tuple[int, int]) -> bool:
-    """True if some slots of a window do not see each other, because of padding or the cyclic border of a shift."""
+    """Return whether some slots of a window do not see each other, because of padding or the cyclic border of a shift."""
     return any(n % m or axis_shift(n, m, s) for n, m, s in zip((h, w), window, shift, strict=True))
 
 
 def axis_shift(n: int, window: int, shift: int, device: torch.device | str | None = None) -> int | Tensor:
-    """Shift along an axis of n tokens, 0 if one window holds them all; a 0-d tensor where a graph serves any n."""
+    """Return the shift along an axis of n tokens, 0 if one window holds them all; a 0-d tensor where a graph serves any n."""
     if is_known(n):
         return shift if n > window else 0
     return torch.where(torch.ones((), dtype=torch.int64, device=device) * n > window, shift, 0)

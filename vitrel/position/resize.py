@@ -69,8 +69,9 @@ def resize_table(table: Tensor, source: Grid, target: Grid, policy: str) -> Tens
 
 @constant
 def axis_taps(source: int, target: int, policy: str, device: torch.device) -> Taps:
-    """Return the taps of a table over one axis of offsets, T = 2*target-1; arguments as in `resize_axis`, but not policy
-    "clip".
+    """Return the taps of a table over one axis of offsets, T = 2*target-1.
+
+    The arguments are those of `resize_axis`, but not policy "clip".
     """
     return _padded(_line_taps(source, target, policy, device))
 

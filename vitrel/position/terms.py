@@ -64,8 +64,8 @@ class Terms(NamedTuple):
     tables: tuple[Table, ...] = ()  # rows looked up by offset class, summed
 
     def content_scale(self, width: int) -> float | Tensor:
-        """Return the factor of content, query, key and gated terms for heads of width D = `width`: scale * temperature *
-        D**-0.5.
+        """Return the factor of content, query, key and gated terms, scale * temperature * D**-0.5, for heads of width D =
+        `width`.
         """
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
@@ -194,8 +194,7 @@ class PositionEncoding(nn.Module, abc.ABC):
         return applied
 
     def resized(self, grid: Grid) -> dict[str, int]:
-        """Return the rules by which forward(grid) departs from the trained values: {rule: number of values that are
-        interpolated}.
+        """Return the rules by which forward(grid) departs from the trained values: {rule: number of values interpolated}.
 
         Empty if every value is read as trained; 0 for a rule that interpolates no parameter (clip, a scaling).
         """
@@ -214,8 +213,9 @@ class PositionEncoding(nn.Module, abc.ABC):
         return 0.0 if self.grid is None or rescaled else unseen_share(self.grid, grid)
 
     def saturated(self, grid: Grid) -> float:
-        """Return the share of the offsets of `grid`, 0 to 1, outside the training grid whose edge row or far bucket was
-        trained.
+        """Return the share of the offsets of `grid`, 0 to 1, that are unseen but read a trained edge row or far bucket.
+
+        An offset is unseen if no pair of tokens of the training grid has it.
         """
         if self.radius is not None:
             return clip_saturated(self.grid, grid, self.radius)

@@ -104,8 +104,9 @@ def _one_sided(h: int, w: int, prefix: int, num_heads: int, device: torch.device
 
 
 def _along(at: Tensor, num_heads: int) -> Tensor:
-    """Return positions or offsets (y, x) [.., 2] along each head's direction, larger the farther from the keys it sees, [H,
-    ..].
+    """Return positions or offsets (y, x) [.., 2] along each head's direction, [H, ..].
+
+    They are larger the farther from the keys that the head sees.
     """
     y, x = at.unbind(-1)
     return torch.stack((y, -y, x, -x)).index_select(0, torch.arange(num_heads, device=at.device) % 4)

@@ -80,7 +80,7 @@ def _axes(terms: Terms) -> list[str]:
 
 
 def columns(terms: Terms, grid: Grid) -> int:
-    """Number of extra columns: of q and k or of v, whichever has more."""
+    """Return the number of extra columns: of q and k or of v, whichever has more."""
     logits = values = 0
     for axis in _axes(terms):
         tables = [table for table in terms.tables if table.axis == axis]
@@ -102,10 +102,18 @@ def _places(grid: Grid, axis: str, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, factor: float | Tensor, one: float) -> Tensor:
-    """Columns of q for bias, query and gated tables, [(B,) H, M, K]: what they add to logits of a place, over scale * one.
+    """Return the columns of q for bias, query and gated tables: what they add to logits of a place, over scale * one.
 
-    index [M, K]: offset class of query and place. factor: the temperature, which multiplies all but the biases. one: that of
-    the one-hot columns.
+    Args:
+        q: queries [B, H, M, D], before rotation, with its query_bias.
+        tables: of one axis.
+        index: offset class of query and place, [M, K].
+        scale: of the content logits, without the temperature.
+        factor: the temperature, which multiplies all but the biases.
+        one: what the one-hot columns hold in place of 1.
+
+    Returns:
+        [(B,) H, M, K].
     """
     largest = torch.finfo(computed_in(q)).max
     columns = [logits for table in tables for logits in query_logits(q, table, index, factor / one)]
@@ -121,8 +129,9 @@ def _query_columns(q: Tensor, tables: list[Table], index: Tensor, scale: float, 
 
 
 def _joined(*sides: list[Tensor]) -> list[Tensor]:
-    """Concatenate each side's columns, [B, H, M or N, W], padded with zeros to a common W, a multiple of 8 as flash attention
-    requires.
+    """Concatenate each side's columns, [B, H, M or N, W], and pad them with zeros to a common W.
+
+    W is a multiple of 8, as flash attention requires.
     """
     width = -(-max(sum(part.shape[-1] for part in side) for side in sides) // 8) * 8
     joined = []
@@ -133,10 +142,13 @@ def _joined(*sides: list[Tensor]) -> list[Tensor]:
 
 
 def _with_values(out: Tensor, width: int, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the output [B, H, M, D], given SDPA's [B, H, M, W]: its first D = `width` columns plus that of the value tables.
+    """Return the output of attention [B, H, M, D] with that of the value tables.
 
-    rows: (value table [H|1, R, D], offset class of query and place [M, K]) for each group of K further columns, which hold the
-    attention weights summed over each place; remaining columns are padding.
+    Args:
+        out: SDPA's output [B, H, M, W], whose first D columns are the output of v.
+        width: D.
+        rows: (value table [H|1, R, D], offset class of query and place [M, K]) for each group of K further columns, which hold
+            the attention weights summed over each place; remaining columns are padding.
     """
     total, at = out[..., :width], width
     for value, index in rows:

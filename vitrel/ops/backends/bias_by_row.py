@@ -50,10 +50,10 @@ def expanded(bias: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries, either the prefix tokens or whole image rows: their tokens, and the first row (None: prefix)."""
+    """A block of queries, either the prefix tokens or whole image rows."""
 
-    tokens: slice
-    first: int | None
+    tokens: slice  # of the block, among all queries
+    first: int | None  # first image row; None: prefix tokens
 
 
 def query_blocks(grid: Grid, queries: int) -> list[QueryBlock]:
@@ -69,7 +69,14 @@ def query_blocks(grid: Grid, queries: int) -> list[QueryBlock]:
 
 
 def row_bias(lines: Tensor, prefix: Tensor, grid: Grid, rows: QueryBlock) -> Tensor:
-    """Biases of a block of queries, [H, M, N], from the result of `expanded`. Not to be changed in place: it may be a view."""
+    """Return the biases of a block of queries, [H, M, N]. Not to be changed in place: it may be a view.
+
+    Args:
+        lines: of `expanded`.
+        prefix: of `expanded`.
+        grid: of the tokens.
+        rows: the block.
+    """
     (h, w, p), count = grid, rows.tokens.stop - rows.tokens.start
     if rows.first is None:
         return torch.cat((prefix[:, 2:].expand(-1, p), prefix[:, :1].expand(-1, h * w)), 1)[:, None].expand(-1, count, -1)
@@ -84,7 +91,7 @@ def row_bias(lines: Tensor, prefix: Tensor, grid: Grid, rows: QueryBlock) -> Ten
 
 
 def line(grid: Grid, y: int) -> slice:
-    """Slice of the last dimension of `lines` (see `expanded`) with the biases of image row y's queries at patch keys."""
+    """Return the slice of the last dimension of `lines` (see `expanded`) for the queries of image row y at patch keys."""
     return slice((grid.h - 1 - y) * grid.w, (2 * grid.h - 1 - y) * grid.w)
 
 
@@ -134,7 +141,10 @@ class _Rows(torch.autograd.Function):
 
 
 def _add_row_bias(lines: Tensor, prefix: Tensor, bias: Tensor, grid: Grid, rows: QueryBlock) -> None:
-    """Transpose of `row_bias`: add the gradient of a block's biases [H, M, N] to `lines` and `prefix` (gradients), in place."""
+    """Add the gradient of a block's biases [H, M, N] to the gradients `lines` and `prefix`, in place.
+
+    It is the transpose of `row_bias`.
+    """
     p, w = grid.prefix, grid.w
     if p:
         prefix[:, 2 if rows.first is None else 1] += bias[..., :p].sum((1, 2))

@@ -38,15 +38,16 @@ def attention(
 
 
 class _Lookup(NamedTuple):
-    """Part of a table, which adds values[h, r], values[b, h, i, r] or values[b, h, j, r] (by `side`) to logit (i, j).
+    """Part of a table, which adds a value to every logit (i, j).
 
-    The prefix classes are the first three of R here, not the last three as in Grid.
+    The value is values[h, r], values[b, h, i, r] or values[b, h, j, r], by `side`. The prefix classes are the first three of R
+    here, not the last three as in Grid.
     """
 
     values: Tensor  # [H, R], [B, H, M, R] or [B, H, N, R]
     side: str  # "none" (bias), "queries" or "keys"
-    queries: Tensor  # [M] and
-    keys: Tensor  # [N]: r = queries[i] - keys[j], -1 for a prefix token
+    queries: Tensor  # [M]: r = queries[i] - keys[j], -1 for a prefix token
+    keys: Tensor  # [N]: the same for keys
 
     def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, prefix: int) -> Tensor:
         query, key = self.queries[i], self.keys[j]

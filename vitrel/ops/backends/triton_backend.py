@@ -55,9 +55,19 @@ def window_attention(
 
 
 def _axis_scores(q: Tensor, terms: Terms, grid: Grid, axis: str, scale: float) -> Tensor | None:
-    """Logits that the query tables of an axis add at the keys of each row, [B, H, M, h] ("h"), or column, [B, H, M, w] ("w").
+    """Return the logits that the query tables of an axis add, or None if no query table has this axis.
 
-    None if no query table has this axis. q: before rotation, with query_bias and temperature. Grids without prefix tokens only.
+    Only for grids without prefix tokens.
+
+    Args:
+        q: queries [B, H, M, D], before rotation, with query_bias and temperature.
+        terms: what an encoding returns for `grid`.
+        grid: of the keys.
+        axis: "h" for the keys of each row, or "w" for those of each column.
+        scale: factor of the logits.
+
+    Returns:
+        [B, H, M, h] for "h", [B, H, M, w] for "w".
     """
     tables = [table.query for table in terms.tables if table.query is not None and table.axis == axis]
     if not tables:

@@ -53,8 +53,14 @@ PREFIX_LANES = tl.constexpr(16)  # lanes of the tile of prefix keys, the minimum
 
 
 def biased_refuses(dtype: torch.dtype, width: int, grid: Grid, queries: int, axis_scores: bool = False) -> str:
-    """Reason why the kernels do not serve this dtype, head width, key grid and number of queries, or "". axis_scores: with row
-    or column scores.
+    """Return the reason why the kernels do not serve a call, or "".
+
+    Args:
+        dtype: of q, k and v.
+        width: width D of a head.
+        grid: of the keys.
+        queries: number of queries M.
+        axis_scores: with row or column scores.
     """
     if dtype not in DTYPES:
         return f"the kernel supports float32, float16 and bfloat16, not {dtype}"
@@ -81,12 +87,22 @@ def biased_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(scale * q.k + bias[class] + row_scores[.., y of key] + column_scores[.., x of key]) v and its log-sum-exp.
 
-    q [B, H, M, D], k, v [B, H, N, D] of one dtype, any strides; queries are the last M tokens of the key grid `grid`, all
-    tokens or whole rows. bias [H, R] by offset class (query minus key, Grid.index("hw")). row_scores [B, H, M, h],
-    column_scores [B, H, M, w].
+    Args:
+        q: [B, H, M, D], of one dtype with k and v, any strides; the last M tokens of the key grid, all tokens or whole rows.
+        k: [B, H, N, D].
+        v: [B, H, N, D].
+        bias: [H, R] by offset class (query minus key, Grid.index("hw")), or None.
+        row_scores: [B, H, M, h], or None.
+        column_scores: [B, H, M, w], or None.
+        grid: of the keys.
+        scale: factor of q . k.
 
-    out is [B, H, M, D] in v's dtype, in memory [B, M, H, D]; lse is [B, H, M] float32 (natural logarithm), used by the
-    backward pass. Raises ValueError where `biased_refuses` gives a reason, and for other shapes.
+    Returns:
+        The output [B, H, M, D] in v's dtype, in memory [B, M, H, D], and the log-sum-exp [B, H, M] float32 (natural logarithm),
+            used by the backward pass.
+
+    Raises:
+        ValueError: `biased_refuses` gives a reason, or a shape is another.
     """
     aligned = row_scores is not None or column_scores is not None
     if reason := biased_refuses(q.dtype, q.shape[-1], grid, q.shape[-2], aligned):
@@ -111,7 +127,7 @@ def biased_forward(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor | None, ...], grid: Grid) -> None:
-    """ValueError for mixed dtypes, and for shapes with which the kernels would read out of bounds."""
+    """Raise ValueError for mixed dtypes, and for shapes with which the kernels would read out of bounds."""
     keys = (*q.shape[:2], grid.tokens, q.shape[-1])
     if q.dim() != 4 or k.shape != keys or v.shape != keys or not q.dtype == k.dtype == v.dtype:
         actual = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (q, k, v))
@@ -137,20 +153,25 @@ class _Sizes(NamedTuple):
     is their number, chunks = 1, and `rows` is not used.
     """
 
-    heads: int
-    h: int
-    w: int
-    prefix: int
-    queries: int
-    rows: int
-    groups: int
-    chunks: int
+    heads: int  # H
+    h: int  # rows of the key grid
+    w: int  # columns of the key grid
+    prefix: int  # prefix tokens of the key grid
+    queries: int  # M
+    rows: int  # image rows of an aligned tile
+    groups: int  # tiles down, or all tiles
+    chunks: int  # tiles of an image row
 
 
 def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) -> _Sizes:
-    """Return the kernels' sizes for `queries` queries of a head in all (M, not BLOCK_M) and tiles of `lanes` keys (BLOCK_N).
+    """Return the kernels' sizes.
 
-    aligned: tiles follow the image rows, as row and column scores need; otherwise they hold any consecutive patch keys.
+    Args:
+        grid: of the keys.
+        heads: number of heads H.
+        queries: number of queries of a head in all (M, not BLOCK_M).
+        lanes: keys of a tile (BLOCK_N).
+        aligned: tiles follow the image rows, as row and column scores need; otherwise they hold any consecutive patch keys.
     """
     rows = max(1, lanes // grid.w)
     if not aligned:
@@ -159,7 +180,7 @@ def _sizes_for(grid: Grid, heads: int, queries: int, lanes: int, aligned: bool) 
 
 
 def _constants(grid: Grid, x: Tensor, tile: tuple[int, int, int, int]) -> dict[str, int]:
-    """Compile-time arguments of the kernels for queries like x, except PACKED."""
+    """Return the compile-time arguments of the kernels for queries like x, except PACKED."""
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     constants = {"PREFIX": grid.prefix > 0, "D": x.shape[-1], **dict(zip(names, tile, strict=True))}
     if x.dtype == torch.float32 and not torch.version.hip:
@@ -168,9 +189,13 @@ def _constants(grid: Grid, x: Tensor, tile: tuple[int, int, int, int]) -> dict[s
 
 
 def _row_lanes(columns: int, lanes: int) -> int:
-    """Lanes for one value per image row of a tile of `lanes` keys, a power of two; 0 if a tile is one row or part of it.
+    """Return the lanes for one value per image row of a tile, a power of two; 0 if a tile is one row or part of it.
 
-    columns: width of the grid. The kernels receive the result as PACKED.
+    The kernels receive the result as PACKED.
+
+    Args:
+        columns: width of the grid.
+        lanes: keys of a tile.
     """
     rows = lanes // columns
     return max(16, triton.next_power_of_2(rows)) if rows > 1 else 0
@@ -200,7 +225,7 @@ def _like_tokens(x: Tensor) -> Tensor:
 
 @triton.jit
 def _head_line(head, sizes, PREFIX: tl.constexpr):
-    """Index in [H, R] at which the table of a head starts."""
+    """Return the index in [H, R] at which the table of a head starts."""
     return head.to(tl.int32) * ((2 * sizes.h - 1) * (2 * sizes.w - 1) + (3 if PREFIX else 0))
 
 
@@ -220,13 +245,14 @@ def _query_lanes(i, head, sizes, PREFIX: tl.constexpr):
 
 @triton.jit
 def _prefix_line(head, sizes):
-    """Index at which the three prefix classes of a head start (order as in Grid)."""
+    """Return the index at which the three prefix classes of a head start (order as in Grid)."""
     return _head_line(head, sizes, True) + (2 * sizes.h - 1) * (2 * sizes.w - 1)
 
 
 @triton.jit
 def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Row y, column x and token (prefix tokens counted) of each lane of a tile of patch keys, and whether the key exists.
+    """Return row y, column x and token (prefix tokens counted) of each lane of a tile of patch keys, and whether the key
+    exists.
 
     ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored. Lanes
     without a key have values out of range.
@@ -261,7 +287,7 @@ def _store_tokens(x, b, head, tokens, exist, value, D: tl.constexpr):
 
 @triton.jit
 def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX: tl.constexpr):
-    """Content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where there is no key."""
+    """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where there is no key."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     if bias is not None:
         cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask
@@ -274,7 +300,7 @@ def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, 
 
 @triton.jit
 def _prefix_logits(query, key, bias, is_prefix, head, scale, sizes):
-    """Content and table logits of the prefix keys, [BLOCK_M, PREFIX_LANES], as `_token_logits`."""
+    """Return content and table logits of the prefix keys, [BLOCK_M, PREFIX_LANES], as `_token_logits`."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     if bias is not None:
         s += tl.load(bias + _prefix_line(head, sizes) + tl.where(is_prefix, 2, 1))[:, None]
@@ -310,9 +336,14 @@ def _column_terms(column, bh, i, exist, chunk, sizes, LANES: tl.constexpr):
 
 @triton.jit
 def _attend(s, v, acc, top, total):
-    """One step of the online softmax with logits s [BLOCK_M, keys] in base 2 and values v; returns updated acc, top and total.
+    """Return acc, top and total after one step of the online softmax.
 
-    acc: output [BLOCK_M, D], not yet divided by total. top: maximum of the logits. total: sum of the weights.
+    Args:
+        s: logits [BLOCK_M, keys] in base 2.
+        v: values of the keys.
+        acc: output [BLOCK_M, D], not yet divided by total.
+        top: maximum of the logits.
+        total: sum of the weights.
     """
     new = tl.maximum(top, tl.max(s, 1))
     shift = tl.where(new == float("-inf"), 0.0, new)  # all keys so far may be masked
@@ -390,10 +421,16 @@ def biased_backward(
     scale: float,
     bias_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, bias, row_scores and column_scores of `biased_forward`, the last three float32 or None.
+    """Return the gradients of q, k, v, bias, row_scores and column_scores of `biased_forward`, the last three float32 or None.
 
-    grad_out [B, H, M, D] may have any strides; out and lse are those of `biased_forward`. The bias gradient is None without
-    bias_grad. Deterministic.
+    It is deterministic.
+
+    Args:
+        grad_out: gradient of the output, [B, H, M, D], any strides.
+        q: as in `biased_forward`, and so are k, v, bias, row_scores, column_scores, grid and scale.
+        out: result of `biased_forward`.
+        lse: result of `biased_forward`.
+        bias_grad: False: the bias gradient is None.
     """
     inputs = (_strided(q), _strided(k), _strided(v), _strided(out), _strided(grad_out.to(q.dtype)))
     tables = (_in_log2(bias), _packed(row_scores), _packed(column_scores))
@@ -499,9 +536,14 @@ def _table_gradient(inputs: tuple, stats: tuple, tables: tuple, to_prefix: Tenso
 
 @triton.jit
 def _logit_gradient(s, norm, mean, dout, value):
-    """Gradient ds [queries, keys] with respect to the logits, given s, the logits divided by log 2.
+    """Return the gradient ds [queries, keys] with respect to the logits.
 
-    norm: log-sum-exp of each query divided by log 2. mean: out . grad_out of each query. dout: grad_out [queries, D].
+    Args:
+        s: the logits divided by log 2.
+        norm: log-sum-exp of each query divided by log 2.
+        mean: out . grad_out of each query.
+        dout: grad_out [queries, D].
+        value: values of the keys.
     """
     p = tl.exp2(s - norm[:, None])
     return p * (tl.dot(dout, tl.trans(value), input_precision="ieee") - mean[:, None])
@@ -509,7 +551,7 @@ def _logit_gradient(s, norm, mean, dout, value):
 
 @triton.jit
 def _sums_by(ds, place, LANES: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums [queries, LANES] of ds [queries, keys] over the keys whose `place` is the lane."""
+    """Return the sums [queries, LANES] of ds [queries, keys] over the keys whose `place` is the lane."""
     lanes = place[:, None] == tl.arange(0, LANES)[None, :]
     return tl.dot(ds, lanes.to(tl.float32), input_precision=PRECISION)
 
@@ -518,7 +560,7 @@ def _sums_by(ds, place, LANES: tl.constexpr, PRECISION: tl.constexpr):
 def _store_row_gradient(drow, ds, bh, i, exist, group, chunk, y, sizes, PACKED: tl.constexpr, PRECISION: tl.constexpr):
     """Write the sums of ds [BLOCK_M, keys] over each image row of the tile (group, chunk) into drow [chunks, B*H, M, h].
 
-    Each element is written by one tile, and chunks remain to be summed. drow: (pointer, B*H).
+    Each element is written by one tile, and chunks remain to be summed. drow is given as (pointer, B*H).
     """
     h, rows = sizes.h, sizes.rows
     drow, of_chunk = drow

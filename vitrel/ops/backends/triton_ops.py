@@ -23,7 +23,7 @@ def window_op(
     qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Windowed attention, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp; see `triton_window.window_forward`."""
+    """Compute windowed attention, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp; see `triton_window.window_forward`."""
     return triton_window.window_forward(qkv, bias, cos, sin, tuple(window), tuple(shift), heads, scale, grad)
 
 
@@ -41,7 +41,7 @@ def window_backward_op(
     grad: Tensor, qkv: Tensor, bias: _Maybe, cos: _Maybe, sin: _Maybe, out: _Maybe, lse: _Maybe,
     window: Sequence[int], shift: Sequence[int], heads: int, scale: float, bias_grad: bool, rotary_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv, bias, cos and sin; empty, since an operator cannot return None, where the input is None.
+    """Return the gradients of qkv, bias, cos and sin; empty, since an operator cannot return None, where the input is None.
 
     That of bias is also empty without bias_grad, those of cos and sin without rotary_grad.
     """
@@ -80,8 +80,9 @@ window_op.register_autograd(_window_gradients, setup_context=_setup_window_conte
 def biased_op(
     q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, h: int, w: int, prefix: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Global attention, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D] and its log-sum-exp; see
-    `triton_global.biased_forward`.
+    """Compute global attention, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D], and its log-sum-exp.
+
+    See `triton_global.biased_forward`.
     """
     return triton_global.biased_forward(q, k, v, bias, rows, columns, Grid(h, w, prefix), scale)
 
@@ -98,7 +99,10 @@ def biased_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: _Maybe, rows: _Maybe, columns: _Maybe, out: Tensor, lse: Tensor,
     h: int, w: int, prefix: int, scale: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, bias, rows and columns; empty where the input is None, that of bias also without bias_grad."""
+    """Return the gradients of q, k, v, bias, rows and columns; empty where the input is None.
+
+    That of bias is also empty without bias_grad.
+    """
     grid = Grid(h, w, prefix)
     grads = triton_global.biased_backward(grad, q, k, v, bias, rows, columns, out, lse, grid, scale, bias_grad)
     return tuple(_or_empty(x, q) for x in grads)  # type: ignore[return-value]
@@ -128,7 +132,7 @@ biased_op.register_autograd(_biased_gradients, setup_context=_setup_biased_conte
 
 
 def _needed(grads: Sequence[Tensor], inputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients in the dtype of their inputs; None for those that are not needed."""
+    """Return gradients in the dtype of their inputs; None for those that are not needed."""
     rows = zip(grads, inputs, needs_grad, strict=False)
     return [grad.to(x.dtype) if x is not None and needs else None for grad, x, needs in rows]
 

@@ -59,38 +59,41 @@ _SCRATCH = 64 * 2**20  # bytes of sums of all programs together, about; it limit
 
 
 class Tile(NamedTuple):
-    """Tile of a kernel: its queries and keys, warps of a program, and stages of the software pipeline."""
+    """Shape of the work of one program of a kernel."""
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+    rows: int  # queries of a tile
+    keys: int  # keys of a tile
+    warps: int  # of a program
+    stages: int  # of the software pipeline
 
 
 class WindowSizes(NamedTuple):
     """Compile-time sizes of a kernel. A window has n = wh * ww slots; dp is the head width d padded to a power of two."""
 
-    heads: tl.constexpr
-    wh: tl.constexpr
-    ww: tl.constexpr
-    n: tl.constexpr
-    sy: tl.constexpr
-    sx: tl.constexpr
-    d: tl.constexpr
-    dp: tl.constexpr
-    rows: tl.constexpr
-    keys: tl.constexpr
+    heads: tl.constexpr  # H
+    wh: tl.constexpr  # rows of a window, in tokens
+    ww: tl.constexpr  # columns of a window, in tokens
+    n: tl.constexpr  # slots of a window, wh * ww
+    sy: tl.constexpr  # shift in rows
+    sx: tl.constexpr  # shift in columns
+    d: tl.constexpr  # head width D
+    dp: tl.constexpr  # D padded to a power of two
+    rows: tl.constexpr  # queries of a tile
+    keys: tl.constexpr  # keys of a tile
 
 
 def window_tile(tokens: int, dtype: torch.dtype, rotary: bool, device: torch.device) -> Tile:
-    """Tile of the forward kernel for windows of N tokens; one that does not spill registers (tools/benchmark/kernels.py)."""
+    """Return the tile of the forward kernel for windows of N tokens, which spills no registers (tools/benchmark/kernels.py)."""
     side = min(MOST_IN_ONE_TILE, padded_tokens(tokens))
     warps = 8 if dtype == torch.float32 or (rotary and architecture(device) in WARP_GROUPS) else 4
     return Tile(side, side, warps, 2) if tokens <= side else Tile(side, 32, warps, 1)
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability for which kernels are compiled on a device: 90 for sm_90 and in the interpreter, 0 if not NVIDIA's."""
+    """Return the compute capability for which kernels are compiled on a device.
+
+    90 for sm_90 and in the interpreter, 0 if not NVIDIA's.
+    """
     if triton.knobs.runtime.interpret:
         return 90
     with _current(device):
@@ -104,7 +107,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def window_refuses(dtype: torch.dtype, width: int, window: tuple[int, int]) -> str:
-    """Reason why the kernels do not serve this dtype, head width D and window (h, w) in tokens, or ""."""
+    """Return the reason why the kernels do not serve this dtype, head width D and window (h, w) in tokens, or ""."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the Triton window kernels support float32, float16 and bfloat16, not {dtype}"
     if width not in WIDTHS:
@@ -115,7 +118,7 @@ def window_refuses(dtype: torch.dtype, width: int, window: tuple[int, int]) -> s
 
 
 def saves_lse(window: tuple[int, int]) -> bool:
-    """Whether the backward pass of this window (h, w) reads the output and log-sum-exp of the forward pass."""
+    """Return whether the backward pass of this window (h, w) reads the output and log-sum-exp of the forward pass."""
     return window[0] * window[1] > MOST_IN_ONE_TILE
 
 
@@ -130,15 +133,27 @@ def window_forward(
     scale: float,
     grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in (shifted) windows, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp; geometry as in vitrel.ops.window.
+    """Compute attention in (shifted) windows, [B, h, w, 3C] -> [B, h, w, C], and its log-sum-exp.
 
-    bias: [H, R] by offset class of Grid(*window), not scaled. cos, sin: [H|1, N, D/2], of the angles by which the slots of a
-    window rotate the pairs (p, p + D/2) of q and k. scale multiplies q . k. window, shift: (h, w) in tokens. grad: whether
-    `window_backward` will follow.
+    The geometry of windows is that of vitrel.ops.window.
 
-    The log-sum-exp is [B, h, w, H] float32 (natural logarithm), or empty where no backward pass reads it: without grad, or
-    where not `saves_lse`. Raises ValueError where `window_refuses` gives a reason, for other shapes, and for an impossible
-    window or shift.
+    Args:
+        qkv: q, k and v along the last dimension, [B, h, w, 3C].
+        bias: [H, R] by offset class of Grid(*window), not scaled, or None.
+        cos: [H|1, N, D/2], of the angles by which the slots of a window rotate the pairs (p, p + D/2) of q and k, or None.
+        sin: as cos.
+        window: (h, w) in tokens.
+        shift: (h, w) in tokens.
+        num_heads: number of heads H.
+        scale: factor of q . k.
+        grad: whether `window_backward` will follow.
+
+    Returns:
+        The output, and the log-sum-exp [B, h, w, H] float32 (natural logarithm), empty where no backward pass reads it: without
+            grad, or where not `saves_lse`.
+
+    Raises:
+        ValueError: `window_refuses` gives a reason, a shape is another, or the window or shift is impossible.
     """
     check_qkv(qkv, window, shift, num_heads)
     _check_tables(bias, cos, sin, window, num_heads, qkv.shape[-1] // (3 * num_heads))
@@ -167,7 +182,15 @@ def launch_window(
 ) -> None:
     """Launch a kernel with `tiles` programs for each head and each group of `per` windows; does nothing for an empty batch.
 
-    arguments: the kernel's parameters except h, w, windows, per and sizes.
+    Args:
+        kernel: to launch.
+        tile: sizes of its tile.
+        tiles: programs per window and head.
+        per: windows that a program computes in turn.
+        window: (h, w) in tokens.
+        shift: (h, w) in tokens.
+        num_heads: number of heads H.
+        arguments: the kernel's parameters except h, w, windows, per and sizes.
     """
     qkv = arguments["QKV"]
     windows, width = window_count(qkv, window), qkv.shape[-1] // (3 * num_heads)
@@ -191,7 +214,7 @@ def launch_window(
 
 
 def check_qkv(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], num_heads: int) -> None:
-    """ValueError for a call that the kernels refuse, and for an impossible window or shift."""
+    """Raise ValueError for a call that the kernels refuse, and for an impossible window or shift."""
     check_window(window, shift)
     if reason := window_refuses(qkv.dtype, qkv.shape[-1] // (3 * num_heads), window):
         raise ValueError(reason)
@@ -200,7 +223,7 @@ def check_qkv(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int], num_
 def _check_tables(
     bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, window: tuple[int, int], num_heads: int, width: int
 ) -> None:
-    """ValueError for shapes with which the kernels would read out of bounds."""
+    """Raise ValueError for shapes with which the kernels would read out of bounds."""
     (h, w), angles = window, (window[0] * window[1], width // 2)
     if bias is not None and bias.shape != (num_heads, (2 * h - 1) * (2 * w - 1)):
         expected = [num_heads, (2 * h - 1) * (2 * w - 1)]
@@ -211,7 +234,7 @@ def _check_tables(
 
 
 def window_count(qkv: Tensor, window: tuple[int, int]) -> int:
-    """Number of windows in all images of qkv [B, h, w, 3C]."""
+    """Return the number of windows in all images of qkv [B, h, w, 3C]."""
     return qkv.shape[0] * triton.cdiv(qkv.shape[1], window[0]) * triton.cdiv(qkv.shape[2], window[1])
 
 
@@ -221,9 +244,12 @@ def padded_tokens(tokens: int) -> int:
 
 
 def windows_per_program(windows: int, jobs: int, programs: int) -> int:
-    """Number of windows that one program computes in turn, so that at most about `programs` programs are launched.
+    """Return the number of windows that one program computes in turn, so that at most about `programs` programs are launched.
 
-    jobs: programs needed per window without sharing, heads times tiles.
+    Args:
+        windows: number of windows in all.
+        jobs: programs needed per window without sharing, heads times tiles.
+        programs: number that is enough to fill the GPU.
     """
     return max(1, triton.cdiv(windows * jobs, programs))
 
@@ -290,14 +316,16 @@ def _forward(
 
 @triton.jit
 def _job(sizes, TILES: tl.constexpr):
-    """(head, tile of the window, chunk of windows) of this program; heads vary fastest, since they are adjacent in memory."""
+    """Return (head, tile of the window, chunk of windows) of this program; heads vary fastest, since they are adjacent in
+    memory.
+    """
     rest = tl.program_id(0) // sizes.heads
     return tl.program_id(0) % sizes.heads, rest % TILES, rest // TILES
 
 
 @triton.jit
 def _corner(window, h, w, sizes):
-    """Image, first row and first column of a window, the shift, the grid, and whether it contains padding or the cyclic border.
+    """Return where a window lies: image, first row and column, shift, grid, whether it contains padding or the cyclic border.
 
     The shift is 0 along an axis that fits into one window. Rows and columns count on the padded grid, with the shift added.
     """
@@ -313,8 +341,9 @@ def _corner(window, h, w, sizes):
 
 @triton.jit
 def _place(slot, corner, sizes):
-    """Token of each slot, numbered over the batch, and its region: tokens of the same region see each other; -1 where there is
-    no token.
+    """Return the token of each slot, numbered over the batch, and its region, -1 where there is no token.
+
+    Tokens of the same region see each other.
     """
     image, top, left, sy, sx, h, w, _ = corner
     bottom = (h + sizes.wh - 1) // sizes.wh * sizes.wh
@@ -330,7 +359,7 @@ def _place(slot, corner, sizes):
 
 @triton.jit
 def _logits(q, k, bias, region, other_region, corner, scale):
-    """Logits [ROWS, KEYS] divided by log 2, with `bias` as of `_bias`; -inf where a query does not see a key."""
+    """Return logits [ROWS, KEYS] divided by log 2, with `bias` as of `_bias`; -inf where a query does not see a key."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E) + bias
     if corner[7]:
         s = tl.where(region[:, None] == other_region[None, :], s, float("-inf"))
@@ -339,7 +368,7 @@ def _logits(q, k, bias, region, other_region, corner, scale):
 
 @triton.jit
 def _bias(BIAS, head, query, key, sizes):
-    """Bias of the slots `query` and `key`, which broadcast, divided by log 2; -inf for keys beyond the window."""
+    """Return the bias of the slots `query` and `key`, which broadcast, divided by log 2; -inf for keys beyond the window."""
     if BIAS is None:
         bias = tl.where(key < sizes.n, 0.0, float("-inf"))
     else:
@@ -353,8 +382,9 @@ def _bias(BIAS, head, query, key, sizes):
 
 @triton.jit
 def _channels(sizes):
-    """Channel of each column of a tile, and whether it exists; each half of a head is padded
-    separately, to keep rotary pairs.
+    """Return the channel of each column of a tile, and whether it exists.
+
+    Each half of a head is padded separately, to keep rotary pairs.
     """
     column = tl.arange(0, sizes.dp)
     pair = column % (sizes.dp // 2)
@@ -393,7 +423,7 @@ def _rotated_rows(base, offset, region, ANGLES, head, slot, sizes):
 
 @triton.jit
 def _angles(ANGLES, head, slot, sizes):
-    """cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half, for `_rotated`."""
+    """Return cos and sin of the slots for every column, [rows, dp]; sin is negated in the first half, for `_rotated`."""
     HALF: tl.constexpr = sizes.d // 2
     column = tl.arange(0, sizes.dp)
     pair = column % (sizes.dp // 2)
@@ -421,7 +451,7 @@ def _swapped(x):
 
 
 def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, device: torch.device) -> Tile:
-    """Tile of the backward kernel for windows of N tokens; one that does not spill registers (tools/benchmark/kernels.py)."""
+    """Return the tile of the backward kernel for windows of N tokens, which spills no registers (tools/benchmark/kernels.py)."""
     if tokens <= MOST_IN_ONE_TILE:
         return Tile(padded_tokens(tokens), padded_tokens(tokens), 8, 1)
     if dtype != torch.float32 and architecture(device) in WARP_GROUPS:
@@ -444,11 +474,20 @@ def window_backward(
     bias_grad: bool = True,
     rotary_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of qkv, bias, cos and sin of `window_forward`, given the gradient of its output [B, h, w, C].
+    """Return the gradients of qkv, bias, cos and sin of `window_forward`.
 
-    out, lse: the results of `window_forward` with grad; not read where not `saves_lse`. The gradients of bias [H, R] and of cos
-    and sin [H|1, N, D/2] are float32; that of bias is None without bias_grad, those of cos and sin without rotary_grad.
-    Deterministic. Raises ValueError as `window_forward` does, and without lse where it is needed.
+    It is deterministic. The gradients of bias [H, R] and of cos and sin [H|1, N, D/2] are float32.
+
+    Args:
+        grad_out: gradient of the output, [B, h, w, C].
+        qkv: as in `window_forward`, and so are bias, cos, sin, window, shift, num_heads and scale.
+        out: result of `window_forward` with grad; not read where not `saves_lse`.
+        lse: result of `window_forward` with grad; not read where not `saves_lse`.
+        bias_grad: False: the gradient of bias is None.
+        rotary_grad: False: the gradients of cos and sin are None.
+
+    Raises:
+        ValueError: as in `window_forward`, and without lse where it is needed.
     """
     check_qkv(qkv, window, shift, num_heads)
     tokens, width, windows = window[0] * window[1], qkv.shape[-1] // (3 * num_heads), window_count(qkv, window)
@@ -493,9 +532,11 @@ def _diagonal_sums(x: Tensor) -> Tensor:
 
 
 def angle_gradients(sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Gradients of cos and sin [heads, N, D/2] from the kernels' sums [H, 2, N, D], in which sin has the signs of `_angles`.
+    """Return the gradients of cos and sin, [heads, N, D/2] each.
 
-    heads: those of cos and sin, H, or 1 if they are shared, where the sum over all heads is returned.
+    Args:
+        sums: of the kernels, [H, 2, N, D], in which sin has the signs of `_angles`.
+        heads: those of cos and sin: H, or 1 if they are shared, where the sum over all heads is returned.
     """
     cos, sin = sums.sum(0, keepdim=True).unbind(1) if heads == 1 else sums.unbind(1)
     (first, second), (minus, plus) = cos.chunk(2, -1), sin.chunk(2, -1)
@@ -647,8 +688,9 @@ def _store_rotated(base, offset, region, grad, ANGLES, head, slot, sizes):
 
 @triton.jit
 def _add_angle_gradients(dcos, dsin, x, grad):
-    """Return the sums for cos and sin plus the contribution of x (queries or keys) and the gradient of rotated x; signs as in
-    `_angles`.
+    """Return the sums for cos and sin plus the contribution of x (queries or keys) and the gradient of rotated x.
+
+    The signs are those of `_angles`.
     """
     x = x.to(tl.float32)
     return dcos + grad * x, dsin + grad * _swapped(x)
@@ -677,7 +719,7 @@ def _store_angle_gradients(DANGLES, part, slot, dcos, dsin, sizes):
 
 @triton.jit
 def _table_place(chunk, head, i, j, sizes):
-    """Index in TABLE of pairs of slots, and whether it is in range; lines are padded to 16 bytes."""
+    """Return the index in TABLE of pairs of slots, and whether it is in range; lines are padded to 16 bytes."""
     LINE: tl.constexpr = (sizes.n + 3) // 4 * 4
     row = (chunk * sizes.heads + head) * sizes.n + i
     return row[:, None] * LINE + j[None, :], (i < sizes.n)[:, None] & (j < LINE)[None, :]

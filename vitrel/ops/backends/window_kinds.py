@@ -57,8 +57,15 @@ class Kinds(NamedTuple):
 
 @constant
 def window_kinds(h: int, w: int, window: tuple[int, int], shift: tuple[int, int], images: int, device: torch.device) -> Kinds:
-    """Order the windows of `images` images of h x w tokens by their mask. window, shift: (h, w) in tokens, see
-    vitrel.ops.window.
+    """Order the windows of a batch by their mask.
+
+    Args:
+        h: rows of an image, in tokens.
+        w: columns of an image, in tokens.
+        window: (h, w) in tokens, see vitrel.ops.window.
+        shift: (h, w) in tokens, see vitrel.ops.window.
+        images: number of images b.
+        device: of the result.
     """
     layout, n = windows(h, w, window, shift, device), window[0] * window[1]
     visible, kind, counts = layout.visible.view(-1, n * n).unique(dim=0, return_inverse=True, return_counts=True)
