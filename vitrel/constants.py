@@ -102,7 +102,10 @@ def is_exporting() -> bool:
 
 
 def is_known(*sizes: int) -> bool:
-    """Return whether these sizes are plain numbers, on which code may branch, and not symbols of a graph that serves any size."""
+    """Return whether these sizes are plain numbers, on which code may branch.
+
+    They are not in a graph that serves any size, where they are symbols.
+    """
     if torch.compiler.is_dynamo_compiling():
         return all([has_static_value(size) for size in sizes])
     return all([not isinstance(size, torch.SymInt) or has_static_value(size) for size in sizes])
@@ -114,7 +117,7 @@ def is_traced(device: torch.device | str | None) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Return whether tensors created now (outside torch.compile) are recorded, transformed or fake, and so must not be cached."""
+    """Return whether tensors created now (outside torch.compile) are recorded, transformed or fake, and must not be cached."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.jit.is_tracing()
@@ -197,7 +200,10 @@ def _integers(key: tuple) -> list[int]:
 
 @torch._dynamo.assume_constant_result
 def _graph_attributes(name: str, device: torch.device | str | None, *key: Any) -> str:
-    """Return the names of the attributes of `_graphs` with a constant, joined by spaces, since torch.compile handles strings."""
+    """Return the names of the attributes of `_graphs` with a constant, joined by spaces.
+
+    They are one string, since torch.compile handles strings.
+    """
     device = _device(device)
     with _lock:
         entry = (name, key, device)

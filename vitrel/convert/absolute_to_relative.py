@@ -37,25 +37,18 @@ _LOGITS = 2**24  # attention logits to which an encoding is fitted, at most (64 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """How closely a converted model follows the original, by block, on the images it was fitted to.
+    """How closely a converted model follows the original, by block, on the images it was fitted to."""
 
-    position: the encoding's key. images: number of images. grid: theirs in patches, (h, w). seconds: duration of the fit.
-    fitted: whether the encoding has parameters. One value per block:
-    before, after: agreement of attention with the original's (vitrel.convert.fit.Agreement: share of the variance of its
-    weights that is explained, and divergence), on at most 16 images, before and after the fit of the encoding.
-    prefix, patches: mean squared distance of the block's output from the original's after refitting, divided by the variance of
-    each of the original's tokens, over class and register tokens (nan where there are none) and over patches.
-    """
-
-    position: str
-    images: int
-    grid: tuple[int, int]
-    seconds: float
-    fitted: bool
-    before: tuple[Agreement, ...]
-    after: tuple[Agreement, ...]
-    prefix: tuple[float, ...]
-    patches: tuple[float, ...]
+    position: str  # the encoding's key
+    images: int  # number of images
+    grid: tuple[int, int]  # of the images, (h, w) in patches
+    seconds: float  # duration of the fit
+    fitted: bool  # whether the encoding has parameters
+    before: tuple[Agreement, ...]  # of each block's attention with the original's, on at most 16 images, before the fit
+    after: tuple[Agreement, ...]  # the same after it
+    # Mean squared distance of each block's output from the original's after refitting, over the variance of the original's token
+    prefix: tuple[float, ...]  # over class and register tokens; nan where there are none
+    patches: tuple[float, ...]  # over patches
 
     def __str__(self) -> str:
         lines = [self.head(), "block  attention explained     divergence            error of prefix tokens  of patches"]
@@ -67,7 +60,7 @@ class ConversionReport:
         return "\n".join(lines)
 
     def head(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         what = f"{self.position} fitted" if self.fitted else f"{self.position} has no parameters, linear layers fitted"
         return f"{what} to {self.images} images of {self.grid[0]}x{self.grid[1]} patches in {self.seconds:.0f} s"
 
@@ -85,22 +78,28 @@ def absolute_to_relative(
     ridge: float = 1.0,
     steps: int = STEPS,
 ) -> Backbone:
-    """Return a vitrel model with another position encoding, fitted to `images`; its attribute `conversion` is the
-    ConversionReport.
+    """Return a vitrel model with another position encoding, fitted to images; its attribute `conversion` is a ConversionReport.
 
-    model: a model that `relativize` takes, not changed: a ViT with a trained absolute embedding, or a Swin, in which `position`
-    replaces the encoding in its windows.
-    images: [B, C, height, width], prepared as in training, without labels: a few hundred, as varied as the images the model
-    will see. Their grid becomes the training grid of the new encoding.
-    position, position_args: as in `relativize`. An encoding without parameters stays as it is, and only the rest is fitted.
-    absolute: "drop" removes the embedding. "fade" scales it to 0 over the first `fade_steps` steps of fine-tuning: encodings
-    are fitted as for "drop" and act beside the full embedding at first; nothing else is fitted. A Swin keeps its own.
-    refit: refit the last linear layers of attention and MLP, in pre-norm blocks. ridge: strength of the ridge penalty, in
-    units of the mean power of a layer's input channels; a lower one follows the original more closely on these images, and less
-    closely on others. steps: updates at the end, of 32 images each, in which all weights learn to give the original's last
-    features; 0 for none.
-    Raises ValueError for a model without a position that can be fitted, images of another shape or not finite, and wherever
-    `relativize` does.
+    Args:
+        model: a model that `relativize` takes, not changed: a ViT with a trained absolute embedding, or a Swin, in which
+            `position` replaces the encoding in its windows.
+        images: [B, C, height, width], prepared as in training, without labels: a few hundred, as varied as the images the model
+            will see. Their grid becomes the training grid of the new encoding.
+        position: as in `relativize`. An encoding without parameters stays as it is, and only the rest is fitted.
+        position_args: as in `relativize`.
+        absolute: "drop" removes the embedding. "fade" scales it to 0 over the first `fade_steps` steps of fine-tuning:
+            encodings are fitted as for "drop" and act beside the full embedding at first; nothing else is fitted. A Swin keeps
+            its own.
+        fade_steps: number of training steps, for "fade".
+        refit: refit the last linear layers of attention and MLP, in pre-norm blocks.
+        ridge: strength of the ridge penalty, in units of the mean power of a layer's input channels; a lower one follows the
+            original more closely on these images, and less closely on others.
+        steps: updates at the end, of 32 images each, in which all weights learn to give the original's last features; 0 for
+            none.
+
+    Raises:
+        ValueError: the model has no position that can be fitted, images have another shape or are not finite, or `relativize`
+            raises it.
     """
     if absolute == "keep":
         raise ValueError("absolute='keep' leaves nothing to fit: use relativize(model, position), whose tables start at zero")
@@ -155,14 +154,22 @@ def cannot_fit(model: Backbone) -> str:
 class _Fit(NamedTuple):
     """One block's values in the ConversionReport."""
 
-    before: Agreement
-    after: Agreement
-    prefix: float
-    patches: float
+    before: Agreement  # as in ConversionReport, and so are the others
+    after: Agreement  # after the fit
+    prefix: float  # of class and register tokens
+    patches: float  # of patches
 
 
 def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: bool, ridge: float | None) -> list[_Fit]:
-    """Fit the blocks of a model in place, one after the other, to those of the original. ridge None: encodings alone."""
+    """Fit the blocks of a model in place, one after the other, to those of the original.
+
+    Args:
+        model: changed in place.
+        original: the model to follow.
+        images: [B, C, height, width].
+        new_rotation: the encodings hold a rotation that was not trained with these q and k.
+        ridge: as in `absolute_to_relative`; None: encodings alone are fitted.
+    """
     device = model.patch_embed.proj.weight.device
 
     def tokens(of: Backbone) -> Tensor:
@@ -187,7 +194,7 @@ def _convert(model: Backbone, original: Backbone, images: Tensor, new_rotation: 
 
 
 def _few(block: Block, grid: Grid, images: int) -> int:
-    """Number of images to whose attention logits the encoding is fitted."""
+    """Return the number of images to whose attention logits the encoding is fitted."""
     keys = grid.tokens if block.window is None else block.window.tokens
     return max(1, min(images, 16, _LOGITS // (block.attn.num_heads * grid.tokens * keys)))
 
@@ -199,9 +206,15 @@ def _chunked(function: Callable, x: Tensor):
 
 
 def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid, ridge: float) -> None:
-    """Refit the last linear layers of attention and MLP of a block with input x in place to the original's tokens.
+    """Refit the last linear layers of attention and MLP of a block in place to the original's tokens.
 
-    between, out: the original's tokens after attention and after the MLP.
+    Args:
+        block: changed in place.
+        x: its input.
+        between: the original's tokens after attention.
+        out: the original's tokens after the MLP.
+        grid: of the tokens.
+        ridge: as in `absolute_to_relative`.
     """
     share = torch.full_like(out[0, ..., 0], 1 / (grid.h * grid.w))  # [N] or [h, w]
     if grid.prefix:
@@ -223,7 +236,7 @@ def _refit(block: Block, x: Tensor, between: Tensor, out: Tensor, grid: Grid, ri
 
 
 def _gain(block: nn.Module, branch: int) -> Tensor | float:
-    """The layer scale of a residual branch, 1 where it has none and for channels scaled by 0, whose weights do not matter."""
+    """Return the layer scale of a residual branch, 1 without one and for channels scaled by 0, whose weights do not matter."""
     gain = getattr(getattr(block, f"ls{branch}"), "gamma", None)
     return 1.0 if gain is None else torch.where(gain == 0, 1.0, gain)
 

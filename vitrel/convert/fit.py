@@ -41,28 +41,25 @@ class Attended(NamedTuple):
     """Queries and keys of a block before position acts on them, for images or for windows of images, which come one by one."""
 
     q: Tensor  # [B, H, N, D]
-    k: Tensor
+    k: Tensor  # [B, H, N, D]
     grid: Grid  # of the N tokens
     mask: Tensor | None  # added to the logits, [B, 1, N, N]
     weight: Tensor  # of each query, [B, N], with sum 1
 
     def logits(self, terms: Terms) -> Tensor:
-        """Logits before the softmax, [B, H, N, N]."""
+        """Return the logits before the softmax, [B, H, N, N]."""
         return masked_logits(self.q, self.k, terms, self.grid, self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Weighted mean over queries of `values` [B, H, N], and mean over heads."""
+        """Return the weighted mean over queries, and mean over heads, of `values` [B, H, N]."""
         return (values.mean(1) * self.weight).sum()
 
 
 class Agreement(NamedTuple):
-    """How closely attention follows another.
+    """How closely attention follows another."""
 
-    explained: share of the variance of its weights within rows that is explained, 1 is all. divergence: KL, in nats.
-    """
-
-    explained: float
-    divergence: float
+    explained: float  # share of the variance of its weights within rows that is explained; 1 is all
+    divergence: float  # Kullback-Leibler divergence, in nats
 
 
 def attended(block: Block, x: Tensor, grid: Grid) -> Attended:
@@ -89,9 +86,15 @@ def attended(block: Block, x: Tensor, grid: Grid) -> Attended:
 def fit_attention(block: Block, x: Tensor, grid: Grid, target: Tensor, new_rotation: bool) -> tuple[Agreement, Agreement]:
     """Fit the encoding of a block in place to attention logits, and return the agreement with them before and after.
 
-    x: the block's input. target: [B, H, N, N], as of `Attended.logits`. new_rotation: the encoding holds a rotation that was
-    not trained with these q and k; their weights then change too (see the module), unless they are normalised. Without
-    parameters nothing is fitted.
+    Without parameters nothing is fitted.
+
+    Args:
+        block: changed in place.
+        x: the block's input.
+        grid: of its tokens.
+        target: [B, H, N, N], as of `Attended.logits`.
+        new_rotation: the encoding holds a rotation that was not trained with these q and k; their weights then change too (see
+            the module), unless they are normalised.
     """
     encoding, here = block.position, attended(block, x, grid)
     before = agreement(here, target, here.logits(encoding(here.grid)))
@@ -127,10 +130,14 @@ def fit_encoding(
     shift: Tensor | None = None,
     rotations: Iterable[RopeMixed] = (),
 ) -> None:
-    """Fit the parameters of an encoding, from their current values, so that attention of `here` follows logits `target`.
+    """Fit the parameters of an encoding, from their current values, so that attention follows given logits.
 
-    shift: [2, H, D], added to q and to k and fitted too, in place. rotations: parts of the encoding whose frequencies are
-    fitted from several starts instead.
+    Args:
+        encoding: changed in place.
+        here: queries and keys.
+        target: logits, [B, H, N, N].
+        shift: [2, H, D], added to q and to k and fitted too, in place.
+        rotations: parts of the encoding whose frequencies are fitted from several starts instead.
     """
     fitted = [*encoding.parameters(), *([] if shift is None else [shift])]
     log_p = target.log_softmax(-1)
@@ -172,9 +179,12 @@ def _fit_bias(encoding: PositionEncoding, here: Attended, target: Tensor) -> Non
 
 
 def minimise(parameters: list[Tensor], loss: Callable[[], Tensor], iterations: int) -> float:
-    """Minimise `loss` over the parameters in place by L-BFGS, and return the least value, whose parameters are kept.
+    """Minimise a loss in place by L-BFGS, and return the least value, whose parameters are kept.
 
-    Parameters that the loss does not depend on, and others that the fit makes worse, keep their values.
+    Args:
+        parameters: those that the loss does not depend on, and others that the fit makes worse, keep their values.
+        loss: computed from their current values.
+        iterations: of L-BFGS.
     """
     needed = [parameter.requires_grad for parameter in parameters]
     best, kept = math.inf, [parameter.detach().clone() for parameter in parameters]
@@ -269,8 +279,10 @@ def agreement(here: Attended, target: Tensor, logits: Tensor) -> Agreement:
 def refit_linear(layer: nn.Linear, batches: Iterable[tuple[Tensor, Tensor, Tensor]], ridge: float) -> None:
     """Update a linear layer in place by weighted ridge regression from its inputs to targets.
 
-    batches: (input [..., I], target [..., O], weight [...] of each token). ridge: penalty on the change of the weights (not of
-    the bias), in units of the mean weighted power of an input channel.
+    Args:
+        layer: changed in place.
+        batches: (input [..., I], target [..., O], weight [...] of each token).
+        ridge: penalty on the change of the weights (not of the bias), in units of the mean weighted power of an input channel.
     """
     inputs, biased, device = layer.in_features, layer.bias is not None, layer.weight.device
     normal = torch.zeros(inputs + 1, inputs + 1, dtype=torch.float64, device=device)
@@ -293,9 +305,14 @@ def distil(model: Backbone, original: Backbone, images: Tensor, steps: int) -> N
     """Train a model in place, without labels, until its last features on images and their mirror images are the original's.
 
     The loss is the squared distance of each token, divided by the variance of the original's; class and register tokens
-    together count as much as all patches. steps: number of updates, of 32 images each. Both models are in evaluation mode.
-    Unless the loss of the first 64 images is smaller afterwards, the model stays as it was: updates of this size can only harm
-    a model that already follows the original closely.
+    together count as much as all patches. Unless the loss of the first 64 images is smaller afterwards, the model stays as it
+    was: updates of this size can only harm a model that already follows the original closely.
+
+    Args:
+        model: changed in place; in evaluation mode.
+        original: in evaluation mode.
+        images: [B, C, height, width].
+        steps: number of updates, of 32 images each.
     """
     scales = model.position_lr_scales()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

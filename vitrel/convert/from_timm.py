@@ -23,18 +23,28 @@ def from_timm(
 ) -> Backbone:
     """Return a vitrel model equal to a timm model: the same logits and gradients at its image size, and any h x w works.
 
-    model: a timm model; or its name, with `pretrained` weights and `arguments` of timm.create_model (num_classes, img_size,
-    checkpoint_path, ...). Supported are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and
-    SigLIP's image towers, SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size),
-    Swin V1 and V2. A model is recognised from its modules, not its name, and is not changed; a vitrel model is returned itself
-    if `position` is None.
-    The result's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model.
-    position: an encoding to add in attention, with position_args, absolute ("keep", "drop" or "fade" over fade_steps) and rope
-    as in `vitrel.relativize`.
-    At a size that is no multiple of the patch (384 with patches of 14) timm ignores the last pixels, and vitrel pads them to
-    another patch. The result's size is therefore the largest multiple, 378, where both models are equal.
-    timm's errors in windows (Swin's shift before padding, unmasked padding) are not reproduced.
-    Raises ValueError, with the reason, for a model without counterpart; for a name, as `vitrel.create_model`.
+    Supported are ViT, DeiT (distilled too), DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, CLIP's and SigLIP's image towers,
+    SAM's encoder, the relpos ViTs (their bias MLP becomes the table it computes at the model's size), Swin V1 and V2. A model
+    is recognised from its modules, not its name.
+
+    The result's architecture is vitrel_vit or vitrel_swin; its preprocessing (mean, std, crop) is that of the timm model. At a
+    size that is no multiple of the patch (384 with patches of 14) timm ignores the last pixels, and vitrel pads them to another
+    patch. The result's size is therefore the largest multiple, 378, where both models are equal. timm's errors in windows
+    (Swin's shift before padding, unmasked padding) are not reproduced.
+
+    Args:
+        model: a timm model, not changed, or its name; a vitrel model is returned itself if `position` is None.
+        pretrained: for a name: load pretrained weights.
+        position: an encoding to add in attention, as in `vitrel.relativize`; None: none.
+        position_args: as in `vitrel.relativize`.
+        absolute: as in `vitrel.relativize`: "keep", "drop" or "fade" over fade_steps.
+        fade_steps: as in `vitrel.relativize`.
+        rope: as in `vitrel.relativize`.
+        arguments: for a name: of timm.create_model (num_classes, img_size, checkpoint_path, ...).
+
+    Raises:
+        ValueError: the model has no counterpart, for a reason in the message. For a name also the errors of
+            `vitrel.create_model`.
     """
     if isinstance(model, str):
         model = create_model(model, pretrained=pretrained, **arguments)

@@ -17,7 +17,7 @@ class Observed(NamedTuple):
     attended: Tensor  # input of the attention's last linear layer
     between: Tensor  # input of norm2: in pre-norm blocks the tokens after attention
     hidden: Tensor  # input of the MLP's last linear layer
-    out: Tensor
+    out: Tensor  # output of the block
 
 
 def observe(block: Block, x: Tensor, grid: Grid) -> Observed:

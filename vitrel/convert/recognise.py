@@ -87,7 +87,8 @@ class Recognised(NamedTuple):
 def recognise(model: nn.Module) -> Recognised:
     """Return the vitrel architecture and arguments for a timm model, and its weights under timm's names, not yet rearranged.
 
-    ValueError with the reason if vitrel has no such model.
+    Raises:
+        ValueError: vitrel has no such model; the message gives the reason.
     """
     if isinstance(model, SwinTransformer | SwinTransformerV2):
         return _swin(model)
@@ -99,7 +100,7 @@ def recognise(model: nn.Module) -> Recognised:
 
 
 def _other_parts(model: nn.Module) -> str:
-    """The parts of a model of another family that vitrel lacks: those in _OTHER_PARTS, or else its kinds of attention."""
+    """Return the parts of a model of another family that vitrel lacks: some of _OTHER_PARTS, or else its kinds of attention."""
     for wrapper in ("_orig_mod", "module"):  # of torch.compile, of parallel training
         if isinstance(getattr(model, wrapper, None), nn.Module):
             return f"it wraps another model: pass its .{wrapper}"
@@ -122,7 +123,9 @@ def _other_parts(model: nn.Module) -> str:
 def as_vitrel(model: nn.Module) -> Backbone:
     """Return a timm model converted to a new vitrel model, in its dtype, device and training mode, or a vitrel model itself.
 
-    ValueError, with the reason, for a model without counterpart; TypeError for what is no module, such as a name.
+    Raises:
+        ValueError: the model has no counterpart; the message gives the reason.
+        TypeError: it is no module, but for example a name.
     """
     if isinstance(model, Backbone):
         return model

@@ -29,17 +29,22 @@ def relativize(
 ) -> Backbone:
     """Return a new vitrel model with the weights of `model` and a new encoding `position` in every block.
 
-    model: a vitrel ViT whose attention has no position or a rotation, a vitrel Swin, whose encoding in the windows is replaced
-    unless it is a rotation that `rope` keeps, or a timm model that `from_timm` supports; not changed.
-    position: a key of POSITIONS that acts in attention, or several joined by '+'; position_args: their options.
-    absolute: "keep" the embedding, "drop" it, or "fade" it out over the first `fade_steps` training steps (vitrel.layers.Fade).
-    rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
-    img_size: training size of the new encodings in pixels, an int or (h, w); default: the model's. The embedding is resampled
-    to it, as forward at that size would do.
-    zero_init: learned rows (of encodings with the option `init_std`) start at 0, so they do not change the logits before
-    training; DeBERTa still scales content by 3**-0.5, and encodings without learned rows act from the start.
-    Raises ValueError for unknown or conflicting arguments, for a ViT that has a bias in attention already or shares one
-    rotation among its blocks, and for a Swin that has `position` already.
+    Args:
+        model: a vitrel ViT whose attention has no position or a rotation, a vitrel Swin, whose encoding in the windows is
+            replaced unless it is a rotation that `rope` keeps, or a timm model that `from_timm` supports; not changed.
+        position: a key of POSITIONS that acts in attention, or several joined by '+'.
+        position_args: options of the encodings.
+        absolute: "keep" the embedding, "drop" it, or "fade" it out.
+        fade_steps: for "fade": the number of training steps until the embedding is 0 (vitrel.layers.Fade).
+        rope: "keep" or "drop" the model's own rotation; a `position` that rotates replaces it in any case.
+        img_size: training size of the new encodings in pixels, an int or (h, w); None: the model's. The embedding is resampled
+            to it, as forward at that size would do.
+        zero_init: learned rows (of encodings with the option `init_std`) start at 0, so they do not change the logits before
+            training; DeBERTa still scales content by 3**-0.5, and encodings without learned rows act from the start.
+
+    Raises:
+        ValueError: arguments are unknown or conflict; a ViT has a bias in attention already or shares one rotation among its
+            blocks; a Swin has `position` already.
     """
     for name, value, known in (("absolute", absolute, ("keep", "drop", "fade")), ("rope", rope, ("keep", "drop"))):
         check_choice("relativize", name, value, known)
@@ -85,7 +90,12 @@ def absolute_scale(model: ViT) -> float:
 def drop_absolute(model: ViT, force: bool = False) -> ViT:
     """Remove the absolute embedding of a ViT in place; after it has faded to 0 this does not change the logits.
 
-    force: remove it whatever its scale. Raises ValueError if its scale is not 0, and if the model has none.
+    Args:
+        model: changed in place.
+        force: remove the embedding whatever its scale.
+
+    Raises:
+        ValueError: its scale is not 0, or the model has none.
     """
     if _checked(model).pos_embed is None:
         raise ValueError("the model has no absolute embedding (any more): there is nothing to drop")
@@ -115,7 +125,8 @@ def _check_position(position: str, args: dict, zero_init: bool) -> None:
 def _own_keys(model: Backbone, position: str) -> tuple[str, str]:
     """Return (keys that add to the tokens, joined by '+'; the key that rotates q and k), each "" if there is none.
 
-    ValueError for a model that cannot be relativized.
+    Raises:
+        ValueError: the model cannot be relativized.
     """
     tokens, attention = split_position(model.current_arguments()["position"])
     keys = [key for key in attention.split("+") if key and key != "none"]

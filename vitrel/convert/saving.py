@@ -40,8 +40,13 @@ _LISTS = {"classes": str, "img_size": int, "mean": (int, float), "std": (int, fl
 def save(model: nn.Module, path: str | Path) -> None:
     """Save a vitrel model as one .safetensors file that `load` reads: weights in their dtypes, and the configuration.
 
-    The file is written atomically. ValueError for another suffix, for a model of another library, and for a model that differs
-    from what its configuration builds (a part was replaced, a hook added, an option set on a module); then nothing is written.
+    Args:
+        model: a ViT or Swin of vitrel.
+        path: of the file, which is written atomically.
+
+    Raises:
+        ValueError: the suffix is another, or the model is of another library or differs from what its configuration builds (a
+            part was replaced, a hook added, an option set on a module); nothing is written then.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -63,15 +68,20 @@ def save(model: nn.Module, path: str | Path) -> None:
 def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module:
     """Return the model in a file, in evaluation mode on the CPU.
 
-    path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a timm
-    checkpoint with its config.json beside it; or bare weights in any layout that `load_pretrained` reads.
-    like: for bare weights, the name of a timm or vitrel model with the settings that shapes do not show: number of heads,
-    activation, eps, pooling, rotation. The file decides the rest: width, depth, patches, tokens, tables, classes, image size.
-    Not needed for a file that holds its model's configuration.
-    changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another `img_size`
-    tables and embeddings are resampled to it.
     A run that trained a timm model gives that timm model, not converted; its shapes cannot be changed.
-    Raises FileNotFoundError, or a ValueError that names what is missing or damaged in the file.
+
+    Args:
+        path: a file of `save`; a checkpoint of `vitrel train`, or the run's folder; a folder written by timm's save_for_hf; a
+            timm checkpoint with its config.json beside it; or bare weights in any layout that `load_pretrained` reads.
+        like: for bare weights, the name of a timm or vitrel model with the settings that shapes do not show: number of heads,
+            activation, eps, pooling, rotation. The file decides the rest: width, depth, patches, tokens, tables, classes, image
+            size. Not needed for a file that holds its model's configuration.
+        changes: constructor arguments that replace the file's. With another `num_classes` the head is new; with another
+            `img_size` tables and embeddings are resampled to it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: something in the file is missing or damaged; the message names it.
     """
     path = Path(path)
     if path.is_dir():
@@ -90,10 +100,17 @@ def load(path: str | Path, like: str | None = None, **changes: Any) -> nn.Module
 def read_checkpoint(path: Path, loaded: Any = None, changes: dict[str, Any] | None = None) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model of a checkpoint of vitrel train, in evaluation mode, and its entry 'vitrel' (see vitrel.train.module).
 
-    A run of a timm model gives the timm model. path names the file in errors, and is read if `loaded`, the file's content, is
-    None. changes: constructor arguments as in `load`; for a timm model ValueError if they change a tensor's shape. An absolute
-    embedding that has faded to 0 is dropped. No other file is read and nothing is downloaded, whatever the content. ValueError
-    for a file that is not such a checkpoint, is damaged, does not fit its own model, or holds NaN.
+    A run of a timm model gives the timm model. An absolute embedding that has faded to 0 is dropped. No other file is read and
+    nothing is downloaded, whatever the content.
+
+    Args:
+        path: names the file in errors, and is read if `loaded` is None.
+        loaded: the file's content.
+        changes: constructor arguments as in `load`.
+
+    Raises:
+        ValueError: the file is not such a checkpoint, is damaged, does not fit its own model, or holds NaN; or `changes`
+            changes the shape of a tensor of a timm model.
     """
     loaded = read_file(path) if loaded is None else loaded
     if not isinstance(loaded, dict) or not {"vitrel", "state_dict"} <= loaded.keys() or not isinstance(loaded["vitrel"], dict):
@@ -180,7 +197,10 @@ def _from_saved(path: Path, loaded: dict[str, Any], about: dict[str, Any], chang
 def _from_folder(folder: Path, changes: dict[str, Any], weights: Path | None = None) -> nn.Module:
     """Return the model of a run's folder, or of timm's with config.json converted by `from_timm`, in evaluation mode.
 
-    weights: for a folder of timm, a file to use instead of the folder's; ignored if the folder has a run's checkpoint.
+    Args:
+        folder: of the run, or written by timm.
+        changes: constructor arguments as in `load`.
+        weights: for a folder of timm, a file to use instead of the folder's; ignored if the folder has a run's checkpoint.
     """
     run = folder / "checkpoints" / "last.ckpt"
     if run.is_file():
@@ -231,7 +251,7 @@ def _from_bare(path: Path, loaded: Any, like: str | None, changes: dict[str, Any
 class _Like(NamedTuple):
     """The model named by `like`: its settings stand in for what the shapes of bare weights do not show."""
 
-    config: Config
+    config: Config  # of the model
     rotation: Rotation | None  # layout of timm's rotary encoding
     names: set[str]  # of timm's weights
 
@@ -261,10 +281,13 @@ def _swin_config(shapes: dict[str, Any]) -> Config:
 
 
 def _joined(base: dict[str, Any], shapes: dict[str, Any], own_names: bool) -> dict[str, Any]:
-    """Return the arguments `base` (of the model named by `like`), updated by those inferred from the file's shapes.
+    """Return the arguments `base`, updated by those inferred from the file's shapes.
 
-    own_names: the file has vitrel's names, so it is of the very model `base`: only num_classes is updated. Else layer scale and
-    norms in `block_args` are the file's alone; its other entries are those of `base` unless the shapes show them.
+    Args:
+        base: arguments of the model named by `like`.
+        shapes: arguments that the shapes show.
+        own_names: the file has vitrel's names, so it is of the very model `base`: only num_classes is updated. Else layer scale
+            and norms in `block_args` are the file's alone; its other entries are those of `base` unless the shapes show them.
     """
     if own_names:  # vitrel's names: the file is of the very model that was named
         return base | {"num_classes": shapes["num_classes"]}
@@ -294,10 +317,17 @@ def _described(shapes: dict[str, Any]) -> str:
 
 
 def _load_own(model: Backbone, loaded: dict[str, Any], path: Path, changes: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a vitrel model in place; ValueError that names `path` if they do not fit.
+    """Load a checkpoint's weights into a vitrel model in place.
 
-    changes: the arguments in which the model differs from the file's. Without any, tables and embeddings of another grid are an
-    error, else they are resampled; with `num_classes` the head may be new.
+    Args:
+        model: changed in place.
+        loaded: the file's content.
+        path: names the file in errors.
+        changes: the arguments in which the model differs from the file's. Without any, tables and embeddings of another grid
+            are an error, else they are resampled; with `num_classes` the head may be new.
+
+    Raises:
+        ValueError: the weights do not fit.
     """
     try:
         plan = plan_weights(model, loaded)
@@ -322,7 +352,7 @@ def _load_other(model: nn.Module, loaded: dict[str, Any], path: Path) -> None:
 
 
 def _differences(model: Backbone, config: Config) -> Iterator[str]:
-    """Yield, in words, the differences between a model and one built from its configuration."""
+    """Yield the differences between a model and one built from its configuration, in words."""
     try:
         json.dumps(config._asdict())
     except TypeError as error:

@@ -26,14 +26,17 @@ def optimize(model: nn.Module, linears: str = "auto") -> nn.Module:
     """Make evaluation of `model` on a CPU faster, in place, and return it. Outputs stay within a relative 2e-6 (float32).
 
     Two changes: every nn.Linear and timm Mlp of any model runs in oneDNN (see `linears`), and vitrel's blocks with windows
-    process a few images at a time. They apply to calls in model.eval() without gradients (torch.no_grad,
-    torch.inference_mode) on float32 or bfloat16 tensors; in bfloat16, oneDNN needs a processor with AVX-512 or similar. All
-    other calls run as before. `restore` undoes the changes.
+    process a few images at a time. They apply to calls in model.eval() without gradients (torch.no_grad, torch.inference_mode)
+    on float32 or bfloat16 tensors; in bfloat16, oneDNN needs a processor with AVX-512 or similar. All other calls run as
+    before. `restore` undoes the changes.
 
-    linears: what computes linear layers and MLPs: "onednn"; "torch", which leaves them as they are; or "auto", which times both
-        now on the model's most costly shapes, and warns if it leaves them as they are because oneDNN is not faster.
+    Args:
+        model: any model, changed in place.
+        linears: what computes linear layers and MLPs: "onednn"; "torch", which leaves them as they are; or "auto", which times
+            both now on the model's most costly shapes, and warns if it leaves them as they are because oneDNN is not faster.
 
-    Raises ValueError for another value of `linears`, or for "onednn" if this torch has no oneDNN.
+    Raises:
+        ValueError: `linears` has another value, or is "onednn" and this torch has no oneDNN.
     """
     if linears not in ("auto", "onednn", "torch"):
         raise ValueError(f"linears={linears!r} is unknown; choose one of auto, onednn, torch")

@@ -14,14 +14,12 @@ from vitrel.position.terms import Table, Terms
 
 
 class Crop(NamedTuple):
-    """A crop of h x w tokens from the grid `whole`; its first token is at row and column `origin` (y, x). It has all prefix
-    tokens.
-    """
+    """A crop of h x w tokens from a larger grid. It has all prefix tokens of that grid."""
 
-    whole: Grid
-    origin: tuple[int, int]
-    h: int
-    w: int
+    whole: Grid  # the larger grid
+    origin: tuple[int, int]  # row and column (y, x) of the crop's first token
+    h: int  # rows of tokens
+    w: int  # columns of tokens
 
     @property
     def grid(self) -> Grid:
@@ -30,11 +28,17 @@ class Crop(NamedTuple):
 
 
 def crop_terms(terms: Terms, crop: Crop) -> Terms:
-    """Return the terms of a crop, given the terms on `crop.whole`; the crop's tokens then have the same logits as in the whole
-    grid.
+    """Return the terms of a crop; the crop's tokens then have the same logits as in the whole grid.
 
     Rows of tokens and rotations are those of the crop, and tables keep the offsets |dy| < h, |dx| < w; everything else is
-    unchanged. Raises ValueError if the crop is not inside the whole grid, or the terms are not those of the whole grid.
+    unchanged.
+
+    Args:
+        terms: on `crop.whole`.
+        crop: the part of the grid.
+
+    Raises:
+        ValueError: the crop is not inside the whole grid, or the terms are not those of the whole grid.
     """
     if not torch.compiler.is_compiling():
         _check(terms, crop)
@@ -59,14 +63,14 @@ def crop_terms(terms: Terms, crop: Crop) -> Terms:
 
 
 def _tokens(crop: Crop, device: torch.device) -> Tensor:
-    """Index of each of the crop's tokens among the tokens of the whole grid, [N']."""
+    """Return the index of each of the crop's tokens among the tokens of the whole grid, [N']."""
     y, x = crop.grid.coordinates(device).unbind(-1)
     inside = (y + crop.origin[0]) * crop.whole.w + x + crop.origin[1] + crop.whole.prefix
     return torch.cat((torch.arange(crop.whole.prefix, device=device), inside))
 
 
 def _classes(crop: Crop, axis: str, device: torch.device) -> Tensor:
-    """Index of each of the crop's offset classes among those of the whole grid, [R']."""
+    """Return the index of each of the crop's offset classes among those of the whole grid, [R']."""
     whole, offsets = crop.whole, crop.grid.offsets(axis, device)
     if axis == "hw":
         inside = (offsets[:, 0] + whole.h - 1) * (2 * whole.w - 1) + offsets[:, 1] + whole.w - 1

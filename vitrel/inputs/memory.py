@@ -38,24 +38,29 @@ class Memory(NamedTuple):
 def forward_memory(
     model: ViT, image: Tensor, memory: Memory | None = None, length: int = 1, height: int | None = None, detach: bool = True
 ) -> tuple[Tensor, Memory]:
-    """Process the next tile of a strip, [B, in_chans, h, w] -> (tokens [B, N, C] as of `forward_features`, memory for the next
-    tile).
-
-    memory: the value returned for the tile above, None for the topmost tile. Tiles of a strip have one width; heights may
-    differ.
-    length: number of tiles whose keys and values are cached. detach: no gradient flows into earlier tiles, as in the paper;
-    False keeps their graph.
-    height: pixels of the whole strip, if known; positions are then those of the whole strip. Otherwise positions are those of
-    the grid of the cached rows and the tile. For encodings that depend on offsets only, both are equal. Encodings that depend
-    on the grid differ (table, factorised, decomposed, fire, rope_normalised, scaling, log_n), as do rotations with prefix
-    tokens, which are not rotated.
+    """Process the next tile of a strip, and return its tokens and the memory for the next tile.
 
     The prefix tokens of a tile see the patches above, but later tiles do not see them. Only the last tile of a strip may end
     within a patch, and only if height is given; its last row of patches is padded with zeros, as in the whole strip.
 
-    Raises TypeError for a memory of another type. Raises ValueError for blocks with windows, for tiles that do not continue the
-    strip, and without height for encodings that add to tokens (absolute, sincos), since every tile would have the positions of
-    the first.
+    Args:
+        model: a ViT without windows.
+        image: the tile [B, in_chans, h, w]. Tiles of a strip have one width; heights may differ.
+        memory: the value returned for the tile above; None for the topmost tile.
+        length: number of tiles whose keys and values are cached.
+        height: pixels of the whole strip, if known; positions are then those of the whole strip. Otherwise positions are those
+            of the grid of the cached rows and the tile. For encodings that depend on offsets only, both are equal. Encodings
+            that depend on the grid differ (table, factorised, decomposed, fire, rope_normalised, scaling, log_n), as do
+            rotations with prefix tokens, which are not rotated.
+        detach: no gradient flows into earlier tiles, as in the paper; False keeps their graph.
+
+    Returns:
+        The tokens [B, N, C] as of `forward_features`, and the memory.
+
+    Raises:
+        TypeError: the memory is of another type.
+        ValueError: a block has windows, the tile does not continue the strip, or height is missing for encodings that add to
+            tokens (absolute, sincos), since every tile would have the positions of the first.
     """
     _check(model, memory, length, height)
     x = model.embed_patches(image if memory is None else _filled(model, image))  # [B, h, w, C]
@@ -89,10 +94,18 @@ def forward_memory(
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, keys: Grid, dropout_p: float = 0.0, backend: str = "auto"
 ) -> Tensor:
-    """Attention of a segment's tokens to all keys, q [B, H, M, D], k and v [B, H, N, D] -> [B, H, M, D].
+    """Compute attention of a segment's tokens to all keys, [B, H, M, D].
 
-    k, v: as `with_past` returns them. keys: grid of all keys, on which `terms` are. Prefix tokens see all keys of their
-    segment; later segments do not see them.
+    Prefix tokens see all keys of their segment; later segments do not see them.
+
+    Args:
+        q: queries of the segment [B, H, M, D].
+        k: keys [B, H, N, D], as `with_past` returns them.
+        v: values [B, H, N, D], as `with_past` returns them.
+        terms: what an encoding returns for `keys`.
+        keys: grid of all keys.
+        dropout_p: as in vitrel.ops.attention.
+        backend: as in vitrel.ops.attention.
     """
     p, earlier = keys.prefix, k.shape[2] - q.shape[2]
     if not p or not earlier:
@@ -158,7 +171,7 @@ def _check_rows(model: ViT, image: Tensor, last: bool) -> None:
 
 
 def _check_tile(model: ViT, x: Tensor, memory: Memory | None, whole: Grid | None) -> None:
-    """ValueError unless x, the patches of the tile [B, h, w, C], continues the strip of `memory`."""
+    """Raise ValueError unless x, the patches of the tile [B, h, w, C], continues the strip of `memory`."""
     if whole is None and model.pos_embed is not None:
         raise ValueError(
             "this model adds positions to its tokens, and each tile would have those of the first: pass height, in pixels of "

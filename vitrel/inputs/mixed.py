@@ -10,9 +10,12 @@ from vitrel.models.backbone import Backbone
 
 
 def forward_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-    """Return logits [B, num_classes] of images of several sizes in one padded batch; arguments and errors as `features_mixed`.
+    """Return logits [B, num_classes] of images of several sizes in one padded batch.
 
-    Each image has the logits of a forward pass without padding. Raises ValueError for a model without pooling.
+    Each image has the logits of a forward pass without padding. Arguments and errors are those of `features_mixed`.
+
+    Raises:
+        ValueError: the model has no pooling.
     """
     if not model.global_pool:
         raise ValueError("without pooling (global_pool='') the outputs have several sizes: use features_mixed")
@@ -26,9 +29,16 @@ def forward_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int
 def features_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return model.forward_features of each image of a padded batch, computed without its padding: ViT [N, C], Swin [h, w, C].
 
-    image: [B, in_chans, height, width], with each image in the upper left. sizes: (h, w) of each image in pixels. Each grid of
-    tokens takes one forward pass. Raises ValueError unless there is one size per image, at least a patch and at most the batch,
-    and for a model in training mode with absolute_fade, which counts forward passes.
+    Each grid of tokens takes one forward pass.
+
+    Args:
+        model: a ViT or Swin.
+        image: [B, in_chans, height, width], with each image in the upper left.
+        sizes: (h, w) of each image in pixels.
+
+    Raises:
+        ValueError: there is not one size per image, at least a patch and at most the batch; or the model is in training mode
+            with absolute_fade, which counts forward passes.
     """
     by_image: dict[int, Tensor] = {}
     for images, features in _by_size(model, image, sizes):
@@ -37,7 +47,7 @@ def features_mixed(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, in
 
 
 def _by_size(model: Backbone, image: Tensor, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield, for each grid of tokens, the indices of its images and their features [n, ...]."""
+    """Yield the indices of its images and their features [n, ...] for each grid of tokens."""
     patch = model.patch_embed.patch_size
     sizes = _valid_sizes(image, sizes, patch)
     if model.training and getattr(model, "absolute_fade", None) is not None:

@@ -29,11 +29,9 @@ _ENDLESS = 1 << 40  # patches of an axis so long that its end has no influence
 
 
 class TileMargins(NamedTuple):
-    """Requirements of a model on tiles, (h, w) in pixels each. A side of a tile that is also a side of the image needs no
-    margin.
-    """
+    """Requirements of a model on tiles. A side of a tile that is also a side of the image needs no margin."""
 
-    alignment: tuple[int, int]  # tiles begin at multiples of this
+    alignment: tuple[int, int]  # (h, w) in pixels, as all fields; tiles begin at multiples of this
     before: tuple[int, int]  # pixels above and left of the exact features of a tile
     after: tuple[int, int]  # pixels below and right of them
     smallest: tuple[int, int]  # smallest tile for images of any size
@@ -42,7 +40,8 @@ class TileMargins(NamedTuple):
 def tile_margins(model: Backbone) -> TileMargins:
     """Return alignment and overlap of the tiles of a `Swin`, or of a `ViT` with windows in all blocks, for images of any size.
 
-    Raises ValueError for another model or a block with global attention.
+    Raises:
+        ValueError: the model is another, or has a block with global attention.
     """
     axes = [_Axis.of(model, a) for a in (0, 1)]
     (ph, pw), both = model.patch_embed.patch_size, zip(*((a.alignment, *a.margins(), a.smallest()) for a in axes), strict=True)
@@ -54,15 +53,22 @@ def tiled_features(
 ) -> Tensor | tuple[Tensor, list[Tensor]]:
     """Compute model.forward_features(image), up to rounding, tile by tile: [B, h, w, C] of a Swin, [B, N, C] of a ViT.
 
-    image: floats [B, in_chans, height, width] on any device: a tensor, an array, a memmap, or an object with `shape` whose
-    slices numpy can read. Each tile is moved to the model's device, and its features to `device`, by default that of the image.
-    tile: largest sides of a tile (h, w) in pixels, or one number for both, overlap included; `tile_margins` gives the smallest.
-    Larger tiles are faster: along each side, before + after pixels are computed twice.
-    pyramid: return (features, [map [B, C, h, w] after each stage]), as `forward_intermediates` of a Swin; a ViT has one map.
-
     Memory is saved only under torch.no_grad(), since gradients need the activations of all tiles. An absolute embedding is
-    computed for the whole grid at once and stored on `device`. Raises ValueError for a model in training mode, a model that
-    `tile_margins` refuses, and a tile that is too small; TypeError for an image of integers.
+    computed for the whole grid at once and stored on `device`.
+
+    Args:
+        model: a Swin, or a ViT with windows in all blocks, in evaluation mode.
+        image: floats [B, in_chans, height, width] on any device: a tensor, an array, a memmap, or an object with `shape` whose
+            slices numpy can read. Each tile is moved to the model's device.
+        tile: largest sides of a tile (h, w) in pixels, or one number for both, overlap included; `tile_margins` gives the
+            smallest. Larger tiles are faster: along each side, before + after pixels are computed twice.
+        device: of the result; None: that of the image.
+        pyramid: return (features, [map [B, C, h, w] after each stage]), as `forward_intermediates` of a Swin; a ViT has one
+            map.
+
+    Raises:
+        ValueError: the model is in training mode or refused by `tile_margins`, or the tile is too small.
+        TypeError: the image has integers.
     """
     last, maps = len(_stages(model)), {}
     if model.training:
@@ -88,23 +94,24 @@ def tiled_features(
 
 
 class _Kept(NamedTuple):
-    """Slices of the features to keep, in tokens of the tile and of the whole image."""
+    """Slices of the features to keep."""
 
-    tile: slice
-    whole: slice
+    tile: slice  # in tokens of the tile
+    whole: slice  # in tokens of the whole image
 
 
 class _Span(NamedTuple):
-    """A tile along one axis: its patches start..stop, and the features to keep after each stage and after the last norm."""
+    """A tile along one axis, in patches, and what to keep of it."""
 
-    start: int
-    stop: int
-    kept: tuple[_Kept, ...]
+    start: int  # first patch
+    stop: int  # patch after the last
+    kept: tuple[_Kept, ...]  # features after each stage and after the last norm
 
 
 class _Axis(NamedTuple):
-    """A model along one axis: for each stage the merging factor (1 or 2) and (window, shift) of its blocks, in tokens."""
+    """A model along one axis."""
 
+    # for each stage the merging factor (1 or 2) and (window, shift) of its blocks, in tokens
     stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     @classmethod
@@ -127,9 +134,14 @@ class _Axis(NamedTuple):
         return math.lcm(*self.strides, *(stride * window for stride, (_, blocks) in stages for window, _ in blocks))
 
     def exact(self, start: int, stop: int, n: int) -> list[tuple[int, int]]:
-        """For each stage, the tokens [lo, hi) of an axis (n patches) for which a tile of patches [start, stop) is exact.
+        """Return for each stage the tokens [lo, hi) of an axis for which a tile is exact: equal to those of the whole image.
 
-        Tokens are numbered on the whole axis. Exact features equal those of the whole image. No token is exact if lo >= hi.
+        Tokens are numbered on the whole axis. No token is exact if lo >= hi.
+
+        Args:
+            start: first patch of the tile.
+            stop: patch after its last.
+            n: patches of the axis.
         """
         lo, hi, ranges = start, stop, []
         for merge, blocks in self.stages:
@@ -147,14 +159,14 @@ class _Axis(NamedTuple):
         return ranges
 
     def margins(self) -> tuple[int, int]:
-        """Patches of a tile before and after its exact features, where it is cut on both sides."""
+        """Return the patches of a tile before and after its exact features, where it is cut on both sides."""
         step, stride = self.alignment, self.strides[-1]
         before = self.exact(step, _ENDLESS, _ENDLESS)[-1][0] * stride - step
         ends = [(stop, self.exact(0, stop, _ENDLESS)[-1][1] * stride) for stop in range(2 * step, 4 * step + 1)]
         return before, max(stop - hi for (_, shorter), (stop, hi) in pairwise(ends) if hi > shorter)
 
     def smallest(self) -> int:
-        """Patches of the smallest tile whose successor can begin one alignment later."""
+        """Return the patches of the smallest tile whose successor can begin one alignment later."""
         step = self.alignment
         target = self.exact(2 * step, _ENDLESS, _ENDLESS)[-1][0]
         return next(n for n in count(step) if self.exact(step, step + n, _ENDLESS)[-1][1] >= target)
@@ -190,7 +202,7 @@ class _Axis(NamedTuple):
 
 
 def _stages(model: Backbone) -> list[Stage]:
-    """Return the stages of a Swin, or the blocks of a ViT as one stage; ValueError for a model that cannot be tiled."""
+    """Return the stages of a Swin, or the blocks of a ViT as one stage; raise ValueError for a model that cannot be tiled."""
     if not isinstance(model, Backbone):
         raise ValueError(f"tiles need a Swin or ViT of vitrel, not {type(model).__name__}")
     stages = [*model.layers] if isinstance(model, Swin) else [Stage(nn.Identity(), [*model.blocks])]  # type: ignore[misc]
@@ -206,7 +218,7 @@ def _stages(model: Backbone) -> list[Stage]:
 
 
 def _spans(model: Backbone, size: tuple[int, int], tile: tuple[int, int]) -> list[list[_Span]]:
-    """Tiles along each axis of an image of `size` (h, w) pixels; ValueError if `tile` is too small."""
+    """Return the tiles along each axis of an image of `size` (h, w) pixels; raise ValueError if `tile` is too small."""
     margins, spans = tile_margins(model), []
     for a, (n, patch) in enumerate(zip(model.token_grid(size)[:2], model.patch_embed.patch_size, strict=True)):
         if tile[a] < min(margins.smallest[a], size[a]):

@@ -164,14 +164,21 @@ def diagnose(
     compile: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Diagnose position in `model` at images of `size` pixels: interpolated values, changed biases, leaks and padding.
+    """Diagnose position in a model at several image sizes: interpolated values, changed biases, leaks and padding.
 
-    model: a name for timm.create_model (with random weights, in every way in which timm can adapt it to a size), or a model (in
-    the way of `vitrel.inspect.any_model.at_size`), which is not changed. size: an int, (h, w), or a list of them. compile:
-    count the graphs of torch.compile over the sizes too, which takes seconds per size and clears the cache of torch.compile.
-    progress: called with a line before each step that can take seconds, for example "test_vit at 160x160, as built: forward".
-    Values that cannot be examined are named in the result, and a size that the model does not take is a `refusal` in it. Raises
-    ValueError for an unknown name, for a size that is not positive whole numbers, and for a model on the meta device.
+    Values that cannot be examined are named in the result, and a size that the model does not take is a `refusal` in it.
+
+    Args:
+        model: a name for timm.create_model (with random weights, in every way in which timm can adapt it to a size), or a model
+            (in the way of `vitrel.inspect.any_model.at_size`), which is not changed.
+        size: of the images in pixels: an int, (h, w), or a list of them.
+        compile: count the graphs of torch.compile over the sizes too, which takes seconds per size and clears the cache of
+            torch.compile.
+        progress: called with a line before each step that can take seconds, for example "test_vit at 160x160, as built:
+            forward".
+
+    Raises:
+        ValueError: the name is unknown, a size is not positive whole numbers, or the model is on the meta device.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]

@@ -192,25 +192,33 @@ def explain(
     offset: str = "query-key",
     **options,
 ) -> Explanation:
-    """Explain attention with position step by step: an Explanation, whose fields are tensors and which prints as a table.
+    r"""Explain attention with position step by step: an Explanation, whose fields are tensors and which prints as a table.
 
     >>> q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
     >>> k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
     >>> v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
     >>> trace = vitrel.explain(q, k, v, position="log_decay", decay=0.3, query=0)
-    >>> print(trace.weights[0, 0], trace.output[0, 0], sep="\\n")
+    >>> print(trace.weights[0, 0], trace.output[0, 0], sep="\n")
     tensor([0.1473, 0.3253, 0.1747, 0.1603, 0.1924], dtype=torch.float64)
     tensor([0.2435, 0.4215, 0.2709, 0.2565], dtype=torch.float64)
 
-    q [M, D] or [H, M, D], k and v [N, D] or [H, N, D], as attention takes them; computed in float64. position: a key of
-    POSITIONS, built with its `options` and learned values as initialised; an encoding; or Terms. What it adds to tokens is
-    added to q, k and v. grid: (h, w) or (h, w, prefix) of the keys, a row of N tokens by default; the queries are its last M
-    tokens. query: the index of one token or (row, column) of one patch; default all. mask: broadcastable to [H, M, N], bool
-    with True = attend, or additive. head: the index of one head; default all. tokens: N names. offset: "query-key" or
-    "key-query", the sign of the offsets in the text; no number depends on it.
+    Args:
+        q: queries [M, D] or [H, M, D], as attention takes them; computed in float64. What position adds to tokens is added to
+            q, k and v.
+        k: keys [N, D] or [H, N, D].
+        v: values [N, D] or [H, N, D].
+        position: a key of POSITIONS, built with its `options` and learned values as initialised; an encoding; or Terms.
+        grid: (h, w) or (h, w, prefix) of the keys; None: a row of N tokens. The queries are its last M tokens.
+        query: the index of one token or (row, column) of one patch; None: all.
+        mask: broadcastable to [H, M, N], bool with True = attend, or additive.
+        head: the index of one head; None: all.
+        tokens: N names.
+        offset: "query-key" or "key-query", the sign of the offsets in the text; no number depends on it.
+        options: of the encoding that `position` names.
 
-    Raises TypeError for an argument of another kind, ValueError for shapes that do not fit together and for a text of more
-    than 1,024 rows.
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: shapes do not fit together, or the text would have more than 1,024 rows.
     """
     check_choice("explain", "offset", offset, tuple(OFFSETS))
     q, k, v = _with_heads(q=q, k=k, v=v)

@@ -123,9 +123,14 @@ class ResolutionReport:
 
 
 def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
-    """Report grids, windows and encodings of `model` for images of `size` pixels, an int or (h, w).
+    """Report grids, windows and encodings of a model at an image size.
 
-    Raises ValueError for a size that is not one or two whole numbers, or smaller than a patch.
+    Args:
+        model: a ViT or Swin of vitrel.
+        size: of the images in pixels, an int or (h, w).
+
+    Raises:
+        ValueError: the size is not one or two whole numbers, or smaller than a patch.
     """
     patch, trained_size = to_2tuple(model.patch_embed.patch_size), to_2tuple(model.patch_embed.img_size)
     size = _checked(size, patch)

@@ -22,7 +22,7 @@ LARGE = (1 << 20, 1 << 20)  # (h, w) in pixels, larger than any image: only wind
 
 
 def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a backbone's constructor that afterwards stores a copy of its arguments in `self.arguments`.
+    """Decorate a backbone's constructor so that it stores a copy of its arguments in `self.arguments`.
 
     Defaults are included; device and dtype are not.
     """
@@ -42,9 +42,11 @@ def records_arguments(init: Callable[..., None]) -> Callable[..., None]:
 class Backbone(nn.Module, abc.ABC):
     """Abstract base class of the backbones ViT and Swin.
 
-    - patch_embed: timm's PatchEmbed, with output [B, h, w, C].
-    - pos_embed: the encoding added to the tokens, or None. num_prefix_tokens: number of class and register tokens.
-    - arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
+    Attributes:
+        patch_embed: timm's PatchEmbed, with output [B, h, w, C].
+        pos_embed: the encoding added to the tokens, or None.
+        num_prefix_tokens: number of class and register tokens.
+        arguments: those of the constructor, defaults included; `current_arguments()` includes later changes.
     """
 
     arguments: dict[str, Any]
@@ -63,8 +65,9 @@ class Backbone(nn.Module, abc.ABC):
         return self.forward_head(self.forward_features(image))
 
     def current_arguments(self) -> dict[str, Any]:
-        """Constructor arguments of the model in its current state: after a new head, pruning, or removal of the absolute
-        embedding.
+        """Return the constructor arguments of the model in its current state.
+
+        They differ from `arguments` after a new head, pruning, or removal of the absolute embedding.
         """
         _, attention = split_position(self.arguments["position"])
         position = (attention or "none") if self.pos_embed is None else self.arguments["position"]
@@ -80,7 +83,7 @@ class Backbone(nn.Module, abc.ABC):
         """Ignore the value; it exists because timm's factory assigns to it."""
 
     def token_grid(self, size: tuple[int, int]) -> Grid:
-        """Grid of tokens for an image of `size` (h, w) pixels; sides that are not whole patches are rounded up."""
+        """Return the grid of tokens for an image of `size` (h, w) pixels; sides that are not whole patches are rounded up."""
         (h, w), (ph, pw) = size, self.patch_embed.patch_size
         return Grid(-(-h // ph), -(-w // pw), self.num_prefix_tokens)
 
@@ -90,10 +93,15 @@ class Backbone(nn.Module, abc.ABC):
         patch_size: int | tuple[int, int] | None = None,
         window_size: int | tuple[int, int] | None = None,
     ) -> None:
-        """Record the input size (h, w) in pixels. It changes no parameter and no output: forward takes any size without this
-        call.
+        """Record the input size. It changes no parameter and no output: forward takes any size without this call.
 
-        patch_size, window_size: as in timm's method; ValueError unless they equal those of the model.
+        Args:
+            img_size: an int or (h, w) in pixels; None: as it is.
+            patch_size: as in timm's method; None, or that of the model.
+            window_size: as in timm's method; None, or that of the model.
+
+        Raises:
+            ValueError: patch_size or window_size differs from that of the model.
         """
         for name, new, current in (
             ("patch_size", patch_size, self.patch_embed.patch_size),
@@ -106,25 +114,29 @@ class Backbone(nn.Module, abc.ABC):
 
     @property
     def resize_policies(self) -> tuple[str, ...]:
-        """Policies, the default first, that the encodings of this model can use at another image size; empty if none is
-        resized.
-        """
+        """Policies that the encodings can use at another image size, the default first; empty if none is resized."""
         parts = (part for part, grid in resizable_parts(self, LARGE) if part.grid[:2] != grid[:2])
         return tuple(dict.fromkeys(policy for part in parts for policy in part.policies))
 
     def set_resize_policy(self, policy: str) -> None:
         """Set the resize policy of every encoding that has it; `policy` is one name or several joined by "+".
 
-        Raises ValueError for a policy that no encoding of this model has.
+        Raises:
+            ValueError: no encoding of this model has the policy.
         """
         self.set_position_options(resize=policy)
 
     def set_position_options(self, **options: Any) -> None:
         """Change options of the encodings that act only at other sizes than the training size.
 
-        These are resize, scaling, scaling_strength, yarn_turns and temperature, with values as in position_args. Parameters and
-        outputs at the training size do not change. `arguments` is updated, so the model is saved with the options. Raises
-        ValueError for an option that no encoding of this model has; nothing is changed then.
+        Parameters and outputs at the training size do not change. `arguments` is updated, so the model is saved with the
+        options.
+
+        Args:
+            options: resize, scaling, scaling_strength, yarn_turns and temperature, with values as in position_args.
+
+        Raises:
+            ValueError: no encoding of this model has an option; nothing is changed then.
         """
         for policy in options["resize"].split("+") if "resize" in options else ():
             if policy not in self.resize_policies:
@@ -147,27 +159,30 @@ class Backbone(nn.Module, abc.ABC):
         return self.encodings(to_2tuple(self.patch_embed.img_size))
 
     def resized(self, size: tuple[int, int]) -> dict[str, int]:
-        """Rules by which forward at `size` (h, w) pixels departs from the trained position values.
+        """Return the rules by which forward at `size` (h, w) pixels departs from the trained position values.
 
-        Returns {rule: number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a rule
-        that interpolates no parameter (for example "table clip").
+        Returns:
+            {rule: number of parameter values that are interpolated}: empty if every value is read as trained, 0 for a rule that
+                interpolates no parameter (for example "table clip").
         """
         return sum_counts(encoding.resized(grid) for encoding, grid in self.encodings(size))
 
     def unseen(self, size: tuple[int, int]) -> float:
-        """Share of the offsets at `size` (h, w) pixels, 0 to 1, that no pair of training tokens had; the largest of all
-        encodings.
+        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that no pair of training tokens had.
+
+        It is the largest of all encodings.
         """
         return max((encoding.unseen(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def saturated(self, size: tuple[int, int]) -> float:
-        """Share of the offsets at `size`, 0 to 1, that are unseen but read a trained edge row or far bucket; the largest of all
-        encodings.
+        """Return the share of the offsets at `size` (h, w) pixels, 0 to 1, that are unseen but read a trained row or bucket.
+
+        The row is an edge row, the bucket the far one. The share is the largest of all encodings.
         """
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def position_parameters(self) -> set[str]:
-        """Names of the parameters of position encodings."""
+        """Return the names of the parameters of position encodings."""
         encodings = [name for name, module in self.named_modules() if isinstance(module, PositionEncoding)]
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 
@@ -180,9 +195,10 @@ class Backbone(nn.Module, abc.ABC):
         return scales
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters without weight decay: position, class and register tokens, scales of cosine attention.
+        """Return the names of the parameters without weight decay.
 
-        Norms and biases are not listed, since timm and vitrel.train exclude them in any model.
+        They are those of position, class and register tokens, and scales of cosine attention. Norms and biases are not listed,
+        since timm and vitrel.train exclude them in any model.
         """
         others = ("cls_token", "dist_token", "reg_token", "logit_scale")
         return self.position_parameters() | {n for n, _ in self.named_parameters() if n.rpartition(".")[2] in others}
@@ -196,7 +212,8 @@ class Backbone(nn.Module, abc.ABC):
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialise all parameters, for example of a model built on the meta device and moved by `to_empty`.
 
-        needs_reset False: only draw the linear layers again, after layers have initialised themselves at construction.
+        Args:
+            needs_reset: False: only draw the linear layers again, after layers have initialised themselves at construction.
         """
         if needs_reset:
             for module in reversed([*self.modules()]):  # parts first: an encoding overrules the layers it contains
@@ -208,9 +225,12 @@ class Backbone(nn.Module, abc.ABC):
                 self.init_linear(module)
 
     def embed_patches(self, image: Tensor) -> Tensor:
-        """Embed an image [B, in_chans, height, width] as patches [B, h, w, C], padded on the right and below to whole patches.
+        """Embed an image as patches, [B, in_chans, height, width] -> [B, h, w, C].
 
-        Raises ValueError for another shape, or an image smaller than one patch.
+        It is padded on the right and below to whole patches.
+
+        Raises:
+            ValueError: the image has another shape, or is smaller than one patch.
         """
         if not torch.compiler.is_compiling():
             check_image(image, self.in_chans, self.patch_embed.patch_size)
@@ -219,7 +239,7 @@ class Backbone(nn.Module, abc.ABC):
 
 @torch.fx.wrap  # a leaf of fx graphs, since a trace cannot branch on a size
 def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
-    """ValueError unless `image` is [B, in_chans, height, width] and at least one patch (h, w), in pixels, large."""
+    """Raise ValueError unless `image` is [B, in_chans, height, width] and at least one patch (h, w), in pixels, large."""
     if image.dim() != 4:
         raise ValueError(f"expected images [B, C, height, width], got shape {tuple(image.shape)}; add a batch dimension?")
     if image.shape[1] != in_chans:
@@ -230,7 +250,7 @@ def check_image(image: Tensor, in_chans: int, patch: tuple[int, int]) -> None:
 
 
 def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False) -> None:
-    """ValueError unless `global_pool` is possible in a backbone with or without class token and attention pooling."""
+    """Raise ValueError unless `global_pool` is possible in a backbone with or without class token and attention pooling."""
     known = (*(["token"] if class_token else []), "avg", "max", "avgmax", *(["map"] if attention_pool else []), "")
     if global_pool not in known:
         hint = "needs class_token=True" if global_pool == "token" else "is unknown"
@@ -241,8 +261,10 @@ def check_pool(global_pool: str, class_token: bool, attention_pool: bool = False
 def init_linear(module: nn.Module, gain: float | None = None) -> None:
     """Draw the weights of a linear layer from a truncated normal and set its bias to zero; other modules are left alone.
 
-    gain None: standard deviation 0.02, as in timm, which suits widths of 192 and more. Otherwise gain / sqrt(in_features): for
-    the widths of the smallest models 0.02 is too small, and attention needs hundreds of updates before heads differ.
+    Args:
+        module: any module.
+        gain: the standard deviation is gain / sqrt(in_features): for the widths of the smallest models 0.02 is too small, and
+            attention needs hundreds of updates before heads differ. None: 0.02, as in timm, which suits widths of 192 and more.
     """
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02 if gain is None else gain / math.sqrt(module.in_features))

@@ -20,16 +20,18 @@ class Config(NamedTuple):
     """Plain values that describe a model without its weights."""
 
     architecture: str  # name in timm's registry
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # of the model's constructor
     input_size: tuple[int, int]  # (h, w) in pixels that `set_input_size` recorded
     preparation: dict[str, Any]  # entries of timm's pretrained_cfg: size, crop, mean, std, names of the classes
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any) -> Backbone:
-        """Build the model with random weights.
+        """Build the model with random weights; torch's random state is left as it was.
 
-        changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
-        `preparation`. The names of the classes are dropped if they are not as many as num_classes. Torch's random state is left
-        as it was.
+        Args:
+            device: of the parameters.
+            dtype: of the parameters.
+            changes: constructor arguments that replace those of the configuration; pretrained_cfg_overlay replaces entries of
+                `preparation`. The names of the classes are dropped if they are not as many as num_classes.
         """
         preparation = self.preparation | changes.pop("pretrained_cfg_overlay", {})
         arguments = self.arguments | changes
@@ -54,7 +56,7 @@ def config_of(model: Backbone) -> Config:
 
 
 def preparation_of(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a timm pretrained_cfg about image preparation (size, crop, mean, std) and class names."""
+    """Return the entries of a timm pretrained_cfg about image preparation (size, crop, mean, std) and class names."""
     return {name: cfg[name] for name in _PREPARATION if cfg.get(name) is not None}
 
 

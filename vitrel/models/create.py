@@ -25,9 +25,15 @@ _WEIGHTS = (".safetensors", ".pth", ".bin", ".tar")  # suffixes of the files of 
 def create_model(name: str, **kwargs) -> nn.Module:
     """Build a model by timm.create_model, with this package's models registered.
 
-    Raises ValueError for an unknown name, with the nearest known names, and for pretrained weights that do not
-    exist; ConnectionError if these are neither in timm's cache nor can be downloaded. For "local-dir:FOLDER" raises
-    FileNotFoundError if there is no such folder, ValueError if its files are not of timm or damaged.
+    Args:
+        name: of a model in timm's registry, or a source: "local-dir:FOLDER", "hf-hub:REPOSITORY".
+        kwargs: arguments of timm.create_model, for example pretrained, num_classes, img_size, position_args.
+
+    Raises:
+        ValueError: the name is unknown (the message gives the nearest known names), the pretrained weights do not exist, or the
+            files of a folder are not of timm or damaged.
+        ConnectionError: the pretrained weights are neither in timm's cache nor can be downloaded.
+        FileNotFoundError: there is no such folder.
     """
     if name.startswith("local-dir:"):
         return _from_folder(Path(name.partition(":")[2]), kwargs)
@@ -43,7 +49,7 @@ def create_model(name: str, **kwargs) -> nn.Module:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Context in which models are built on the meta device: shapes without values, and without the time to initialise these."""
+    """Return a context in which models are built on the meta device: shapes without values, and no time to initialise them."""
     with torch.device("meta"), _Unfilled():
         yield
 
@@ -60,10 +66,17 @@ class _Unfilled(TorchFunctionMode):
 
 
 def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -> nn.Module:
-    """Build a model as `create_model`, for images of `img_size` (h, w) pixels where its architecture takes a size.
+    """Build a model as `create_model`, for images of a size where its architecture takes one.
 
-    One without position, such as a ResNet, takes none. With None, the model keeps its default. Raises as `create_model`, and
-    TypeError for a wrong argument.
+    A model without position, such as a ResNet, takes none.
+
+    Args:
+        name: as in `create_model`.
+        img_size: (h, w) in pixels; None: the model keeps its default.
+        kwargs: as in `create_model`.
+
+    Raises:
+        TypeError: an argument is wrong; other errors as in `create_model`.
     """
     try:
         return create_model(name, **kwargs | ({} if img_size is None else {"img_size": img_size}))
@@ -74,9 +87,14 @@ def create_sized(name: str, img_size: tuple[int, int] | None = None, **kwargs) -
 
 
 def check_model_name(name: str, allow_sources: bool = False) -> None:
-    """ValueError, with the nearest names, for a model that is not in timm's registry.
+    """Check that a model is in timm's registry.
 
-    allow_sources: accept sources such as local-dir:folder and hf-hub:repository, without looking into them.
+    Args:
+        name: of the model.
+        allow_sources: accept sources such as local-dir:folder and hf-hub:repository, without looking into them.
+
+    Raises:
+        ValueError: it is not; the message gives the nearest names.
     """
     if not (timm.is_model(name) or (allow_sources and (":" in name or "/" in name))):
         near = nearest(name, timm.list_models(), cutoff=0.5)
@@ -86,7 +104,9 @@ def check_model_name(name: str, allow_sources: bool = False) -> None:
 def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     """Return timm.create_model("local-dir:FOLDER", **arguments); with `pretrained`, the weight files are checked first.
 
-    FileNotFoundError if there is no folder; ValueError that names the damage, the files in the folder and the fix.
+    Raises:
+        FileNotFoundError: there is no folder.
+        ValueError: a file is damaged; the message names the damage, the files in the folder and the fix.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: local-dir: takes one that holds a model's config.json and its weights")

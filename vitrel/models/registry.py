@@ -20,7 +20,7 @@ _FAMILIES: dict[type[nn.Module], Callable[[str], dict]] = {}  # {trunk: register
 
 
 def base_cfg(**changes) -> dict:
-    """The pretrained cfg entries that all model families share, updated by those given."""
+    """Return the pretrained cfg entries that all model families share, updated by those given."""
     shared = dict(num_classes=1000, input_size=(3, 224, 224), pool_size=None, crop_pct=0.9, interpolation="bicubic")
     return shared | dict(fixed_input_size=False, first_conv="patch_embed.proj") | changes
 
@@ -28,10 +28,15 @@ def base_cfg(**changes) -> dict:
 def register_family(
     trunk: type[nn.Module], rows: Rows, weights: dict[str, str], namespace: dict, rows_of: Callable[[Sequence[str]], Rows]
 ) -> dict:
-    """Register a timm entry point for each row; returns timm's `default_cfgs`.
+    """Register a timm entry point for each row, and return timm's `default_cfgs`.
 
-    weights: {name: hub repository} of public weights. namespace: globals() of the backbone's module, to which the entry points
-    and default_cfgs are added, since timm looks for them there. rows_of: makes the rows for positions registered later.
+    Args:
+        trunk: class of the backbone.
+        rows: {name: (constructor arguments, entries of timm's pretrained cfg)} of the models.
+        weights: {name: hub repository} of public weights.
+        namespace: globals() of the backbone's module, to which the entry points and default_cfgs are added, since timm looks
+            for them there.
+        rows_of: makes the rows for positions registered later.
     """
     cfgs = generate_default_cfgs(
         {name: dict(cfg, **({"hf_hub_id": weights[name]} if name in weights else {})) for name, (_, cfg) in rows.items()}
@@ -45,14 +50,17 @@ def register_family(
 
 
 def register_position(key: str) -> Callable[[type[Encoding]], type[Encoding]]:
-    """Class decorator that registers an encoding of your own, a subclass of `PositionEncoding`, under `key`.
+    """Return a class decorator that registers an encoding of your own, a subclass of `PositionEncoding`.
 
     The key is then a `position` of every model and layer, and timm has the models vitrel_vit_<size>_<key> and, if it acts in
     attention, vitrel_swin_<size>_<key>. Commands take --import MODULE, the module with the class.
 
+    Args:
+        key: small letters, digits and underscores.
+
     Raises:
         TypeError: the class is no PositionEncoding.
-        ValueError: a key other than small letters, digits and underscores, or one that another class has.
+        ValueError: the key has other characters, or another class has it.
     """
     if not re.fullmatch("[a-z][a-z0-9_]*", key):
         raise ValueError(f"a position is named by small letters, digits and underscores, not {key!r}")

@@ -47,6 +47,36 @@ class Swin(Backbone):
     """Swin transformer: images [B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch.
 
     Sides need not be equal or divisible by patch or window; images are padded on the right and below.
+
+    Args:
+        img_size: side or (h, w), in pixels, of the images for which learned encodings are made.
+        patch_size: side of a patch in pixels.
+        in_chans: channels of an image.
+        num_classes: 0 for no head.
+        global_pool: "avg", "max", "avgmax", or "" for none.
+        embed_dim: width C of the first stage, doubled by every merging.
+        depths: blocks of each stage.
+        num_heads: heads of each stage.
+        window_size: an int or (h, w), in tokens; the training grid of the encodings in attention.
+        mlp_ratio: width of the MLP's hidden layer divided by C.
+        qkv_bias: the projection to q, k and v has a bias.
+        position: a key of POSITIONS or several joined by '+'.
+        position_args: options of the encodings; pretrained_window may have one number per stage (see `_stage_args`).
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout of the outputs of attention and MLP.
+        attn_drop_rate: dropout of attention weights.
+        drop_path_rate: stochastic depth of the last block, from 0 in the first.
+        init_gain: see `init_linear`.
+        version: 2 for cosine attention, residual post-norm and norms after merging, as in Swin V2 (whose published position is
+            "cpb").
+        norm_eps: epsilon of the norms.
+        final_norm: a norm after the last stage.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
+
+    Raises:
+        ValueError: a combination is impossible.
+        TypeError: an option is unknown.
     """
 
     @records_arguments
@@ -76,17 +106,6 @@ class Swin(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Arguments as in timm, and:
-
-        - window_size: an int or (h, w), in tokens; the training grid of the encodings in attention.
-        - position: a key of POSITIONS or several joined by '+'. position_args: their options; pretrained_window may have one
-          number per stage (see `_stage_args`).
-        - version: 2 for cosine attention, residual post-norm and norms after merging, as in Swin V2 (whose published position
-          is "cpb").
-        - init_gain: see `init_linear`. final_norm: a norm after the last stage.
-
-        Raises ValueError for an impossible combination, TypeError for an unknown option.
-        """
         super().__init__()
         check_options(position, position_args or {})
         check_pool(global_pool, class_token=False)
@@ -161,9 +180,13 @@ class Swin(Backbone):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return (forward_features(x), [features of the chosen stages]) of images x as in timm.
 
-        intermediates_only: return the list alone. indices: stages, or the number of last stages, None for all. norm: apply the
-        final norm to the features of the last stage. stop_early: do not run the stages after the last chosen one; the first
-        value is then the output of that stage. output_fmt: "NCHW" or "NHWC", of the list; the first value is NHWC.
+        Args:
+            x: images [B, in_chans, height, width].
+            indices: stages, or the number of last stages; None: all.
+            norm: apply the final norm to the features of the last stage.
+            stop_early: do not run the stages after the last chosen one; the first value is then the output of that stage.
+            output_fmt: "NCHW" or "NHWC", of the list; the first value is NHWC.
+            intermediates_only: return the list alone.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be NCHW or NHWC, not {output_fmt!r}")
@@ -182,10 +205,14 @@ class Swin(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of `indices`, in place; returns the indices kept.
+        """Remove the stages after the last of `indices`, in place, and return the indices kept.
 
-        prune_norm: also remove the final norm. prune_head: also the head and the pooling. All three are removed if a stage is,
-        since their width is that of the last stage.
+        Final norm, head and pooling are all removed if a stage is, since their width is that of the last stage.
+
+        Args:
+            indices: stages, or the number of last stages.
+            prune_norm: also remove the final norm.
+            prune_head: also remove the head and the pooling.
         """
         take, last = feature_take_indices(len(self.layers), indices)
         shorter = last + 1 < len(self.layers)
@@ -238,7 +265,12 @@ def _stage_args(position_args: dict, window: Grid, grid: Grid, stages: int) -> l
     """Return position_args for each stage, with its pretrained_window: the value given for all stages or for each of them.
 
     A pair is (h, w) of all stages. If none is given: the window, or the stage's grid where that is smaller, as in Swin V2.
-    grid: of the first stage.
+
+    Args:
+        position_args: of the model.
+        window: of all stages.
+        grid: of the first stage.
+        stages: number of stages.
     """
     pretrained, args = position_args.get("pretrained_window"), []
     for stage in range(stages):
@@ -279,7 +311,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """One model of every size for each position, but for those that only add to tokens."""
+    """Return one model of every size for each position, but for those that only add to tokens."""
     return {
         f"vitrel_swin_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

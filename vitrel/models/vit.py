@@ -30,6 +30,46 @@ class ViT(Backbone):
     """Vision transformer: images [B, in_chans, height, width] -> logits [B, num_classes], at any size of at least one patch.
 
     Sides need not be equal or whole patches; images are padded on the right and below.
+
+    Args:
+        img_size: side or (h, w), in pixels, of the images for which learned encodings are made.
+        patch_size: side of a patch in pixels.
+        in_chans: channels of an image.
+        num_classes: 0 for no head.
+        global_pool: pooling as in timm: "token", "avg", "avgmax", "max", "" for none, or "map", attention pooling (SigLIP).
+        embed_dim: width C of the tokens.
+        depth: number of blocks.
+        num_heads: number of heads H.
+        mlp_ratio: width of the MLP's hidden layer divided by C.
+        qkv_bias: the projection to q, k and v has a bias.
+        class_token: the model has a class token.
+        dist_token: the model has DeiT's distillation token and its head; the logits are the mean of both heads.
+        reg_tokens: number of register tokens.
+        position: a key of POSITIONS or several joined by '+'.
+        position_args: options of the encodings.
+        absolute_fade: training steps over which the absolute embedding fades out (see `vitrel.layers.Fade`); None: it does not.
+        drop_rate: dropout before the head.
+        pos_drop_rate: dropout of the tokens before the first block, also without an absolute embedding.
+        proj_drop_rate: dropout of the outputs of attention and MLP.
+        attn_drop_rate: dropout of attention weights.
+        drop_path_rate: stochastic depth of the last block, from 0 in the first.
+        init_gain: see `init_linear`.
+        share_position: one encoding in attention for all blocks (BEiT) instead of one per block.
+        pre_norm: a norm before the first block (CLIP).
+        final_norm: a norm after the last block; None: if there is no fc_norm.
+        fc_norm: a norm of the pooled features; None: with global_pool "avg", "avgmax" and "max".
+        final_norm_eps: epsilon of final_norm; None: the norm_eps of block_args (SAM has another).
+        patch_bias: the patch embedding has a bias.
+        pool_args: options of global_pool="map": num_heads, mlp_ratio and include_prefix (pool prefix tokens too).
+        block_args: init_values, mlp, mlp_norm and post_norm (see `Block`); qk_norm and attn_norm (see `Attention`); norm_eps of
+            every norm; window, an int or (h, w) in tokens, for attention within windows in all blocks but global_blocks
+            (indices), as in ViTDet and SAM; without prefix tokens only.
+        device: of the parameters, as for torch's modules.
+        dtype: of the parameters, as for torch's modules.
+
+    Raises:
+        ValueError: a combination is impossible.
+        TypeError: an option is unknown.
     """
 
     @records_arguments
@@ -68,27 +108,6 @@ class ViT(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """Arguments as in timm, and:
-
-        - img_size: side or (h, w), in pixels, of the images for which learned encodings are made.
-        - position: a key of POSITIONS or several joined by '+'. position_args: their options.
-        - share_position: one encoding in attention for all blocks (BEiT) instead of one per block.
-        - absolute_fade: training steps over which the absolute embedding fades out (see `vitrel.layers.Fade`).
-        - pos_drop_rate: dropout of the tokens before the first block, also without an absolute embedding.
-        - dist_token: DeiT's distillation token and its head; the logits are the mean of both heads.
-        - init_gain: see `init_linear`. patch_bias: bias in the patch embedding.
-        - pre_norm: a norm before the first block (CLIP).
-        - final_norm, fc_norm: a norm after the last block, and of the pooled features; None: fc_norm with global_pool "avg",
-          "avgmax" and "max", otherwise final_norm. final_norm_eps: epsilon of final_norm, if not the norm_eps of block_args
-          (SAM).
-        - global_pool="map": attention pooling (SigLIP), with pool_args num_heads, mlp_ratio and include_prefix (pool prefix
-          tokens too).
-        - block_args: init_values, mlp, mlp_norm and post_norm (see `Block`); qk_norm and attn_norm (see `Attention`); norm_eps
-          of every norm; window, an int or (h, w) in tokens, for attention within windows in all blocks but global_blocks
-          (indices), as in ViTDet and SAM; without prefix tokens only.
-
-        Raises ValueError for an impossible combination, TypeError for an unknown option.
-        """
         super().__init__()
         check_options(position, position_args or {})
         in_block, in_attn, window, global_blocks = _block_args(block_args or {}, depth)
@@ -164,7 +183,8 @@ class ViT(Backbone):
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialise all parameters and buffers.
 
-        needs_reset False: only linear layers outside encodings, prefix tokens and attention pooling.
+        Args:
+            needs_reset: False: only linear layers outside encodings, prefix tokens and attention pooling.
         """
         super().init_weights(needs_reset)
         for token in self.prefix_tokens:
@@ -184,10 +204,17 @@ class ViT(Backbone):
         return self.add_tokens(x, None if self.pos_embed is None else self.pos_embed(grid).tokens), grid
 
     def add_tokens(self, x: Tensor, tokens: Tensor | None) -> Tensor:
-        """Turn patches [B, h, w, C] into the first block's input [B, N, C]: prepend prefix tokens, add the absolute embedding.
+        """Turn patches into the first block's input: prepend prefix tokens, add the absolute embedding.
 
-        tokens: that embedding [N, C] before its fade, which counts this call as a step in training. Dropout and norm_pre are
-        applied last.
+        Dropout and norm_pre are applied last.
+
+        Args:
+            x: patches [B, h, w, C].
+            tokens: the absolute embedding [N, C] before its fade, which counts this call as a step in training; None without
+                one.
+
+        Returns:
+            [B, N, C].
         """
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens]
         x = torch.cat((*prefix, x.flatten(1, 2)), 1)  # [B, N, C]
@@ -228,11 +255,16 @@ class ViT(Backbone):
     ) -> list | tuple[Tensor, list]:
         """Return (forward_features(x), [features of the chosen blocks]) of images x as in timm.
 
-        intermediates_only: return the list alone. indices: blocks, or the number of last blocks, None for all. norm: apply the
-        final norm to all of them. stop_early: do not run the blocks after the last chosen one; the first value is then the norm
-        of its output. output_fmt: "NCHW" or "NLC", of patch tokens only; with return_prefix_tokens, pairs of them and the
-        prefix tokens [B, prefix, C]. attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool
-        with True = attend, or additive.
+        Args:
+            x: images [B, in_chans, height, width].
+            indices: blocks, or the number of last blocks; None: all.
+            return_prefix_tokens: the list has pairs of patch tokens and prefix tokens [B, prefix, C].
+            norm: apply the final norm to all features.
+            stop_early: do not run the blocks after the last chosen one; the first value is then the norm of its output.
+            output_fmt: "NCHW" or "NLC", of patch tokens only.
+            intermediates_only: return the list alone.
+            attn_mask: for all blocks, broadcastable to [B, H, N, N] with prefix tokens first; bool with True = attend, or
+                additive.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, not {output_fmt!r}")
@@ -259,8 +291,13 @@ class ViT(Backbone):
     ) -> list:
         """Return the patch features of the last n blocks, or of the blocks with these indices, as in timm and DINO.
 
-        Each is [B, h * w, C], with `reshape` [B, C, h, w]; with return_prefix_tokens pairs of it and the prefix tokens [B,
-        prefix, C].
+        Args:
+            x: images [B, in_chans, height, width].
+            n: number of last blocks, or indices of blocks.
+            reshape: features are [B, C, h, w] instead of [B, h * w, C].
+            return_prefix_tokens: the list has pairs of patch features and prefix tokens [B, prefix, C].
+            norm: apply the final norm to all features.
+            attn_mask: as in `forward_intermediates`.
         """
         options = dict(norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True, attn_mask=attn_mask)
         return self.forward_intermediates(x, n, return_prefix_tokens, **options)  # type: ignore[return-value]
@@ -268,9 +305,12 @@ class ViT(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of `indices`, in place; returns the indices kept.
+        """Remove the blocks after the last of `indices`, in place, and return the indices kept.
 
-        prune_norm: also remove the final norm. prune_head: also the head, the pooling and fc_norm.
+        Args:
+            indices: blocks, or the number of last blocks.
+            prune_norm: also remove the final norm.
+            prune_head: also remove the head, the pooling and fc_norm.
         """
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
@@ -349,9 +389,7 @@ class ViT(Backbone):
 
 
 def _block_args(block_args: dict, depth: int) -> tuple[dict, dict, tuple[int, int] | None, tuple[int, ...]]:
-    """Split block_args into options of `Block`, options of `Attention`, the window or None, and the indices of the global
-    blocks.
-    """
+    """Split block_args into options of `Block`, options of `Attention`, the window or None, and the global blocks' indices."""
     known = ("init_values", "mlp", "mlp_norm", "post_norm", "norm_eps", "qk_norm", "attn_norm", "window", "global_blocks")
     if unknown := [name for name in block_args if name not in known]:
         raise TypeError(f"block_args has no option {unknown[0]!r}; it has {', '.join(known)}")
@@ -385,7 +423,7 @@ _WEIGHTS = {  # weights whose layout vitrel.weights reads
 
 
 def _rows(keys: Iterable[str]) -> Rows:
-    """One model of every size for each position."""
+    """Return one model of every size for each position."""
     return {
         f"vitrel_vit_{size}_{key.replace('+', '_')}": (dict(row, position=key), _CFGS[size])
         for size, row in _SIZES.items()

@@ -67,7 +67,7 @@ class LogDecay(PositionEncoding):
             self.direction.zero_()
 
     def log_distances(self, grid: Grid) -> Tensor:
-        """Return log(1 + b distance) of every offset class of `grid` but the prefix classes, b = 1 with a fixed decay, [H, R]."""
+        """Return log(1 + b distance) of every offset class of `grid` but the prefix classes, [H, R]; b = 1 with `decay`."""
         grids, device = (self.grid, grid, self.resize), self.device_marker.device
         distance = scaled_distances(*grids, self.distance, device, direction=self.direction)  # [R] or [H, R]
         if self.decay is None:

@@ -130,7 +130,7 @@ def _pairs(
     h: int, w: int, h_first: tuple[int, ...], h_both: bool, h_signed: bool, w_first: tuple[int, ...], w_both: bool,
     w_signed: bool, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the row of the table of bucket pairs for every offset of an h x w grid, [(2h-1)(2w-1)] int64, no prefix classes."""
+    """Return the row of the table of bucket pairs for every offset of an h x w grid, [(2h-1)(2w-1)] int64."""
     count = Rule(w_first, w_both, w_signed).count
     rows, columns = buckets(h, h_first, h_both, h_signed, device=device), buckets(w, w_first, w_both, w_signed, device=device)
     return (rows[:, None] * count + columns).flatten()

@@ -64,8 +64,9 @@ class Terms(NamedTuple):
     tables: tuple[Table, ...] = ()  # rows looked up by offset class, summed
 
     def content_scale(self, width: int) -> float | Tensor:
-        """Return the factor of content, query, key and gated terms, scale * temperature * D**-0.5, for heads of width D =
-        `width`.
+        """Return the factor of content, query, key and gated terms for heads of width D = `width`.
+
+        It is scale * temperature * D**-0.5.
         """
         scale = self.scale * width**-0.5
         return scale if self.temperature is None else scale * self.temperature
@@ -299,7 +300,7 @@ def check_choice(key: str, name: str, value: str, known: tuple[str, ...]) -> str
 
 
 def check_sides(key: str, name: str, value: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (h, w) from one side or a pair; raise ValueError with the option's name for anything but positive whole numbers."""
+    """Return (h, w) from one side or a pair of positive whole numbers; else raise ValueError with the option's name."""
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
         raise ValueError(f"{key} option {name} must be one side or (h, w), in whole patches, not {value!r}")

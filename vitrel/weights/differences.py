@@ -66,8 +66,10 @@ _DIFFERENCES = (
 def differences(unset: Iterable[str], unused: Iterable[str], differ: dict) -> list[str]:
     """Return a phrase with a fix per difference, e.g. "layer scale (build with ...)".
 
-    unset: names in the model that the file lacks. unused: names in the file that the model lacks. differ: {name: (shape in the
-    file, shape in the model)}.
+    Args:
+        unset: names in the model that the file lacks.
+        unused: names in the file that the model lacks.
+        differ: {name: (shape in the file, shape in the model)}.
     """
     names = {"unset": [*unset], "unused": [*unused]}
     phrases = _depth(names)

@@ -8,21 +8,21 @@ from torch import Tensor
 
 
 class Row(NamedTuple):
-    """Record of a tensor: names in the file, name in the model ("" if unused), what was done to it or why it is unused."""
+    """Record of a tensor: where it comes from, where it goes, and what was done to it."""
 
-    source: tuple[str, ...]
-    target: str
-    rule: str
+    source: tuple[str, ...]  # names in the file
+    target: str  # name in the model; "" if unused
+    rule: str  # what was done to it, or why it is unused
     resized: str = ""  # "14x14 -> 24x24, bicubic" where values were resampled
 
 
 class Item(NamedTuple):
-    """A tensor of the draft, its names in the file, and descriptions of the changes made to it, in order."""
+    """A tensor of the draft, with its origin."""
 
-    value: Tensor
+    value: Tensor  # as rearranged so far
     source: tuple[str, ...]  # names in the file
-    rules: tuple[str, ...] = ()
-    resized: str = ""
+    rules: tuple[str, ...] = ()  # descriptions of the changes made to it, in order
+    resized: str = ""  # description of a resampling, as in Row
 
 
 class Draft:
@@ -48,7 +48,11 @@ class Draft:
         return next(self.find(pattern), None) is not None
 
     def rename(self, *pairs: tuple[str, str | Callable[[re.Match[str]], str]]) -> None:
-        """Apply re.sub with every (pattern, replacement) in turn to every name. ValueError if two tensors get the same name."""
+        """Apply re.sub with every (pattern, replacement) in turn to every name.
+
+        Raises:
+            ValueError: two tensors get the same name.
+        """
         renamed: dict[str, Item] = {}
         for name, item in self.items.items():
             for pattern, replacement in pairs:
@@ -64,7 +68,14 @@ class Draft:
             self.recomputed.append(Row(self.items.pop(match[0]).source, "", why))
 
     def change(self, name: str, value: Tensor, rule: str, resized: str = "") -> None:
-        """Replace the value of a tensor. rule: describes the change. resized: describes a resampling, as in Row."""
+        """Replace the value of a tensor.
+
+        Args:
+            name: of the tensor.
+            value: the new one.
+            rule: description of the change.
+            resized: description of a resampling, as in Row.
+        """
         item = self.items[name]
         self.items[name] = Item(value, item.source, (*item.rules, rule), resized or item.resized)
 

@@ -18,9 +18,10 @@ SECONDS = 5.0  # after which the hub counts as out of reach
 
 @contextmanager
 def downloads(name: str) -> Iterator[None]:
-    """Context in which timm loads pretrained weights of the model `name` from its cache or the network.
+    """Return a context in which timm loads pretrained weights of the model `name` from its cache or the network.
 
-    ConnectionError, with what to do, for weights that are not in the cache and cannot be downloaded.
+    Raises:
+        ConnectionError: the weights are not in the cache and cannot be downloaded; the message says what to do.
     """
     try:
         # weights that are in the cache need no retries, and without the network there is nothing to retry
@@ -37,7 +38,7 @@ def downloads(name: str) -> Iterator[None]:
 
 
 def _reached() -> bool:
-    """True if the hub answers."""
+    """Return whether the hub answers."""
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception:  # of several libraries: names that do not resolve, proxies, certificates, timeouts

@@ -58,22 +58,29 @@ def load_pretrained(
 ) -> nn.Module:
     """Load a state dict, or a file that holds one, into a vitrel model and return the model.
 
-    source: a state dict, a .safetensors file, or a file that torch.load reads with weights_only=True. Nested dictionaries
-    ("model", "state_dict") and prefixes of training modules are unwrapped; averaged weights ("state_dict_ema", "model_ema",
-    "ema", "teacher") are preferred (see `unwrap`). Files of `vitrel.save` and vitrel train also hold the training grids and
-    options of their encodings, which are compared with the model's. float16, bfloat16 and float64 tensors are cast to the
-    model's dtype; quantised weights and integers raise ValueError.
-    Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE);
-    ViT, DeiT, DeiT III, BEiT, EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them;
-    ViT, DeiT and DINOv2 of transformers.
-    reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
-    number the file's is loaded in any case. source_grid: (h, w) in patches that the file's absolute embedding or tables were
-    trained on. Default: the first with the file's number of rows of the recorded grid, the model's, a square one.
-    key_minus_query: the file's tables count offsets as key minus query (MaxViT), vitrel's as query minus key. allow_unused:
-    names, or patterns with *, of tensors in the file that the model may ignore. allow_unset: those of tensors in the model that
-    may keep their values, also where the file's has another shape.
-    Raises RuntimeError with a list of all other tensors that are unused, unset or of another shape, or that hold NaN or
-    infinity, and ValueError for another patch size or rotation and for an unknown grid; the model is then unchanged.
+    Layouts: vitrel; Swin V1 and V2 of timm, Microsoft, torchvision, transformers and naver (RoPE); ViT, DeiT, DeiT III, BEiT,
+    EVA-02, RoPE-ViT, DINOv2, DINOv3, SAM and ViTDet, as timm or their authors save them; ViT, DeiT and DINOv2 of transformers.
+
+    float16, bfloat16 and float64 tensors are cast to the model's dtype. Files of `vitrel.save` and vitrel train also hold the
+    training grids and options of their encodings, which are compared with the model's.
+
+    Args:
+        model: a vitrel model, changed in place.
+        source: a state dict, a .safetensors file, or a file that torch.load reads with weights_only=True. Nested dictionaries
+            ("model", "state_dict") and prefixes of training modules are unwrapped; averaged weights ("state_dict_ema",
+            "model_ema", "ema", "teacher") are preferred (see `unwrap`).
+        reset_head: allow a missing classifier or one for another number of classes: the model's keeps its values. With the same
+            number the file's is loaded in any case.
+        source_grid: (h, w) in patches that the file's absolute embedding or tables were trained on; None: the first with the
+            file's number of rows of the recorded grid, the model's, a square one.
+        key_minus_query: the file's tables count offsets as key minus query (MaxViT), vitrel's as query minus key.
+        allow_unused: names, or patterns with *, of tensors in the file that the model may ignore.
+        allow_unset: those of tensors in the model that may keep their values, also where the file's has another shape.
+
+    Raises:
+        RuntimeError: other tensors, listed in the message, are unused, unset or of another shape, or hold NaN or infinity.
+        ValueError: another patch size or rotation, an unknown grid, quantised weights, or integers. The model is unchanged
+            after every error.
     """
     return apply_plan(model, plan_weights(model, source, source_grid, key_minus_query), reset_head, allow_unused, allow_unset)
 
@@ -87,8 +94,16 @@ def apply_plan(
 ) -> nn.Module:
     """Copy the tensors of a plan of `plan_weights` into its model, in place, and return the model.
 
-    reset_head, allow_unused, allow_unset: as in `load_pretrained`. RuntimeError, and an unchanged model, for tensors that are
-    unused, unset or of another shape and not allowed to be, and for NaN or infinity.
+    Args:
+        model: for which the plan was made.
+        plan: of `plan_weights`.
+        reset_head: as in `load_pretrained`.
+        allow_unused: as in `load_pretrained`.
+        allow_unset: as in `load_pretrained`.
+
+    Raises:
+        RuntimeError: tensors are unused, unset or of another shape and not allowed to be, or hold NaN or infinity; the model is
+            unchanged then.
     """
     own, head = model.state_dict(), ["head.*"] if reset_head else []
     unused, unset = ([names] if isinstance(names, str) else [*names] for names in (allow_unused, allow_unset))
@@ -105,11 +120,11 @@ def apply_plan(
 
 
 class _Misfits(NamedTuple):
-    """Names of tensors that make loading fail: those of a WeightPlan, without those that are allowed to be so."""
+    """Names of tensors that make loading fail."""
 
-    unset: tuple[str, ...]
-    unused: tuple[str, ...]
-    differ: tuple[str, ...]
+    unset: tuple[str, ...]  # as in WeightPlan, without those that are allowed to be so
+    unused: tuple[str, ...]  # likewise
+    differ: tuple[str, ...]  # likewise
 
 
 def plan_weights(
@@ -121,8 +136,17 @@ def plan_weights(
 ) -> WeightPlan:
     """Return how each tensor of a file or state dict would be renamed, rearranged and resampled for a model; nothing is loaded.
 
-    Arguments and ValueErrors as in `load_pretrained`; tensors that are unused, unset or of another shape are listed in the
-    plan. rotation: rotary encoding and channel order in the file, if known; else it is inferred from the names of the tensors.
+    Tensors that are unused, unset or of another shape are listed in the plan.
+
+    Args:
+        model: a vitrel model, not changed.
+        source: as in `load_pretrained`.
+        source_grid: as in `load_pretrained`.
+        key_minus_query: as in `load_pretrained`.
+        rotation: rotary encoding and channel order in the file; None: inferred from the names of the tensors.
+
+    Raises:
+        ValueError: as in `load_pretrained`.
     """
     if not hasattr(model, "patch_embed") or not hasattr(model, "position_parameters"):
         raise ValueError(
@@ -163,11 +187,19 @@ def model_for(
     source_grid: tuple[int, int] | None = None,
     key_minus_query: bool = False,
 ) -> tuple[nn.Module, WeightPlan]:
-    """Return the model `name`, and the plan for the file's weights, which are not loaded into it (`apply_plan` does).
+    """Return a model, and the plan for a file's weights, which are not loaded into it (`apply_plan` does).
 
-    The model has as many classes as the file's classifier, 0 if the file has none, unless model_args sets num_classes. loaded:
-    the result of `read_file`; other arguments and errors as in `plan_weights`. ValueError also if vitrel has no model of that
-    name.
+    The model has as many classes as the file's classifier, 0 if the file has none, unless model_args sets num_classes.
+
+    Args:
+        name: of the model in timm's registry.
+        model_args: constructor arguments.
+        loaded: the result of `read_file`.
+        source_grid: as in `load_pretrained`.
+        key_minus_query: as in `load_pretrained`.
+
+    Raises:
+        ValueError: vitrel has no model of that name, or as in `plan_weights`.
     """
     if not timm.is_model(name) or not name.startswith("vitrel_"):
         near = ", ".join(nearest(name, timm.list_models("vitrel*"), cutoff=0.0))
@@ -186,9 +218,12 @@ def model_for(
 def filter_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict renamed and, where the grids differ, resampled for `model`; timm's `checkpoint_filter_fn`.
 
-    Misfits raise the errors of `load_pretrained`, NaN does not. The classifier and the first convolution are exempt: timm fits
-    them itself, so they are returned in the file's shape. The errors are raised here since timm loads with strict=False, and so
-    ignores misfits, where the number of classes differs.
+    The classifier and the first convolution are returned in the file's shape, since timm fits them itself.
+
+    Raises:
+        RuntimeError: as in `load_pretrained`, but for NaN. The errors are raised here since timm loads with strict=False, and
+            so ignores misfits, where the number of classes differs.
+        ValueError: as in `load_pretrained`.
     """
     try:
         plan = plan_weights(model, state)

@@ -46,11 +46,21 @@ def resample(
     key_minus_query: bool,
     record: dict[str, dict[str, Any]],
 ) -> None:
-    """Resample tables and embeddings of the draft, in place, to the model's grid; arguments as in `load_pretrained`.
+    """Resample tables and embeddings of the draft, in place, to the model's grid.
 
     The training grid of each is, in this order, the first with as many rows as the tensor (with or without rows for prefix
-    tokens): source_grid, that in `record` (see vitrel.weights.record), the model's, a square one. ValueError if there is none,
-    if source_grid is that of no tensor, and for key_minus_query with encodings other than `table` and `decomposed`.
+    tokens): source_grid, that in `record`, the model's, a square one.
+
+    Args:
+        draft: with the model's names.
+        model: whose encodings read the tensors.
+        source_grid: as in `load_pretrained`.
+        key_minus_query: as in `load_pretrained`.
+        record: of the file's encodings (vitrel.weights.record).
+
+    Raises:
+        ValueError: there is no such grid, source_grid is that of no tensor, or key_minus_query is set with encodings other than
+            `table` and `decomposed`.
     """
     learned = [(f"{part}.{n}", m, recorded_grid(record, part)) for part, m in model.named_modules() for n in _learned(m)]
     learned = [(name, owner, recorded) for name, owner, recorded in learned if name in draft]

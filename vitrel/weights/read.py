@@ -35,9 +35,16 @@ _REFUSED = (
 def read_file(path: str | Path, allowed: tuple[type, ...] = ()) -> Any:
     """Return the content of a .safetensors file or a torch checkpoint, with tensors on the CPU.
 
-    Of .safetensors: {"state_dict": tensors, "vitrel": metadata of `vitrel.save`, {} without}. allowed: classes that a
-    torch file may contain beside tensors and plain values, e.g. argparse.Namespace. FileNotFoundError, or ValueError with path,
-    size and reason: no checkpoint, a damaged one (with the damaged record or tensor), or one that would run code.
+    Of .safetensors this is {"state_dict": tensors, "vitrel": metadata of `vitrel.save`, {} without}.
+
+    Args:
+        path: of the file.
+        allowed: classes that a torch file may contain beside tensors and plain values, e.g. argparse.Namespace.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: the file is no checkpoint, damaged, or would run code; the message gives path, size and reason, with the
+            damaged record or tensor.
     """
     path = Path(path)
     if not path.is_file():
@@ -86,10 +93,14 @@ def check_file(path: str | Path) -> None:
 
 @contextmanager
 def guarding(what: str, arguments: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Context for building a timm model that reads a file: first `check_file` of `checkpoint_path` in `arguments`, if any.
+    """Return a context for building a timm model that reads a file.
 
-    Inside, timm's error for a file that would run code becomes a ValueError without timm's advice to run it anyway; other
-    errors are passed on. what: the file or model in that error.
+    First `check_file` is called for `checkpoint_path`, if any. Inside, timm's error for a file that would run code becomes a
+    ValueError without timm's advice to run it anyway; other errors are passed on.
+
+    Args:
+        what: the file or model in that error.
+        arguments: of the model, which may have `checkpoint_path`.
     """
     if checkpoint := (arguments or {}).get("checkpoint_path"):
         check_file(checkpoint)

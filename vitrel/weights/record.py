@@ -25,10 +25,8 @@ _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes fro
 def position_record(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return {module name of every encoding: {"key", "grid": [h, w, prefix], option: value}}, as plain values for JSON.
 
-    An encoding that is not of this package also has "module", where its class is.
-
-    Options that may differ when the weights are loaded (resize, temperature, shift_coords, ...) are left out. A
-    composition is recorded by its parts.
+    An encoding that is not of this package also has "module", where its class is. Options that may differ when the weights are
+    loaded (resize, temperature, shift_coords, ...) are left out. A composition is recorded by its parts.
     """
     record = {}
     for name, part in model.named_modules():

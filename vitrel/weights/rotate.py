@@ -11,14 +11,11 @@ from vitrel.weights.draft import Draft
 
 
 class Rotation(NamedTuple):
-    """The rotary encoding of a file's model, and the order of the q and k channels in the file.
-
-    options: those that must equal the model's; options that are left out are not compared.
-    """
+    """The rotary encoding of a file's model, and the order of the q and k channels in the file."""
 
     layout: str  # its name in errors
     key: str  # the same encoding in POSITIONS
-    options: dict[str, object]
+    options: dict[str, object]  # those that must equal the model's; options that are left out are not compared
     interleaved: bool  # channels (2p, 2p+1) form a pair, not (p, p + D/2)
     x_first: bool  # angles of columns come before those of rows
 
@@ -26,8 +23,13 @@ class Rotation(NamedTuple):
 def unrotate_layout(draft: Draft, model: nn.Module, rotation: Rotation) -> None:
     """Permute the q and k rows of every qkv, and q and k norms, to vitrel's order: pairs (p, p + D/2), angles of rows first.
 
-    The draft is changed in place, and rotation.key is added to draft.implied. rotation: that of the file. Raises ValueError if
-    the model's rotary encoding or its options differ from the file's.
+    Args:
+        draft: changed in place; rotation.key is added to draft.implied.
+        model: whose rotary encoding is compared.
+        rotation: that of the file.
+
+    Raises:
+        ValueError: the model's rotary encoding or its options differ from the file's.
     """
     _check_encoding(model, rotation)
     draft.implied.add(rotation.key)
@@ -52,7 +54,7 @@ def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:
 
 
 def _order(head: Tensor, rotation: Rotation) -> Tensor:
-    """Return, for each of the D channels of a head in vitrel's order, its index in the order of `rotation`; head: [D, ...]."""
+    """Return the index in the order of `rotation` of each of the D channels of a head in vitrel's order; head: [D, ...]."""
     order = torch.arange(len(head), device=head.device)
     if rotation.interleaved:
         order = order.view(-1, 2).T.flatten()

@@ -60,8 +60,10 @@ _TRANSFORMERS = (
 def read_swin(draft: Draft, model: nn.Module) -> None:
     """Rename and rearrange the tensors of `draft`, in place, as vitrel's; `place` then renames those of position encodings.
 
-    The encodings that the layout shows are added to draft.implied. ValueError if the model has another rotation, or another
-    pretrained window in V2.
+    The encodings that the layout shows are added to draft.implied.
+
+    Raises:
+        ValueError: the model has another rotation, or another pretrained window in V2.
     """
     rename_swin(draft)
     _check_window(draft, model)

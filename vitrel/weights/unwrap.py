@@ -16,13 +16,10 @@ _COUNTER = "n_averaged"  # of torch's AveragedModel
 
 
 class Unwrapped(NamedTuple):
-    """A state dict without wrappers, and a record of the rest of the file.
+    """A state dict without wrappers, and a record of the rest of the file."""
 
-    beside: names that lack the prefix that most names had; their tensors are not in `state`.
-    """
-
-    state: dict[str, Tensor]
-    beside: tuple[str, ...]  # names without the prefix that was removed: not part of the model
+    state: dict[str, Tensor]  # {name: tensor} of the model
+    beside: tuple[str, ...]  # names that lack the prefix that most names had: not part of the model, and not in `state`
     rows: tuple[Row, ...]  # other copies of the weights, and counters
     choice: str  # a phrase that says which of several copies was used; "" if there is one
 
@@ -31,8 +28,14 @@ def unwrap(loaded: object, origin: str) -> Unwrapped:
     """Return the state dict in nested dictionaries, without the prefixes that most of its names share.
 
     Averaged weights ("state_dict_ema", "model_ema", "ema", "teacher", ...) are preferred, as keys and as prefixes; the other
-    copies are then recorded as unused. origin: the name of the file in errors. Raises ValueError if there is no state dict, or
-    if averaged weights have no names.
+    copies are then recorded as unused.
+
+    Args:
+        loaded: content of a file.
+        origin: the name of the file in errors.
+
+    Raises:
+        ValueError: there is no state dict, or averaged weights have no names.
     """
     state_and_choice = _find(loaded, origin)
     if state_and_choice is None:

@@ -61,9 +61,13 @@ _NAMES = (
 def read_vit(draft: Draft, model: nn.Module, rotation: Rotation | None = None) -> None:
     """Rename and rearrange the tensors of `draft`, in place, as vitrel's; `place` then renames those of position encodings.
 
-    rotation: the rotary encoding of the file's model, if known; else it is inferred from the names. The encodings that the
-    layout of other code shows are added to draft.implied. ValueError if the model has another rotation or lacks the file's
-    prefix tokens.
+    Args:
+        draft: changed in place; the encodings that the layout of other code shows are added to draft.implied.
+        model: for which the tensors are.
+        rotation: the rotary encoding of the file's model; None: inferred from the names.
+
+    Raises:
+        ValueError: the model has another rotation or lacks the file's prefix tokens.
     """
     own_names = draft.has(r".*position\..*|pos_embed\.pos_embed")
     other_names = draft.has(r".*(\.gamma_1|\.q_bias|\.[qkv]_proj\.weight|storage_tokens|image_encoder\..*)")
@@ -167,8 +171,13 @@ def _check_eps(model: nn.Module, rotation: Rotation) -> None:
 def _rotation(draft: Draft, model: nn.Module, separate: bool, storage: bool) -> Rotation | None:
     """Infer the file's rotary encoding from the layout, since fixed frequencies are not in a file; None if it has none.
 
-    separate: the file has separate q, k, v or biases of q and v. storage: its registers are named storage_tokens. Where
-    RoPE-ViT and DeiT III have the same names, it is RoPE-ViT if the model rotates.
+    Where RoPE-ViT and DeiT III have the same names, it is RoPE-ViT if the model rotates.
+
+    Args:
+        draft: of the file.
+        model: for which the tensors are.
+        separate: the file has separate q, k, v or biases of q and v.
+        storage: its registers are named storage_tokens.
     """
     absolute, swiglu = "pos_embed" in draft, draft.has(r".*\.mlp\.fc1_g\.weight")
     registers, token = "reg_token" in draft, "cls_token" in draft
@@ -202,7 +211,8 @@ def _mask_key_bias(draft: Draft) -> None:
 def fuse_qkv(draft: Draft) -> None:
     """Join separate projections of q, k and v into one qkv, in place; zeros for the bias of k if only q and v have one.
 
-    ValueError if another one is missing.
+    Raises:
+        ValueError: another one is missing.
     """
     for kind in ("weight", "bias"):
         for match in draft.find(rf"(.*\.attn\.)q_proj\.{kind}"):

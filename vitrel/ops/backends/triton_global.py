@@ -251,11 +251,10 @@ def _prefix_line(head, sizes):
 
 @triton.jit
 def _key_tile(group, chunk, sizes, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return row y, column x and token (prefix tokens counted) of each lane of a tile of patch keys, and whether the key
-    exists.
+    """Return row y, column x and token of each lane of a tile of patch keys, and whether the key exists.
 
-    ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers the tiles, and chunk is ignored. Lanes
-    without a key have values out of range.
+    Tokens are counted with the prefix tokens. ALIGNED: tiles are aligned with image rows, see `_Sizes`; otherwise group numbers
+    the tiles, and chunk is ignored. Lanes without a key have values out of range.
     """
     lane = tl.arange(0, LANES)
     if ALIGNED:
@@ -287,7 +286,7 @@ def _store_tokens(x, b, head, tokens, exist, value, D: tl.constexpr):
 
 @triton.jit
 def _token_logits(query, key, bias, line, is_prefix, y, x, inside, head, scale, sizes, PREFIX: tl.constexpr):
-    """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where there is no key."""
+    """Return content and table logits [BLOCK_M, BLOCK_N] of patch keys at (y, x), divided by log 2; -inf where no key is."""
     s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     if bias is not None:
         cell = tl.where(inside, y * (2 * sizes.w - 1) + x, 0)  # in range for every lane, so loads need no mask

@@ -316,9 +316,7 @@ def _forward(
 
 @triton.jit
 def _job(sizes, TILES: tl.constexpr):
-    """Return (head, tile of the window, chunk of windows) of this program; heads vary fastest, since they are adjacent in
-    memory.
-    """
+    """Return (head, tile of the window, chunk of windows) of this program; heads, adjacent in memory, vary fastest."""
     rest = tl.program_id(0) // sizes.heads
     return tl.program_id(0) % sizes.heads, rest % TILES, rest // TILES
 
@@ -451,7 +449,7 @@ def _swapped(x):
 
 
 def window_backward_tile(tokens: int, dtype: torch.dtype, width: int, device: torch.device) -> Tile:
-    """Return the tile of the backward kernel for windows of N tokens, which spills no registers (tools/benchmark/kernels.py)."""
+    """Return the tile of the backward kernel for windows of N tokens, as `window_tile`."""
     if tokens <= MOST_IN_ONE_TILE:
         return Tile(padded_tokens(tokens), padded_tokens(tokens), 8, 1)
     if dtype != torch.float32 and architecture(device) in WARP_GROUPS:
