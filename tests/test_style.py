@@ -2,11 +2,14 @@
 
 import ast
 import collections
+import inspect
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+import vitrel
 from helpers import ROOT
 from helpers.sources import sources, trees
 
@@ -126,6 +129,59 @@ def undocumented(name):
 def test_public_names_are_documented_and_typed():
     ours = (name for name in sources() if name.startswith("vitrel/"))
     assert {name: wrong for name in ours if (wrong := [*undocumented(name)])} == {}
+
+
+def described(docstring):
+    """Names in the "Args:" section of a docstring in Google's style, in their order."""
+    lines = inspect.cleandoc(docstring or "").splitlines()
+    section = takewhile(lambda line: line.startswith("    "), lines[lines.index("Args:") + 1 :] if "Args:" in lines else ())
+    return [name[1] for line in section if (name := re.match(r"    (\w+): \S", line))]
+
+
+def parameters(node):
+    """Names of the parameters of a function, or of a class: its fields and the parameters of its __init__."""
+    if isinstance(node, ast.ClassDef):
+        fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+        inits = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        return fields + [name for init in inits for name in parameters(init)]
+    arguments = node.args
+    single = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *single)]
+
+
+PUBLIC = {name: value for name in vitrel.__all__ if callable(value := getattr(vitrel, name))}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, value in PUBLIC.items() if not hasattr(value, "_fields")))
+def test_public_functions_and_classes_describe_every_argument(name):
+    names = [*inspect.signature(PUBLIC[name]).parameters]
+    if len(names) > 1:
+        assert names in (described(PUBLIC[name].__doc__), described(PUBLIC[name].__init__.__doc__))
+
+
+@pytest.mark.parametrize("key", sorted(vitrel.POSITIONS))
+def test_encodings_describe_every_option(key):
+    """All have grid, num_heads, head_dim, device and dtype, which `create_position` describes."""
+    signature = inspect.signature(vitrel.POSITIONS[key]).parameters.values()
+    assert described(vitrel.POSITIONS[key].__doc__) == [p.name for p in signature if p.kind is p.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, value in PUBLIC.items() if hasattr(value, "_fields")))
+def test_fields_of_public_tuples_have_a_comment(name):
+    lines = inspect.getsource(PUBLIC[name]).splitlines()
+    fields = [line for line in lines if re.match(rf"    ({'|'.join(PUBLIC[name]._fields)}): ", line)]
+    assert len(fields) == len(PUBLIC[name]._fields)
+    assert [line for line in fields if not re.search(r"  # \S", line)] == []
+
+
+def test_described_arguments_exist():
+    """A docstring does not describe an argument that was renamed or removed."""
+    wrong = {}
+    for name, tree in trees().items():
+        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)):
+            if unknown := {*described(ast.get_docstring(node))} - {*parameters(node)}:
+                wrong[f"{name}: {node.name}"] = unknown
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "vitrel" / "configs").rglob("*.yaml")), ids=lambda p: p.name)

@@ -44,9 +44,10 @@ class ConversionReport:
     grid: tuple[int, int]  # of the images, (h, w) in patches
     seconds: float  # duration of the fit
     fitted: bool  # whether the encoding has parameters
-    before: tuple[Agreement, ...]  # of each block's attention with the original's, on at most 16 images, before the fit
+    before: tuple[Agreement, ...]  # of each block's attention with the original's, on up to 16 images, before the fit
     after: tuple[Agreement, ...]  # the same after it
-    # Mean squared distance of each block's output from the original's after refitting, over the variance of the original's token
+    # Mean squared distance of each block's output from the original's after refitting, divided by the variance of each of the
+    # original's tokens:
     prefix: tuple[float, ...]  # over class and register tokens; nan where there are none
     patches: tuple[float, ...]  # over patches
 
