@@ -153,7 +153,7 @@ def cannot_fit(model: Backbone) -> str:
 
 
 class _Fit(NamedTuple):
-    """One block's values in the ConversionReport."""
+    """What the fit of one block adds to the ConversionReport."""
 
     before: Agreement  # as in ConversionReport, and so are the others
     after: Agreement  # after the fit

@@ -254,7 +254,13 @@ def _covariance(tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_frequencies(part: RopeMixed, still: float, factor: float) -> None:
-    """Set the frequencies of all heads: a share `still` of the pairs at rest, the others slow to fast in all directions."""
+    """Set the frequencies of all heads: a share of the pairs at rest, the others slow to fast in all directions.
+
+    Args:
+        part: changed in place.
+        still: the share of the pairs at rest, 0 to 1.
+        factor: multiplies all frequencies.
+    """
     pairs = part.freqs.shape[-1]
     at_rest = int(pairs * still)
     magnitude = torch.zeros(pairs)

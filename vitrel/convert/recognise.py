@@ -335,7 +335,11 @@ def _mlp_kind(mlp: nn.Module) -> dict[str, Any]:
 
 
 def _pool_args(model: Any) -> dict[str, Any] | None:
-    """Return `pool_args` for attention pooling as in SigLIP, None for other pooling; ValueError if it differs from SigLIP's."""
+    """Return `pool_args` for attention pooling as in SigLIP, None for other pooling.
+
+    Raises:
+        ValueError: attention pooling differs from SigLIP's.
+    """
     pool = getattr(model, "attn_pool", None)
     if pool is None:
         return None

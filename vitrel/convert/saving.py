@@ -342,7 +342,7 @@ def _load_own(model: Backbone, loaded: dict[str, Any], path: Path, changes: dict
 
 
 def _load_other(model: nn.Module, loaded: dict[str, Any], path: Path) -> None:
-    """Load a checkpoint's weights into a timm model; ValueError that names `path` if they do not fit."""
+    """Load a checkpoint's weights into a timm model; raise ValueError that names `path` if they do not fit."""
     try:
         model.load_state_dict({name.removeprefix("model."): value for name, value in loaded["state_dict"].items()})
     except (RuntimeError, AttributeError, TypeError) as error:

@@ -111,7 +111,11 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, terms: Terms, grid: Grid, mask: Tensor | None = None) -> Tensor:
         """Return attention of the projected tokens, before `output`: [B, N, 3C] -> [B, N, C].
 
-        In windows qkv may also be [B, h, w, 3C], the result then is [B, h, w, C]. A windowed layer ignores `mask`.
+        Args:
+            qkv: of `project`; in windows also [B, h, w, 3C], the result then is [B, h, w, C].
+            terms: as in `forward`.
+            grid: of the tokens.
+            mask: as in `forward`; a windowed layer ignores it.
         """
         if self.window is None:
             return attention(*self.heads(qkv), terms, grid, mask, self.dropout_p, self.backend).transpose(1, 2).flatten(2)

@@ -182,7 +182,7 @@ class Backbone(nn.Module, abc.ABC):
         return max((encoding.saturated(grid) for encoding, grid in self.encodings(size)), default=0.0)
 
     def position_parameters(self) -> set[str]:
-        """Return the names of the parameters of position encodings."""
+        """Return the names of the parameters of position encodings, as in named_parameters()."""
         encodings = [name for name, module in self.named_modules() if isinstance(module, PositionEncoding)]
         return {n for n, _ in self.named_parameters() if any(n.startswith(f"{e}.") for e in encodings)}
 

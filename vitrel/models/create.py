@@ -133,7 +133,12 @@ def _from_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json; ValueError for one that holds no JSON object, OSError if it cannot be read."""
+    """Return the content of config.json.
+
+    Raises:
+        ValueError: it holds no JSON object.
+        OSError: it cannot be read.
+    """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except ValueError as error:

@@ -103,6 +103,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
     """Call F.scaled_dot_product_attention on a device of any kind, without the kernels whose faults concern the call.
 
     The bias also gets a gradient, zero, from a batch of 0 images.
+
+    Args:
+        q: [B, H, M, D].
+        k: [B, H, N, D].
+        v: [B, H, N, D].
+        bias: additive, broadcastable to [B, H, M, N], or None.
+        dropout_p: probability of dropping an attention weight.
+        scale: factor of q . k.
     """
     if q.device.type == "cuda" and bias is not None and bias.stride(-1) != 1:
         # With another last stride, as of a table of keys alone, a GPU has only the kernel that stores all weights. Rows of a

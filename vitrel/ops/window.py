@@ -60,7 +60,8 @@ def window_mask(
     """Return the additive mask [L*N, N]: 0 where a slot sees a key of its window, else -inf.
 
     None if every slot is known to see all keys. -inf cannot make a row fully masked, since padding sees padding. Swin's -100
-    would be too small for logits of that size. The mask is cached and shared: do not change it in place.
+    would be too small for logits of that size. The mask is cached and shared: do not change it in place. h, w, window and shift
+    are as in `windows`.
     """
     if is_known(h, w) and not hides_pairs(h, w, window, shift):
         return None
@@ -68,7 +69,10 @@ def window_mask(
 
 
 def hides_pairs(h: int, w: int, window: tuple[int, int], shift: tuple[int, int]) -> bool:
-    """Return whether some slots of a window do not see each other, because of padding or the cyclic border of a shift."""
+    """Return whether some slots of a window do not see each other, because of padding or the cyclic border of a shift.
+
+    The arguments are those of `windows`.
+    """
     return any(n % m or axis_shift(n, m, s) for n, m, s in zip((h, w), window, shift, strict=True))
 
 

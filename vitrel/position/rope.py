@@ -222,5 +222,10 @@ def rotary_terms(angle: Tensor, axes: str, grid: Grid) -> Rotary:
 
 
 def axial_frequencies(band: Tensor, base: float) -> Tensor:
-    """Return base^(-t/T) for the T bands t of one axis; band: [T] integers t."""
+    """Return base^(-t/T) for the T bands of one axis.
+
+    Args:
+        band: the integers t, [T].
+        base: of the frequencies.
+    """
     return base ** (-band.float() / len(band))

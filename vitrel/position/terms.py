@@ -293,7 +293,14 @@ def combine(*terms: Terms) -> Terms:
 
 
 def check_choice(key: str, name: str, value: str, known: tuple[str, ...]) -> str:
-    """Return `value` if it is in `known`; otherwise raise ValueError with the option's name and the known values."""
+    """Return `value` if it is in `known`; otherwise raise ValueError with the option's name and the known values.
+
+    Args:
+        key: name of the encoding or layer, for errors.
+        name: of the option.
+        value: of the option.
+        known: possible values.
+    """
     if value not in known:
         raise ValueError(f"{key} option {name}={value!r} is unknown; choose one of {', '.join(known)}")
     return value

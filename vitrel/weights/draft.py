@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor of the draft, with its origin."""
+    """A tensor of the draft, and where it comes from."""
 
     value: Tensor  # as rearranged so far
     source: tuple[str, ...]  # names in the file
@@ -84,12 +84,25 @@ class Draft:
         self.items[target] = self.items.pop(name)
 
     def spread(self, name: str, values: dict[str, Tensor], rule: str) -> None:
-        """Replace one tensor by several, {name: value}."""
+        """Replace one tensor by several.
+
+        Args:
+            name: of the tensor.
+            values: {name: tensor} that replace it.
+            rule: description of the change.
+        """
         item = self.items.pop(name)
         self.items |= {target: Item(value, item.source, (*item.rules, rule)) for target, value in values.items()}
 
     def fuse(self, names: Sequence[str], target: str, join: Callable[[list[Tensor]], Tensor], rule: str) -> None:
-        """Replace several tensors by one, computed by `join`."""
+        """Replace several tensors by one.
+
+        Args:
+            names: of the tensors.
+            target: name of the one.
+            join: computes it from the list of tensors.
+            rule: description of the change.
+        """
         items = [self.items.pop(name) for name in names]
         source = tuple(name for item in items for name in item.source)
         rules = dict.fromkeys(rule for item in items for rule in item.rules)

@@ -38,7 +38,7 @@ def downloads(name: str) -> Iterator[None]:
 
 
 def _reached() -> bool:
-    """Return whether the hub answers."""
+    """Return whether the hub answers within SECONDS."""
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception:  # of several libraries: names that do not resolve, proxies, certificates, timeouts

@@ -54,7 +54,7 @@ def permute_rows(qkv: Tensor, heads: int, rotation: Rotation) -> Tensor:
 
 
 def _order(head: Tensor, rotation: Rotation) -> Tensor:
-    """Return the index in the order of `rotation` of each of the D channels of a head in vitrel's order; head: [D, ...]."""
+    """Return the index in the order of `rotation` of each of the D channels of a head [D, ...] in vitrel's order."""
     order = torch.arange(len(head), device=head.device)
     if rotation.interleaved:
         order = order.view(-1, 2).T.flatten()

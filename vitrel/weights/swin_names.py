@@ -167,7 +167,10 @@ def _read_freqs(draft: Draft, model: nn.Module) -> None:
     """Rearrange naver's Swin with rotary frequencies [2, H, D/2], x before y, in place; nothing for a draft without them.
 
     The q and k rows of every qkv are permuted. Learned frequencies (mixed) become y before x; fixed ones, where each axis has
-    half of the bands, are removed, since the model computes them. ValueError if the model's rotation differs.
+    half of the bands, are removed, since the model computes them.
+
+    Raises:
+        ValueError: the model's rotation differs.
     """
     names = [match[0] for match in draft.find(r".*\.attn\.freqs")]
     if not names:
