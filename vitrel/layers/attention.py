@@ -21,7 +21,7 @@ class Attention(nn.Module):
     """Self-attention over tokens, global or in windows: (x, terms, grid) -> x.
 
     Global (`window` None): x [B, N, C], terms on `grid`. Windowed: x [B, h, w, C] or [B, h * w, C], terms on Grid(*window).
-    Norms that are not asked for are identities, as in timm.
+    Norms of options that are off are identities, as in timm.
 
     Args:
         dim: width C of the tokens.
