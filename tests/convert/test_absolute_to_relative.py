@@ -291,27 +291,24 @@ def test_rope_of_the_models_own_stays_beside_a_table(options):
     assert flipped(torch.randn(1, 3, 40, 56)).isfinite().all()
 
 
-@pytest.mark.slow(seconds=35)
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("position", ["cpb", "rope_mixed", "log_decay"])
+@pytest.mark.slow(seconds=15)
+@pytest.mark.parametrize(("version", "position"), [(1, "cpb"), (2, "rope_mixed"), (1, "log_decay")])
 def test_a_swin_gets_another_encoding_in_its_windows(version, position):
-    if (version, position) == (2, "cpb"):
-        return
-    torch.manual_seed(0)
-    model = timm.create_model("vitrel_swin_n" if version == 1 else "vitrel_swinv2_n", num_classes=5).eval()
+    name = "vitrel_swin_n" if version == 1 else "vitrel_swinv2_n"
+    model = timm.create_model(name, num_classes=5, depths=(1, 2), num_heads=(1, 2)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 parameter.normal_()
             if version == 2 and "norm" in name and name.endswith("weight"):
                 parameter.fill_(1.0)  # a new block is the identity
-    images, other = torch.randn(32, 3, 64, 64), torch.randn(16, 3, 64, 64)
+    images, other = torch.randn(24, 3, 48, 48), torch.randn(16, 3, 48, 48)
     ours = absolute_to_relative(model, images, position)
     bare = relativize(model, position)
     error = [(m(other) - model(other)).square().mean() for m in (bare, ours)]
-    assert [key_of(block.position) for stage in ours.layers for block in stage.blocks] == [position] * 6
+    assert [key_of(block.position) for stage in ours.layers for block in stage.blocks] == [position] * 3
     before, after = ([block.divergence for block in steps] for steps in (ours.conversion.before, ours.conversion.after))
-    assert len(after) == 6 and sum(after) < sum(before)
+    assert len(after) == 3 and sum(after) < sum(before)
     assert error[1] < 0.5 * error[0] or position == "log_decay"  # one slope a head cannot follow a random table
     assert ours(torch.randn(1, 3, 72, 56)).isfinite().all()
 
@@ -349,16 +346,16 @@ def test_refusals():
             absolute_to_relative(model, bad)
 
 
-@pytest.mark.slow(seconds=150)
+@pytest.mark.slow(seconds=60)
 def test_imagenet_weights_survive_the_conversion():
-    """ViT-Tiny, fitted to 128 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
+    """ViT-Tiny, fitted to 96 training images of the same ten classes at 128 px: dropped it is near chance, converted not."""
     folder, images = shared("data/imagenette224"), shared("data/ilsvrc-val-nette224")
     path = shared("weights/vit_tiny_patch16_224.augreg_in21k_ft_in1k.pth")
     model = load_pretrained(timm.create_model("vitrel_vit_ti16_absolute"), path).eval()
     prepare = Prepare((128, 128), (0.5,) * 3, (0.5,) * 3)
-    fit, val = Folder(folder, "train", prepare), Folder(images, "val", prepare, n=200)
-    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::26][:128]  # the others are in `val`
-    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]))
+    fit, val = Folder(folder, "train", prepare), Folder(images, "val", prepare, n=100)
+    fit.samples = [sample for sample in fit.samples if "ILSVRC2012_val" not in sample[0]][::35][:96]  # the others are in `val`
+    converted = absolute_to_relative(model, torch.stack([image for image, _ in fit]), steps=16)
     dropped = copy.deepcopy(model)
     dropped.pos_embed = None
     lines = (images / "imagenet_index.tsv").read_text().splitlines()[1:]

@@ -1,281 +1,278 @@
-"""vitrel.optimize in evaluation: the plain model's outputs, of every encoding, trunk and size, of models of other code too."""
+"""vitrel.optimize: the plain model's outputs, of models of any code; off wherever a call is more than plain evaluation."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
-from timm.models import mlp_mixer, swin_transformer, vision_transformer
+from timm.layers import get_notrace_modules
+from timm.models import swin_transformer, vision_transformer
+from timm.models._features_fx import create_feature_extractor
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrizations, prune
+from torchvision.models import feature_extraction
 
 import vitrel
-from helpers.optimized import NEAR, assert_near, check, lively, operators, picture, small, twins
-from helpers.variants import IN_ATTENTION, KEYS
-from vitrel.cpu import linear
-from vitrel.cpu import optimize as optimize_module
-from vitrel.cpu.optimize import FastLinear
-from vitrel.inputs import features_mixed, forward_memory, forward_mixed, tiled_features
-from vitrel.inspect.attention import record
-from vitrel.models.registry import COMPOSITIONS
+from helpers.optimized import assert_near, check, graph, lively, picture, small, twins, uses_onednn
+from vitrel.cpu import optimize as module
+from vitrel.cpu.optimize import OneDNNLinear, onednn_is_faster, restore
 
-SIZES = [(3, (64, 64)), (2, (72, 57)), (3, (8, 96))]
-TRUNKS = [("vit", key) for key in (*KEYS, *COMPOSITIONS)] + [("swin", key) for key in (*IN_ATTENTION, *COMPOSITIONS)]
-WINDOWED = dict(class_token=False, global_pool="avg", position="absolute+decomposed")
-OPTIONS = {
-    "v2": ("swinv2", {}),
-    "v2 with a table": ("swinv2", dict(position="table", window_size=(3, 5))),
-    "v2 with content": ("swinv2", dict(position="rope_mixed+shaw")),
-    "window not square": ("swin", dict(window_size=(3, 5))),
-    "window larger than the grid": ("swin", dict(window_size=16)),
-    "stages of one block": ("swin", dict(depths=(1, 3))),
-    "patches of 3": ("swin", dict(patch_size=3)),
-    "no qkv bias": ("swin", dict(qkv_bias=False)),
-    "narrow mlp": ("swin", dict(mlp_ratio=0.35)),
-    "one channel": ("swin", dict(in_chans=1)),
-    "max pool": ("swin", dict(global_pool="max")),
-    "layer scale and registers": ("vit", dict(position="table", reg_tokens=3, block_args=dict(init_values=0.5))),
-    "swiglu": ("vit", dict(position="absolute+rope_axial", block_args=dict(mlp="swiglu"))),
-    "swiglu norm": (
-        "vit",
-        dict(position="rope_mixed", block_args=dict(mlp="swiglu", mlp_norm=True, init_values=0.5, norm_eps=1e-3)),
-    ),
-    "windows": ("vit", WINDOWED | dict(block_args=dict(window=(3, 4)))),
-    "windows and global": ("vit", WINDOWED | dict(position="table", block_args=dict(window=4, global_blocks=(1,)))),
-    "shared": ("vit", dict(position="absolute+table", share_position=True)),
-    "temperature": ("vit", dict(position="table", position_args=dict(temperature="log_n"))),
-    "average": ("vit", dict(position="table", class_token=False, global_pool="avg", qkv_bias=False)),
-    "no classifier": ("vit", dict(position="table", num_classes=0, global_pool="")),
-    "dropout": ("vit", dict(position="table", drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)),
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+TRUNKS = pytest.mark.parametrize("trunk", ["vit", "swin"])
+
+
+class Scaled(nn.Linear):
+    """A subclass that computes something else."""
+
+    def forward(self, x):
+        return super().forward(x) * 3 + 1
+
+
+class LowRank(nn.Module):
+    """Uses the weights of a linear layer without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(12, 10)
+
+    def forward(self, x):
+        return F.linear(x, self.inner.weight * 2, self.inner.bias) + self.inner(x)
+
+
+class Twice(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def tied():
+    first, second = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.GELU(), second)
+
+
+def transposed():
+    layer = nn.Linear(12, 10)
+    layer.weight = nn.Parameter(torch.randn(12, 10).T)
+    return layer
+
+
+def pruned():
+    layer = nn.Linear(12, 10)
+    with torch.no_grad():  # else it cannot be copied
+        prune.random_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+LAYERS = {
+    "plain": lambda: nn.Linear(12, 10),
+    "no bias": lambda: nn.Linear(12, 10, bias=False),
+    "one output": lambda: nn.Linear(12, 1),
+    "subclass": lambda: Scaled(12, 10),
+    "weights used elsewhere": LowRank,
+    "twice": Twice,
+    "tied": tied,
+    "transposed": transposed,
+    "pruned": pruned,
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(12, 10)),
+    "attention": lambda: nn.TransformerEncoderLayer(12, 2, 24, batch_first=True, activation="gelu"),
 }
 
 
-def outputs(model, image):
-    """Logits, features and gradients of a vitrel model."""
-    for _ in range(2):
-        yield model(image)
-        yield model.forward_features(image)
-        yield list(model.forward_intermediates(image, norm=True))
-        yield model.forward_intermediates(image, indices=[0], intermediates_only=True, stop_early=True)
-
-
-def check_outputs(model):
-    plain, model = twins(model)
-    for (batch, size), guard in zip(SIZES[1:], (torch.inference_mode, torch.no_grad), strict=True):
-        image = picture(batch, size, plain.in_chans)
-        given = image.clone()
-        with guard():
-            for found, wanted in zip(outputs(model, image), outputs(plain, image), strict=True):
-                assert_near(found, wanted)
-        assert torch.equal(image, given)
-
-
-@pytest.mark.parametrize(("trunk", "key"), TRUNKS)
-def test_every_encoding(trunk, key):
-    check(*twins(small(trunk, position=key)), picture(*SIZES[1]))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(name):
-    trunk, options = OPTIONS[name]
-    check_outputs(small(trunk, **options))
-
-
-@pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("vit", "rope_mixed"), ("swin", "table"), ("swinv2", "cpb")])
-def test_as_exact_as_the_plain_model(trunk, key):
-    """Against float64, with whatever the linears run through."""
-    for linears in ("auto", "onednn", "torch"):
-        plain, model = twins(small(trunk, position=key), linears=linears)
-        exact = copy.deepcopy(plain).double()
-        for batch, size in SIZES:
-            image = picture(batch, size)
-            with torch.no_grad():
-                wanted = exact(image.double()).float()
-                assert_near(model(image), wanted)
-                assert_near(model(image), plain(image))
-
-
-def test_many_tokens_and_one():
-    """Beyond any chunk of tokens, by an odd number of them; and a single token."""
-    for model in (small("swin", patch_size=1, embed_dim=8, num_heads=(1, 1)), small("vit", depth=1, position="table")):
-        plain, model = twins(model)
-        size = (133, 257) if plain.patch_embed.patch_size == (1, 1) else (133 * 8, 17 * 8)
-        for image in (picture(1, size), picture(3, (8, 8)), picture(70, (16, 24)), picture(1, (1, 1))[..., :0, :0]):
-            if image.numel():
-                check(plain, model, image)
-
-
-def test_images_of_any_layout():
-    plain, model = twins(small("swin"))
-    image = picture(3, (48, 56))
-    check(plain, model, image.to(memory_format=torch.channels_last))
-    check(plain, model, image.transpose(2, 3))
-    check(plain, model, image[:, :, ::2, 1::3])
-    check(plain, model, image[:0].new_zeros(1, 3, 48, 56).expand(3, -1, -1, -1))
-
-
-def test_gelu_is_exact():
-    """By values of the hidden layer from -12 to 12, where the tanh approximation is off by 1e-3."""
-    model = vitrel.create_model("vitrel_vit_n8_none", depth=1, embed_dim=48, num_classes=5).eval()
-    mlp = model.blocks[0].mlp
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_every_kind(name):
+    plain, model = twins(nn.Sequential(LAYERS[name]()).eval())
+    inputs = [torch.randn(3, 5, 12), torch.randn(5, 12, 3).mT, torch.randn(1, 5, 12).expand(4, -1, -1)]
+    if name != "attention":
+        inputs += [torch.randn(12), torch.randn(4, 12), torch.randn(2, 3, 4, 12), torch.randn(0, 12), torch.randn(2, 0, 12)]
+    for x in inputs:
+        check(plain, model, x)
+        gradients = []
+        for m in (plain, model):
+            m.zero_grad()
+            given = x.clone().requires_grad_()
+            m(given).square().sum().backward()
+            gradients.append([given.grad, *(p.grad for p in m.parameters() if p.grad is not None)])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     with torch.no_grad():
-        nn.init.zeros_(mlp.fc1.bias)
-        mlp.fc1.weight.copy_(torch.eye(192, 48))
-        mlp.fc2.weight.copy_(torch.eye(48, 192))
-    exact = copy.deepcopy(mlp).double()
-    values = torch.linspace(-12, 12, 48 * 50).view(2, 25, 48)
-    vitrel.optimize(model)
-    with torch.no_grad():
-        found, wanted = mlp(values), exact(values.double())
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)
-        x = mlp(values[0, 0])  # one token
-        torch.testing.assert_close(x.double(), wanted[0, 0], rtol=1e-5, atol=2e-6)
+        for parameter, own in zip(plain.parameters(), model.parameters(), strict=True):
+            parameter.mul_(-1.5), own.mul_(-1.5)
+    check(plain, model, inputs[0])
 
 
-FOREIGN = {
-    "timm vit": lambda: vision_transformer.VisionTransformer(32, 8, embed_dim=24, depth=2, num_heads=2, num_classes=5),
-    "timm vit, tanh": lambda: vision_transformer.VisionTransformer(
-        32, 8, embed_dim=24, depth=2, num_heads=2, act_layer="gelu_tanh", init_values=0.5
-    ),
-    "timm vit, quick": lambda: vision_transformer.VisionTransformer(
-        32, 8, embed_dim=24, depth=2, num_heads=2, act_layer="quick_gelu", qk_norm=True
-    ),
-    "timm vit, relu": lambda: vision_transformer.VisionTransformer(32, 8, embed_dim=24, depth=1, num_heads=2, act_layer="relu"),
-    "timm swin": lambda: swin_transformer.SwinTransformer(
-        32, 2, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, num_classes=5
-    ),
-    "timm mixer": lambda: mlp_mixer.MlpMixer(img_size=32, patch_size=8, embed_dim=24, num_blocks=2, num_classes=5),
-    "timm eva": lambda: timm.create_model("eva02_tiny_patch14_224", img_size=56, depth=2, embed_dim=24, num_heads=2),
+def test_a_linear_layer_itself():
+    plain, model = twins(nn.Linear(12, 10).eval())
+    assert type(model) is OneDNNLinear
+    check(plain, model, torch.randn(4, 12))
+    assert type(restore(model)) is nn.Linear
+
+
+@pytest.mark.parametrize("x", [torch.randn(4, 12).double(), torch.randn(4, 11), torch.randn(12, 4), torch.randn(4, 12).half()])
+def test_wrong_inputs_are_refused_as_by_the_plain_layer(x):
+    texts = []
+    for m in twins(nn.Linear(12, 10).eval()):
+        with torch.no_grad(), pytest.raises(RuntimeError) as error:
+            m(x)
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+
+
+MODELS = {
+    "vit": lambda: small("vit"),
+    "swin": lambda: small("swin"),
+    "timm vit": lambda: vision_transformer.VisionTransformer(32, 8, embed_dim=24, depth=2, num_heads=2, act_layer="gelu_tanh"),
+    "timm swin": lambda: swin_transformer.SwinTransformer(32, 2, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4),
     "timm convnext": lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     "torchvision vit": lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5),
-    "torchvision swin": lambda: torchvision.models.SwinTransformer([2, 2], 16, [2, 2], [1, 2], [4, 4], num_classes=5),
 }
 
 
-@pytest.mark.parametrize("linears", ["onednn", "torch"])
-@pytest.mark.parametrize("name", FOREIGN)
-def test_models_of_other_code(name, linears):
-    plain, model = twins(lively(FOREIGN[name]()), linears=linears)
-    assert type(plain) is not type(small("vit"))
-    side = 56 if "eva" in name else 32
-    for batch in (1, 3):
-        check(plain, model, picture(batch, (side, side)))
-
-
-def test_auto_decides_between_the_two():
-    """Logits and operators are those of one of the two."""
-    image, model = picture(), small("vit", position="table")
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """Outputs near the plain model's, through oneDNN; weights put in place of others are seen; and `restore` undoes it."""
+    plain, model = twins(lively(MODELS[name]()))
+    image = picture(3, (32, 32))
+    check(plain, model, image)
+    with torch.inference_mode():
+        assert_near(model(image), plain(image))
+        assert uses_onednn(lambda: model(image)) and not uses_onednn(lambda: plain(image))
+    changed = {name: torch.randn_like(parameter) * 0.3 for name, parameter in plain.named_parameters()}
     with torch.no_grad():
-        ran = {how: operators(lambda m=twins(model, linears=how)[1]: m(image)) for how in ("auto", "onednn", "torch")}
-    through = {how: any(op.startswith("mkldnn") and "linear" in op for op in names) for how, names in ran.items()}
-    assert through["onednn"] is torch.backends.mkldnn.is_available() and not through["torch"]
-    for wrong in ("mkl", "", None, True):
-        with pytest.raises(ValueError, match=r"linears.*(auto.*onednn.*torch)"):
-            vitrel.optimize(model, linears=wrong)
+        assert_near(torch.func.functional_call(model, changed, image), torch.func.functional_call(plain, changed, image))
+        model.load_state_dict(changed, strict=False), plain.load_state_dict(changed, strict=False)
+    check(plain, model, image)
+    assert vitrel.optimize(model, linears="onednn") is model and restore(model) is model
+    assert [(n, type(m)) for n, m in model.named_modules()] == [(n, type(m)) for n, m in plain.named_modules()]
+    with torch.no_grad():
+        assert torch.equal(model(image), plain(image))
 
 
-@pytest.mark.parametrize(
-    ("trunk", "key", "linears"),
-    [("vit", "table", "onednn"), ("vit", "shaw", "torch"), ("swin", "table", "torch"), ("swinv2", "cpb", "onednn")],
-)
-def test_a_batch_in_several_chunks(monkeypatch, trunk, key, linears):
-    """An image at a time, some, and all."""
-    if linears == "onednn" and not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    plain, model = twins(small(trunk, position=key), linears=linears)
-    image = picture(5, (24, 40))
-    for numbers in (1, 10000, 40000, 1 << 21):
-        monkeypatch.setattr(linear, "CHUNK", numbers)
+@TRUNKS
+def test_state_dict_copies_and_files(trunk, tmp_path):
+    model = small(trunk)
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    plain, model = twins(model)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert all(isinstance(a, type(b)) for a, b in zip(model.modules(), plain.modules(), strict=True))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    vitrel.save(model, tmp_path / "model.safetensors")
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
+    for again in (*copies, vitrel.load(tmp_path / "model.safetensors").eval()):
+        check(plain, again, picture())
+
+
+@TRUNKS
+def test_off_while_gradients_are_recorded_and_in_training(trunk):
+    plain, model = twins(small(trunk, drop_rate=0.2, attn_drop_rate=0.2))
+    image = picture()
+    found, wanted = model(image), plain(image)
+    assert torch.equal(found, wanted) and graph(found) == graph(wanted)
+    plain.train(), model.train()
+    outs = []
+    for m in (model, plain):
+        torch.manual_seed(1)
         with torch.no_grad():
-            assert_near(model(image), plain(image))
+            outs.append(m(image))
+    assert torch.equal(*outs) and not uses_onednn(lambda: model(image))
+    check(plain.eval(), model.eval(), image)
+
+
+def test_off_under_compile():
+    plain, model = twins(nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 5)).eval())
+    x, found, frames = torch.randn(3, 7, 12), [], []
+    with torch.no_grad():
+        for m in (plain, model):
+            torch._dynamo.reset()
+            counter = CompileCounter()
+            compiled = torch.compile(m, backend=counter, fullgraph=True, dynamic=True)
+            found.append([compiled(x), compiled(x[:2, :5])])
+            frames.append((counter.frame_count, counter.op_count))
+    assert frames[0] == frames[1] and torch.equal(found[0][1], found[1][1])
+    torch._dynamo.reset()
+
+
+def test_off_under_export_and_trace():
+    plain, model = twins(small("vit", depth=1))
+    image = picture(2, (64, 64))
+    with torch.no_grad():
+        programs = [torch.export.export(m, (image,)) for m in (plain, model)]
+        operations = [[str(node.target) for node in program.graph.nodes] for program in programs]
+        assert operations[0] == operations[1]
+        traced = [torch.jit.trace(m, image, check_trace=False) for m in (plain, model)]
+        assert torch.equal(traced[1](image), traced[0](image))
+
+
+def test_fx_sees_the_plain_graph():
+    plain, model = twins(small("vit"))
+    leaves = dict(leaf_modules=[*get_notrace_modules()])
+    extractors = []
+    for m in (plain, model):
+        timms = create_feature_extractor(m, {m.feature_info[0]["module"]: "mid", "norm": "last"})
+        visions = feature_extraction.create_feature_extractor(m, {"blocks.1": "mid", "norm": "last"}, tracer_kwargs=leaves)
+        extractors.append((timms, visions))
+    image = picture()
+    for wanted, found in zip(*extractors, strict=True):
+        nodes = [[(node.op, str(node.target)) for node in extractor.graph.nodes] for extractor in (found, wanted)]
+        assert nodes[0] == nodes[1]
+        with torch.no_grad():
+            for own, other in zip(found(image).values(), wanted(image).values(), strict=True):
+                assert_near(own, other)
+
+
+def test_off_on_other_devices_and_types():
+    plain, model = twins(small("swin"))
+    image = picture()
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert model(torch.empty(2, 3, 64, 48)).shape == (2, 5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(image), plain(image))
+        assert torch.equal(torch.func.vmap(model)(image[:, None]), torch.func.vmap(plain)(image[:, None]))
+        check(plain, model, image)
+        for dtype in (torch.bfloat16, torch.float64):
+            assert torch.equal(model.to(dtype)(image.to(dtype)), plain.to(dtype)(image.to(dtype)))
+        assert model.to("meta")(image.double().to("meta")).device.type == "meta"
+
+
+def test_hooks_of_before_and_after_run():
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval(), []
+    model[0].register_forward_hook(lambda *_: calls.append("before"))
+    vitrel.optimize(model, linears="onednn")
+    model[1].register_forward_hook(lambda *_: calls.append("after"))
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert calls == ["before", "after"] and [type(layer) for layer in model] == [nn.Linear, OneDNNLinear]
 
 
 def test_where_onednn_is_no_faster_it_says_so(monkeypatch):
-    monkeypatch.setattr(optimize_module, "onednn_is_faster", lambda model: False)
+    monkeypatch.setattr(module, "onednn_is_faster", lambda model: False)
     with pytest.warns(UserWarning, match="oneDNN is no faster here"):
         model = vitrel.optimize(small("vit"))
-    assert not any(isinstance(module, FastLinear) for module in model.modules())
+    assert not any(isinstance(part, OneDNNLinear) for part in model.modules())
+    for wrong in ("mkl", "", None, True):
+        with pytest.raises(ValueError, match=r"linears.*(auto.*onednn)"):
+            vitrel.optimize(model, linears=wrong)
 
 
-def test_segments_mixed_sizes_and_tiles():
-    plain, model = twins(small("vit", position="rope_mixed"))
-    with torch.no_grad():
-        for _ in range(2):
-            found, wanted = [], []
-            for m, kept in ((model, found), (plain, wanted)):
-                torch.manual_seed(1)
-                memory = None
-                for rows in (3, 1, 2):
-                    tokens, memory = forward_memory(m, picture(2, (rows * 8, 40)), memory, length=2)
-                    kept += [tokens, *memory.layers[0]]
-            assert_near(found, wanted)
-    sizes = [(64, 64), (40, 88), (72, 57)]
-    for trunk, options in (("vit", dict(position="table")), ("swin", {}), ("swinv2", {}), ("vit", dict(share_position=True))):
-        plain, model = twins(small(trunk, **options))
-        images = picture(3, (80, 96))
-        with torch.no_grad():
-            check(plain, model, images)
-            for _ in range(2):
-                assert_near(features_mixed(model, images, sizes), features_mixed(plain, images, sizes))
-            assert_near(forward_mixed(model, images, sizes), forward_mixed(plain, images, sizes))
-            check(plain, model, images)
-    plain, model = twins(small("swin", window_size=2, depths=(2, 2)))
-    image = picture(1, (96, 120))
-    with torch.no_grad():
-        wanted = plain.forward_features(image)
-        for _ in range(2):
-            assert_near(tiled_features(model, image, (64, 72)), wanted, 2 * NEAR)
-            assert_near(model.forward_features(image), wanted)
-
-
-def test_attention_that_is_recorded():
-    """The recording sees each layer as in the plain model, whether or not other layers are recorded."""
-    for trunk in ("vit", "swin", "swinv2"):
-        plain, model = twins(small(trunk, position="table"))
-        image = picture()
-        check(plain, model, image)
-        wanted, found = record(plain, image), record(model, image)
-        assert len(found) == len(wanted) == len(list(plain.encodings((40, 88))))
-        for own, other in zip(found, wanted, strict=True):
-            for name, value in other._asdict().items():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    torch.testing.assert_close(getattr(own, name), value, rtol=1e-4, atol=1e-5)
-        check(plain, model, image)
-
-
-@pytest.mark.parametrize(("trunk", "key"), [("vit", "table"), ("swinv2", "cpb")])
-def test_half_precision_is_no_worse(trunk, key):
-    """Against the plain model in float32: of bfloat16 weights, and of autocast, in either order with float32.
-
-    Other roundings give other errors: the mean over 32 images of one as exact is within 10 % of it.
-    """
-    plain, model = twins(small(trunk, position=key))
-    images = [picture(8, (24, 40)) for _ in range(4)]
-
-    def errors(m, cast):
-        found = []
-        for image in images:
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                out = m(image.to(next(m.parameters()).dtype))
-            found.append((out.float() - plain(image)).norm() / plain(image).norm())
-        return torch.stack(found).mean().item()
-
-    with torch.no_grad():
-        check(plain, model, images[0])
-        assert errors(model, True) <= 1.15 * errors(plain, True) > 0
-        check(plain, model, images[0])
-        fresh = vitrel.optimize(copy.deepcopy(plain))
-        assert errors(fresh, True) <= 1.15 * errors(plain, True)
-        check(plain, fresh, images[0])
-        half = copy.deepcopy(plain).bfloat16()
-        assert errors(model.bfloat16(), False) <= 1.15 * errors(half, False)
-        assert errors(vitrel.optimize(copy.deepcopy(half)), False) <= 1.15 * errors(half, False)
-        assert model(images[0].bfloat16()).dtype == torch.bfloat16
-
-
-def test_double_precision():
-    plain, model = twins(small("swin").double())
-    with torch.no_grad():
-        for _ in range(2):
-            image = picture().double()
-            assert_near(model(image), plain(image), 1e-12)
+def test_the_timing_draws_nothing(monkeypatch):
+    model, state = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40)), torch.get_rng_state()
+    assert onednn_is_faster(model) in (True, False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not onednn_is_faster(nn.Conv2d(3, 4, 2))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not onednn_is_faster(model)

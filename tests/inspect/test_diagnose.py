@@ -366,7 +366,7 @@ def test_a_leak_is_one_number():
     ("model", "size", "text"),
     [
         ("swin_tiny_patch4_window7_22", 224, "unknown model .*swin_tiny_patch4_window7_224"),
-        ("test_vit", 0, "a size is one whole number of pixels or"),
+        ("test_vit", 0, "size is a positive whole number of pixels or"),
         ("test_vit", [(160, 160, 3)], r"not \(160, 160, 3\)"),
         ("vitrel_swin_n", [1], "refused at 1x1"),
     ],

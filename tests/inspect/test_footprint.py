@@ -9,7 +9,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 
 import vitrel
 from vitrel.inspect.any_model import TracedBlock
-from vitrel.inspect.footprint import can_run_alone, find_leaks, footprint
+from vitrel.inspect.footprint import can_run_alone, find_leaks, footprints
 from vitrel.layers import Attention, Block
 from vitrel.ops.window import windows
 
@@ -96,7 +96,7 @@ def test_the_grids_on_which_opposite_borders_meet():
 def test_a_footprint_is_all_that_a_token_sees(query):
     grid, window, shift = (12, 20), (7, 7), (3, 3)
     expected = timm_truth(grid, window, shift)[0][query]
-    assert {tuple(at) for at in footprint(timm_block(grid), query).nonzero().tolist()} == expected
+    assert {tuple(at) for at in footprints(timm_block(grid), [query])[0].nonzero().tolist()} == expected
 
 
 def our_truth(grid, window, shift):
@@ -113,8 +113,9 @@ def test_what_ours_sees(grid, position):
     block = our_block(grid, position=position)
     leaks = find_leaks(block)
     assert not leaks.across.any() and not leaks.padding.any() and leaks.row_pairs == leaks.column_pairs == 0
-    for query, keys in list(our_truth(grid, (7, 7), (3, 3)).items())[:: 7 if grid[0] < 20 else 29]:
-        assert {tuple(at) for at in footprint(block, query).nonzero().tolist()} == keys
+    queries = list(our_truth(grid, (7, 7), (3, 3)).items())[:: 7 if grid[0] < 20 else 29]
+    for (_, keys), seen in zip(queries, footprints(block, [query for query, _ in queries]), strict=True):
+        assert {tuple(at) for at in seen.nonzero().tolist()} == keys
 
 
 def test_cosine_attention_of_ours():

@@ -26,7 +26,7 @@ DISPATCH, UNKNOWN = "Python and dispatch", "unattributed"
 KINDS = {  # kind of work: explanation
     "qkv": "linear layer, as the next three",
     "proj": "of attention's output",
-    "fc1": "of the MLP, with the GELU where the two are fused",
+    "fc1": "of the MLP",
     "fc2": "of the MLP",
     PRODUCTS: "softmax and the two products, scaled_dot_product_attention",
     BIAS: "looking up the tables, masks, adding them to logits",
@@ -67,20 +67,18 @@ _OPERATORS = {  # kind: names of operators without aten::
 }
 _KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names.split()}
 _OF_TOKENS = {f"aten::{name}" for name in (*_OPERATORS[LAYOUT].split(), "add", "add_", "mul")}
-_LINEARS = ("mkldnn::_linear_pointwise", "aten::linear")
 _ENGINE = "autograd::engine::evaluate_function"
 
 
-def profile_step(step: Callable[[], object], model: nn.Module, device: torch.device, hooked: bool = True) -> dict[str, float]:
+def profile_step(step: Callable[[], object], model: nn.Module, device: torch.device) -> dict[str, float]:
     """Return {kind: milliseconds} of one `step` of `model` for all KINDS; their sum is the time of the step.
 
-    CPU: self time of the operators in the profiler. GPU: time of their kernels. hooked: False for a model whose blocks run
-    other code when they have hooks; operators in its blocks are recognised by name and the shape of their weight. The numbers
-    of tokens (of the image, of a window) must differ from the model's widths, which distinguish tokens from biases.
+    CPU: self time of the operators in the profiler. GPU: time of their kernels. The numbers of tokens (of the image, of
+    a window) must differ from the model's widths, which distinguish tokens from biases.
     """
     gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with _ranges(model, hooked), profile(activities=activities, record_shapes=True) as profiler, record_function(_STEP):
+    with _ranges(model), profile(activities=activities, record_shapes=True) as profiler, record_function(_STEP):
         step()
         if gpu:
             torch.cuda.synchronize(device)
@@ -88,8 +86,8 @@ def profile_step(step: Callable[[], object], model: nn.Module, device: torch.dev
 
 
 @contextlib.contextmanager
-def _ranges(model: nn.Module, hooked: bool) -> Iterator[None]:
-    handles = [handle for module, kind in _parts(model, hooked) for handle in _mark(module, kind)]
+def _ranges(model: nn.Module) -> Iterator[None]:
+    handles = [handle for module, kind in _parts(model) for handle in _mark(module, kind)]
     try:
         yield
     finally:
@@ -110,7 +108,7 @@ def _mark(module: nn.Module, kind: str) -> tuple[RemovableHandle, RemovableHandl
     return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
 
 
-def _parts(module: nn.Module, hooked: bool) -> Iterator[tuple[nn.Module, str]]:
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield (module, kind) of the outermost submodules with a kind; inside attention, of its parts too."""
     for name, child in module.named_children():
         kind = _PARTS.get(name)
@@ -118,10 +116,8 @@ def _parts(module: nn.Module, hooked: bool) -> Iterator[tuple[nn.Module, str]]:
             continue
         if kind is not None:
             yield child, kind
-        if name == "blocks" and not hooked:
-            continue
         if kind in (None, _ATTENTION):
-            yield from _parts(child, hooked)
+            yield from _parts(child)
 
 
 class _Attribution:
@@ -131,12 +127,9 @@ class _Attribution:
         self.gpu = gpu
         self.times = dict.fromkeys(KINDS, 0.0)
         self.forward: dict[int, tuple[str, str]] = {}  # kind and range of the forward operator with this sequence number
-        self.weights: dict[tuple[int, ...], set[str]] = {}
         self.widths: set[int] = set()  # of x, qkv and a head; a tensor with other last dimensions is a bias or its index
         for name, module in model.named_modules():
             kind = _PARTS.get(name.rpartition(".")[2], UNKNOWN)
-            if isinstance(module, nn.Linear):
-                self.weights.setdefault(tuple(module.weight.shape), set()).add(kind)
             if kind == _ATTENTION:
                 width = module.proj.in_features
                 self.widths |= {width, 3 * width, width // module.num_heads}
@@ -182,9 +175,6 @@ class _Attribution:
     def _kind(self, event: FunctionEvent, place: str) -> str:
         if place not in ("", _ATTENTION, _FUNCTION):
             return place
-        if event.name in _LINEARS:  # attention's products have no weight
-            kinds = self.weights.get(tuple(event.input_shapes[1]), {PRODUCTS})
-            return next(iter(kinds)) if len(kinds) == 1 else UNKNOWN
         kind, shape = _KIND_OF.get(event.name.removeprefix("aten::"), UNKNOWN), (event.input_shapes or [[]])[0]
         if event.name in _OF_TOKENS and self.widths.isdisjoint(shape[-2:]):
             return BIAS
@@ -253,7 +243,6 @@ class ProfiledCall:
     ):
         torch.manual_seed(0)
         self.device, self.training, self.steps = torch.device(device), training, steps
-        self.hooked = not optimized
         self.model = timm.create_model(model, **args).to(device).train(training)
         if optimized:
             from vitrel.cpu.optimize import optimize
@@ -275,7 +264,7 @@ class ProfiledCall:
         times_by_kind: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(-_WARM_UP, self.steps):
             self.model.zero_grad()
-            times = profile_step(self, self.model, self.device, self.hooked)
+            times = profile_step(self, self.model, self.device)
             self.model.zero_grad()
             duration, _ = watch(self)
             if number >= 0:

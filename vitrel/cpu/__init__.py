@@ -1,4 +1,1 @@
-"""Opt-in acceleration on CPUs: evaluation of whole models, and linear layers in training.
-
-`vitrel.optimize` changes a model in place, and `vitrel.cpu.optimize.restore` undoes it.
-"""
+"""Opt-in acceleration on CPUs: `vitrel.optimize` replaces linear layers of a model, `vitrel.cpu.optimize.restore` undoes it."""

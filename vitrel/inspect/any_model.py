@@ -24,8 +24,8 @@ from vitrel.grid import Grid
 from vitrel.layers import Attention
 from vitrel.models.backbone import Backbone
 from vitrel.ops.window import axis_shift
-from vitrel.position import PositionEncoding
-from vitrel.position.terms import sum_counts
+from vitrel.position import PositionEncoding, create_position, key_of
+from vitrel.position.terms import Composition, Terms, sum_counts
 
 REFUSALS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)  # errors by which timm's models refuse a size
 MOST_PREFIX = 32  # maximum number of prefix tokens assumed when a sequence is matched to a grid
@@ -91,6 +91,37 @@ def model_name(model: nn.Module) -> str:
     """timm's name of a model, or the name of its class."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return cfg.get("architecture") or type(model).__name__
+
+
+def encoding_name(position: PositionEncoding | str, **options: Any) -> str:
+    """A key, or the key of an encoding (of a composition those of its parts), and the options it is built with, in titles."""
+    if isinstance(position, Composition):
+        position = "+".join(position.parts)
+    key = position if isinstance(position, str) else key_of(position)
+    return " ".join([key, *(f"{name}={value}" for name, value in options.items())])
+
+
+def built_encoding(position: PositionEncoding | str, grid: Grid, heads: int, width: int, **options: Any) -> PositionEncoding:
+    """The encoding of a key, built with `options`; an encoding as it is, then TypeError for options."""
+    if isinstance(position, str):
+        return create_position(position, grid, heads, width, **options)
+    if options:
+        raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
+    return position
+
+
+def evaluated(encoding: PositionEncoding, grid: Grid) -> Terms:
+    """The terms of an encoding in evaluation mode; in training it may shift positions at random."""
+    with evaluating(encoding):
+        return encoding(grid)
+
+
+def checked_size(size: int | Size) -> Size:
+    """An int or (h, w) in pixels as (h, w); ValueError if they are not positive whole numbers."""
+    pair = tuple(to_2tuple(size))
+    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+        raise ValueError(f"size is a positive whole number of pixels or two, (height, width), not {size!r}")
+    return pair
 
 
 def trained_size(model: nn.Module) -> Size:
@@ -237,6 +268,15 @@ def shared_offsets(old: Tensor, new: Tensor) -> list[Tensor]:
     return tables
 
 
+def coordinate_bias(module: nn.Module, of: nn.Module) -> Tensor | None:
+    """Biases [..., 2h-1, 2w-1, H] that the MLP of timm's `module` makes of the coordinates of `of`; None without an MLP."""
+    if hasattr(module, "cpb_mlp") and hasattr(module, "relative_coords_table"):  # Swin V2
+        return 16 * module.cpb_mlp(of.relative_coords_table).sigmoid()
+    if hasattr(module, "rel_coords_log"):  # timm's RelPosMlp
+        return module.bias_act(module.mlp(of.rel_coords_log))
+    return None
+
+
 def _prefix_values(model: nn.Module, path: str, leaf: str, old: Tensor) -> int:
     """Number of values that belong to prefix tokens in a parameter whose other rows are resampled."""
     if leaf == "pos_embed" and old.dim() == 3 and hasattr(getattr(model, "patch_embed", None), "grid_size"):
@@ -333,7 +373,8 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _window_and_shift(block: nn.Module, grid: Size) -> tuple[Size | None, Size | None]:
+def window_and_shift(block: nn.Module, grid: Size) -> tuple[Size | None, Size | None]:
+    """The window of a block with attention, None if it is global, and its shift on `grid`, None if its class never shifts."""
     if isinstance(block.attn, Attention):
         window, shift = block.attn.window, block.attn.shift
         if window is None:
@@ -365,7 +406,7 @@ def _traced_block(
     if grid is None:
         return None
     tensors = any(isinstance(value, Tensor) for value in tree_leaves((args[1:], kwargs)))
-    return TracedBlock(name, module, grid, shape, layout, *_window_and_shift(module, grid), None if tensors else args[1:])
+    return TracedBlock(name, module, grid, shape, layout, *window_and_shift(module, grid), None if tensors else args[1:])
 
 
 def _layout(block: nn.Module, shape: tuple[int, ...], size: Size) -> str:

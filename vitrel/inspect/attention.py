@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import model_name, patch_grid
+from vitrel.inspect.any_model import coordinate_bias, model_name, patch_grid
 from vitrel.layers import Attention
 from vitrel.ops.reference import masked_logits
 from vitrel.ops.window import axis_shift, windows
@@ -72,6 +72,23 @@ class Layer(NamedTuple):
     def patches(self) -> Tensor:
         """[W, N] bool: slots that hold a patch of the image, neither padding nor a prefix token."""
         return self.tokens >= self.grid.prefix
+
+    @property
+    def places(self) -> Tensor:
+        """[W, N, 2] (row, column) of the patch in each slot; of no meaning for padding and prefix tokens."""
+        at = (self.tokens - self.grid.prefix).clamp(min=0)
+        return torch.stack((at // self.grid.w, at % self.grid.w), -1)
+
+    def patch_at(self, window: int, slot: int) -> tuple[int, int]:
+        """(row, column) of the patch in a slot."""
+        return divmod(int(self.tokens[window, slot]) - self.grid.prefix, self.grid.w)
+
+    def needed(self, what: str) -> Tensor:
+        """The layer's "content" or "position"; ValueError if it was left out in recording."""
+        values = getattr(self, what)
+        if values is None:
+            raise ValueError(f"{self.name} was recorded without {what}: use vitrel.inspect.attention.record")
+        return values
 
     def cpu(self) -> "Layer":
         """The same layer with every tensor on the CPU."""
@@ -172,9 +189,7 @@ def position_shares(model: nn.Module, images: Tensor) -> dict[str, float]:
 
 def layer_position_share(layer: Layer) -> float:
     """The share of `position_shares` of one recorded layer; 0 if position adds nothing, ValueError if it was not recorded."""
-    if layer.position is None or layer.content is None:
-        raise ValueError(f"{layer.name} was recorded without position: use vitrel.inspect.attention.record")
-    return _ratio(_spread(layer, layer.position), _spread(layer, _logits(layer.content)))
+    return _ratio(_spread(layer, layer.needed("position")), _spread(layer, _logits(layer.needed("content"))))
 
 
 def _acts_in_attention(module: nn.Module) -> bool:
@@ -221,8 +236,7 @@ def layer_statistics(layer: Layer) -> dict[str, float]:
     queries = patches[None, :, None].expand(weights.shape[:-1])  # [B, W, H, N]
     entropy = torch.special.entr(weights).sum(-1)[queries].mean().item()
 
-    at = (layer.tokens - grid.prefix).clamp(min=0)
-    at = torch.stack((at // grid.w, at % grid.w), -1).float()  # [W, N, 2]
+    at = layer.places.float()
     apart = at[:, :, None] - at[:, None]  # [W, N, N, 2]
     pixels = apart * apart.new_tensor(layer.stride)
     mass = _attended(weights, patches[:, None].expand(apart.shape[:-1]).float())  # [B, W, H, N]
@@ -430,8 +444,8 @@ def _window_bias(attn: nn.Module) -> Tensor:
     """Bias [H, N, N] of a Swin layer; in V2 computed by its MLP (arXiv 2111.09883, eq. 3 and its code)."""
     if hasattr(attn, "relative_position_bias_table"):
         return attn._get_rel_pos_bias()[0]
-    rows = attn.cpb_mlp(attn.relative_coords_table).flatten(0, -2)  # [R, H]
-    return 16 * rows[attn.relative_position_index].permute(2, 0, 1).sigmoid()
+    rows = coordinate_bias(attn, attn).flatten(0, -2)  # [R, H]
+    return rows[attn.relative_position_index].permute(2, 0, 1)
 
 
 def _grid(model: nn.Module, size: Size) -> Grid:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import timm
 import torch
-from timm.layers import PatchEmbed, to_2tuple
+from timm.layers import PatchEmbed
 from torch import nn
 
 from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size, format_size
+from vitrel.common.tables import aligned
 from vitrel.inspect.any_model import (
     REFUSALS,
     ModelAtSize,
@@ -21,6 +22,7 @@ from vitrel.inspect.any_model import (
     TracedBlock,
     at_size,
     changed_for_size,
+    checked_size,
     model_name,
     patch_grid,
     reason,
@@ -181,7 +183,7 @@ def diagnose(
         ValueError: the name is unknown, a size is not positive whole numbers, or the model is on the meta device.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    sizes = [_checked(one) for one in (size if isinstance(size, list) else [size])]
+    sizes = [checked_size(one) for one in (size if isinstance(size, list) else [size])]
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{model_name(model)} is on the meta device and has no values to examine; pass its name instead")
     named = isinstance(model, str)
@@ -387,13 +389,6 @@ def _merged(ways: Sequence[WayDiagnosis]) -> Iterator[WayDiagnosis]:
         yield WayDiagnosis(" or ".join(way.way for way in same), same[0].sizes, same[0].graphs)
 
 
-def _checked(size: int | Size) -> Size:
-    pair = tuple(to_2tuple(size))
-    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
-        raise ValueError(f"a size is one whole number of pixels or (height, width), not {size!r}; give several as a list")
-    return pair
-
-
 def _share(tokens: torch.Tensor) -> float:
     return float(tokens.float().mean())
 
@@ -419,8 +414,7 @@ def _table(sizes: Iterable[SizeDiagnosis]) -> list[str]:
         columns = [(_short(s.windows.grid), *_stage_cells(s)) for s in line.stages] or [unknown]
         lines.append([*cells, *(" ".join(cells) for cells in zip(*columns, strict=True))])
     plain = [line for line in lines if not line[1].startswith("refused")]
-    widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
-    return ["  " + "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [f"  {line}" for line in aligned(lines, like=plain)]
 
 
 def _stage_cells(stage: StageDiagnosis) -> tuple[str, str, str, str]:

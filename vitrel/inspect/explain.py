@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrel.common.modules import evaluating
 from vitrel.common.sizes import format_size
 from vitrel.grid import Grid
+from vitrel.inspect.any_model import built_encoding, encoding_name, evaluated
 from vitrel.ops import attention
 from vitrel.ops.reference import gather_bias, masked_logits, rotated, table_logits
-from vitrel.position import PositionEncoding, Table, Terms, create_position, key_of
+from vitrel.position import PositionEncoding, Table, Terms
 from vitrel.position.log_decay import LogDecay
-from vitrel.position.terms import Composition, check_choice, pad_prefix, parts_of
+from vitrel.position.terms import check_choice, pad_prefix, parts_of
 
 Array = Tensor | np.ndarray | Sequence
 Position = str | PositionEncoding | Terms
@@ -230,8 +230,12 @@ def explain(
         raise ValueError(f"{rows} rows are too many to read, at most {ROWS}: {remedy}")
     names = _names(tokens, grid)
     with torch.no_grad():
-        encoding = _built(position, grid, q, options)
-        terms = encoding if isinstance(encoding, Terms) else _evaluated(encoding, grid)
+        if not isinstance(position, str | PositionEncoding | Terms):
+            kind = type(position).__name__
+            raise TypeError(f"position is a key, an encoding (of a model: model.blocks[0].position) or Terms, not {kind}")
+        factory = {"device": q.device} if isinstance(position, str) else {}
+        encoding = built_encoding(position, grid, q.shape[0], q.shape[-1], **factory, **options)
+        terms = encoding if isinstance(encoding, Terms) else evaluated(encoding, grid)
         steps = _steps(q, k, v, terms, grid, _checked_mask(mask, q, k))
         log_distance = _log_distance(encoding, grid, steps["raw"])
     rows_of_q = [i - (grid.tokens - q.shape[-2]) for i in queries]
@@ -240,7 +244,7 @@ def explain(
         return x[heads][:, rows_of_q]
 
     return Explanation(
-        _title(position, options),
+        "Terms" if isinstance(position, Terms) else encoding_name(position, **options),
         grid,
         names,
         tuple(heads),
@@ -363,32 +367,6 @@ def _with_tokens(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor,
         raise ValueError(f"Terms.tokens has shape {shape}, but {heads} heads of width {width} need {needed}")
     rows = terms.tokens.to(q.dtype).unflatten(-1, (heads, width)).transpose(0, 1)  # [H, N, D]
     return q + rows[:, -q.shape[-2] :], k + rows, v + rows
-
-
-def _built(position: Position, grid: Grid, q: Tensor, options: dict) -> PositionEncoding | Terms:
-    """The encoding of a key, built for q's heads; encodings and Terms as they are. TypeError for anything else."""
-    if isinstance(position, str):
-        return create_position(position, grid, q.shape[0], q.shape[-1], device=q.device, **options)
-    if options:
-        raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
-    if not isinstance(position, PositionEncoding | Terms):
-        kind = type(position).__name__
-        raise TypeError(f"position is a key, an encoding (of a model: model.blocks[0].position) or Terms, not {kind}")
-    return position
-
-
-def _evaluated(encoding: PositionEncoding, grid: Grid) -> Terms:
-    with evaluating(encoding):  # an encoding in training may shift positions at random
-        return encoding(grid)
-
-
-def _title(position: Position, options: dict) -> str:
-    if isinstance(position, Terms):
-        return "Terms"
-    if isinstance(position, Composition):
-        return "+".join(position.parts)
-    key = position if isinstance(position, str) else key_of(position)
-    return " ".join([key, *(f"{name}={value}" for name, value in options.items())])
 
 
 def _with_heads(**arrays: Array) -> list[Tensor]:

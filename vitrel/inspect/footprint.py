@@ -86,13 +86,10 @@ def find_leaks(block: TracedBlock) -> Leaks:
     lines = [_examined(n, m) for n, m in zip(block.grid, block.window, strict=True)]
     count = max(map(len, lines))
     queries = [tuple(line[i % len(line)] for line in lines) for i in range(count)]
-    with torch.inference_mode(False), torch.enable_grad():  # also where the caller has switched gradients off
-        module = _random(block.module)
-        footprints = _footprints(block, module, queries)
-        ours = isinstance(getattr(module, "attn", None), Attention)
-        padding = _own_padding(block) if ours else _appended_padding(block, module)
+    ours = isinstance(getattr(block.module, "attn", None), Attention)
+    padding = _own_padding(block) if ours else _appended_padding(block)
     rows, columns, tokens = {}, {}, []
-    for (y, x), sees in zip(queries, footprints, strict=True):
+    for (y, x), sees in zip(queries, footprints(block, queries), strict=True):
         across = _beyond_gap(sees.any(1), y)[:, None] | _beyond_gap(sees.any(0), x)
         rows[y], columns[x] = (int(_beyond_gap(sees.any(axis), at).sum()) for axis, at in ((1, y), (0, x)))
         tokens.append(((sees & across).sum(), (y, x), sees.int() + (sees & across)))
@@ -101,20 +98,17 @@ def find_leaks(block: TracedBlock) -> Leaks:
     return Leaks(tuple(rows), tuple(columns), sum(rows.values()), sum(columns.values()), padding, token, sees)
 
 
-def footprint(block: TracedBlock, query: tuple[int, int]) -> Tensor:
-    """[h, w] bool: the tokens that the token at `query` (row, column) sees in this block."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return _footprints(block, _random(block.module), [query])[0]
-
-
-def _footprints(block: TracedBlock, module: nn.Module, queries: Sequence[tuple[int, int]]) -> list[Tensor]:
-    x, footprints = _tokens(block).requires_grad_(), []
-    out = _as_map(_run(block, module, x), block)
-    for y, column in queries:
-        (gradient,) = torch.autograd.grad(out[0, y, column].sum(), x, retain_graph=True)
-        strength = _as_map(gradient, block)[0].abs().amax(-1)
-        footprints.append(strength > strength.max() * _WEAKEST)
-    return footprints
+def footprints(block: TracedBlock, queries: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """[h, w] bool for each of `queries` (row, column): the tokens that the token there sees in this block."""
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():  # also where the caller has switched gradients off
+        x = _tokens(block).requires_grad_()
+        out = _as_map(_run(block, _random(block.module), x), block)
+        for y, column in queries:
+            (gradient,) = torch.autograd.grad(out[0, y, column].sum(), x, retain_graph=True)
+            strength = _as_map(gradient, block)[0].abs().amax(-1)
+            found.append(strength > strength.max() * _WEAKEST)
+    return found
 
 
 def _examined(n: int, window: int) -> list[int]:
@@ -138,9 +132,9 @@ def _beyond_gap(sees: Tensor, at: int) -> Tensor:
     return beyond
 
 
-def _appended_padding(block: TracedBlock, module: nn.Module) -> Tensor:
-    x = _tokens(block)
-    with torch.no_grad():
+def _appended_padding(block: TracedBlock) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        x, module = _tokens(block), _random(block.module)
         plain = _as_map(_run(block, module, x), block)
         with _OtherPadding():
             changed = _as_map(_run(block, module, x), block)

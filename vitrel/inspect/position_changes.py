@@ -25,7 +25,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import MOST_PREFIX, blank_image, float32, interpolates, patch_grid, shared_offsets
+from vitrel.inspect.any_model import (
+    MOST_PREFIX,
+    blank_image,
+    coordinate_bias,
+    float32,
+    interpolates,
+    patch_grid,
+    shared_offsets,
+)
 from vitrel.ops.reference import rows_by_offset
 from vitrel.position import PositionEncoding
 from vitrel.position.terms import Terms, parts_of
@@ -89,9 +97,9 @@ def timm_bias_changes(before: nn.Module, after: nn.Module, old: Size, new: Size,
         if isinstance(module, PositionEncoding):
             continue
         other = after.get_submodule(name)
-        for pair in (_from_coordinates(module, other), _from_table(module, other, tables)):
-            if pair is not None:
-                changes.append(BiasChange("bias", 1, _relative_change(*pair)))
+        biases = coordinate_bias(module, module)
+        pairs = [None if biases is None else (biases, coordinate_bias(module, other)), _from_table(module, other, tables)]
+        changes += [BiasChange("bias", 1, _relative_change(*pair)) for pair in pairs if pair is not None]
         if hasattr(module, "get_embed") and old != new:
             angles = [_neighbours(_rotation(m, grid).chunk(2, -1), grid) for m, grid in ((module, old), (other, new))]
             changes.append(BiasChange("rotation", 1, _angle_change(*angles)))
@@ -201,15 +209,6 @@ def _terms_changes(a: Terms, b: Terms, old: Grid, new: Grid) -> Iterator[BiasCha
             for terms, grid in ((a, old), (b, new))
         ]
         yield BiasChange("rotation", 1, _angle_change(*angles))
-
-
-def _from_coordinates(module: nn.Module, other: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Biases [..., 2h-1, 2w-1, H] at both sizes from an MLP of coordinates, with the weights of `module`; None without MLP."""
-    if hasattr(module, "cpb_mlp") and hasattr(module, "relative_coords_table"):  # Swin V2
-        return tuple(16 * module.cpb_mlp(m.relative_coords_table).sigmoid() for m in (module, other))
-    if hasattr(module, "rel_coords_log"):  # timm's RelPosMlp
-        return tuple(module.bias_act(module.mlp(m.rel_coords_log)) for m in (module, other))
-    return None
 
 
 def _from_table(module: nn.Module, other: nn.Module, resampled: bool) -> tuple[Tensor, Tensor] | None:

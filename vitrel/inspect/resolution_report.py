@@ -10,9 +10,10 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from vitrel.common.sizes import Size, format_size
+from vitrel.common.tables import aligned
 from vitrel.grid import Grid
+from vitrel.inspect.any_model import TracedBlock, checked_size, stage_windows, window_and_shift
 from vitrel.models.backbone import Backbone
-from vitrel.ops.window import axis_shift
 from vitrel.position import key_of
 from vitrel.position.log_n import temperature
 from vitrel.position.terms import parts_of, sum_counts
@@ -133,7 +134,11 @@ def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
         ValueError: the size is not one or two whole numbers, or smaller than a patch.
     """
     patch, trained_size = to_2tuple(model.patch_embed.patch_size), to_2tuple(model.patch_embed.img_size)
-    size = _checked(size, patch)
+    size = checked_size(size)
+    if size[0] < patch[0] or size[1] < patch[1]:
+        raise ValueError(
+            f"size {format_size(size)} is smaller than one patch of {format_size(patch)} pixels; choose a larger one"
+        )
     grid = model.token_grid(size)
     with torch.device("cpu"):  # some encodings compute counts from small tensors, which have no values on the meta device
         return ResolutionReport(
@@ -151,17 +156,6 @@ def resolution_report(model: Backbone, size: int | Size) -> ResolutionReport:
             stages=tuple(_stage(*stage) for stage in stages(model, grid)),
             encodings=_alike(_encodings(model, size, trained_size)),
         )
-
-
-def _checked(size: int | Size, patch: Size) -> Size:
-    pair = tuple(to_2tuple(size))
-    if len(pair) != 2 or not all(isinstance(side, int) for side in pair):
-        raise ValueError(f"size is one whole number of pixels or two, (height, width), not {size!r}")
-    if pair[0] < patch[0] or pair[1] < patch[1]:
-        raise ValueError(
-            f"size {format_size(pair)} is smaller than one patch of {format_size(patch)} pixels; choose a larger one"
-        )
-    return pair
 
 
 def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], Grid, Size]]:
@@ -182,23 +176,22 @@ def stages(model: Backbone, grid: Grid) -> Iterator[tuple[Sequence[nn.Module], G
 
 
 def _stage(blocks: Sequence[nn.Module], grid: Grid, odd: Size) -> StageReport:
-    window = blocks[0].window
-    if window is None:
+    traced = [TracedBlock("", block, grid[:2], (), "", *window_and_shift(block, grid[:2]), None) for block in blocks]
+    [line] = stage_windows(traced)
+    common = dict(blocks=line.blocks, grid=line.grid, merging_padding=odd, window=line.window)
+    common |= dict(padding=line.padding, padded_share=line.padded_share, shift=line.shift)
+    if line.window is None:
         n = grid.tokens
-        return StageReport(len(blocks), grid[:2], odd, None, (1, 1), (0, 0), 0.0, (0, 0), (n, float(n), n))
-    count = tuple(-(-n // m) for n, m in zip(grid[:2], window[:2], strict=True))
-    padding = count[0] * window.h - grid.h, count[1] * window.w - grid.w
-    axes = [zip(grid[:2], window[:2], block.attn.shift, strict=True) for block in blocks]
-    shifts = [tuple(axis_shift(*axis) for axis in sides) for sides in axes]
-    share = 1 - grid.tokens / (count[0] * window.h * count[1] * window.w)
-    seen = [_attended(grid, window, shift) for shift in shifts]
+        return StageReport(**common, windows=(1, 1), attended=(n, float(n), n))
+    count = tuple(-(-n // m) for n, m in zip(line.grid, line.window, strict=True))
+    seen = [_attended(line.grid, line.window, block.shift) for block in traced]
     attended = min(s[0] for s in seen), sum(s[1] for s in seen) / len(seen), max(s[2] for s in seen)
-    return StageReport(len(blocks), grid[:2], odd, window[:2], count, padding, share, max(shifts), attended)
+    return StageReport(**common, windows=count, attended=attended)
 
 
-def _attended(grid: Grid, window: Grid, shift: Size) -> tuple[int, float, int]:
+def _attended(grid: Size, window: Size, shift: Size) -> tuple[int, float, int]:
     fewest, mean, most = 1, 1.0, 1
-    for n, m, s in zip(grid[:2], window[:2], shift, strict=True):
+    for n, m, s in zip(grid, window, shift, strict=True):
         borders = [0, *range(s or m, n, m), n]
         runs = [b - a for a, b in pairwise(borders)]
         fewest, mean, most = fewest * min(runs), mean * sum(run * run for run in runs) / n, most * max(runs)
@@ -248,7 +241,7 @@ def _stage_lines(stages: Iterable[StageReport]) -> list[str]:
         share = _percent(s.padded_share) if any(s.padding) else ""
         cells = [f"{number}", f"{s.blocks}", format_size(s.grid), _added(s.merging_padding), window, format_size(s.windows)]
         lines.append([*cells, _added(s.padding), share, format_size(s.shift) if any(s.shift) else "-", keys])
-    return _columns(lines)
+    return aligned(lines)
 
 
 def _encoding_lines(encodings: Iterable[EncodingReport]) -> list[str]:
@@ -258,12 +251,7 @@ def _encoding_lines(encodings: Iterable[EncodingReport]) -> list[str]:
         policies = ", ".join(f"[{p}]" if p == e.policy and len(e.policies) > 1 else p for p in e.policies) or "-"
         counts = [f"{e.parameters:,}", f"{sum(e.resized.values()):,}", _percent(e.unseen), _percent(e.saturated)]
         lines.append([e.key, e.site, f"{e.layers}", format_size(e.grid), format_size(e.trained), policies, *counts, e.effect])
-    return _columns(lines)
-
-
-def _columns(lines: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return aligned(lines)
 
 
 def _added(pair: Size) -> str:

@@ -11,6 +11,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.common.names import nearest
+from vitrel.common.tables import aligned
 from vitrel.position import PositionEncoding, key_of
 from vitrel.position.terms import Composition
 from vitrel.weights.differences import differences, other_family
@@ -43,8 +44,7 @@ class WeightPlan(NamedTuple):
     def __str__(self) -> str:
         lines = [("source", "target", "rule", "resized")]
         lines += [(" + ".join(r.source), r.target or "-", r.rule, r.resized or "-") for r in self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join(aligned(lines))
 
 
 def load_pretrained(

@@ -18,7 +18,6 @@ from vitrel.position.terms import Composition
 
 # Attributes that are not compared: the grid has its own check; policies, temperature and training-only options are free.
 _FREE = {"training", "grid", "resize", "init_std", "scaling", "temperature", "temperature_grid", *STRENGTHS}
-_FREE |= {"forward"}  # replaced in an optimized model
 _OPTIONS = {"window": "pretrained_window"}  # attribute: the option it comes from, where the names differ
 
 

@@ -108,14 +108,12 @@ CASES = [
     (Grid(3, 5, 3), dict(width=32)),
     (Grid(3, 5), dict(batch=2, heads=3, axes=("h",))),
     (Grid(5, 3, 3), dict(queries=6, batch=2)),
-    (Grid(5, 3, 3), dict(queries=15)),
     (Grid(5, 3), dict(queries=9, axes=("h", "w"))),
     (Grid(1, 17), dict(width=64)),
     (Grid(17, 1, 1), {}),
     (Grid(17, 1), dict(axes=("h", "w"))),
     (Grid(2, 33), dict(axes=("h", "w"))),
     (Grid(2, 70), dict(queries=70, axes=("w",))),
-    (Grid(5, 14), dict(width=32)),
     (Grid(6, 14), dict(axes=("h", "w"), queries=28)),
 ]
 
@@ -131,7 +129,7 @@ def test_outputs_and_gradients(grid, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("grid", "options"), CASES, ids=str)
 def test_outputs_and_gradients_of_more(grid, options, dtype):
-    if INTERPRETED and dtype != torch.float32 and CASES.index((grid, options)) not in (0, 3, 6, 9):
+    if INTERPRETED and dtype != torch.float32 and CASES.index((grid, options)) not in (0, 3, 5, 8):
         pytest.skip("in the interpreter most are in float32 alone: half precision takes the same path")
     check(*inputs(grid, dtype, **options), grid, options.get("axes", ()))
 

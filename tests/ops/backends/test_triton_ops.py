@@ -28,7 +28,6 @@ SERVED = {  # keys that the kernels take under global attention; the others meet
 }  # fmt: skip
 MODELS = {
     "swin table": ("vitrel_swin_n", dict(depths=(2, 1), num_heads=(1, 2))),
-    "swin table, windows of 9x9": ("vitrel_swin_n", dict(depths=(1,), num_heads=(1,), window_size=9)),  # none is shifted
     "swin rope_mixed": ("vitrel_swin_n_rope_mixed", dict(depths=(2,), num_heads=(1,))),
     "swin v2": ("vitrel_swinv2_n", dict(depths=(2,), num_heads=(1,))),
     "vit table": ("vitrel_vit_n8_table", dict(depth=1)),

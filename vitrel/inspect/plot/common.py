@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
-from vitrel.inspect.any_model import model_name, own_encodings
+from vitrel.inspect.any_model import encoding_name, model_name, own_encodings
 from vitrel.inspect.attention import Layer, for_each_layer
 from vitrel.models.backbone import Backbone
-from vitrel.position import PositionEncoding, key_of
-from vitrel.position.terms import Composition
+from vitrel.position import PositionEncoding
 
 Source = nn.Module | Sequence[Layer]  # a model, an encoding, or the layers that `vitrel.inspect.attention.record` returns
 
@@ -40,14 +39,6 @@ def check_numbers(name: str, values: Tensor) -> Tensor:
     return values
 
 
-def recorded(layer: Layer, what: str) -> Tensor:
-    """The layer's "content" or "position"; ValueError if it was left out in recording."""
-    values = getattr(layer, what)
-    if values is None:
-        raise ValueError(f"{layer.name} was recorded without {what}: use vitrel.inspect.attention.record")
-    return values
-
-
 def visit_layers(source: Source, images: Tensor, use: Callable[[Layer], None], position: bool = True) -> None:
     """Call use(layer) for each recorded layer, or for each layer of a model as it runs `images`; see `for_each_layer`."""
     if isinstance(source, nn.Module):
@@ -59,10 +50,8 @@ def visit_layers(source: Source, images: Tensor, use: Callable[[Layer], None], p
 
 def source_name(source: Source) -> str:
     """The name of a model, an encoding or recorded layers in titles."""
-    if isinstance(source, Composition):
-        return "+".join(source.parts)
     if isinstance(source, PositionEncoding):
-        return key_of(source)
+        return encoding_name(source)
     return model_name(source) if isinstance(source, nn.Module) else "recorded attention"
 
 

@@ -76,7 +76,7 @@ def most_moved(layers: Sequence[Layer]) -> tuple[int, int, int, tuple[int, int]]
         if float(moved.flatten()[at]) > best:
             best = float(moved.flatten()[at])
             image, window, head, slot = (int(i) for i in torch.unravel_index(torch.tensor(at), moved.shape))
-            where = number, image, head, divmod(int(layer.tokens[window, slot]) - layer.grid.prefix, layer.grid.w)
+            where = number, image, head, layer.patch_at(window, slot)
     return where
 
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from vitrel.common.modules import evaluating
 from vitrel.grid import Grid
-from vitrel.inspect.plot.common import head_name, line_style, sheet, source_name
+from vitrel.inspect.any_model import built_encoding, encoding_name, evaluated
+from vitrel.inspect.plot.common import head_name, line_style, sheet
 from vitrel.inspect.plot.offsets import zero_query_bias
-from vitrel.position import PositionEncoding, create_position, key_of
+from vitrel.position import PositionEncoding
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 SHARE = 0.01  # weight above which a key counts
@@ -34,26 +34,21 @@ def spans(position: str | PositionEncoding, lengths: Sequence[int] = LENGTHS, **
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths are numbers of tokens, 1 or more, not {list(lengths)}")
-    if isinstance(position, str):
-        position = create_position(position, Grid(1, lengths[0]), 1, 4, **options)
-    elif options:
-        raise TypeError(f"options {', '.join(options)} are for a key of POSITIONS; here position is already built")
+    position = built_encoding(position, Grid(1, lengths[0]), 1, 4, **options)
     found = []
-    with evaluating(position):
-        for n in lengths:
-            bias = zero_query_bias(position(Grid(1, n)), Grid(1, n))
-            if bias is None:
-                raise ValueError(f"{key_of(position)} has no bias apart from content")
-            p = bias[:, 0, n - 1 :].double().softmax(-1)  # [H, N]: the last query is 0 to N-1 patches after its keys
-            found.append(Span(n, tuple(torch.special.entr(p).sum(-1).tolist()), tuple((p > SHARE).sum(-1).tolist())))
+    for n in lengths:
+        bias = zero_query_bias(evaluated(position, Grid(1, n)), Grid(1, n))
+        if bias is None:
+            raise ValueError(f"{encoding_name(position)} has no bias apart from content")
+        p = bias[:, 0, n - 1 :].double().softmax(-1)  # [H, N]: the last query is 0 to N-1 patches after its keys
+        found.append(Span(n, tuple(torch.special.entr(p).sum(-1).tolist()), tuple((p > SHARE).sum(-1).tolist())))
     return found
 
 
 def attention_span(position: str | PositionEncoding, lengths: Sequence[int] = LENGTHS, **options) -> Figure:
     """Figure of `spans` (its arguments and errors): entropy by length (uniform attention: dashed), keys above 1 %."""
     found = spans(position, lengths, **options)
-    name = position if isinstance(position, str) else source_name(position)
-    name = " ".join([name, *(f"{option}={value}" for option, value in options.items())])
+    name = encoding_name(position, **options)
     figure, ((entropy, above),) = sheet(1, 2, 3.2, 2.6, f"{name}: attention of the last query when all content is alike")
     n = [span.length for span in found]
     entropy.plot(n, torch.tensor(n).double().log().numpy(), color="0.6", linestyle="--", label="uniform")

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
-from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
+from vitrel.inspect.any_model import evaluated
 from vitrel.inspect.attention import NEGLIGIBLE, Layer, offset_mean
 from vitrel.inspect.plot.common import (
     DX,
@@ -41,7 +41,6 @@ from vitrel.inspect.plot.common import (
     line_style,
     name_axes,
     panel_height,
-    recorded,
     sheet,
     source_name,
     visit_layers,
@@ -213,9 +212,7 @@ def bias_mean_offset(lattice: Lattice) -> Tensor:
 
 def attended_offset(layer: Layer) -> Tensor:
     """Mean offset (dy, dx), query minus key in patches, weighted by attention among patches, [H, 2]."""
-    patches, grid = layer.patches, layer.grid
-    at = (layer.tokens - grid.prefix).clamp(min=0)
-    at = torch.stack((at // grid.w, at % grid.w), -1).double()  # [W, N, 2]
+    patches, at = layer.patches, layer.places.double()
     weights = (
         check_numbers(layer.name, layer.weights).double() * patches[:, None, None] * patches[:, None, :, None]
     )  # [B, W, H, N, N]
@@ -245,15 +242,14 @@ def _nothing(source: nn.Module) -> str:
 
 
 def _measured(layer: Layer) -> Lattice:
-    position = recorded(layer, "position")
+    position = layer.needed("position")
     check_numbers(layer.name, layer.weights)
     return Lattice(layer.name, "mean of what position adds", "logits", offset_mean(layer, position), None)
 
 
 @torch.no_grad()
 def _drawn(name: str, encoding: PositionEncoding, grid: Grid) -> list[Lattice]:
-    with evaluating(encoding):
-        terms = encoding(grid)
+    terms = evaluated(encoding, grid)
     key, trained = key_of(encoding), None if encoding.grid is None else tuple(encoding.grid[:2])
     found = [
         Lattice(name, f"{key} {what}", unit, check_numbers(name, values.detach()), trained, signed)

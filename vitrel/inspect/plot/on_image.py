@@ -21,7 +21,6 @@ from vitrel.inspect.plot.common import (
     check_numbers,
     chosen,
     panel_height,
-    recorded,
     sheet,
     source_name,
     visit_layers,
@@ -66,7 +65,7 @@ def attention(
     """
     layers = record(source, image[None]) if isinstance(source, nn.Module) else source
     (seen,) = chosen(layers, [layer])
-    alone = recorded(seen, "content")
+    alone = seen.needed("content")
     window, slot = slot_of(seen, query)
     check_numbers(seen.name, seen.weights[0])
     both = torch.stack((seen.weights[0, window, :, slot], alone[0, window, :, slot]))  # [2, H, N]
@@ -105,7 +104,7 @@ def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None
     ranked = patches[case.weights[patches].argsort(descending=True)][:BARS].tolist()
     ranked = ranked if case.key in ranked else [*ranked[:-1], case.key]
     rank, lowered = ranked.index(case.key) + 1, -float(case.position[case.key])
-    query, key = (_patch(layer, case.window, slot) for slot in (case.query, case.key))
+    query, key = (layer.patch_at(case.window, slot) for slot in (case.query, case.key))
     where = f"{source_name(source)}, {layer.name}, head {case.head}: patch {query} attends to {key}"
     title = f"{where} as no. {rank}\nalthough position takes {lowered:.2f} logits from it, against the mean over the keys"
     figure, axes = sheet(1, 3, 2.7, 2.7, title, width_ratios=(1, 1.25, 1))
@@ -114,7 +113,7 @@ def overruled(source: Source, images: Tensor, top: int = 1, shown: Tensor | None
     outline(axes[0][0], layer, key, LINES[1])
     names = []
     for number, slot in enumerate(ranked, 1):
-        y, x = _patch(layer, case.window, slot)
+        y, x = layer.patch_at(case.window, slot)
         names.append(f"{number}: ({y}, {x})")
         centre = ((x + 0.5) * layer.stride[1], (y + 0.5) * layer.stride[0])
         axes[0][0].annotate(str(number), centre, ha="center", va="center", fontsize=7, color="black", bbox=_LABEL)
@@ -253,7 +252,7 @@ def _lowest(layer: Layer, top: int) -> tuple[float, tuple[int, ...]]:
     Of queries that are patches, and of the keys that are among their `top` patches by weight and have at least a uniform share;
     inf, with indices of no meaning, if there is none. ValueError for a layer recorded without position.
     """
-    position, patches = recorded(layer, "position"), layer.patches
+    position, patches = layer.needed("position"), layer.patches
     keys = check_numbers(layer.name, layer.weights).masked_fill(~patches[:, None, None], -1.0)
     weights, at = keys.topk(min(top, keys.shape[-1]), -1)  # [B, W, H, N, top]
     relative = _relative(position, layer).gather(-1, at)
@@ -280,10 +279,6 @@ def _case(layer: Layer, at: tuple[int, ...]) -> Overruled:
     logits = _relative(one.content.clamp(min=torch.finfo(torch.float32).tiny).log(), one)
     values = (logits, _relative(one.position, one), one.weights, one.content)
     return Overruled(one, image, head, window, query, key, *(value.flatten() for value in values))
-
-
-def _patch(layer: Layer, window: int, slot: int) -> tuple[int, int]:
-    return divmod(int(layer.tokens[window, slot]) - layer.grid.prefix, layer.grid.w)
 
 
 def _bars(axes: Axes, names: Sequence[str], series: dict[str, tuple[Tensor, str]], label: str) -> None:

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor, nn
 
-from vitrel.common.modules import evaluating
 from vitrel.common.sizes import Size
 from vitrel.grid import Grid
+from vitrel.inspect.any_model import evaluated
 from vitrel.inspect.plot.common import (
     DX,
     DY,
@@ -164,8 +164,7 @@ def _embedding(source: nn.Module, size: int | Size | None) -> tuple[str, Size, T
     for _, encoding, grid in encodings_of(source, size):
         for part in parts_of(encoding):
             if part.site == "tokens":
-                with evaluating(part):
-                    rows = part(grid).tokens[grid.prefix :]
+                rows = evaluated(part, grid).tokens[grid.prefix :]
                 return key_of(part), part.grid[:2], rows.detach().unflatten(0, grid[:2]).cpu()
     stored, patches = getattr(source, "pos_embed", None), getattr(getattr(source, "patch_embed", None), "grid_size", None)
     if isinstance(stored, nn.Parameter) and stored.dim() == 3 and patches is not None and size is None:
