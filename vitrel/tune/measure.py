@@ -1,10 +1,6 @@
 """`tune`: check and time the backends on the device at hand, and write what is right and fast to a profile.
 
-A backend is timed only if it agrees with the definition (vitrel.ops.reference) in float64: outputs, and in training the
-gradients of all inputs and terms, on a small grid that is not square and that no window divides, with a shift. The error of a
-tensor is the norm of the difference over the norm of the truth. Its limit is FLOORS (a rounding or two) or twice the error of
-sdpa if that is more, and never more than CAPS; the largest difference over the largest element is held to CAPS. At the measured
-size every backend is held to the first one that was right, within twice CAPS.
+A backend is timed only if it is right (vitrel.tune.check), and at the measured size within twice CAPS of the first that was.
 
 Backends take turns, so that a machine that changes speed affects all alike, and medians are compared. With one thread the time
 is that of the processor, else that of the clock; on a GPU it is measured by events.
@@ -17,33 +13,28 @@ import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitrel.common.modules import evaluating
 from vitrel.common.progress import progress
 from vitrel.common.sizes import Size, format_size
-from vitrel.grid import Grid
+from vitrel.models.create import create_model
 from vitrel.ops.capability import TABLE, refusal
-from vitrel.ops.dispatch import attention, by_rule, recording, window_attention
-from vitrel.ops.profile import Case, Profile, Traits, describe, forget, identity, path_for, path_in, read, traits, traits_of
+from vitrel.ops.dispatch import by_rule, recording
+from vitrel.ops.profile import Case, Profile, describe, forget, identity, path_for, path_in, read, traits, traits_of
 from vitrel.ops.reference import Call
-from vitrel.position import create_position
-from vitrel.position.terms import Table, Terms
+from vitrel.tune.check import CAPS, Gate, Problem, Values, candidates, compare
 
-FLOORS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-4, torch.bfloat16: 2.4e-3}
-CAPS = {torch.float64: 1e-11, torch.float32: 3e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-STD = 0.5  # of drawn tables; with values near zero, wrong indices would not show
 SLOW = 1.5  # times the fastest: not timed on
 SECONDS = 75.0  # after which `tune` starts no case, by default
 _ROUND = 0.01  # seconds of a turn, if a call takes less
 _MOST = 50  # calls in a turn
 _LONG = 0.1  # seconds of a call whose first time is taken at its word
 _ROUNDS = 3, 9  # fewest and most
-
-Values = dict[str, Tensor]
 
 
 def tune(
@@ -77,7 +68,7 @@ def tune(
     device = _checked_device(device, model)
     path = path_in(out or "", device) if out or path_for(device) is None else path_for(device)
     profile = Profile(path, identity(device)) if fresh or not path.exists() else _read(path, device)
-    calls = standard_calls(device) if model is None and not sizes else calls_of(model, sizes, batch_size, device)
+    calls = usual_calls(device) if model is None and not sizes else calls_of(model, sizes, batch_size, device)
     measure_all(profile, calls, seconds)
     forget()
     return profile
@@ -106,15 +97,8 @@ def calls_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: i
     shape = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if not sizes and not shape:
         raise ValueError("the model does not say its image size (pretrained_cfg): give sizes")
-    pairs = [(size, size) if isinstance(size, int) else size for size in sizes or [tuple(shape[1:])]]
-    parameter, channels = next(model.parameters()), getattr(model, "in_chans", None) or (shape or (3,))[0]
-    calls: list[Call] = []
-    with recording(lambda backend, call, name: calls.append(call)), evaluating(model):
-        for h, w in pairs:
-            images = torch.zeros(batch_size, channels, h, w, dtype=parameter.dtype, device=parameter.device)
-            for grad in (False, True):
-                with torch.set_grad_enabled(grad):
-                    model(images)
+    pairs = [to_2tuple(size) for size in sizes or [tuple(shape[1:])]]
+    calls = [call for pair in pairs for call in _recorded(model, pair, batch_size)]
     if not calls:
         raise ValueError(
             f"no attention of vitrel was called at {', '.join(map(format_size, pairs))}: the model has other layers"
@@ -128,6 +112,52 @@ def calls_of(model: nn.Module | None, sizes: Sequence[int | Size], batch_size: i
         for dtype in dict.fromkeys((call.dtype, *dtypes))
         if not call.dropout_p
     )
+
+
+def usual_calls(device: torch.device) -> list[Call]:
+    """Return the attention calls of the models of USUAL, in inference and training, small ones first.
+
+    Those of a CPU take less than two minutes.
+    """
+    gpu = device.type == "cuda"
+    calls = []
+    for name, options, shapes in USUAL:
+        model = create_model(name, device="meta", **options)
+        calls += [call for size, *batches in shapes for call in _recorded(model, (size, size), batches[gpu])]
+    calls.sort(key=lambda call: call.batch * call.grid.tokens)  # a run that ends early has measured something of each kind
+    kinds = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)] if gpu else []
+    return _with_a_choice(
+        call._replace(dtype=dtype, compiled=compiled, device=device)
+        for dtype, compiled in (*kinds, (torch.float32, False))
+        for call in calls
+    )
+
+
+USUAL: tuple[tuple[str, dict[str, Any], tuple[tuple[int, int, int], ...]], ...] = (
+    # name, options, (side in pixels, images on a CPU, images on a GPU)
+    ("vitrel_swin_t", {"depths": (2, 2, 2, 2)}, ((224, 1, 128), (224, 4, 2))),
+    ("vitrel_swin_t", {"depths": (2, 2, 2, 2), "window_size": 12}, ((384, 1, 16),)),
+    ("vitrel_vit_s16_table", {"depth": 1}, ((224, 8, 64), (320, 2, 2), (448, 1, 16), (576, 1, 8), (1024, 1, 2))),
+    ("vitrel_vit_s16_factorised", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (1024, 1, 2))),
+    ("vitrel_vit_s16_decomposed", {"depth": 1}, ((224, 8, 64), (448, 1, 16), (576, 1, 8))),
+    ("vitrel_vit_s16_rope_axial", {"depth": 1}, ((224, 8, 64),)),
+    ("vitrel_vit_s16_shaw", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),
+    ("vitrel_vit_s16_alibi", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),
+    ("vitrel_vit_s16_deberta", {"depth": 1}, ((224, 8, 64), (448, 1, 16))),
+)
+
+
+def _recorded(model: nn.Module, size: Size, batch: int) -> list[Call]:
+    """The attention calls of a model for `batch` images of `size` (h, w) pixels, without and with gradients."""
+    parameter, shape = next(model.parameters()), (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3,))
+    channels = getattr(model, "in_chans", None) or shape[0]
+    images = torch.zeros(batch, channels, *size, dtype=parameter.dtype, device=parameter.device)
+    calls: list[Call] = []
+    with recording(lambda backend, call, name: calls.append(call)), evaluating(model):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                model(images)
+    return calls
 
 
 def measure(call: Call, gate: "Gate | None" = None, seconds: float | None = None) -> Case:
@@ -170,19 +200,6 @@ def measure(call: Call, gate: "Gate | None" = None, seconds: float | None = None
     return case
 
 
-def candidates(call: Call) -> list[str]:
-    """Return the backends to measure for a call, sdpa first.
-
-    The reference is slower than sdpa, and is one only where sdpa refuses. On a CPU Triton's interpreter and flex_attention,
-    which runs uncompiled there, are for tests.
-    """
-    out = {"triton", "flex"} if call.device.type == "cpu" else set()
-    names = [name for name in TABLE if name not in out and not refusal(name, call)]
-    if "sdpa" in names:
-        return ["sdpa", *(name for name in names if name not in ("sdpa", "reference"))]
-    return sorted(names, key=lambda name: name != "reference")
-
-
 def report(profile: Profile) -> str:
     """Return a text of all cases: the fastest backend and its gain, the times of the others, and what was wrong or failed."""
     lines = [f"profile of {profile.identity['device']}: {len(profile.cases)} cases"]
@@ -205,145 +222,6 @@ def report(profile: Profile) -> str:
         found = [f"    {name}: {text} ({describe(traits_of(c))})" for c in profile.cases for name, text in c[what].items()]
         lines += [f"{what}:", *found] if found else []
     return "\n".join(lines)
-
-
-class Problem(NamedTuple):
-    """Random tensors of a call. inputs: q, k and v, or qkv. leaves: all tensors that get gradients, by name."""
-
-    call: Call
-    inputs: tuple[Tensor, ...]
-    leaves: Values
-    grad: Tensor  # of the output
-
-    @classmethod
-    def draw(cls, call: Call, seed: int = 0) -> "Problem":
-        """Draw inputs of standard deviation 1 and tables of STD, in the shapes of the call. Only terms that require gradients
-        in the call do so here.
-        """
-        generator = torch.Generator(call.device).manual_seed(seed)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator, device=call.device)
-
-        b, heads, width, grid = call.batch, call.heads, call.width, call.grid
-        inputs: tuple[Tensor, ...]
-        if call.window is not None:
-            inputs = (normal(b, grid.h, grid.w, 3 * heads * width).to(call.dtype),)
-            grad = normal(b, grid.h, grid.w, heads * width).to(call.dtype)
-        else:  # as a linear layer leaves them: [B, N, 3, H, D], seen as [B, H, N, D]
-            q, k, v = normal(b, grid.tokens, 3, heads, width).to(call.dtype).permute(2, 0, 3, 1, 4)
-            inputs = (q[:, :, -call.queries :], k, v)
-            grad = normal(b, call.queries, heads, width).to(call.dtype).transpose(1, 2)
-        call = call._replace(terms=_drawn(call, normal))
-        return cls(call, inputs, {}, grad)._with_leaves()
-
-    def double(self) -> "Problem":
-        """Return the same numbers in float64."""
-        terms = _mapped(self.call.terms, lambda x: x.detach().double().requires_grad_(x.requires_grad))
-        inputs = tuple(x.detach().double() for x in self.inputs)
-        call = self.call._replace(terms=terms, dtype=torch.float64)
-        return Problem(call, inputs, {}, self.grad.double())._with_leaves()
-
-    def output(self, backend: str) -> Tensor:
-        """Compute the call by a backend."""
-        call = self.call
-        if call.window is None:
-            q, k, v = self.inputs
-            return attention(q, k, v, call.terms, call.grid, call.mask, 0.0, backend)
-        return window_attention(self.inputs[0], call.terms, call.grid, call.window, call.shift, call.heads, 0.0, backend)
-
-    def runner(self, backend: str, function: Callable[[str], Tensor] | None = None) -> Callable[[], Values]:
-        """Return run(): the output of a backend and, in training, gradients by name."""
-        function = self.output if function is None else function
-
-        def run() -> Values:
-            with torch.set_grad_enabled(self.call.grad):
-                out = function(backend)
-            if not self.call.grad:
-                return {"output": out}
-            given = torch.autograd.grad(out, list(self.leaves.values()), self.grad, allow_unused=True)
-            pairs = zip(self.leaves.items(), given, strict=True)
-            return {"output": out.detach()} | {name: torch.zeros_like(x) if g is None else g for (name, x), g in pairs}
-
-        return run
-
-    def _with_leaves(self) -> "Problem":
-        if not self.call.grad:
-            return self
-        inputs = tuple(x.requires_grad_() for x in (y.detach() for y in self.inputs))
-        named: Values = {}
-        _mapped(self.call.terms, lambda x: named.setdefault(f"term {len(named)}", x))
-        names = ("qkv",) if self.call.window is not None else ("q", "k", "v")
-        learned = {name: x for name, x in named.items() if x.requires_grad}
-        return self._replace(inputs=inputs, leaves=dict(zip(names, inputs, strict=True)) | learned)
-
-
-class Gate:
-    """The check of backends on small, hard problems, which is made once for calls that differ in sizes only."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Traits, str], str] = {}
-        self._problems: dict[Traits, tuple[Problem, Values, float]] = {}
-
-    def check(self, call: Call, name: str) -> str:
-        """Return what is wrong with a backend for calls like this one, "" if nothing is.
-
-        Twice the error of sdpa, or where it does not serve the call, of the reference in this dtype, is allowed.
-        """
-        hard = hard_call(call)._replace(compiled=False)
-        key = traits(hard)
-        if (key, name) in self._found:
-            return self._found[key, name]
-        if refusal(name, hard):
-            return ""
-        if key not in self._problems:
-            problem = Problem.draw(hard, seed=1)
-            truth = problem.double().runner("reference")()
-            yardstick = max(errors(problem.runner(candidates(hard)[0])(), truth).values())
-            self._problems[key] = problem, truth, yardstick
-        problem, truth, yardstick = self._problems[key]
-        limit = min(CAPS[hard.dtype], max(FLOORS[hard.dtype], 2 * yardstick))
-        text = compare(problem.runner(name)(), truth, limit, CAPS[hard.dtype])
-        self._found[key, name] = f"on a grid of {hard.grid.h}x{hard.grid.w}: {text}" if text else ""
-        return self._found[key, name]
-
-
-def hard_call(call: Call) -> Call:
-    """Return a small call for the same kernels: two images, not square, divided by no window, shifted."""
-    heads = min(call.heads, 3)
-    if call.window is None:
-        grid = Grid(9, 21, call.grid.prefix)
-        queries = grid.tokens if call.queries == call.grid.tokens else min(call.queries, grid.tokens - 1)
-        return call._replace(grid=grid, batch=2, heads=heads, queries=queries, mask=None)
-    h, w = call.window
-    grid = Grid(2 * h + 3, w + 2)
-    shift = min(h - 1, max(1, h // 2 - 1)), min(w - 1, max(1, w // 2))
-    return call._replace(grid=grid, batch=2, heads=heads, queries=grid.tokens, shift=shift)
-
-
-def errors(values: Values, truth: Values) -> dict[str, float]:
-    """Return the error of each tensor: the norm of the difference over the norm of the truth."""
-    smallest = torch.finfo(torch.float32).tiny
-    return {
-        name: ((values[name].double() - x.double()).norm() / x.double().norm().clamp(min=smallest)).item()
-        for name, x in truth.items()
-    }
-
-
-def compare(values: Values, truth: Values, limit: float, cap: float | None = None) -> str:
-    """Return what is wrong with the tensors of a backend, "" if nothing is.
-
-    limit: of the error of each tensor. cap: of the largest difference over the largest element; None: `limit`.
-    """
-    wrong = []
-    for name, error in errors(values, truth).items():
-        difference, largest = (values[name].double() - truth[name].double()).abs().max(), truth[name].abs().max().double()
-        what = name if name == "output" else f"gradient of {name}"
-        if not error <= limit:
-            wrong.append(f"error of {what} {error:.1e} (limit {limit:.1e})")
-        elif not difference <= (limit if cap is None else cap) * largest.clamp(min=torch.finfo(torch.float32).tiny):
-            wrong.append(f"largest error of {what} {difference / largest:.1e}")
-    return ", ".join(wrong[:4])
 
 
 def take_turns(
@@ -419,101 +297,6 @@ def _compiled(problem: Problem, backend: str) -> Callable[[], Values]:
 def _with_a_choice(calls: Any) -> list[Call]:
     """Return each call once, without those that one backend alone serves."""
     return list({traits(call): call for call in calls if len(candidates(call)) > 1}.values())
-
-
-def _drawn(call: Call, normal: Callable[..., Tensor]) -> Terms:
-    """Random terms of the structure of a call's, on its grid, with its number of heads."""
-    terms, grid = call.terms, call.grid if call.window is None else Grid(*call.window)
-
-    def like(x: Tensor | None, *size: int, std: float = STD) -> Tensor | None:
-        if x is None:
-            return None
-        heads = 1 if x.dim() == 3 and x.shape[0] == 1 else call.heads
-        return (normal(heads, *size) * std).to(x.dtype).requires_grad_(call.grad and x.requires_grad)
-
-    def rotations(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...] | None:
-        if pair is None:
-            return None
-        angle = normal(1 if pair[0].shape[0] == 1 else call.heads, grid.tokens, call.width // 2)
-        grad = call.grad and pair[0].requires_grad
-        return tuple(f(angle).to(x.dtype).requires_grad_(grad) for f, x in zip((torch.cos, torch.sin), pair, strict=True))
-
-    tables = []
-    for table in terms.tables:
-        rows, width = grid.classes(table.axis), call.width
-        gated: Any = None
-        if table.gated is not None:
-            gates, weights = table.gated
-            gated = like(gates, gates.shape[1], width), like(weights, rows, gates.shape[1])
-        query, key, value = (like(part, rows, width) for part in (table.query, table.key, table.value))
-        tables.append(Table(table.axis, like(table.bias, rows), query, key, value, gated))
-    temperature = None if terms.temperature is None else terms.temperature.detach().to(call.device)
-    return terms._replace(
-        tokens=None, rotary=rotations(terms.rotary), key_rotary=rotations(terms.key_rotary), temperature=temperature,
-        query_bias=like(terms.query_bias, call.width), tables=tuple(tables),
-    )  # fmt: skip
-
-
-def _mapped(terms: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The terms with a function applied to every tensor, in a fixed order."""
-    if isinstance(terms, Tensor):
-        return function(terms)
-    if isinstance(terms, tuple):
-        parts = [_mapped(part, function) for part in terms]
-        return terms._make(parts) if hasattr(terms, "_make") else tuple(parts)
-    return terms
-
-
-def standard_calls(device: torch.device) -> list[Call]:
-    """Return the usual calls of vision transformers: those of a CPU take less than two minutes."""
-    gpu = device.type == "cuda"
-    windows, grids = (_GPU_WINDOWS, _GPU_GLOBAL) if gpu else (_CPU_WINDOWS, _CPU_GLOBAL)
-    calls = []
-    for side, batch, heads, width, shift in windows:
-        window = Grid(width, width)
-        call = Call("window_attention", create_position("table", window, heads, 32)(window), Grid(side, side), (width, width),
-                    heads, 32, side * side, torch.float32, device, False, batch=batch, shift=(shift, shift))  # fmt: skip
-        calls.append(call)
-    for key, shapes in grids.items():
-        for side, batch, prefix in shapes:
-            grid, heads = Grid(side, side, prefix), 12 if gpu else 6
-            terms = create_position(key, grid, heads, 64)(grid)
-            calls.append(
-                Call("attention", terms, grid, None, heads, 64, grid.tokens, torch.float32, device, False, batch=batch)
-            )
-    if not gpu:
-        calls.sort(key=lambda call: call.batch * call.grid.tokens)  # a run that ends early has measured something of each kind
-    kinds = [(torch.bfloat16, False, 1), (torch.bfloat16, True, 2), (torch.float16, False, 2), (torch.float32, False, 2)]
-    return _with_a_choice(
-        call._replace(dtype=dtype, compiled=compiled, grad=grad)
-        for dtype, compiled, step in (kinds if gpu else [(torch.float32, False, 1)])
-        for call in calls[::step]  # compiling kernels takes most of the time
-        for grad in (False, True)
-    )
-
-
-_CPU_GLOBAL = {  # {encoding: (side of the grid, batch, prefix tokens)}
-    "table": ((14, 8, 1), (20, 2, 0), (28, 1, 1), (28, 2, 0), (36, 1, 0)),
-    "decomposed": ((14, 8, 0), (28, 1, 0), (36, 1, 0)),
-    "factorised": ((14, 8, 1), (28, 1, 0), (36, 1, 0)),
-    "shaw": ((14, 8, 1), (28, 1, 0)),
-    "alibi": ((14, 8, 1), (28, 1, 0)),
-    "deberta": ((14, 8, 1), (28, 1, 0)),
-}
-_CPU_WINDOWS = (  # side of the grid, batch, heads, window, shift
-    (56, 1, 3, 7, 3), (56, 1, 3, 7, 0), (56, 4, 3, 7, 3), (28, 8, 6, 7, 3), (14, 8, 12, 7, 0), (14, 8, 12, 7, 3),
-    (24, 2, 8, 12, 6), (64, 1, 3, 16, 8),
-)  # fmt: skip
-_GPU_WINDOWS = (
-    (56, 128, 3, 7, 3), (28, 128, 6, 7, 3), (14, 128, 12, 7, 3), (14, 128, 12, 7, 0), (7, 128, 24, 7, 0), (96, 16, 4, 12, 6),
-    (24, 32, 16, 12, 6), (64, 32, 3, 8, 4), (64, 32, 3, 16, 8), (56, 2, 3, 7, 3),
-)  # fmt: skip
-_GPU_GLOBAL = {
-    "table": ((14, 64, 1), (14, 2, 1), (28, 16, 1), (64, 2, 0)),
-    "factorised": ((14, 64, 1), (28, 16, 1), (64, 2, 0)),
-    "decomposed": ((14, 64, 0), (28, 16, 0), (64, 2, 0)),
-    "rope_axial": ((14, 64, 1), (64, 2, 0)),
-}
 
 
 def _checked_device(device: torch.device | str | None, model: nn.Module | None) -> torch.device:
