@@ -22,6 +22,7 @@ ROOMS = {  # what else each room may import; all may import the core
     "data": set(),
     "export": {"convert", "evaluate"},
     "inspect": set(),
+    "tune": set(),
     "train": {"data", "convert", "inspect"},
     "evaluate": {"data", "inspect", "cpu", "convert"},
 }

@@ -41,8 +41,8 @@ def said(*arguments, status=None):
         assert not ended.code or status, ended.code
         text.write(str(ended.code))
     return text.getvalue()
-table = said("diagnose", "swin_tiny_patch4_window7_224", "--size", "160")
-assert "160x160" in table and "see across opposite borders" in table, table
+table = said("diagnose", "test_vit", "--size", "192")
+assert "192x192" in table and "replaced at 192x192: pos_embed bicubic" in table, table
 report = said("doctor")
 assert "lacks lightning" in report and re.search('pip install .*"lightning>=', report), report
 assert "pandas" in said("compare", "quickstart", status=1) and "study_imagenet" in said("compare", "--help")

@@ -8,9 +8,8 @@ import torch
 
 import vitrel
 from helpers import command
-from vitrel import export
 from vitrel.common.extras import EXTRAS
-from vitrel.export import check_sizes, export_model
+from vitrel.export import check_sizes, export_model, write
 from vitrel.weights.load import read_file
 
 tool = command("export")
@@ -162,7 +161,7 @@ def test_what_differs_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.export, "export", lambda *args, **options: program)
     with pytest.raises(RuntimeError, match=r"exported file differs from the model at batch 1, 32x48 pixels by"):
         export_model(model, tmp_path / "kept.pt2", "exported", overwrite=True)
-    monkeypatch.setattr(export, "TOLERANCE", 1e9)
+    monkeypatch.setattr(write, "TOLERANCE", 1e9)
     with pytest.raises(RuntimeError, match=r"exported file fails at batch 1, 17x37 pixels: AssertionError: Guard failed"):
         export_model(model, tmp_path / "kept.pt2", "exported", dynamic_size=True, overwrite=True)
     assert [item.name for item in tmp_path.iterdir()] == ["kept.pt2"] and (tmp_path / "kept.pt2").read_bytes() == b"precious"

@@ -12,6 +12,7 @@ PACKAGES = (
     "vitrel.grid",
     "vitrel.position",
     "vitrel.ops",
+    "vitrel.tune",
     "vitrel.layers",
     "vitrel.models",
     "vitrel.weights.load",

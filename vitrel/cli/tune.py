@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     device = checked_device(args.device)
     import vitrel.models  # noqa: F401  registers our names with timm
     from vitrel.ops.profile import VARIABLE, path_for
-    from vitrel.ops.tune import report, tune
+    from vitrel.tune import report, tune
 
     print(f"measuring on {device}; measured cases are kept if this is stopped", file=sys.stderr, flush=True)
     opened = open_models(args, random=True) if args.models else []

@@ -1,11 +1,10 @@
 """Attention with position terms: `attention` and `window_attention`, computed by one of several backends.
 
 `reference` defines the result, `dispatch` chooses the backend of a call, `why` reports which backend served a call and why the
-others did not, and `tune` measures which backend is fastest on this device.
+others did not. vitrel.tune measures which backend is fastest on this device.
 """
 
 from vitrel.ops.dispatch import BACKENDS, attention, window_attention
-from vitrel.ops.tune import tune
 from vitrel.ops.why import use_backend, why
 
-__all__ = ["BACKENDS", "attention", "tune", "use_backend", "why", "window_attention"]
+__all__ = ["BACKENDS", "attention", "use_backend", "why", "window_attention"]

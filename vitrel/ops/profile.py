@@ -4,8 +4,8 @@
 identity of the device and of the software that was measured, and a case per measured call. VITREL_PROFILE is its path, or a
 folder of profiles, or "off"; by default it is in the user's cache folder, with a name that depends on the identity.
 
-Calls are of the same kind if they differ in sizes only. Between measured sizes, times are interpolated. Far from all of them,
-and about kinds that were not measured, a profile says nothing.
+Calls are of the same kind if they differ in sizes only. A profile says of a call what was measured of the nearest of its kind.
+Far from all of them, and about kinds that were not measured, it says nothing.
 """
 
 import functools
@@ -30,7 +30,6 @@ VARIABLE = "VITREL_PROFILE"
 FORMAT = 2
 OFF = "off"
 FARTHEST = 1.5  # distance to the nearest measured call beyond which a profile says nothing, see `_place`
-_POWER = 4  # of the inverse distance by which measured calls are weighted
 _CODE = (
     "reference.py",
     "sdpa.py",
@@ -101,8 +100,7 @@ class Profile:
     def relative(self, traits: Traits) -> dict[str, float]:
         """Times of the backends for a call over that of the fastest, fastest first; {} where the profile says nothing.
 
-        Only backends that were measured for the nearest call of the same kind, and that were nowhere wrong for this entry and
-        dtype. The logarithms of the times, each over the fastest of its case, are averaged by inverse distance.
+        They are those of the nearest measured call of the same kind, without backends that were wrong for this entry and dtype.
         """
         near, wrong = [], set()
         for case in self.cases:
@@ -111,21 +109,11 @@ class Profile:
                 wrong |= case["wrong"].keys()
             if case["ms"] and known.kind == traits.kind:
                 near.append((math.dist(_place(traits), _place(known)), case["ms"]))
-        near.sort(key=lambda pair: pair[0])
-        if not near or near[0][0] > FARTHEST:
+        distance, times = min(near, key=lambda pair: pair[0], default=(math.inf, {}))
+        times = {name: ms for name, ms in times.items() if name not in wrong}
+        if distance > FARTHEST or not times:
             return {}
-        weighted = [
-            (max(distance, 1e-6) ** -_POWER, {name: math.log(ms / min(times.values())) for name, ms in times.items()})
-            for distance, times in near
-        ]
-        estimates = {}
-        for name in near[0][1].keys() - wrong:
-            measured = [(weight, times[name]) for weight, times in weighted if name in times]
-            estimates[name] = sum(weight * time for weight, time in measured) / sum(weight for weight, _ in measured)
-        fastest = min(estimates.values(), default=0.0)
-        return {
-            name: math.exp(estimates[name] - fastest) for name in sorted(estimates, key=lambda name: (estimates[name], name))
-        }
+        return {name: times[name] / min(times.values()) for name in sorted(times, key=lambda name: (times[name], name))}
 
 
 def fastest(call: Call) -> tuple[str, ...]:

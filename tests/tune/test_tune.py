@@ -14,7 +14,9 @@ from vitrel.ops.capability import TABLE, Row
 from vitrel.ops.dispatch import choose
 from vitrel.ops.profile import Profile, Traits, describe, fastest, traits
 from vitrel.ops.reference import Call
-from vitrel.ops.tune import Gate, calls_of, measure, measure_all, report, standard_calls, tune
+from vitrel.tune import report, tune
+from vitrel.tune.check import Gate
+from vitrel.tune.measure import calls_of, measure, measure_all, usual_calls
 
 CPU = torch.device("cpu")
 
@@ -88,7 +90,7 @@ def test_a_profile_speaks_of_kinds_and_sizes_that_were_measured(use):
     assert said[3] == said[100] == {}  # too far
     assert said[8] == pytest.approx({"sdpa": 1.0, "bias_by_row": 2.0, "flex": 9.0}, rel=1e-3)
     assert [min(said[side], key=said[side].get) for side in (10, 24, 40)] == ["sdpa", "bias_by_row", "bias_by_row"]
-    assert said[8]["bias_by_row"] > said[10]["bias_by_row"] > 1 and 1 < said[24]["sdpa"] < 4
+    assert said[10] == said[8] and said[24] == said[32]  # those of the nearest
     per_axis = Terms(tables=(Table("h", bias=torch.zeros(2, 15)),))
     others = [{"dtype": torch.bfloat16}, {"grad": True}, {"dropout_p": 0.1}, {"queries": 8}, {"terms": per_axis}]
     assert [fastest(table_call(8, **other)) for other in others] == [()] * len(others)
@@ -201,7 +203,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         return case(call, sdpa=1.0)
 
     monkeypatch.setitem(tune.__globals__, "measure", stops)
-    monkeypatch.setitem(tune.__globals__, "standard_calls", lambda device: plans)
+    monkeypatch.setitem(tune.__globals__, "usual_calls", lambda device: plans)
     path = tmp_path / "p.json"
     with pytest.raises(KeyboardInterrupt):
         tune(device="cpu", out=path)
@@ -231,7 +233,7 @@ def test_cases_of_a_model_are_its_own_calls():
 
 def test_the_usual_calls_are_all_different():
     for device in (CPU, torch.device("cuda")):
-        known = [traits(call) for call in standard_calls(device)]
+        known = [traits(call) for call in usual_calls(device)]
         assert len(set(known)) == len(known) > 40
         assert {call.compiled for call in known} == ({False, True} if device.type == "cuda" else {False})
     assert Traits(*known[0]) == known[0]
