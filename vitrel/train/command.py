@@ -31,7 +31,7 @@ from vitrel.train.execution import check_processes, refused_trainer
 from vitrel.train.faults import BadImages, FiniteLoss, Ranks, RunFolder
 from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
-from vitrel.train.progress import Speed, progress_of
+from vitrel.train.progress import Speed, has_bar, progress_of
 from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
 from vitrel.train.summary import Summary
 
@@ -172,20 +172,22 @@ class TrainCLI(LightningCLI):
             kwargs["precision"] = "bf16-mixed"
         check_processes(config["accelerator"], config["devices"])
         log = CSVLog(folder)
-        callbacks, plugins = config["callbacks"] or [], config["plugins"] or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO(folder)]
+        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO(folder)]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
-        kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), *self._callbacks(log)]
+        callbacks = _listed(config["callbacks"])
+        kwargs["callbacks"] = [*callbacks, *self._callbacks(log, callbacks)]
+        if config["enable_progress_bar"] is not False:
+            kwargs["enable_progress_bar"] = has_bar(kwargs["callbacks"])
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ModuleNotFoundError, TypeError) as error:
             raise ValueError(refused_trainer(config, error)) from error
 
-    def _callbacks(self, log: CSVLog) -> list[Callback]:
+    def _callbacks(self, log: CSVLog, others: list[Callback]) -> list[Callback]:
         settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
         about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
-        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
+        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else progress_of(speed, others)
         resumed = self._get(self.config_init, "ckpt_path") is not None
         summary = Summary(log, speed, about, resumed, prints=bool(progress))
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
@@ -296,4 +298,9 @@ def _seed(value: int | bool) -> int:
 def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
     if setting is None or setting is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
-    return list(setting) if isinstance(setting, list) else [setting] if setting else []
+    return _listed(setting or None)
+
+
+def _listed(setting: Any) -> list[Any]:
+    """A setting that is one thing, several, or null, as a list."""
+    return list(setting) if isinstance(setting, list) else [] if setting is None else [setting]
