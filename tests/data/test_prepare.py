@@ -12,6 +12,7 @@ from timm.models import _registry
 
 from helpers.pictures import picture, tensor
 from vitrel.data import Augmentation, Augmenter, Folder, Prepare
+from vitrel.data.prepare import as_tensor
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.2)
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -23,7 +24,7 @@ def both(array, input_size, crop_pct, crop_mode, interpolation, mean, normalize)
     options = dict(crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation, mean=mean, std=STD)
     theirs = timm.data.create_transform(input_size, is_training=False, normalize=normalize, **options)(Image.fromarray(array))
     prepare = Prepare(input_size[1:], **options)
-    return theirs, prepare(tensor(array)) if normalize else prepare.cropped(tensor(array))
+    return theirs, prepare(tensor(array)) if normalize else as_tensor(prepare.cropped(tensor(array)))
 
 
 @pytest.mark.parametrize(("h", "w"), [(30, 60), (90, 45), (48, 47), (64, 64)])
@@ -48,7 +49,7 @@ def test_what_a_crop_mode_shows():
     """A bright frame along the border of a wide image: cropped away at its ends, squashed, or whole between borders."""
     frame = torch.full((3, 40, 80), 255, dtype=torch.uint8)
     frame[:, 4:-4, 4:-4] = 0
-    center, squash, border = (Prepare((40, 40), MEAN, STD, crop_mode=mode).cropped(frame)[0] for mode in MODES)
+    center, squash, border = (as_tensor(Prepare((40, 40), MEAN, STD, crop_mode=mode).cropped(frame))[0] for mode in MODES)
     assert torch.equal(center, frame[0, :, 20:60])
     assert (squash[:4] > 200).all() and (squash[8:32, :2] > 200).all() and (squash[8:32, 4:-4] < 50).all()
     assert (border[:10] == 128).all() and (border[30:] == 128).all() and (border[10:30, 0] > 200).all()

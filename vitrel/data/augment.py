@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import v2
@@ -70,8 +71,8 @@ class Augmenter:
             view = normalise(self.pipelines[size](as_array(image), state), self.mean, self.std)
             return view if self.erase is None else self.erase(view)
 
-    def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Tensor:
-        """Image uint8 [3, H, W]: `image` resized and cropped to `size` by the crop "simple" or "center".
+    def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
+        """The image resized and cropped to `size` by the crop "simple" or "center".
 
         It uses Python's and torch's global generators.
         """

@@ -99,26 +99,23 @@ class Prepare:
 
     def __call__(self, image: Picture) -> Tensor:
         """Return the normalised float32 [3, H, W] of an image."""
-        image = normalise(self.cropped(image), self.mean, self.std)
+        image = normalise(as_tensor(self.cropped(image)), self.mean, self.std)
         # pads with 0, the mean colour after normalisation
         return image if image.shape[1:] == self.size else center_crop(image, list(self.size))
 
-    def resized(self, image: Picture) -> Tensor:
-        """Return an image as resized for the view, before any crop, uint8 [3, h, w]."""
-        return as_tensor(self._resized(image))
-
-    def cropped(self, image: Picture) -> Tensor:
-        """Return an image resized and cropped to H×W, uint8; with `canvas` to less where the image ends before."""
-        resized = self._resized(image)
-        if resized.width < self.view[1] or resized.height < self.view[0]:
-            fill = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]
-            resized = cast(Image.Image, center_crop_or_pad(resized, _sides(max, resized.size[::-1], self.view), fill))
-        return as_tensor(center_crop_or_pad(resized, _sides(min, resized.size[::-1], self.size)))
-
-    def _resized(self, image: Picture) -> Image.Image:
+    def resized(self, image: Picture) -> Image.Image:
+        """Return an image as resized for the view, before any crop."""
         how = ("squash", 1.0) if self.protocol == "native" else (self.crop_mode, self.crop_pct)
         picture = Image.fromarray(as_array(image)) if isinstance(image, Tensor) else image
         return _resize(self.view, *how, self.interpolation)(picture)
+
+    def cropped(self, image: Picture) -> Image.Image:
+        """Return an image resized and cropped to H×W; with `canvas` to less where the image ends before."""
+        resized = self.resized(image)
+        if resized.width < self.view[1] or resized.height < self.view[0]:
+            fill = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]
+            resized = cast(Image.Image, center_crop_or_pad(resized, _sides(max, resized.size[::-1], self.view), fill))
+        return cast(Image.Image, center_crop_or_pad(resized, _sides(min, resized.size[::-1], self.size)))
 
 
 @lru_cache(1024)  # at native shape every image has a view of its own
