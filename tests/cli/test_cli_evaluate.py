@@ -285,7 +285,7 @@ def test_tars_are_evaluated_as_the_folder_they_were_made_of(tmp_path):
         frames.append(pd.read_csv(out / "results.csv"))
     for name in ("img_size", "policy", "protocol", "n", "nll", "ece"):
         assert frames[0][name].tolist() == pytest.approx(frames[1][name].tolist(), nan_ok=True), name
-    assert set(frames[1]["decoder"]) == {"torchvision"} and set(frames[1]["resize_backend"]) == {f"Pillow {version('Pillow')}"}
+    assert set(frames[1]["decoder"]) == {"Pillow"} and set(frames[1]["resize_backend"]) == {f"Pillow {version('Pillow')}"}
 
 
 @pytest.mark.slow

@@ -207,12 +207,12 @@ def test_only_the_first_rank_asks_whether_the_folder_is_used(tmp_path, monkeypat
 @pytest.mark.slow
 def test_two_processes_leave_one_folder(tmp_path, capfd):
     """Started as by torchrun; those that Lightning starts are above."""
-    two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=2", "--run.predictions=4"]
+    two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=2"]
     assert on_two(["train", *SHORT, *two, f"--trainer.default_root_dir={tmp_path}"], main=cli.main) == [0, 0]
     said = capfd.readouterr()
     assert "sync_dist" not in said.err
     assert [line.split("  ")[0] for line in said.out.splitlines() if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
-    names = {LOCK, "checkpoints", "config.yaml", "curves.png", "metrics.csv", "predictions.png", "summary.json", "tensorboard"}
+    names = {LOCK, "checkpoints", "config.yaml", "curves.png", "metrics.csv", "summary.json", "tensorboard"}
     assert {path.name for path in tmp_path.iterdir()} == names
     found = json.loads((tmp_path / "summary.json").read_text())
     assert (found["status"], found["epochs"], found["updates"]) == ("finished", 2, 2)  # 16 images in batches of 2 × 8

@@ -436,9 +436,9 @@ def another_fault(*args, **how):
 
 
 @pytest.mark.parametrize("fail", [no_memory, no_more])
-@pytest.mark.parametrize("where", ["vitrel.data.decode.decode_image", "vitrel.data.base.resize", "prepare", "augment"])
+@pytest.mark.parametrize("where", ["vitrel.data.decode._rgb", "vitrel.data.base.resize", "prepare", "augment"])
 def test_memory_that_runs_out_names_image_and_size_and_is_no_bad_image(root, monkeypatch, where, fail):
-    Image.fromarray(picture(24, 32)).save(root / "train" / "cat" / "1.png", "JPEG")  # which torchvision decodes
+    Image.fromarray(picture(24, 32)).save(root / "train" / "cat" / "1.png", "JPEG")
     module, _, name = where.rpartition(".")
     if module:
         monkeypatch.setattr(sys.modules[module], name, fail)

@@ -2,9 +2,13 @@
 
 import csv
 import hashlib
+import http.server
 import io
+import re
 import shutil
 import tarfile
+import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +18,7 @@ from PIL import Image
 
 from helpers.tars import add, write_tars
 from vitrel.data import BadImage, Draw, Reading, class_names, create_dataset
+from vitrel.data.tars import braces
 
 HOW = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 KINDS = ("cat", "dog", "emu")
@@ -118,6 +123,8 @@ def test_class_folders_in_tars(flowers, tmp_path):
     assert_same(tmp_path / "one.tar", flowers)
     assert_same(tmp_path / "two", flowers)
     assert len(items(tmp_path / "two" / "train-*.tar", "train")) == 30
+    assert_same(tmp_path / "two" / "{train,val}-{0000..0000}.tar", flowers)
+    assert braces("a{08..10}{x,y}.tar") == [f"a{n}{x}.tar" for n in ("08", "09", "10") for x in "xy"]
 
 
 def test_labels_in_json(tmp_path):
@@ -191,7 +198,7 @@ def test_parquet_and_arrow(flowers, tmp_path):
     (tmp_path / "parquet" / "data").mkdir(parents=True)
     for name, rows in found.items():
         rows.to_parquet(str(tmp_path / "parquet" / "data" / f"{name}-00000-of-00001.parquet"))
-    for data in (tmp_path / "arrow", tmp_path / "parquet", f"hfds/{tmp_path}/parquet"):
+    for data in (tmp_path / "arrow", tmp_path / "parquet", f"hfds/{tmp_path}/parquet", f"hfids/{tmp_path}/parquet"):
         assert_same(data, flowers)
     image = create_dataset(str(tmp_path / "parquet"), "val", (20, 24), **HOW)
     assert all(int(size) > 100 for size in image.versions()) and image.name(3).endswith("validation: 3")
@@ -216,15 +223,58 @@ def test_what_is_refused_is_named_by_what_was_found(tmp_path):
     (tmp_path / "a.npy").write_bytes(b"?")
     with pytest.raises(ValueError, match=r"found .npy files"):
         class_names(str(tmp_path))
-    for data in ("hfids/some/set", "tfds/some"):
-        with pytest.raises(ValueError, match="give hfds/some"):
-            class_names(data)
+    with pytest.raises(ValueError, match="give hfds/some"):
+        class_names("tfds/some")
     with pytest.raises(ValueError, match="give torch/cifar10:<folder of its files>"):
         class_names("torch/cifar10")
     with pytest.raises(ValueError, match="unknown protocol s4://"):
         class_names("s4://bucket/images")
     with pytest.raises(ValueError, match=r"neither a folder nor a known set"):
         class_names("pipe:cat images.tar")
+
+
+@pytest.fixture
+def website(tmp_path):
+    """(address, folder) of a web server on the loopback that understands ranges, as those that keep data do."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            path = Path(self.translate_path(self.path))
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if wanted is None or not path.is_file():
+                super().do_GET()
+                return
+            content = path.read_bytes()
+            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
+            self.send_header("Content-Length", str(stop - start))
+            self.end_headers()
+            self.wfile.write(content[start:stop])
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", tmp_path
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_folder_a_csv_and_tars_of_a_website(website, flowers):
+    pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp, which is not installed")
+    address, folder = website
+    for split in ("train", "val"):
+        shutil.copytree(flowers / split, folder / "flowers" / split)
+    write_csv(folder / "flowers" / "all.csv", [("path", "label", "split"), *rows_of(flowers)])
+    with tarfile.open(folder / "train-00.tar", "w") as train, tarfile.open(folder / "val-00.tar", "w") as val:
+        train.add(flowers / "train", "train")
+        val.add(flowers / "val", "val")
+    for data in ("flowers", "flowers/all.csv", "{train,val}-{00..00}.tar"):
+        assert items(f"{address}/{data}", "val") == items(flowers, "val")
+    with pytest.raises(ValueError, match=r"nothing was found at|cannot be read"):
+        class_names(f"{address}/nothing.csv")
 
 
 @pytest.fixture(scope="module")

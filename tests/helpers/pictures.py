@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vitrel.data.prepare import as_tensor
+
 
 def picture(h, w, seed=0):
     """Return a random image with smooth and sharp content, uint8 [h, w, 3]."""
@@ -29,4 +31,4 @@ def tensor(array):
 
 
 def identity(image):
-    return image
+    return as_tensor(image)

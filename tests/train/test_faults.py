@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -44,7 +45,7 @@ def test_a_bad_loss_names_step_and_images(command, own, tmp_path, capfd, tars):
         data = tmp_path / "tars"
         write_tars(own, data, 30)
         split = Tars(str(data), "train", None)
-        name = next(split.name(i) for i in range(len(split)) if split.read(i)[0].min() == 255)
+        name = next(split.name(i) for i in range(len(split)) if np.asarray(split.read(i)[0]).min() == 255)
 
     def spoil():
         def training_step(self, batch, batch_idx):

@@ -14,7 +14,6 @@ from vitrel.cli import doctor
 from vitrel.evaluate.measure import Runner, peak_mb, reset_peak
 from vitrel.evaluate.results import device_name
 from vitrel.train.faults import FiniteLoss
-from vitrel.train.profile import WARM_UP, DataProfile
 from vitrel.train.progress import peak_memory
 from vitrel.train.summary import _hardware
 
@@ -68,15 +67,6 @@ def test_a_loss_is_read_at_logging_steps_only(said, monkeypatch, tmp_path):
     for batch in range(7):
         guard.on_train_batch_end(trainer, module, {"loss": torch.zeros((), device="meta")}, None, batch)
     assert checks == [2, 5]
-
-
-def test_a_profile_waits_for_the_gpu_before_it_looks_at_the_clock(said):
-    profile, module = DataProfile(), SimpleNamespace(device=GPU)
-    profile.rates = []
-    profile.on_train_start(None, module)
-    for batch in range(WARM_UP + 1):
-        profile.on_train_batch_end(SimpleNamespace(), module, None, (torch.zeros(2, 1), None), batch)
-    assert said == ["synchronize"] * 2
 
 
 class WithGPU:

@@ -232,7 +232,7 @@ def test_every_class_of_the_list_exists_and_every_parameter_that_takes_one_is_kn
         (["--data.augment={flips: false}"], "unknown key data.augment.flips: did you mean data.augment.flip?"),
         (["--model={optim: {betas: [0.9, 0.99], lrr: 1}}"], "unknown key model.optim.lrr: did you mean model.optim.lr?"),
         (["--lr=3"], "unknown key lr: did you mean model.optim.lr?"),
-        (["--run.prediction=3"], "unknown key run.prediction: did you mean run.predictions?"),
+        (["--run.save_evry=3"], "unknown key run.save_evry: did you mean run.save_every?"),
         (["--seed=3"], "unknown key seed: did you mean seed_everything?"),
         (["--optimizer=sgd"], "unknown key optimizer; --help lists the keys"),
         (["--data.size.h=3"], "unknown key data.size.h"),

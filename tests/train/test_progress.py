@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from rich.console import Console
 
 from vitrel.train import progress
-from vitrel.train.progress import Lines, Progress, Speed, peak_memory, progress_of
+from vitrel.train.progress import EpochLines, Progress, Speed, peak_memory, progress_of
 
 
 class Run:
@@ -83,7 +84,7 @@ def test_peak_memory_is_what_the_system_tells():
 def reported(monkeypatch, capsys, rank_zero=True):
     speed = Speed()
     speed.rate, speed.data_wait, speed.memory_mb, speed.eta = 123.4, 0.25, 2048.0, 3725.0
-    lines = Lines(speed)
+    lines = EpochLines(speed)
     values = {"train/loss_epoch": 1.25, "train/top1_epoch": 0.5, "val/loss": 1.5, "val/top1": 0.25, "lr": 1e-3}
     trainer = SimpleNamespace(
         callback_metrics={k: torch.tensor(v) for k, v in values.items()},
@@ -108,10 +109,11 @@ def test_a_line_of_plain_text(monkeypatch, capsys):
     assert reported(monkeypatch, capsys, rank_zero=False) == ""
 
 
-@pytest.mark.parametrize(("terminal", "kind"), [(True, Progress), (False, Lines)])
-def test_a_bar_on_a_terminal_only(monkeypatch, terminal, kind):
+@pytest.mark.parametrize(("terminal", "kinds"), [(True, [EpochLines, Progress]), (False, [EpochLines])])
+def test_a_bar_on_a_terminal_only(monkeypatch, terminal, kinds):
     monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
-    assert type(progress_of(Speed())) is kind
+    assert [type(callback) for callback in progress_of(Speed())] == kinds
+    assert [type(callback) for callback in progress_of(Speed(), [TQDMProgressBar()])] == [EpochLines]
 
 
 def test_the_bar_does_not_wait_for_every_step(monkeypatch):

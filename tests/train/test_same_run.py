@@ -206,7 +206,7 @@ def test_what_may_change_ends_in_the_same_weights(command, whole, data, tmp_path
     assert status(in_child(args, at(8, signal.SIGKILL))) == -signal.SIGKILL
     data.rename(tmp_path / "moved")
     (tmp_path / "moved" / "val" / "red" / "0.png").rename(tmp_path / "moved" / "val" / "red" / "0b.png")
-    free = [f"--data.data={tmp_path}/moved", "--data.workers=1", "--run.save_every=2", "--run.predictions=3"]
+    free = [f"--data.data={tmp_path}/moved", "--data.workers=1", "--run.save_every=2"]
     free += ["--data.reading.bad_share=0.5", "--model.execution.grad_checkpointing=true", "--trainer.logger=false"]
     assert status(in_child([*resumed(args, tmp_path / "cut"), *free])) == 0
     assert_same_run(tmp_path / "cut", whole(*EVERYTHING, *free, epochs=2))

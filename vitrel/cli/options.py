@@ -181,7 +181,7 @@ def check_data(place: str) -> None:
     "shapes...", addresses, patterns and timm's specs, as hfds/<name> and torch/<set>:<folder>, pass unchecked.
     """
     specs = ("shapes", "hfds/", "hfids/", "tfds/", "wds/", "torch/")
-    if not (place.startswith(specs) or ":" in place or "*" in place or Path(place).exists()):
+    if not (place.startswith(specs) or any(sign in place for sign in ":*{") or Path(place).exists()):
         raise FileNotFoundError(
             f'no folder {place}: give "shapes", a folder with train/<class>/ and val/<class>/, a CSV, tar files, hfds/<name> '
             "or torch/<set>:<folder>"

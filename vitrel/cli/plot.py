@@ -126,7 +126,7 @@ def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tenso
     """
     import torch
     from PIL import Image, ImageOps
-    from torchvision.transforms.functional import normalize, to_pil_image, to_tensor
+    from torchvision.transforms.functional import normalize, to_tensor
 
     from vitrel.data import Shapes
     from vitrel.data.decode import decode
@@ -135,7 +135,7 @@ def _images(trained: "Trained", size: "Size", path: Path | None) -> tuple["Tenso
         scenes = Shapes(SCENES, size, mean=(0.0,) * 3, std=(1.0,) * 3)
         shown = torch.stack([image for image, _ in scenes.__getitems__(range(SCENES))])
     else:
-        image = ImageOps.fit(to_pil_image(decode(path)), size[::-1], Image.Resampling.BICUBIC)
+        image = ImageOps.fit(decode(path), size[::-1], Image.Resampling.BICUBIC)
         shown = to_tensor(image)[None]
     return normalize(shown, trained.mean, trained.std), shown
 

@@ -65,7 +65,6 @@ options override earlier ones. Default of --config: a recipe for distillation, f
   --config FILE                   a YAML file, or a name in vitrel/configs/train; of several, later ones override earlier ones
   --ckpt_path auto|FILE           resume the run in trainer.default_root_dir, or from a checkpoint
   --import MODULE                 import a Python module first, which registers encodings of your own
-  --profile_data                  measure whether loading or training limits the speed, and stop
   --seed_everything N             seed of weights, order, augmentation, drop path, mixing (0)
   --print_config                  print the complete configuration and stop
 
@@ -92,7 +91,6 @@ model
 run and trainer
   --run.save_every N              updates between two writes of last.ckpt (0: once an epoch)
   --run.heartbeat N               seconds that one of several processes may be stopped before the run ends (60; 0: for ever)
-  --run.predictions N             number of validation images with predictions in predictions.png
   --trainer.devices N, --trainer.accelerator NAME, --trainer.precision NAME, --trainer.gradient_clip_val X, ...
 
 --help-all lists every key; exit status: 0 done, 1 bad settings, data or files, or a failure, 2 bad usage, 130, 143 stopped

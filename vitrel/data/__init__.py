@@ -75,16 +75,16 @@ def create_dataset(
         data: "shapes", "shapes-place" (the class is the quarter of the image in which the objects lie) or "shapes-corner" (the
             objects stay in the upper left three quarters of each axis, in training and evaluation); a folder that holds
             `train/<class>/` and `val/<class>/` (`vitrel.data.folder`); a CSV of paths and labels (`vitrel.data.files`); tar
-            files (`vitrel.data.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>"
-            (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars and Parquet may
-            lie at addresses that fsspec reads, as "s3://bucket/images".
+            files (`vitrel.data.tars`), "wds/<path>" in timm's words; a folder of Parquet or Arrow files, or "hfds/<name>",
+            "hfids/<name>" (`vitrel.data.hub`); or a torchvision set and its root, "torch/cifar10:/path". Folders, CSVs, tars
+            and Parquet may lie at addresses that fsspec reads, as "s3://bucket/images".
         split: "train" or "val"; for `shapes` the two never share a seed.
         size: (H, W) of the images, pixels.
         mean, std: per-channel normalisation, from the model's `pretrained_cfg`.
         augment: augmentation of training images; None prepares them as for evaluation. Not for `shapes`.
         n: number of images; by default 10,000 for training and 1,000 for evaluation with `shapes`, otherwise all.
         seed: seed of the shapes, of the augmentation, and of the choice of `n` images.
-        reading: decoder, pixel limit, handling of unreadable images, links to folders, and the share to evaluate.
+        reading: pixel limit, handling of unreadable images, links to folders, and the share to evaluate.
         download: let torchvision download a set that is not at its root; nothing else uses the network.
         view: further arguments of `Prepare`: `crop_pct`, `crop_mode` and `interpolation` from the model's `pretrained_cfg`;
             `protocol`, "scale" (the same field of view at every size), "canvas" (objects keep their size in pixels) or "native"
@@ -131,9 +131,9 @@ def kind_of(data: str) -> tuple[str, str]:
     if slash and not Path(data).exists():
         if prefix == "torch" and ":" in rest:
             return "torch", rest
-        if prefix in ("hfds", "wds"):
-            return {"hfds": "hfds", "wds": "tar"}[prefix], rest
-        if prefix in ("hfids", "tfds", "torch"):
+        if prefix in ("hfds", "hfids", "wds"):  # timm streams the last two; read by index, a resumed run repeats their order
+            return "tar" if prefix == "wds" else "hfds", rest
+        if prefix in ("tfds", "torch"):
             instead = {"torch": f"torch/{rest}:<folder of its files>"}.get(prefix, f"hfds/{rest}, which reads images by index")
             raise ValueError(f"data {data!r} cannot be read in an order that a resumed run repeats: give {instead}")
     if re.match(r"[\w+.-]{2,}:(?!//)", data) and not Path(data).exists():
@@ -143,7 +143,7 @@ def kind_of(data: str) -> tuple[str, str]:
         )
     if data.endswith(".csv"):
         return "csv", data
-    if data.endswith(".tar") or "*" in data:
+    if data.endswith(".tar") or "*" in data or ("{" in data and not Path(data).exists()):
         return "tar", data
     if is_address(data):
         _check_protocol(data)

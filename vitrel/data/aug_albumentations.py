@@ -32,7 +32,7 @@ SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # PIL's S
 
 
 class AlbumentationsPipeline:
-    """Augments uint8 [3, h, w] to uint8 [3, H, W].
+    """Augments uint8 [h, w, 3] to uint8 [3, H, W].
 
     The steps are random-resized crop, flips, policy, colour jitter, grey and blur. The other crops and erasing are left to
     `Augmenter`: with `crop` "simple" or "center", images must have the size (H, W).
@@ -65,12 +65,12 @@ class AlbumentationsPipeline:
             steps.append(A.GaussianBlur(sigma_limit=(0.1, 2.0), p=settings.blur_prob))
         self.steps = A.Compose(steps)
 
-    def __call__(self, image: Tensor, state: np.random.SeedSequence) -> Tensor:
+    def __call__(self, image: np.ndarray, state: np.random.SeedSequence) -> Tensor:
         """Return the augmented image, with random numbers from `state` only."""
         # set_random_seed would give every transform the same random numbers, so that e.g. only mirrored images would be
         # blurred. One pair of generators shared by all transforms keeps them independent.
         self.steps.set_random_state(np.random.default_rng(state), random.Random(int(state.generate_state(1)[0])))
-        array = self.steps(image=image.permute(1, 2, 0).contiguous().numpy())["image"]  # [H, W, 3]
+        array = self.steps(image=image)["image"]  # [H, W, 3]
         return torch.from_numpy(array).permute(2, 0, 1)
 
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import v2
 
 from vitrel.common.extras import optional_import
 from vitrel.data.augmentation import Augmentation
-from vitrel.data.prepare import INTERPOLATIONS, Prepare, normalise
+from vitrel.data.prepare import INTERPOLATIONS, Picture, Prepare, as_array, normalise
 
 
 class Augmenter:
@@ -50,11 +51,11 @@ class Augmenter:
         self.pipelines: dict[tuple[int, int], AlbumentationsPipeline] = {}
         self._pipeline = AlbumentationsPipeline
 
-    def __call__(self, image: Tensor, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
+    def __call__(self, image: Picture, epoch: int, index: int, repeat: int = 0, size: tuple[int, int] | None = None) -> Tensor:
         """Return the augmented image, normalised float32 [3, H, W].
 
         Args:
-            image: uint8 [3, h, w].
+            image: a Pillow image of mode RGB, or uint8 [3, h, w].
             epoch, index: epoch of training, and index of the image, which seed the random numbers.
             repeat: number of this view of the image within the epoch.
             size: (H, W) of the result; by default the augmenter's size.
@@ -67,11 +68,11 @@ class Augmenter:
         with _seeded(state):
             if self.settings.crop != "random_resized":
                 image = self._resized_and_cropped(image, size)
-            image = normalise(self.pipelines[size](image, state), self.mean, self.std)
-            return image if self.erase is None else self.erase(image)
+            view = normalise(self.pipelines[size](as_array(image), state), self.mean, self.std)
+            return view if self.erase is None else self.erase(view)
 
-    def _resized_and_cropped(self, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """Image uint8 [3, H, W]: `image` resized and cropped to `size` by the crop "simple" or "center".
+    def _resized_and_cropped(self, image: Picture, size: tuple[int, int]) -> Image.Image:
+        """The image resized and cropped to `size` by the crop "simple" or "center".
 
         It uses Python's and torch's global generators.
         """

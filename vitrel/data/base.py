@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode
@@ -20,6 +21,7 @@ from torchvision.transforms.functional import resize
 
 from vitrel.data.addresses import file_state, is_address, read_bytes
 from vitrel.data.decode import BadImage, Reading, decode, image_size, names_image
+from vitrel.data.prepare import Picture, as_tensor
 from vitrel.data.splits import Split as Split
 
 READERS, HEADER_READERS = 8, 16  # threads; more for headers, because on a network disk they mostly wait
@@ -63,17 +65,17 @@ class ImageSet(Dataset, ABC):
     Args:
         classes: class names, by label.
         n: number of images.
-        prepare: maps uint8 [3, h, w] to the item's image, without augmentation. Must be a `Prepare` for draws with a size and
-            for `on_bad="leave_out"`.
-        augment: maps (uint8 [3, h, w], epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
-        reading: decoder, limits, and handling of unreadable images.
+        prepare: maps a Pillow image of mode RGB to the item's image, without augmentation. Must be a `Prepare` for draws with
+            a size and for `on_bad="leave_out"`.
+        augment: maps (image, epoch, index, repeat, size) to the item's image, instead of `prepare`; None for none.
+        reading: limits, and handling of unreadable images.
     """
 
     def __init__(
         self,
         classes: list[str],
         n: int,
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None,
         reading: Reading,
     ) -> None:
@@ -94,10 +96,10 @@ class ImageSet(Dataset, ABC):
     def name(self, index: int) -> str:
         """Return the location of an image (path, or tar and member), for messages."""
 
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
         source, label, name = self.encoded(index)
-        return decode(source, self.reading.max_pixels, self.reading.decoder, name), label
+        return decode(source, self.reading.max_pixels, name), label
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Return (height, width) of an image file, pixels, without decoding it; `BadImage` if its header cannot be read."""
@@ -134,9 +136,9 @@ class ImageSet(Dataset, ABC):
         return self.finish(image, draw, source), label
 
     def first_readable(
-        self, candidates: Iterable[tuple[int, Callable[[], tuple[Tensor, int]]]]
-    ) -> tuple[Tensor, int, int] | None:
-        """Return (image uint8 [3, h, w], label, index) of the first image, or of its replacement; None if it is left out.
+        self, candidates: Iterable[tuple[int, Callable[[], tuple[Picture, int]]]]
+    ) -> tuple[Picture, int, int] | None:
+        """Return (image, label, index) of the first image, or of its replacement; None if it is left out.
 
         Unreadable images are handled by `on_bad`, and marked in `bad` unless it is "raise".
 
@@ -159,11 +161,11 @@ class ImageSet(Dataset, ABC):
                 last, unreadable = error, unreadable + 1
         raise BadImage(f"{unreadable} images in a row cannot be read, so all of the data may be damaged; the last: {last}")
 
-    def finish(self, image: Tensor, draw: Draw, source: int) -> Tensor:
+    def finish(self, image: Picture, draw: Draw, source: int) -> Tensor:
         """Return a decoded image augmented or prepared for its draw, normalised float32 [3, H, W].
 
         Args:
-            image: uint8 [3, h, w].
+            image: a Pillow image of mode RGB, or uint8 [3, h, w].
             draw: gives the size, and the index and repeat that seed the augmentation.
             source: index of `image`, which is not `draw.index` if it replaces an unreadable image.
 
@@ -257,16 +259,18 @@ class ImageSet(Dataset, ABC):
     def _from_cache(self, index: int) -> tuple[Tensor, int]:
         """The result of `read`, with a longer shorter side reduced to `cached_side` pixels; the cached tensor itself."""
         if index not in self._cached:
-            image, label = self.read(index)
+            picture, label = self.read(index)
+            image = as_tensor(picture).contiguous()
             if min(image.shape[-2:]) > self.reading.cached_side:
                 with names_image(lambda: f"{self._with_size(image, index)} was reduced to be cached"):
                     image = resize(image, [self.reading.cached_side], InterpolationMode.BICUBIC, antialias=True)
             self._cached[index] = image, label
         return self._cached[index]
 
-    def _with_size(self, image: Tensor, index: int) -> str:
+    def _with_size(self, image: Picture, index: int) -> str:
         """Name and size of an image, for messages."""
-        return f"{self.name(index)} ({image.shape[-2]}x{image.shape[-1]} pixels)"
+        h, w = image.shape[-2:] if isinstance(image, Tensor) else image.size[::-1]
+        return f"{self.name(index)} ({h}x{w} pixels)"
 
 
 def sha256(path: str | Path) -> str:

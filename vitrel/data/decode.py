@@ -1,4 +1,4 @@
-"""Decoding of image files to uint8 RGB, with the same result for every decoder.
+"""Decoding of image files to RGB by Pillow, as timm decodes them.
 
 The header is read first: an image with too many pixels is an error before it is decoded. JPEG, PNG, WebP, GIF and BMP are
 recognised by content, not by name. The rules of conversion:
@@ -8,9 +8,6 @@ recognised by content, not by name. The rules of conversion:
 - 16 bits per channel keep their high byte;
 - the EXIF orientation is ignored, as timm and torchvision's `ImageFolder` do;
 - of an animation, the first frame is taken.
-
-With decoder="torchvision", torchvision decodes JPEG and WebP files of 8-bit RGB or grey, and Pillow all others, because
-torchvision's PNG decoder returns uint16 for 16-bit files and crashes the process (segmentation fault) on a damaged stream.
 """
 
 import errno
@@ -25,10 +22,7 @@ from pathlib import Path
 from typing import IO, Literal, get_args
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
 
 from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, read_bytes
@@ -43,9 +37,8 @@ UNREADABLE = (
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG
 )  # fmt: skip
 
-OUT_OF_MEMORY = ("DefaultCPUAllocator", "Insufficient memory")  # of PyTorch; of libjpeg in torchvision, and of OpenCV
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "Insufficient memory")  # of PyTorch; of OpenCV
 
-Decoder = Literal["torchvision", "pillow"]
 OnBad = Literal["raise", "replace", "leave_out"]
 
 
@@ -58,10 +51,9 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings of reading image files: decoder, limits, unreadable images, cache, symbolic links.
+    """Settings of reading image files: limits, unreadable images, cache, symbolic links.
 
     Args:
-        decoder: "torchvision" or "pillow"; both give the same rules of conversion.
         max_pixels: images with more pixels count as unreadable, before they are decoded; at most 178,956,970, Pillow's limit.
         on_bad: handling of unreadable images: "raise" an error; "replace" (for training) by the next readable image and its
             label; "leave_out" (for evaluation), an image of zeros with label -1, which metrics must ignore. "replace" and
@@ -76,10 +68,9 @@ class Reading:
             as a folder with one level of classes; the others are for training.
 
     Raises:
-        ValueError: an unknown decoder or on_bad, or a limit out of range.
+        ValueError: an unknown on_bad, or a limit out of range.
     """
 
-    decoder: Decoder = "torchvision"
     max_pixels: int = MAX_PIXELS
     on_bad: OnBad = "raise"
     bad_limit: int = 100
@@ -89,7 +80,6 @@ class Reading:
     val_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        _check_decoder(self.decoder)
         if self.on_bad not in get_args(OnBad):
             raise ValueError(f"unknown on_bad {self.on_bad!r}; use one of {', '.join(get_args(OnBad))}")
         if not 1 <= self.max_pixels <= HARD_LIMIT:
@@ -104,22 +94,18 @@ class Reading:
             raise ValueError(f"cached_side must be at least 1 pixel (shorter side of cached images), not {self.cached_side}")
 
 
-def decode(
-    source: str | Path | bytes, max_pixels: int = MAX_PIXELS, decoder: Decoder = "torchvision", name: str = ""
-) -> Tensor:
-    """Decode an image file, or its bytes, to uint8 RGB [3, h, w].
+def decode(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> Image.Image:
+    """Decode an image file, or its bytes, to a Pillow image of mode RGB.
 
     Args:
         source: path, or encoded bytes.
         max_pixels: maximum h · w.
-        decoder: "torchvision" or "pillow".
         name: name of the image in errors; by default the path.
 
     Raises:
         BadImage: (a ValueError) the image cannot be decoded or has too many pixels; the text has its name and the reason.
         MemoryError: memory runs out, which does not mean that the image is bad; the text has its name and size.
     """
-    _check_decoder(decoder)
     name = name or _name(source)
     image = None
     with (
@@ -128,16 +114,11 @@ def decode(
     ):
         image = _header(file, max_pixels, name)
         try:
-            if decoder == "torchvision" and _plain(image):
-                file.seek(0)
-                data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-                return decode_image(data, mode=ImageReadMode.RGB).contiguous()  # WebP is returned with channels last
-            return _by_pillow(image)
+            return _rgb(image)
         except Exception as error:  # damaged files raise OSError, SyntaxError, zlib.error, RuntimeError and others
             if _ran_out(error):
                 raise
-            reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).split("\n", 1)[0])  # without torchvision's source file and line
-            raise BadImage(f"cannot decode {name}: {reason}; {REMEDY}") from error
+            raise BadImage(f"cannot decode {name}: {error}; {REMEDY}") from error
 
 
 def image_size(source: str | Path | bytes, max_pixels: int = MAX_PIXELS, name: str = "") -> tuple[int, int]:
@@ -169,7 +150,7 @@ def open_image(source: str | Path | bytes, name: str) -> IO[bytes]:
 
 
 def _ran_out(error: Exception) -> bool:
-    """Return whether `error` means that CPU memory ran out, in Python, PyTorch, torchvision or OpenCV."""
+    """Return whether `error` means that CPU memory ran out, in Python, PyTorch or OpenCV."""
     if isinstance(error, MemoryError):
         return True
     from_library = isinstance(error, RuntimeError) or type(error).__module__ == "cv2"
@@ -190,11 +171,6 @@ def names_image(activity: Callable[[], str]) -> Iterator[None]:
 
 def _name(source: str | Path | bytes) -> str:
     return f"{len(source)} bytes" if isinstance(source, bytes) else shown(source)
-
-
-def _check_decoder(decoder: str) -> None:
-    if decoder not in get_args(Decoder):
-        raise ValueError(f"unknown decoder {decoder!r}; use one of {', '.join(get_args(Decoder))}")
 
 
 def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
@@ -218,16 +194,9 @@ def _header(file: IO[bytes], max_pixels: int, name: str) -> Image.Image:
     return image
 
 
-def _plain(image: Image.Image) -> bool:
-    """Whether torchvision decodes the image safely and by the rules of this module."""
-    still = image.format in ("JPEG", "MPO") or (image.format == "WEBP" and not getattr(image, "is_animated", False))
-    return still and image.mode in ("RGB", "L")
-
-
-def _by_pillow(image: Image.Image) -> Tensor:
+def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
-        grey = torch.from_numpy((np.asarray(image) >> 8).astype(np.uint8))
-        return grey.expand(3, -1, -1).contiguous()
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info and image.mode == "P":
         image = image.convert("RGBA")  # Pillow warns of a conversion directly to RGB
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+    return image.convert("RGB")

@@ -12,6 +12,7 @@ from vitrel.common.files import shown
 from vitrel.data.addresses import is_address, list_files, read_text
 from vitrel.data.base import ImageSet, Split, file_checksums, file_versions, subset
 from vitrel.data.decode import SUFFIXES, Reading
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import divided, one_of, split_of
 
 PATHS, LABELS = ("path", "image", "file", "filename", "file_name"), ("label", "class", "target")  # columns of a CSV
@@ -32,7 +33,7 @@ class Files(ImageSet):
         samples: list[tuple[str, int]],
         folder: str | Path,
         classes: list[str],
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,

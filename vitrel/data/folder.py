@@ -24,6 +24,7 @@ from torch import Tensor
 from vitrel.common.files import shown
 from vitrel.data.decode import SUFFIXES, Reading
 from vitrel.data.files import Files
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import Split, divided, split_of
 
 SHOWN = 3  # paths in a message
@@ -41,7 +42,7 @@ class Folder(Files):
         split: "train" or "val".
         prepare, augment: as in `ImageSet`.
         n, seed: number of randomly chosen images, by default all, and seed of this choice.
-        reading: decoder, pixel limit, handling of unreadable images, and whether links to folders are followed.
+        reading: pixel limit, handling of unreadable images, and whether links to folders are followed.
 
     Raises:
         ValueError: folders are missing, empty or unreadable, or the two splits have different classes.
@@ -51,7 +52,7 @@ class Folder(Files):
         self,
         root: str | Path,
         split: Split,
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,

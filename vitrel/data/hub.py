@@ -11,6 +11,7 @@ from vitrel.common.extras import optional_import
 from vitrel.data.addresses import is_address, storage_options
 from vitrel.data.base import RowSet, Split, sha256, subset
 from vitrel.data.decode import Reading
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import divided, split_of
 
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` wrote
@@ -35,7 +36,7 @@ class HuggingFace(RowSet):
         self,
         name: str,
         split: Split,
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,26 +11,39 @@ from timm.data import create_transform
 from timm.data.transforms import center_crop_or_pad
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import center_crop, pil_to_tensor
+from torchvision.transforms.functional import center_crop
 
 INTERPOLATIONS = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
+Picture = Image.Image | Tensor  # an image of mode RGB, or uint8 [3, h, w]
 CROP_MODES = ("center", "squash", "border")
+
+
+def as_tensor(image: Picture) -> Tensor:
+    """Return an image as uint8 [3, h, w]."""
+    return image if isinstance(image, Tensor) else torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def as_array(image: Picture) -> np.ndarray:
+    """Return an image as uint8 [h, w, 3]."""
+    return image.permute(1, 2, 0).contiguous().numpy() if isinstance(image, Tensor) else np.asarray(image)
 
 
 def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return (image / 255 - mean) / std, float32 [3, h, w], of a uint8 image [3, h, w]."""
-    shift, scale = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (mean, std))
-    return image.float().div_(255).sub_(shift).div_(scale)
+    shift, scale = torch.tensor((mean, std), dtype=torch.float32)[..., None, None]
+    # Pillow's images have the channels of a pixel side by side, in which order these operations take twice as long
+    planes = image.to(torch.float32, memory_format=torch.contiguous_format)
+    return planes.div_(255).sub_(shift).div_(scale)
 
 
 class Prepare:
     """Evaluation preprocessing: antialiased resize, centre crop, normalisation.
 
-    An image is resized for a view of h×w pixels, which is then the centre of the resized image. timm's transforms compute it,
-    on Pillow images. `crop_mode` is that of timm's `pretrained_cfg`. "center": the image keeps its aspect ratio and just covers
-    h / crop_pct × w / crop_pct. "squash": it gets exactly these sides, whatever its aspect ratio. "border": it keeps its aspect
-    ratio and just fits into these sides; the rest of the view has the mean colour. With a crop_pct of 1, "squash" and "border"
-    show the whole image.
+    An image, Pillow's of mode RGB or uint8 [3, h, w], is resized for a view of h×w pixels, which is then the centre of the
+    resized image. timm's transforms compute it, on Pillow images. `crop_mode` is that of timm's `pretrained_cfg`. "center": the
+    image keeps its aspect ratio and just covers h / crop_pct × w / crop_pct. "squash": it gets exactly these sides, whatever
+    its aspect ratio. "border": it keeps its aspect ratio and just fits into these sides; the rest of the view has the mean
+    colour. With a crop_pct of 1, "squash" and "border" show the whole image.
 
     The protocol says what the view is. `scale`: H×W; every square size shows the same content. `canvas`: `base_size`; objects
     keep the size and shape that they have there in pixels. A larger H×W shows in addition what the crop to the view removes,
@@ -83,26 +97,25 @@ class Prepare:
         resizing = self.crop_pct, self.interpolation, self.protocol, self.base_size, self.crop_mode
         return Prepare(size, self.mean, self.std, *resizing)
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """Return the normalised float32 [3, H, W] of an image uint8 [3, h, w]."""
-        image = normalise(self.cropped(image), self.mean, self.std)
-        return center_crop(image, list(self.size))  # pads with 0, the mean colour after normalisation
+    def __call__(self, image: Picture) -> Tensor:
+        """Return the normalised float32 [3, H, W] of an image."""
+        image = normalise(as_tensor(self.cropped(image)), self.mean, self.std)
+        # pads with 0, the mean colour after normalisation
+        return image if image.shape[1:] == self.size else center_crop(image, list(self.size))
 
-    def resized(self, image: Tensor) -> Tensor:
-        """Return an image uint8 [3, h, w] as resized for the view, before any crop."""
-        return pil_to_tensor(self._resized(image))
-
-    def cropped(self, image: Tensor) -> Tensor:
-        """Return an image uint8 [3, h, w] resized and cropped to H×W; with `canvas` to less where the image ends before."""
-        resized = self._resized(image)
-        fill = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]
-        whole = center_crop_or_pad(resized, _sides(max, resized.size[::-1], self.view), fill)  # only pads: the view is within
-        return pil_to_tensor(center_crop_or_pad(whole, _sides(min, whole.size[::-1], self.size)))
-
-    def _resized(self, image: Tensor) -> Image.Image:
+    def resized(self, image: Picture) -> Image.Image:
+        """Return an image as resized for the view, before any crop."""
         how = ("squash", 1.0) if self.protocol == "native" else (self.crop_mode, self.crop_pct)
-        array: np.ndarray = image.permute(1, 2, 0).contiguous().numpy()
-        return _resize(self.view, *how, self.interpolation)(Image.fromarray(array))
+        picture = Image.fromarray(as_array(image)) if isinstance(image, Tensor) else image
+        return _resize(self.view, *how, self.interpolation)(picture)
+
+    def cropped(self, image: Picture) -> Image.Image:
+        """Return an image resized and cropped to H×W; with `canvas` to less where the image ends before."""
+        resized = self.resized(image)
+        if resized.width < self.view[1] or resized.height < self.view[0]:
+            fill = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]
+            resized = cast(Image.Image, center_crop_or_pad(resized, _sides(max, resized.size[::-1], self.view), fill))
+        return cast(Image.Image, center_crop_or_pad(resized, _sides(min, resized.size[::-1], self.size)))
 
 
 @lru_cache(1024)  # at native shape every image has a view of its own

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import timm.data
+from PIL import Image
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor
 
 from vitrel.data.base import RowSet, Split, subset
 from vitrel.data.decode import BadImage, Reading
+from vitrel.data.prepare import Picture, as_tensor
 
 
 class TorchvisionSet(RowSet):
@@ -33,7 +34,7 @@ class TorchvisionSet(RowSet):
         name: str,
         root: str,
         split: Split,
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,
@@ -49,19 +50,19 @@ class TorchvisionSet(RowSet):
 
     def encoded(self, index: int) -> tuple[bytes, int, str]:
         """Return (pixels, label, name for messages) of an image."""
-        return self.read(index)[0].numpy().tobytes(), self.label(index), self.name(index)
+        return as_tensor(self.read(index)[0]).numpy().tobytes(), self.label(index), self.name(index)
 
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """Return (uint8 [3, h, w], label) of an image; `BadImage` if it cannot be decoded."""
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Return (image of mode RGB, label); `BadImage` if it cannot be decoded."""
         try:
-            return pil_to_tensor(self.source[self.chosen[index]][0].convert("RGB")), self.label(index)
+            return self.source[self.chosen[index]][0].convert("RGB"), self.label(index)
         except (OSError, SyntaxError, ValueError) as error:
             raise BadImage(f"cannot decode {self.name(index)}: {error}") from error
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Return (height, width) of an image, pixels; it is decoded."""
-        h, w = self.read(index)[0].shape[-2:]
-        return h, w
+        image = self.read(index)[0]
+        return image.height, image.width
 
     def versions(self) -> list[str]:
         """Return the CRC-32 of each image's pixels, in order."""

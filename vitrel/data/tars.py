@@ -11,6 +11,7 @@ tar in it is compared with it before it is used, at the start of each run.
 """
 
 import json
+import re
 import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from vitrel.common.files import shown
 from vitrel.data.addresses import file_state, is_address, list_files, open_file, read_bytes, read_text
 from vitrel.data.base import HEADER_READERS, ImageSet, Split, file_checksums, file_versions, subset
 from vitrel.data.decode import SUFFIXES, BadImage, Reading
+from vitrel.data.prepare import Picture
 from vitrel.data.splits import SPLITS, divided, split_of
 
 BROKEN = (tarfile.TarError, MemoryError, OSError, ValueError)  # errors of tarfile for damaged headers
@@ -45,7 +47,8 @@ class Tars(ImageSet):
     """One split of images in tar files, as a data set of (normalised float32 [3, H, W], class index) with random access.
 
     Args:
-        root: a tar file, a folder of tars, or a pattern as "images/train-*.tar"; a path or an address.
+        root: a tar file, a folder of tars, or a pattern as "images/*.tar" or "images/{train,val}-{000..012}.tar"; paths or
+            addresses.
         split: "train" or "val": by folders or names of the tars, or by the first folder inside them; otherwise the images are
             divided by `reading.val_fraction`.
         prepare, augment, reading: as in `ImageSet`.
@@ -59,7 +62,7 @@ class Tars(ImageSet):
         self,
         root: str,
         split: Split,
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Picture], Tensor],
         augment: Callable[..., Tensor] | None = None,
         n: int | None = None,
         seed: int = 0,
@@ -146,8 +149,20 @@ def _check_sums(tars: Sequence[str]) -> None:
             raise ValueError(f"{tar} is damaged: it differs from its checksum in SHA256SUMS; copy it again")
 
 
+def braces(pattern: str) -> list[str]:
+    """Return the names that a shell would make of a pattern with braces, as "{train,val}-{00..05}.tar", in order."""
+    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    if found is None:
+        return [pattern]
+    first, last, words = found.groups()
+    parts = words.split(",") if words else [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]
+    return [name for part in parts for name in braces(pattern[: found.start()] + part + pattern[found.end() :])]
+
+
 def tar_files(root: str) -> list[str]:
     """Return the paths or addresses of the tar files at `root` (`Tars`), sorted; of a folder also those one level below."""
+    if "{" in root:
+        return [tar for part in braces(root) for tar in tar_files(part)]
     if root.endswith(".tar") and "*" not in root:
         return [root] if is_address(root) or Path(root).is_file() else []
     if "*" in root:

@@ -26,7 +26,7 @@ import torchvision
 from vitrel.common.extras import optional_import
 from vitrel.common.files import atomic_write, commit, guarded, shown, unguarded, write_cells
 from vitrel.common.sizes import format_size, parse_size
-from vitrel.data import SHAPES, Reading
+from vitrel.data import SHAPES
 from vitrel.evaluate.measure import Evaluated, Task, line_columns
 from vitrel.evaluate.metrics import PREDICTIONS, Key, Predicted, read_predictions, write_predictions
 from vitrel.evaluate.models import WINDOW_POLICIES, policy_parts
@@ -203,7 +203,7 @@ def environment(data: str, custom: bool = False) -> Row:
     """
     generated, by_user = data in SHAPES, "the data set's own" if custom else ""
     return {
-        "decoder": by_user or ("drawn" if generated else Reading().decoder),
+        "decoder": by_user or ("drawn" if generated else "Pillow"),
         "resize_backend": by_user or ("drawn" if generated else f"Pillow {version('Pillow')}"),
         "python": platform.python_version(),
         "torch": torch.__version__,

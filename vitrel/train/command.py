@@ -9,7 +9,6 @@ import logging
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +31,9 @@ from vitrel.train.execution import check_processes, refused_trainer
 from vitrel.train.faults import BadImages, FiniteLoss, Ranks, RunFolder
 from vitrel.train.metrics import CSVLog
 from vitrel.train.module import Classifier
-from vitrel.train.profile import DataProfile
-from vitrel.train.progress import Speed, progress_of
+from vitrel.train.progress import Speed, has_bar, progress_of
 from vitrel.train.saving import AtomicIO, Best, Saving, read_to_resume
-from vitrel.train.summary import Predictions, Summary
+from vitrel.train.summary import Summary
 
 USAGE = "vitrel train --config FILE [--ckpt_path auto|FILE] [--KEY VALUE ...]"
 GO_ON = "to resume, run the same command with --ckpt_path auto"
@@ -60,25 +58,20 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Options of a run besides training: checkpoints within epochs, a picture of predictions, a data-loading profile.
+    """Options of a run besides training: checkpoints within epochs, and how long a process may be stopped.
 
     Args:
         save_every: updates between two writes of `last.ckpt` inside an epoch (0: none). `last.ckpt` is also written before
             every evaluation, at the end of every epoch, and on SIGTERM or ctrl-c.
-        predictions: number of validation images drawn with the last evaluation's predictions in `predictions.png` (0: none).
         heartbeat: seconds for which one of several processes may be stopped by a signal (SIGSTOP) before the run ends and
             names it (0: for ever). Only processes of the same machine are checked.
-        profile_data: measure loading and training speed separately, print which one limits the run, and exit; nothing is
-            saved. Also `--profile_data`.
     """
 
     save_every: int = 0
-    predictions: int = 0
     heartbeat: float = HEARTBEAT
-    profile_data: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "predictions", "heartbeat"):
+        for name in ("save_every", "heartbeat"):
             if getattr(self, name) < 0:
                 raise ValueError(f"run.{name} must be 0 or positive, not {getattr(self, name)}")
 
@@ -134,7 +127,7 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:  # type: ignore[override]
         """Check the arguments, then parse them; SystemExit 2, with the reason on stderr, for a key or value not allowed."""
-        args = ["--run.profile_data=true" if arg == "--profile_data" else arg for arg in args or []]
+        args = args or []
         self.command = shlex.join(args)
         for action in self._subcommand_parsers["fit"]._actions:
             if action.help == "Path to a configuration file.":  # not true here, only --config reads files
@@ -155,13 +148,12 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer with the run's loggers and callbacks; bf16-mixed on a GPU unless a precision is set.
 
-        Replaces `ckpt_path` "auto" in the configuration by the file, or None. With `profile_data`, the only callback is
-        `DataProfile`, and there are no loggers.
+        Replaces `ckpt_path` "auto" in the configuration by the file, or None.
 
         Raises:
             ValueError: a damaged checkpoint, or settings that Lightning's Trainer does not accept.
         """
-        config, settings = self._get(self.config_init, "trainer"), self._get(self.config_init, "run")
+        config = self._get(self.config_init, "trainer")
         folder = Path(config["default_root_dir"])
         last = folder / "checkpoints" / "last.ckpt"
         checkpoint = self._get(self.config_init, "ckpt_path")
@@ -179,35 +171,29 @@ class TrainCLI(LightningCLI):
         if config["precision"] is None and config["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
         check_processes(config["accelerator"], config["devices"])
-        if settings.profile_data:
-            self.save_config_callback = None
-            no_output = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-            return self._trainer(config, **kwargs, **no_output, callbacks=[DataProfile()])
         log = CSVLog(folder)
-        callbacks, plugins = config["callbacks"] or [], config["plugins"] or []
-        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicIO(folder)]
+        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicIO(folder)]
         kwargs["use_distributed_sampler"] = False  # vitrel.train.order divides the batches between ranks
         kwargs["logger"] = [log, *_loggers(config["logger"], folder)]
-        kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), *self._callbacks(log)]
-        return self._trainer(config, **kwargs)
-
-    def _trainer(self, config: Mapping[str, Any], **kwargs: Any) -> Trainer:
+        callbacks = _listed(config["callbacks"])
+        kwargs["callbacks"] = [*callbacks, *self._callbacks(log, callbacks)]
+        if config["enable_progress_bar"] is not False:
+            kwargs["enable_progress_bar"] = has_bar(kwargs["callbacks"])
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ModuleNotFoundError, TypeError) as error:
             raise ValueError(refused_trainer(config, error)) from error
 
-    def _callbacks(self, log: CSVLog) -> list[Callback]:
+    def _callbacks(self, log: CSVLog, others: list[Callback]) -> list[Callback]:
         settings, speed, folder = self._get(self.config_init, "run"), Speed(), log.path.parent
         about = {"command": self.command, "seed": self._get(self.config_init, "seed_everything")}
-        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else [progress_of(speed)]
+        progress = [] if self._get(self.config_init, "trainer")["enable_progress_bar"] is False else progress_of(speed, others)
         resumed = self._get(self.config_init, "ckpt_path") is not None
         summary = Summary(log, speed, about, resumed, prints=bool(progress))
         saving = Saving(folder / "checkpoints", log, settings.save_every, self.go_on)
-        predictions = [Predictions(folder, settings.predictions)] if settings.predictions else []
         # the checks come first: FiniteLoss must raise before anything is logged or saved
         checks = [Ranks(saving.left, settings.heartbeat), RunFolder(folder), FiniteLoss(folder), BadImages(folder)]
-        return [*checks, speed, *progress, *predictions, summary, Best(folder / "checkpoints"), saving]
+        return [*checks, speed, *progress, summary, Best(folder / "checkpoints"), saving]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None) -> None:
         """Train; a checkpoint to resume from is read as tensors and plain values only (`weights_only`).
@@ -220,7 +206,7 @@ class TrainCLI(LightningCLI):
         """
         with ExitStack() as held:
             # only rank 0 writes into the folder; a rank that starts later could find the checkpoints of this very run
-            if self.trainer.is_global_zero and not self._get(self.config_init, "run").profile_data:
+            if self.trainer.is_global_zero:
                 folder = Path(self._get(self.config_init, "trainer")["default_root_dir"])
                 last = folder / "checkpoints" / "last.ckpt"
                 held.enter_context(only_writer(folder))
@@ -312,4 +298,9 @@ def _seed(value: int | bool) -> int:
 def _loggers(setting: Logger | list[Logger] | bool | None, folder: Path) -> list[Logger]:
     if setting is None or setting is True:
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False)]
-    return list(setting) if isinstance(setting, list) else [setting] if setting else []
+    return _listed(setting or None)
+
+
+def _listed(setting: Any) -> list[Any]:
+    """A setting that is one thing, several, or null, as a list."""
+    return list(setting) if isinstance(setting, list) else [] if setting is None else [setting]

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -80,23 +81,20 @@ class Speed(Callback):
 class EpochLines(Callback):
     """Prints a line of plain text per epoch, on rank 0: the epoch's metrics and the speed.
 
-    To be mixed into a progress bar. The line of an epoch is printed when the next one begins, since the module has not logged
-    the epoch's means in `on_train_epoch_end` yet.
+    The line of an epoch is printed when the next one begins, since the module has not logged the epoch's means in
+    `on_train_epoch_end` yet.
     """
 
-    speed: Speed
-    ended = False
+    def __init__(self, speed: Speed) -> None:
+        self.speed, self.ended = speed, False
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        super().on_train_epoch_end(trainer, module)
         self.ended = True
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._print_line(trainer)
-        super().on_train_epoch_start(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        super().on_train_end(trainer, module)
         self._print_line(trainer)
 
     def _print_line(self, trainer: Trainer) -> None:
@@ -110,8 +108,8 @@ class EpochLines(Callback):
         print(f"epoch {trainer.current_epoch}{end}  {text}", flush=True)
 
 
-class Progress(EpochLines, RichProgressBar):
-    """Lightning's Rich progress bar with loss, accuracy and the time left, which fits into 80 columns, above it `EpochLines`.
+class Progress(RichProgressBar):
+    """Lightning's Rich progress bar with loss, accuracy and the time left, which fits into 80 columns.
 
     Within an epoch the metrics are read at most once per second, since reading a value waits for a GPU.
     """
@@ -142,20 +140,15 @@ class Progress(EpochLines, RichProgressBar):
         return shown | ({} if self.speed.eta is None else {"eta": _speed_values(self.speed)["eta"]})
 
 
-class Lines(EpochLines, ProgressBar):
-    """`EpochLines` alone, for output that is not a terminal."""
-
-    def __init__(self, speed: Speed) -> None:
-        super().__init__()
-        self.speed = speed
-
-    def disable(self) -> None:
-        """Do nothing; Lightning calls it on all ranks but the first, which print nothing anyway."""
+def progress_of(speed: Speed, others: Sequence[Callback] = ()) -> list[Callback]:
+    """Return the callbacks that show progress: lines of text, and a bar if stdout is a terminal and the others have none."""
+    bar = sys.stdout.isatty() and not has_bar(others)
+    return [EpochLines(speed), *([Progress(speed)] if bar else [])]
 
 
-def progress_of(speed: Speed) -> ProgressBar:
-    """Return the callback that shows progress: lines of text, and a bar if stdout is a terminal."""
-    return Progress(speed) if sys.stdout.isatty() else Lines(speed)
+def has_bar(callbacks: Sequence[Callback]) -> bool:
+    """Return whether one of the callbacks is a progress bar."""
+    return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
 def peak_memory(device: torch.device) -> float:

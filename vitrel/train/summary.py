@@ -1,11 +1,10 @@
-"""Reports of a run: `summary.json`, learning curves (`curves.png`) and validation images with predictions."""
+"""Reports of a run: `summary.json` and learning curves (`curves.png`)."""
 
 import json
 import os
 import platform
 import time
 import warnings
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from vitrel.common.commands import evaluate_line
 from vitrel.common.files import atomic_write, commit
@@ -147,66 +145,6 @@ class Summary(Callback):
             part.write_text(json.dumps(entry, indent=2, ensure_ascii=False) + "\n")
 
 
-class Predictions(Callback):
-    """Writes `predictions.png` at the end: validation images, evenly spaced, with the predictions of the last evaluation.
-
-    Args:
-        folder: the run's folder.
-        count: number of images, at most those of rank 0's share of the validation set.
-    """
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self.path, self.count = Path(folder) / "predictions.png", count
-        self.samples: list[tuple[Tensor, int, int, float]] = []  # image [3, H, W], label, predicted class, probability
-
-    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        if module.ignores_labels:
-            raise ValueError(
-                "run.predictions draws images beside their labels, and distillation.labels: false ignores these: set it to 0"
-            )
-
-    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.samples, self.passed = [], 0
-        # records the logits of the evaluation, since another forward pass on one rank would block a sharded model
-        self.hook = module.register_forward_hook(self.record_logits)
-        batches = islice(trainer.val_dataloaders.batch_sampler, int(sum(trainer.num_val_batches)))
-        images = sum(map(len, batches))
-        self.indices = {round(i * (images - 1) / max(1, self.count - 1)) for i in range(self.count)}
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        outputs: Any,
-        batch: tuple[Tensor, Tensor],
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        images, labels = batch
-        rows = [i for i in range(len(labels)) if self.passed + i in self.indices and int(labels[i]) >= 0]
-        self.passed += len(labels)
-        if not rows:
-            return
-        probability, predicted = self.logits[rows].float().softmax(-1).max(-1)
-        self.samples += [
-            (images[row].float().cpu(), int(labels[row]), int(answer), float(p))
-            for row, answer, p in zip(rows, predicted, probability, strict=True)
-        ]
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.hook.remove()
-
-    def record_logits(self, module: LightningModule, inputs: Any, output: Any) -> None:
-        """Forward hook that stores the logits [B, num_classes]; ignores validation steps, which return no tensor."""
-        if isinstance(output, Tensor):
-            self.logits = output.detach()
-
-    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.samples and trainer.is_global_zero:
-            cfg = module.preprocessing
-            draw_predictions(self.samples, module.classes, cfg["mean"], cfg["std"], self.path)
-
-
 def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
     """Draw loss, top-1 accuracy and learning rate over epochs (rows of `epochs_of`) and save the figure as PNG."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -222,41 +160,6 @@ def draw_curves(epochs: list[dict[str, float]], path: Path) -> None:
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-    _save(figure, path)
-
-
-def draw_predictions(
-    samples: list[tuple[Tensor, int, int, float]],
-    classes: list[str],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    path: Path,
-) -> None:
-    """Draw a grid of images with their predictions as PNG; wrong predictions are red, with the true class below.
-
-    Args:
-        samples: (normalised image [3, H, W], label, predicted class, its probability).
-        classes: names of the classes.
-        mean, std: normalisation of the images, which is undone.
-        path: path of the PNG.
-    """
-    columns = min(8, len(samples))
-    lines = -(-len(samples) // columns)
-    figure = Figure(figsize=(1.8 * columns, 2.4 * lines), layout="constrained")
-    cells = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes in cells:
-        axes.set_axis_off()
-    middle, spread = (torch.tensor(v)[:, None, None] for v in (mean, std))
-    for axes, (image, label, answer, probability) in zip(cells, samples, strict=False):
-        axes.set_axis_on()
-        axes.set(xticks=[], yticks=[])
-        axes.imshow((image * spread + middle).clamp(0, 1).permute(1, 2, 0).numpy())
-        wrong = label != answer
-        colour = "#D00000" if wrong else "#007A33"
-        axes.set_title(f"{'✗' if wrong else '✓'} {probability:.0%}\n{_short(classes[answer])}", fontsize=8, color=colour)
-        axes.set_xlabel(f"is {_short(classes[label])}" if wrong else "", fontsize=8, color=colour)
-        for side in axes.spines.values():
-            side.set(color=colour, linewidth=3 if wrong else 1)
     _save(figure, path)
 
 
@@ -315,10 +218,6 @@ def _curve(axes: Axes, epochs: list[dict[str, float]], name: str, label: str, co
     points = [(row["epoch"] + 1, scale * row[name]) for row in epochs if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), dash, color=colour, label=label, marker="." if len(points) < 30 else "")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 22 else f"{name[:21]}…"
 
 
 def _save(figure: Figure, path: Path) -> None:
