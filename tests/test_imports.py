@@ -7,7 +7,7 @@ import sys
 import pytest
 from PIL import Image
 
-HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib", "plotly")
+HEAVY = ("lightning", "pytorch_lightning", "albumentations", "cv2", "pandas", "matplotlib", "vl_convert")
 
 
 def printed(code, *arguments):

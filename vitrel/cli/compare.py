@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train and evaluate the models of the configuration, one data set after another."""
-    require(*TRAINING, "pandas", "matplotlib", *(["plotly"] if args.report else []))
+    require(*TRAINING, "pandas", "vl_convert")
     config = args.config if args.config.exists() else packaged().get(str(args.config), args.config)
     if not config.exists():
         raise FileNotFoundError(f"no {config}: give a YAML file, or one of {', '.join(packaged())}")

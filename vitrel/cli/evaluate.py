@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate as the options say, in this process or as one of several."""
-    require("pandas", "matplotlib", *(["plotly"] if args.report else []))
+    require("pandas", "vl_convert")
     check_data(args.data)
     check_models(args)
     check_files(args.class_indices)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrel.common.extras import optional_import
 from vitrel.common.files import shown
 from vitrel.common.resources import out_of_memory
 from vitrel.common.sizes import Budget, Size, format_size
@@ -40,13 +41,18 @@ from vitrel.evaluate.models import (
     with_policy,
 )
 from vitrel.evaluate.settings import Row, Sweep, on_all, rank_and_world
+from vitrel.evaluate.statistics import TAIL
 from vitrel.inspect.attention import attention_statistics_of, position_shares
 from vitrel.models.backbone import Backbone
+
+with optional_import():
+    from scipy.special import stdtrit
 
 STATISTICS = ("attention_entropy", "attention_span", "attention_distance", "attention_distance_share")
 _COMBINED: dict[str, Callable[[Iterable[Any]], Any]] = {  # how a column is combined over processes
     "left_out": sum,
     "infer_samples_per_sec": sum,
+    "infer_samples_per_sec_half": lambda halves: sum(half**2 for half in halves) ** 0.5,
     "unchanged": all,
     "peak_memory_mb": max,
     "batch_size": min,
@@ -227,7 +233,7 @@ def measure(task: Task, sweep: Sweep, images: Images, advance: Callable[[Task, f
     if not tally.n:
         raise ValueError(f"none of the {row['left_out']} images of {sweep.data} can be read")
     count = sum(parameter.numel() for parameter in task.trained.model.parameters())
-    row["infer_samples_per_sec"] = round(row["infer_samples_per_sec"], 2)
+    row |= {name: round(row[name], 2) for name in ("infer_samples_per_sec", "infer_samples_per_sec_half")}
     row |= tally.columns() | {"param_count": round(count / 1e6, 2), "params": count}
     keys = line_columns(task)
     translated = {by: _added([part.translated[by] for part in parts]).columns() for by in task.translations}
@@ -310,8 +316,8 @@ class Runner:
 
     model: a model for one size, or `AtSizes`, which prepares it for the size of each batch. compile: run through torch.compile;
     short batches are then padded, because another batch size would be compiled again. prepare: a function applied to the pixels
-    of each chunk. Attributes: `oom` counts the halvings; `seen` and `seconds` the images and the time of the successful forward
-    passes, without a first warm-up pass.
+    of each chunk. Attributes: `oom` counts the halvings; `passes` has (images, seconds) of every successful forward pass,
+    without a first warm-up pass.
     """
 
     def __init__(
@@ -329,16 +335,26 @@ class Runner:
         self.device, self.batch_size, self.dtype, self.compile = device, batch_size, dtype, compile
         self.prepare = prepare
         self._compiled_batch = 0
-        self.oom = self.seen = 0
-        self.seconds = 0.0
+        self.oom = 0
+        self.passes: list[tuple[int, float]] = []
         self._warm = False
+
+    @property
+    def seen(self) -> int:
+        """Number of images in `passes`."""
+        return sum(n for n, _ in self.passes)
+
+    @property
+    def seconds(self) -> float:
+        """Time of `passes`."""
+        return sum(seconds for _, seconds in self.passes)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] -> logits [B, K], float32 on the CPU. MemoryError when a single image does not fit in memory."""
         if not self._warm:
             self._warm = True
             self(pixels[: self.batch_size if self.device.type == "cuda" or self.compile else 1])
-            self.seen, self.seconds = 0, 0.0
+            self.passes.clear()
         outputs: list[Tensor] = []
         start = 0
         while start < len(pixels):
@@ -370,8 +386,7 @@ class Runner:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             logits = model(chunk.to(self.device, non_blocking=True))
         logits = logits[:n].float().cpu()  # synchronises with the GPU
-        self.seconds += time.perf_counter() - start
-        self.seen += n
+        self.passes.append((n, time.perf_counter() - start))
         return logits
 
     def _halve(self, failed: int) -> None:
@@ -379,6 +394,19 @@ class Runner:
         self.oom += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def half_of_rate(passes: Sequence[tuple[int, float]]) -> float:
+    """Return half of the 95 % interval of images per second, over passes of (images, seconds); NaN with fewer than two.
+
+    The rate is a ratio of sums, so its variance is that of the ratio estimator (Cochran 1977, section 6.4).
+    """
+    if len(passes) < 2:
+        return float("nan")
+    images, seconds = np.array(passes).T
+    rate, k = images.sum() / seconds.sum(), len(passes)
+    error = (k / (k - 1) * ((images - rate * seconds) ** 2).sum()) ** 0.5 / seconds.sum()
+    return float(stdtrit(k - 1, 1 - TAIL) * error)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -421,6 +449,7 @@ def _measure_share(task: Task, sweep: Sweep, images: Images, advance: Callable[[
         columns = {
             "left_out": left_out,
             "infer_samples_per_sec": runner.seen / runner.seconds if runner.seen else 0.0,
+            "infer_samples_per_sec_half": half_of_rate(runner.passes),
             "peak_memory_mb": round(peak, 1),
             "memory_kind": kind,
             "batch_size": min(runner.batch_size, images.batch_size),

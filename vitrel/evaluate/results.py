@@ -89,6 +89,7 @@ COLUMNS = {
     "state_hash_after": "SHA-256 of the state dict after it, or of the copy resized for this size where that differs",
     "unchanged": "whether the hashes are equal and every parameter is the same object as before",
     "infer_samples_per_sec": "images per second in forward passes, without loading",
+    "infer_samples_per_sec_half": "half of the 95 % interval of infer_samples_per_sec, over batches; empty with one batch",
     "peak_memory_mb": "peak memory, MiB",
     "memory_kind": "what peak_memory_mb counts: GPU tensors, or the resident memory of the process",
     "batch_size": "batch size in use at the end",

@@ -168,9 +168,8 @@ def run_sweep(
             if replace and not claims:
                 (folder / "claims.md").unlink(missing_ok=True)
             if report:
-                # imported here, because the page needs plotly
-                from vitrel.evaluate.report.html import write_html
-                from vitrel.evaluate.report.pictures import collect_pictures
+                from vitrel.evaluate.page import write_html
+                from vitrel.evaluate.page.pictures import collect_pictures
 
                 collect_pictures(models, sweep, folder, rows=rows, images=photographs)
                 write_html(folder, shown(title), photographs, margin)
@@ -386,7 +385,7 @@ def _show(judged: Judged, folder: Path, title: str) -> None:
     with atomic_write(folder / "table.md") as part:
         part.write_text(table_page(judged, title or shown(folder.name)), "utf-8")
     print(f"\n{summary(judged)}", flush=True)
-    from vitrel.evaluate.report.html import plot_all  # brings matplotlib: only where a folder is written
+    from vitrel.evaluate.page import plot_all  # only where a folder is written
 
     plot_all(judged.rows, folder / "plots", title)
 

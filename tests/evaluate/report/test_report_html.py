@@ -16,7 +16,9 @@ from helpers import ROOT, command
 from helpers.predictions import predicted
 from vitrel.common.files import guarded
 from vitrel.evaluate.metrics import write_predictions
-from vitrel.evaluate.report.html import class_words, contents, curve_name, write_html
+from vitrel.evaluate.page import class_words, contents, curve_name, write_html
+from vitrel.evaluate.page.charts import library
+from vitrel.evaluate.page.pictures import FORMAT
 from vitrel.evaluate.results import TRANSLATION, aggregate, curves, line_key, read_csv
 from vitrel.evaluate.statistics import estimate_of_means
 
@@ -61,21 +63,25 @@ def test_the_page_is_whole_and_asks_for_nothing(folder):
     path = write_html(folder, "a title")
     page = path.read_text("utf-8")
     assert path == folder / "report.html"
-    own = page.replace(re.search(r"<script>\n/\*\*\n\* plotly.*?</script>", page, re.S)[0], "")
-    assert not re.search(r"https?://|src=|@import|url\(|\{\{\w+\}\}", own)
-    assert "<title>a title</title>" in page and "plotly.js v" in page
+    own = page.replace(library(), "")
+    assert len(own) < len(page) - 500_000 and not re.search(r"https?://|src=|@import|url\((?!\$)|\{\{ \w+", own)
+    assert "<title>a title</title>" in page and len(page) < 3_000_000
     assert sorted(p.name for p in folder.iterdir()) == ["report.html", "report.json", "results.csv"]
 
 
 def test_numbers_are_those_of_the_results(folder):
-    data, table = data_of(write_html(folder).read_text("utf-8")), aggregate(read_csv(folder / "results.csv"))
+    rows = read_csv(folder / "results.csv")
+    data, table = contents(rows, folder, "t"), aggregate(rows)
     assert [row["top1"] for row in data["rows"]] == [row["top1"] for row in table]
     assert [row["intervals"]["top1"] for row in data["rows"]] == [[row["low"], row["high"]] for row in table]
-    expected = {curve_name(label, policy): [row["top1"] for row in rows] for label, policy, rows in curves(table)}
-    assert {c["name"]: [data["rows"][i]["top1"] for i in c["rows"]] for c in data["curves"]} == expected
-    assert data["title"] == folder.name and data["protocols"] == ["scale", "canvas"]
-    assert [size["name"] for size in data["sizes"]] == ["48x48", "64x64", "64x96", "96x96", "128x128"]
-    assert dict((key, value) for key, _, value in data["common"])["data"] == "shapes"
+    several = {label for label, policy, _ in curves(table) if policy in ("clip", "geometric")}
+    expected = {curve_name(label, policy if label in several else "none"): part for label, policy, part in curves(table)}
+    drawn = data_of(write_html(folder).read_text("utf-8"))["points"]
+    for name, part in expected.items():
+        assert [point["top1"] for point in drawn if point["curve"] == name] == [row["top1"] for row in part]
+    assert "vitrel_swin_n" in expected and data["protocols"] == ["scale", "canvas"]  # nothing is resampled: no policy is named
+    assert data["sizes"] == ["48x48", "64x64", "64x96", "96x96", "128x128"]
+    assert dict((key, value) for key, value, _ in data["common"])["data"] == "shapes"
     assert "device" not in [column["key"] for column in data["columns"]]
 
 
@@ -97,16 +103,16 @@ def test_other_metrics_have_intervals_over_seeds(folder):
 
 def test_metrics_without_values_are_not_offered(folder):
     edit(folder, lambda frame: frame.assign(ece=float("nan")))
-    keys = [metric["key"] for metric in contents(read_csv(folder / "results.csv"), folder, "")["metrics"]]
+    keys = contents(read_csv(folder / "results.csv"), folder, "")["metrics"]
     assert "top1" in keys and "retention" in keys and "ece" not in keys
     edit(folder, lambda frame: frame.assign(ece=1.5))
-    assert "ece" in [metric["key"] for metric in contents(read_csv(folder / "results.csv"), folder, "")["metrics"]]
+    assert "ece" in contents(read_csv(folder / "results.csv"), folder, "")["metrics"]
 
 
 def test_the_page_names_a_crop_mode(folder):
     edit(folder, lambda frame: frame.assign(crop_mode="squash"))
     data = contents(read_csv(folder / "results.csv"), folder, "")
-    assert ["crop_mode", "squash"] in [[key, value] for key, _, value in data["common"]]
+    assert ["crop_mode", "squash"] in [[key, value] for key, value, _ in data["common"]]
 
 
 def test_unknown_columns_are_no_matter(folder):
@@ -120,9 +126,9 @@ def test_names_from_files_are_text(folder):
     write_predictions({line_key(row): predicted([EVIL], [1], 2)}, folder)
     page = write_html(folder, f"<b>{EVIL}").read_text("utf-8")
     assert EVIL not in page and "<b>" not in re.search(r"<title>(.*?)</title>", page)[1]
-    assert page.count("</script>") == 4
+    assert page.count("</script>") == 5
     data = data_of(page)
-    assert EVIL in {row["label"] for row in data["rows"]} and data["classes"]["names"] == [EVIL]
+    assert EVIL in {curve["label"] for curve in data["curves"]} and data["classes"]["names"] == [EVIL]
 
 
 def test_classes_add_up_over_seeds(folder):
@@ -132,7 +138,7 @@ def test_classes_add_up_over_seeds(folder):
     hits = {("64x64", 0): [9, 1], ("64x64", 1): [8, 2], ("96x96", 0): [4, 0]}
     keys = {place: line_key(rows[places.index(place)]) for place in hits}
     write_predictions({keys[place]: predicted(["a", "nan"], hits[place]) for place in hits}, folder)
-    found = contents(rows, folder, "")["classes"]
+    found = contents(rows, folder, "")["figures"]["classes"]
     assert found["names"] == ["a", "nan"]
     assert [(row["img_size"], row["n"], row["hits"]) for row in found["rows"]] == [
         ("64x64", [20, 20], [17, 3]),
@@ -144,7 +150,7 @@ def test_translation_is_averaged_over_seeds(folder):
     for seed, top1 in enumerate((80.0, 90.0)):
         given = {"seed": [seed], "translation": [4], "n": [100], "top1": [top1], "top1_low": [0.0], "top1_high": [0.0]}
         lines(folder, "translation", TRANSLATION, **given)
-    (found,) = contents(read_csv(folder / "results.csv"), folder, "")["translation"]
+    (found,) = contents(read_csv(folder / "results.csv"), folder, "")["figures"]["translation"]
     assert (found["translation"], found["top1"], found["seeds"], found["n"]) == (4, 85.0, 2, 100)
     low, high = estimate_of_means([[80.0, 90.0]], [], 100).of_share()
     assert (found["low"], found["high"]) == pytest.approx((low, high)) and low < 50
@@ -153,7 +159,9 @@ def test_translation_is_averaged_over_seeds(folder):
 def test_pictures_lie_in_the_page_with_images_or_without(folder):
     lattice = {"values": "abc", "size": "64x64", "policy": "none"}
     model = {"maps": [{"pictures": ["0"], "size": "64x64"}], "lattices": [lattice], "similar": []}
-    stored = {"format": 2, "models": [model], "seen": [{"picture": "0"}], "thumbnails": {"a.jpg": "data:image/webp;base64,AA"}}
+    seen = {"picture": "0", "size": "64x64", "protocol": "scale", "shape": [64, 64], "class": "a", "label": "m"}
+    model |= {"error": None, "left_out": [], "label": "m"}
+    stored = {"format": FORMAT, "models": [model], "seen": [seen], "thumbnails": {"a.jpg": "data:image/webp;base64,AA"}}
     stored |= {"words": {}, "blobs": {"0": "data:image/webp;base64,AA", "abc": "BB"}}
     (folder / "pictures.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
 
@@ -172,21 +180,30 @@ def test_pictures_of_another_version_are_left_out(folder):
     assert 'id="pictures"></script>' in write_html(folder).read_text("utf-8")
 
 
-def test_figures_are_written_with_axes_units_and_the_numbers_of_the_page(folder):
+def test_the_numbers_of_the_figures_are_written_beside_the_page(folder):
     home = next(row for row in read_csv(folder / "results.csv") if row["img_size"] == row["train_size"])
     write_predictions({line_key(home): predicted(["a", "b"], [9, 2])}, folder)
-    data = data_of(write_html(folder).read_text("utf-8"))
-    found = {figure["id"]: figure for figure in json.loads((folder / "report.json").read_text("utf-8"))}
-    drawn = found["top1 scale"]
-    assert drawn["x"]["unit"] == "px" and drawn["y"] == {"name": "top-1", "unit": "%", "scale": "linear"}
-    assert "shapes" in drawn["title"] and len(drawn["series"]) == len(data["curves"])
-    rows = [row for row in data["rows"] if row["label"] == "vitrel_swin_n" and row["protocol"] == "scale"]
-    (swin,) = (one for one in drawn["series"] if one["label"] == "vitrel_swin_n")
-    assert swin["y"] == [row["top1"] for row in rows] and swin["low"] == pytest.approx([row["low"] for row in rows])
-    assert found["throughput and accuracy canvas"]["x"]["unit"] == "images/s"
-    assert found["classes"]["series"][0]["y"] == [90.0, 20.0]
-    assert found["retention scale"]["y"]["unit"] == "%" and max(found["retention scale"]["series"][0]["y"]) > 50
-    assert {name for name, one in found.items() if one.get("source") == "pictures.json.gz"} == {"lattices", "similar", "maps"}
+    write_html(folder)
+    found = json.loads((folder / "report.json").read_text("utf-8"))
+    assert found == contents(read_csv(folder / "results.csv"), folder, "")["figures"]
+    swin = [one for one in found["points"] if one["curve"] == "vitrel_swin_n" and one["protocol"] == "scale"]
+    rows = [
+        row
+        for row in aggregate(read_csv(folder / "results.csv"))
+        if (row["label"], row["protocol"]) == ("vitrel_swin_n", "scale")
+    ]
+    assert [one["top1"] for one in swin] == [row["top1"] for row in rows]
+    assert [one["top1_low"] for one in swin] == pytest.approx([row["low"] for row in rows])
+    assert (found["classes"]["rows"][0]["n"], found["classes"]["rows"][0]["hits"]) == ([10, 10], [9, 2])
+
+
+def test_speed_has_an_interval_over_batches(folder):
+    edit(folder, lambda frame: frame.assign(infer_samples_per_sec=100.0, infer_samples_per_sec_half=7.0))
+    data = contents(read_csv(folder / "results.csv"), folder, "")
+    assert data["rows"][0]["intervals"]["infer_samples_per_sec"] == [93.0, 107.0]
+    assert {(one["infer_samples_per_sec_low"], one["infer_samples_per_sec_high"]) for one in data["figures"]["points"]} == {
+        (93, 107)
+    }
 
 
 def test_shares_are_percentages(folder):
@@ -239,21 +256,22 @@ def test_claims_stand_on_the_page_with_their_verdicts(folder):
     assert contents(read_csv(folder / "results.csv"), folder, "t")["claims"] == []
     first = "- **It is <b>better</b>.** This holds (1 of 1 pairs; 64x64 scale).\n  Ahead: a +2.0 ±1.0.\n"
     (folder / "claims.md").write_text(first + "- **And so.** This is not shown.\n", "utf-8")
-    assert data_of(write_html(folder).read_text("utf-8"))["claims"] == [
+    assert contents(read_csv(folder / "results.csv"), folder, "t")["claims"] == [
         {"claim": "It is <b>better</b>.", "verdict": "This holds (1 of 1 pairs; 64x64 scale). Ahead: a +2.0 ±1.0."},
         {"claim": "And so.", "verdict": "This is not shown."},
     ]
+    assert "It is &lt;b&gt;better&lt;/b&gt;." in write_html(folder).read_text("utf-8")
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the script of the page")
 def test_downloads_hold_no_formulas():
     cells = ["=1+1", "+a", "@a", "\t=a", "'=a", "-0.5 0.5", "-1.5", "a=b", "'a'", 'say "no"', -1.5, None, True]
     page = """
-        globalThis.document = { getElementById: () => ({ textContent: '{"sizes": [], "rows": []}' }) };
-        eval(require("fs").readFileSync(process.argv[1], "utf-8") + "; globalThis.text = csvText");
+        const source = require("fs").readFileSync(process.argv[1], "utf-8");
+        eval(/function csvText[^]*?\\n}\\n/.exec(source)[0] + "; globalThis.text = csvText");
         process.stdout.write(text(JSON.parse(process.argv[2])));
     """
-    script_of_page = ROOT / "vitrel" / "evaluate" / "report" / "page" / "base.js"
+    script_of_page = ROOT / "vitrel" / "evaluate" / "page" / "page.js"
     command = ["node", "-e", page, str(script_of_page), json.dumps([[cell, "end"] for cell in cells])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = list(csv.reader(io.StringIO(done.stdout, newline="")))

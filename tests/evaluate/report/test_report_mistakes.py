@@ -6,8 +6,8 @@ import pytest
 from helpers import ROOT
 from vitrel.evaluate.images import ImageList
 from vitrel.evaluate.metrics import Predicted, Predictions
-from vitrel.evaluate.report import pictures
-from vitrel.evaluate.report.pictures import changed_images, confusions
+from vitrel.evaluate.page import mistakes as pictures
+from vitrel.evaluate.page.mistakes import changed_images, confusions
 from vitrel.evaluate.results import aggregate, line_key, protocol_names, read_csv
 
 LABELS = [0, 0, 0, 1, 1, 2]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import torch
 
-from vitrel.evaluate.report.pictures import (
+from vitrel.evaluate.page.pictures import (
     QUERIES,
     REACH,
     collect_pictures,

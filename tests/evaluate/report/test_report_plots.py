@@ -1,7 +1,7 @@
 import matplotlib.image
 import pytest
 
-from vitrel.evaluate.report.html import plot_all
+from vitrel.evaluate.page import plot_all
 from vitrel.evaluate.results import aggregate
 
 

@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 
 from vitrel.evaluate.advice import judge
+from vitrel.evaluate.page import plot_all, write_html
 from vitrel.evaluate.report import table_page
-from vitrel.evaluate.report.html import plot_all, write_html
 from vitrel.evaluate.results import TRANSLATION, read_csv, read_frame, read_translation, with_curves, write_csv, write_frame
 
 

@@ -78,8 +78,9 @@ def summary(judged: Judged) -> str:
 
 
 def advice_list(judged: Judged) -> str:
-    """Return the advice as a Markdown list, readable in a terminal, below a sentence that explains its words."""
-    return f"{judged.basis}\n\n" + "".join(f"- {one.label}: {one.text}\n" for one in judged.advice)
+    """Return the advice as a Markdown list, readable in a terminal: which model is better first, what the words mean last."""
+    headline = f"{judged.headline}\n\n" if judged.headline else ""
+    return headline + "".join(f"- {one.label}: {one.text}\n" for one in judged.advice) + f"\n{judged.basis}\n"
 
 
 def table_page(judged: Judged, title: str) -> str:
@@ -130,7 +131,7 @@ def verdict_text(row: Row) -> str:
 
 
 def resampled_text(row: Row) -> str:
-    """Return what is resampled at a row's size: "table bicubic: 2,700 of 469,300 values", "nothing", "nothing (table clip)".
+    """Return what is resampled at a row's size: "2,700 of 469,300 values (table bicubic)", "nothing", "nothing (table clip)".
 
     Weights that changed although nothing is resampled are an error, and it says so.
     """
@@ -138,9 +139,10 @@ def resampled_text(row: Row) -> str:
         return "nothing, but the weights changed: this is an error"
     if does_nothing(row):
         return "nothing that acts (position does nothing)"
-    if row["resized_params"]:
-        return f"{row['resized']}: {row['resized_params']:,} of {row['params']:,} values"
-    return "nothing" if row["resized"] == "nothing" else f"nothing ({row['resized']})"
+    if row["resized"] == "nothing":
+        return "nothing"
+    count = f"{row['resized_params']:,} of {row['params']:,} values" if row["resized_params"] else "nothing"
+    return f"{count} ({row['resized']})"
 
 
 def accuracy_tables(table: Sequence[Row]) -> str:

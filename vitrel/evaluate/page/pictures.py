@@ -1,10 +1,9 @@
-"""What a report shows of single images and of single layers: pictures.json.gz, recorded by running the models, and mistakes.
+"""What a report shows of single images and of single layers: pictures.json.gz, recorded by running the models.
 
 pictures.json.gz holds the mean position bias by offset, the similarity of position embeddings, attention maps of sample images,
 a sample image as preprocessed for every size and protocol, and thumbnails of images whose prediction changes. Its size is
 limited: where bytes run out, layers are left out or recorded with fewer queries and the mean of all heads, and the file lists
-what is missing. Mistakes come from predictions.npz: the most frequent confusions of classes, and images whose prediction
-changes.
+what is missing.
 """
 
 import base64
@@ -14,31 +13,31 @@ import io
 import json
 import math
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
-from vitrel.common.files import atomic_write
+from vitrel.common.files import atomic_write, shown
 from vitrel.common.sizes import Size, format_size
 from vitrel.evaluate.images import Images
 from vitrel.evaluate.measure import Task, tasks_of
-from vitrel.evaluate.metrics import LEFT_OUT, NO_CLASS, Predictions, read_predictions
+from vitrel.evaluate.metrics import read_predictions
 from vitrel.evaluate.models import Trained, at_size_with
-from vitrel.evaluate.results import aggregate, by_area, curves, line_key, protocol_names
+from vitrel.evaluate.page.mistakes import changed_images
 from vitrel.evaluate.settings import Row, Sweep
 from vitrel.grid import Grid
 from vitrel.inspect.any_model import patch_grid
-from vitrel.inspect.attention import Layer, for_each_layer, offset_mean
+from vitrel.inspect.attention import Layer, for_each_layer, layer_position_share, offset_mean
 from vitrel.models.backbone import Backbone
 
-BUDGET = 1_150_000  # bytes of the compressed file; as text in the page a third more
+FORMAT = 3  # of the file
+BUDGET = 1_000_000  # bytes of the compressed file; as text in the page a third more
 REACH = 31  # largest offset along an axis in the maps by offset, in tokens
 QUERIES = 256  # maximum number of query patches of an attention map
 SIMILAR = 36  # number of patches whose similarity to all others is recorded, about
@@ -87,7 +86,7 @@ def collect_pictures(
         budget -= spent
     replaced = [(item["size"], item["protocol"]) for item in seen]
     stored = {
-        "format": 2,
+        "format": FORMAT,
         "models": _merged_models(former["models"], recorded),
         "seen": [item for item in former["seen"] if (item["size"], item["protocol"]) not in replaced] + seen,
         "thumbnails": former["thumbnails"] | thumbnails,
@@ -103,7 +102,7 @@ def read_pictures(path: Path) -> Item | None:
     """Read a file of `collect_pictures`; None where it is missing, damaged or of another version."""
     try:
         stored = json.loads(gzip.decompress(path.read_bytes()))
-        return stored if stored["format"] == 2 else None
+        return stored if stored["format"] == FORMAT else None
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):  # no error: pictures can be recorded again
         return None
 
@@ -202,6 +201,7 @@ class _Recorded(NamedTuple):
     """The maps recorded for one task."""
 
     layers: list[str]  # names of all layers
+    shares: list[float | None]  # `layer_position_share` of all layers, None where it is not known
     acts: bool  # whether position adds to the logits of any layer
     items: list[tuple[int, str, Item]]  # (priority, lowest first; "lattices" or "maps"; encoded map)
 
@@ -230,9 +230,11 @@ def _merged_models(former: Sequence[Item], new: Sequence[Item]) -> list[Item]:
     """Former and new entries of models; those of the same label are merged."""
     merged = {entry["label"]: entry for entry in former}
     for entry in new:
-        before = merged.get(entry["label"], {"layers": [], "lattices": [], "maps": [], "similar": [], "images": []})
+        before = merged.get(
+            entry["label"], {"layers": [], "shares": [], "lattices": [], "maps": [], "similar": [], "images": []}
+        )
         both = {kind: before[kind] + entry[kind] for kind in ("lattices", "maps", "similar")}
-        merged[entry["label"]] = entry | both | {kind: entry[kind] or before[kind] for kind in ("layers", "images")}
+        merged[entry["label"]] = entry | both | {kind: entry[kind] or before[kind] for kind in ("layers", "shares", "images")}
     return [*merged.values()]
 
 
@@ -293,7 +295,7 @@ def _described_classes(models: Sequence[Trained], task: Task, samples: Images) -
         for raw in map(str, classes):
             name = raw if raw in names else numbered.get(raw, raw)
             if name != raw or name in described:
-                words.setdefault(raw, str(described.get(name, name)))
+                words.setdefault(shown(raw), shown(str(described.get(name, name))))
     return words
 
 
@@ -303,7 +305,16 @@ def _record_model(
     """Record the pictures of one model; return its entry in the file, and the bytes that this takes."""
     trained, spent, incomplete = tasks[0].trained, 0, set()
     entry: Item = {"label": trained.label, "seed": trained.seed, "train_size": format_size(trained.img_size), "error": None}
-    entry |= {"acts": False, "layers": [], "lattices": [], "maps": [], "similar": [], "images": [], "left_out": []}
+    entry |= {
+        "acts": False,
+        "layers": [],
+        "shares": [],
+        "lattices": [],
+        "maps": [],
+        "similar": [],
+        "images": [],
+        "left_out": [],
+    }
     for index, task in enumerate(tasks):
         room, size = (budget - spent) // (len(tasks) - index), format_size(task.size)
         before, keys = room, {"size": size, "policy": task.policy}
@@ -325,6 +336,7 @@ def _record_model(
                 entry["left_out"].append(f"{trained.label} at {size}: more than {LARGEST:,} tokens")
         else:
             entry["layers"], entry["acts"] = recorded.layers, entry["acts"] or recorded.acts
+            entry["shares"] = entry["shares"] or recorded.shares
             pictures = [_picture(task, image, pixels[image], blobs) for image in range(len(names))] if images and first else []
             columns = {"lattices": keys, "maps": keys | {"pictures": pictures}}
             for _, kind, item in sorted(recorded.items, key=lambda item: item[0]):
@@ -345,12 +357,13 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
     maps: record attention maps too, not only maps by offset. room: bytes for this task.
     """
     encoded: list[tuple[str, Item]] = []
-    names, acts = [], []
+    names, acts, shares = [], [], []
     device, part = sweep.torch_device, int(PART * room)
 
     def use(layer: Layer) -> None:
         names.append(layer.name)
         acts.append(_acts(layer))
+        shares.append(round(layer_position_share(layer), 5) if layer.position is not None else None)
         keys = {"layer": len(names) - 1}
         if acts[-1]:
             lattice = _fitting_lattice(offset_mean(layer, layer.position), part)
@@ -371,7 +384,7 @@ def _record_task(task: Task, sweep: Sweep, pixels: Tensor, maps: bool, room: int
     def priority(kind: str, item: Item) -> int:
         return 2 * (item["layer"] not in preferred) + 4 * item.get("image", 0) + (kind == "maps")
 
-    return _Recorded(names, any(acts), [(priority(kind, item), kind, item) for kind, item in encoded]), embedding
+    return _Recorded(names, shares, any(acts), [(priority(kind, item), kind, item) for kind, item in encoded]), embedding
 
 
 def _embedding_at(task: Task) -> Tensor | None:
@@ -406,7 +419,7 @@ def _samples(task: Task, samples: Images, most: int) -> tuple[Tensor, list[str]]
     indices = sorted({round(i * len(dataset) / most) for i in range(most)})
     items = [item for item in (dataset[index] for index in indices if index < len(dataset)) if item[1] >= 0]
     classes = getattr(dataset, "classes", None)
-    names = [str(classes[label]) if classes else str(label) for _, label in items]
+    names = [shown(str(classes[label])) if classes else str(label) for _, label in items]
     return (torch.stack([image for image, _ in items]) if items else torch.zeros(0, 3, *task.size)), names
 
 
@@ -472,119 +485,3 @@ def _rounded(values: Tensor) -> list[float]:
 
 def _base64(values: Tensor) -> str:
     return base64.b64encode(values.numpy().tobytes()).decode()
-
-
-PAIRS = 12  # maximum number of confused pairs of classes for a model and protocol
-CHANGED = 12  # maximum number of images with changing predictions for a curve and protocol
-Place = tuple[str, str, str, str]
-PLACE = ("label", "protocol", "policy", "img_size")
-
-
-def place_of(line: Row, protocol_of: Callable[[Row], str]) -> Place:
-    """Return the columns PLACE of a row, or line of translation.csv, as the table of `aggregate` has them.
-
-    protocol_of: the result of `protocol_names` for all rows.
-    """
-    return line["label"], protocol_of(line), line["policy"], line["img_size"]
-
-
-def confusions(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, Any]]:
-    """Return the PAIRS most frequent confusions (class, predicted class) of every label and protocol, with counts by size.
-
-    Items have label, protocol, pairs (indices of classes), of (number of images of each pair's class) and rows: {policy,
-    img_size, n (images), wrong, counts (in the order of the pairs)}. Pairs are ranked by their largest count at any size and
-    policy. All counts, also n and of, are sums over seeds; of is that of the first of the rows; wrong includes predictions of
-    none of the data's classes. Labels without mistakes are left out.
-    """
-    counted: dict[Place, Counter[tuple[int, int]]] = {}
-    seen: Counter[Place] = Counter()
-    wrong: Counter[Place] = Counter()
-    images: dict[Place, Counter[int]] = defaultdict(Counter)
-    for place, _, predicted in _predicted(rows, predictions):
-        read = predicted != LEFT_OUT
-        missed = read & (predicted != predictions.labels)
-        named = missed & (predicted != NO_CLASS)
-        taken = zip(predictions.labels[named].tolist(), predicted[named].tolist(), strict=True)
-        counted.setdefault(place, Counter()).update(taken)
-        images[place].update(predictions.labels[read].tolist())
-        seen[place] += int(read.sum())
-        wrong[place] += int(missed.sum())
-    items = []
-    for label, protocol in dict.fromkeys(place[:2] for place in counted):
-        by_place = {place: pairs for place, pairs in counted.items() if place[:2] == (label, protocol)}
-        most: Counter[tuple[int, int]] = Counter()
-        for pairs in by_place.values():
-            most |= pairs  # the largest count at any size
-        chosen = [pair for pair, _ in sorted(most.items(), key=lambda item: (-item[1], item[0]))[:PAIRS]]
-        if chosen:
-            first = next(iter(by_place))
-            items.append(
-                {
-                    "label": label,
-                    "protocol": protocol,
-                    "pairs": [list(pair) for pair in chosen],
-                    "of": [images[first][pair[0]] for pair in chosen],
-                    "rows": [
-                        {
-                            "policy": place[2],
-                            "img_size": place[3],
-                            "n": seen[place],
-                            "wrong": wrong[place],
-                            "counts": [pairs[pair] for pair in chosen],
-                        }
-                        for place, pairs in by_place.items()
-                    ],
-                }
-            )
-    return items
-
-
-def changed_images(rows: Sequence[Row], predictions: Predictions) -> list[dict[str, Any]]:
-    """Return the images whose prediction differs between sizes, for every curve and protocol; of the first seed.
-
-    Items have label, policy, protocol, sizes (by area), changed (number of these images), of (number of images read at all
-    sizes) and images: at most CHANGED, each with its index and the class predicted at every size (NO_CLASS: none of the
-    data's). Images that are right at the training size and wrong at most other sizes come first. Curves with predictions at
-    fewer than two sizes are left out.
-    """
-    predicted: dict[Place, np.ndarray] = {}
-    trained = {}
-    for place, row, classes in _predicted(rows, predictions):
-        predicted.setdefault(place, classes)
-        trained[place[0]] = row["train_size"]
-    items = []
-    for label, policy, table in curves(aggregate(rows)):
-        for protocol in dict.fromkeys(row["protocol"] for row in table):
-            curve = [row for row in table if row["protocol"] == protocol]
-            places = {row["img_size"]: (label, protocol, row["policy"], row["img_size"]) for row in curve}
-            sizes = sorted((size for size, place in places.items() if place in predicted), key=by_area)
-            if len(sizes) < 2:
-                continue
-            classes = np.stack([predicted[places[size]] for size in sizes])  # [S, n]
-            read = (classes != LEFT_OUT).all(0)
-            changes = read & (classes != classes[0]).any(0)
-            right = classes == predictions.labels
-            at_training = right[sizes.index(trained[label])] if trained[label] in sizes else right.any(0)
-            order = np.lexsort((right.sum(0), ~at_training))  # right at the training size first, then right at few sizes
-            chosen = [int(image) for image in order if changes[image]][:CHANGED]
-            items.append(
-                {
-                    "label": label,
-                    "policy": policy,
-                    "protocol": protocol,
-                    "sizes": sizes,
-                    "changed": int(changes.sum()),
-                    "of": int(read.sum()),
-                    "images": [{"image": image, "predicted": classes[:, image].tolist()} for image in chosen],
-                }
-            )
-    return items
-
-
-def _predicted(rows: Sequence[Row], predictions: Predictions) -> Iterator[tuple[Place, Row, np.ndarray]]:
-    """(place, row, predicted classes [n]) of every row with predictions."""
-    protocol_of = protocol_names(rows)
-    for row in rows:
-        of_row = predictions.rows.get(line_key(row))
-        if of_row is not None:
-            yield place_of(row, protocol_of), row, of_row.predicted
